@@ -525,3 +525,24 @@ class TestExpectations:
         for _ in range(99):
             margin.observe(SECOND, SECOND // 2)
         assert margin.factor == 1.0, "times that were expected too long do not widen the target"
+
+
+def test_a_job_in_the_background_is_let_in_and_makes_nobody_wait() -> None:
+    doors = [make_door(slo_ttft_ns=2 * SECOND, max_queue=4, tenant_max_concurrent=2) for _ in range(2)]
+    load = make_load(num_running=2, num_rows_free=6)
+    for door in doors:
+        busy(door)
+    alone, beside = doors
+    for idx in range(1000):
+        ask = Ask(num_token_ids=500, background=True, tenant="a")
+        place = beside.decide(ask, load._replace(num_background=idx, num_blocks_background=60), 10 * SECOND)
+        request = make_request(f"line-{idx}", 500, background=True)
+        beside.enter(place, [request], 10 * SECOND)
+        beside.leave(place)
+    end(beside, 10, "line-0", num_generated=1000, background=True)
+    crowded = load._replace(num_background=999, num_blocks_background=60, num_blocks_free=load.num_blocks_free - 60)
+    one, other = (
+        door.decide(Ask(num_token_ids=10, tenant="a"), its_load, 10 * SECOND).view
+        for door, its_load in ((alone, load), (beside, crowded))
+    )
+    assert replace(one, ask=other.ask) == other, "what is expected of a call differs"

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from penstock.kv.block_pool import BACKGROUND, NULL_BLOCK_ID, BlockPool
 
 
 def test_the_null_block_is_never_given_out() -> None:
@@ -125,3 +125,31 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_blocks_of_the_background_are_lost_before_all_others(rests: bool) -> None:
+    pool = BlockPool(7)
+    others, lines = pool.allocate(3), pool.allocate(3)
+    for block_id in others:
+        pool.release(block_id, keep=True, rests=rests)
+    for block_id in lines:
+        pool.release(block_id, keep=True, group=BACKGROUND)
+    assert pool.allocate(2) == lines[:2], "though they were freed last"
+    assert pool.allocate(2) == [lines[2], others[0]]
+
+
+def test_a_block_that_others_have_held_is_kept_like_theirs() -> None:
+    pool = BlockPool(4)
+    shared, own, other = pool.allocate(3)
+    pool.release(shared, keep=True, group=BACKGROUND)
+    pool.hold(shared)  # found by a request that is not of the background
+    pool.hold(shared)
+    pool.release(shared, keep=True)
+    pool.release(other, keep=True)
+    pool.release(shared, keep=True, group=BACKGROUND)
+    pool.release(own, keep=True, group=BACKGROUND)
+    assert pool.allocate(3) == [own, other, shared]
+    pool.release(shared, keep=True, group=BACKGROUND)
+    pool.release(other, keep=True)
+    assert pool.allocate(1) == [shared], "its content was lost, and with it the mark"

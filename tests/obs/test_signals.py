@@ -153,3 +153,17 @@ def test_a_load_that_swings_faster_than_the_window_keeps_what_its_peaks_need():
         server.run(60, num_running=1)
     settled = server.desired[1200:]
     assert set(settled) == {3}
+
+
+def test_a_job_in_the_background_calls_for_no_replica_and_leaves_the_last_request_the_last():
+    server = Server()
+    server.run(WINDOW_S, num_running=5)
+    line = RequestStats("line", "", 0, 0, 0, int(server.now_s * SECOND), 1, 0, 1, 0, FinishReason.STOP, background=True)
+    for _ in range(5):
+        server.signals.on_finish(line)
+    later_ns = int((server.now_s + WINDOW_S) * SECOND)
+    held = make_load(5, 0, ROWS - 5, num_blocks_free=10)._replace(num_background=500, num_blocks_background=90)
+    found = server.signals.read(held, later_ns)
+    assert found.utilisation == pytest.approx(0.5, rel=0.05), "five of ten rows are still in use"
+    assert found.kv_headroom == pytest.approx(1.0)
+    assert found.desired_replicas == 1

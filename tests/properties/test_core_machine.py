@@ -26,7 +26,7 @@ from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
 from support.fake_adapters import make_adapter
-from support.strategies import MAX_ADAPTERS, MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
+from support.strategies import JOB, MAX_ADAPTERS, MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 
 MAX_MODEL_LEN = 40
 
@@ -126,6 +126,7 @@ class CoreMachine(RuleBasedStateMachine):
             arrival_ns=self.now_ns,
             priority=priority,
             tenant=tenant,
+            background=tenant == JOB,
             predicted_new_tokens=predicted,
             deadline_ns=None if patience is None else self.now_ns + patience,
             matcher=matcher_of(sampling),
@@ -186,11 +187,11 @@ class CoreMachine(RuleBasedStateMachine):
         if self.worker is not None:
             self.worker.turn()
         is_loading = self.core.scheduler.news.waits_for in (WaitReason.LOADING, WaitReason.ADAPTER)
-        is_loading |= any(True for _ in self.core.scheduler._waiting.adapters_aside)
+        is_loading |= any(True for _ in self.core.scheduler._queues.adapters_aside)
         if not had_flights and not is_loading:  # else one that has to wait for the step in flight, or a load, is no wrong
             self.check_work_conserving(plan)
         if plan is not None:
-            self.check_preempted_go_first(preempted_before)
+            self.check_preempted_go_first(preempted_before, plan)
         if self.stepper.must_finish(plan):
             self.stepper.finish()
 
@@ -224,6 +225,8 @@ class CoreMachine(RuleBasedStateMachine):
         if plan.num_tokens == capacity.max_step_tokens or not self.engine.fills_steps:
             return
         has_row = {row.request_id for row in plan.rows}
+        if self.is_the_jobs_own(plan):
+            return
         assert scheduler.running.keys() <= has_row, "a running request has no row, and tokens are left"
         released = [self.requests[request_id] for request_id in plan.releases if request_id in self.requests]  # others pad
         preempted_now = any(request.status is RequestStatus.PREEMPTED for request in released)
@@ -234,9 +237,10 @@ class CoreMachine(RuleBasedStateMachine):
         if self.num_aside():
             return  # they wait for a prefix, and others leave them their places
         # Memory must be short: for the largest of those who wait, beside all that the reserve may keep back.
-        largest = max(
-            r.num_tokens for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        )
+        waiting = [r for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
+        largest = max((r.num_tokens for r in waiting if not r.background), default=None)
+        if largest is None:
+            return  # background requests wait until the others need nothing more
         promised = sum(
             scheduler.kv.num_blocks_for(r.num_tokens) - len(scheduler.kv.block_table(r.request_id))
             for r in scheduler.running.values()
@@ -245,8 +249,17 @@ class CoreMachine(RuleBasedStateMachine):
         kept_back = promised + growth + int(MAX_SHARE * scheduler.kv.num_total_blocks) + 1
         assert scheduler.kv.pool.num_available < scheduler.kv.num_blocks_for(largest) + kept_back, "a request waits for nothing"
 
+    def is_the_jobs_own(self, plan: StepPlan) -> bool:
+        """Background requests are owed a share of the time, and have a step without others."""
+        is_owed = self.engine.policies.background_share > 0
+        return is_owed and all(self.requests[row.request_id].background for row in plan.rows if row.request_id in self.requests)
+
     def num_aside(self) -> int:
-        return len(self.core.scheduler._waiting.aside)
+        return len(self.aside())
+
+    def aside(self) -> list[Request]:
+        queues = self.core.scheduler._queues
+        return [follower.request for queue in (queues.waiting, queues.background) for follower in queue.aside]
 
     def max_growth_blocks(self) -> int:
         """The most blocks that a reserve may want for all running requests and the next, up to their limits."""
@@ -254,19 +267,23 @@ class CoreMachine(RuleBasedStateMachine):
         live = [r for r in self.requests.values() if r.request_id not in self.ended]
         return sum(num_blocks_for(r.max_total_tokens) - num_blocks_for(r.num_computed_tokens) for r in live)
 
-    def check_preempted_go_first(self, preempted_before: set[str]) -> None:
+    def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
         # Not `plan.admits`: running requests with forced tokens are told to the executor again, in full.
         admitted = [admission.request_id for admission in self.core.scheduler.news.admissions]
-        aside = {follower.request.request_id for follower in self.core.scheduler._waiting.aside}
+        aside = {request.request_id for request in self.aside()}
         left = preempted_before - set(admitted) - aside
         for request_id in admitted:
             if request_id not in preempted_before:
                 request = self.requests[request_id]
+                if request.background and self.is_the_jobs_own(plan):
+                    continue
                 overtaken = [other for other in left if not self.may_overtake(request, self.requests[other])]
                 assert not overtaken, "a newer request overtook a preempted one"
 
     def may_overtake(self, fresh: Request, preempted: Request) -> bool:
         """May a fresh request go first: is it of a higher class, or of another tenant whose turn it is?"""
+        if fresh.background or preempted.background:
+            return not fresh.background
         match self.engine.policies.order:
             case PriorityClasses():
                 return fresh.priority < preempted.priority

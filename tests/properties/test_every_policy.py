@@ -70,7 +70,7 @@ def make_requests() -> list[Request]:
             adapter=make_adapter(1 + idx // 2 % 3) if idx % 2 else None,
         )
         request.priority, request.tenant, request.predicted_new_tokens = idx % 3, "abc"[idx % 3], 1 + idx * 7 % 40
-        request.parent_id = f"call {idx % 4}"
+        request.parent_id, request.background = f"call {idx % 4}", idx % 4 == 2
         requests.append(request)
     return requests
 

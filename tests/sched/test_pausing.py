@@ -243,7 +243,7 @@ def test_who_was_held_back_goes_before_whom_it_paused() -> None:
     driver = make_driver(low, first, num_long=1, max_rows=2, max_step_tokens=24)
     driver.turn()
     driver.turn(Add(high))
-    assert driver.core.scheduler._waiting.num_held_back == 1
+    assert driver.core.scheduler._queues.waiting.num_held_back == 1
     while high.status is not RequestStatus.RUNNING:
         driver.turn()
     assert (low.num_preemptions, first.num_preemptions) == (1, 0)

@@ -41,6 +41,8 @@ MAX_GROWTH_TOKENS = 6
 MAX_SHARE = 0.3
 """The most that drawn watermarks keep back: a share of the pool, and tokens for each running request."""
 NO_FAULTS = Faults()
+JOB = "job"
+"""The tenant whose requests are background ones."""
 MAX_ADAPTERS = 4
 """Adapters of requests have numbers up to this."""
 MAX_TURN = 25
@@ -160,6 +162,7 @@ class Workload:
                 sampling=sampling,
                 priority=priority,
                 tenant=tenant,
+                background=tenant == JOB,
                 cache_salt=salt,
                 predicted_new_tokens=predicted,
                 matcher=matcher_of(sampling, clock, idx % 3 * 2 * STEP_NS),
@@ -248,6 +251,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         reserve=draw(reserves()),
         victim=draw(st.sampled_from(sorted(TABLES["victim"]))),
         eviction=draw(st.sampled_from(sorted(TABLES["eviction"]))),
+        background_share=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
     is_caching = draw(st.sampled_from([True, True, False]))
     lower = draw(lower_tiers()) if has_lower_tier else None
@@ -329,7 +333,7 @@ def matcher_of(sampling: SamplingParams, clock: VirtualClock | None = None, toke
 
 def ranks() -> st.SearchStrategy[tuple[int, str, int | None]]:
     """Priority, tenant, predicted new tokens."""
-    return st.tuples(st.integers(-1, 1), st.sampled_from(["", "a", "b"]), st.one_of(st.none(), st.integers(1, 40)))
+    return st.tuples(st.integers(-1, 1), st.sampled_from(["", "a", "b", JOB]), st.one_of(st.none(), st.integers(1, 40)))
 
 
 @st.composite

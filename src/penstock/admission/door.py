@@ -110,9 +110,12 @@ class Admission:
         """Admit a call, and keep places in the queue for its requests until `leave`. Raises `Rejected`.
 
         Room for one of its requests is enough. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no requests.
+        Background calls are always admitted, and no other call waits for them.
         """
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
+        if ask.background:
+            return Place(self._view(ask, load, now_ns, is_expected=True), None)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
         if promise is None:
             self.on_call(now_ns)
@@ -144,6 +147,8 @@ class Admission:
         """Count some of an admitted call's requests before they are submitted. The caller reports text lengths to
         `lengths.on_prompt`."""
         view = place.view
+        if view.ask.background:
+            return
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
             num_prefill_tokens = round(self.lengths.computed_share * request.num_prompt_tokens)
@@ -159,6 +164,8 @@ class Admission:
                 self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
 
     def leave(self, place: Place) -> None:
+        if place.view.ask.background:
+            return
         self._num_entering -= place.view.ask.num_requests
         self._num_entering_tokens -= place.view.num_prompt_tokens
         if place.account is not None:
@@ -197,6 +204,8 @@ class Admission:
     def on_itl(self, num_gaps: int, num_late: int) -> None: ...
 
     def on_finish(self, stats: RequestStats) -> None:
+        if stats.background:
+            return
         self.drain.on_finish(stats)
         self._backlog.on_finish(stats.request_id)
         if self._tenants.entered:
@@ -294,7 +303,9 @@ class Admission:
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
         num_adapter_blocks = sum(self._adapter_blocks(load).values()) if self._adapters is not None else 0
-        return max(int(share * self._backlog.num_blocks) + num_adapter_blocks, load.num_blocks_held)
+        return max(
+            int(share * self._backlog.num_blocks) + num_adapter_blocks, load.num_blocks_held - load.num_blocks_background
+        )
 
     def _adapter_blocks(self, load: EngineLoad) -> dict[int, int]:
         blocks = self._backlog.adapter_blocks(load.num_running + load.num_rows_free)

@@ -495,6 +495,8 @@ class Fleet:
             num_blocks_cached=sum([load.num_blocks_cached for load in loads]),
             num_blocks_shared=sum([load.num_blocks_shared for load in loads]),
             num_rows_free=sum([load.num_rows_free for load in loads]),
+            num_background=sum([load.num_background for load in loads]),
+            num_blocks_background=sum([load.num_blocks_background for load in loads]),
         )
 
     # Requests: sent, moved, ended.
@@ -773,6 +775,7 @@ class Fleet:
             num_blocks_total=pool.num_blocks_total,
             num_blocks_free=pool.num_blocks_free,
             num_blocks_cached=pool.num_blocks_cached,
+            num_blocks_background=pool.num_blocks_background,
         )
 
 

@@ -279,6 +279,12 @@ class SchedulerConfig(Component):
         minimum=0.001,
         default_doc="50ms, or twice a step without prefills if that is more",
     )
+    background_share: float = share(
+        0.0,
+        "Share of the time that the lines of batches get at least, whatever else waits.",
+        minimum=0.0,
+        maximum=0.9,
+    )
     long_prefill_token_threshold: int | None = count(
         None,
         "A prompt with more tokens to compute is long: others pass it with itl; else a step computes no more of it.",

@@ -123,6 +123,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
         eviction=config.kv.kv_eviction
         or suits.get("eviction")
         or ("tenant-fair" if has_several_tenants(config.server) else None),
+        background_share=chosen.background_share,
         settings={
             "gate": {
                 "max_batch_size": chosen.max_batch_size,

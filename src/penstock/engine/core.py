@@ -35,7 +35,8 @@ LATE_DETAILS = {
     RejectReason.QUEUE_TIMEOUT: "it waited too long for its turn",
     RejectReason.FIRST_TOKEN_TIMEOUT: "its first token took too long",
 }
-
+BEHIND = " in the background"
+"""Added to the tenant of background requests: their masks do not take the time of its others'."""
 
 ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
 
@@ -280,10 +281,11 @@ class EngineCore:
 
     def _take_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        num_running, num_cached = scheduler.num_running, pool.num_cached
+        num_cached, (num_beside, num_behind) = pool.num_cached, scheduler.num_background
+        num_running = scheduler.num_running - num_beside
         return EngineLoad(
             num_running=num_running,
-            num_waiting=len(self._requests) - num_running,
+            num_waiting=len(self._requests) - scheduler.num_running - num_behind,
             waits_for=scheduler.news.waits_for,
             num_blocks_total=scheduler.kv.num_total_blocks,
             num_blocks_free=pool.num_available - num_cached,
@@ -291,17 +293,20 @@ class EngineCore:
             num_blocks_shared=pool.num_shared,
             num_rows_free=scheduler.max_rows - num_running,
             adapters=scheduler.kv.adapters.counts,
+            num_background=num_beside + num_behind,
+            num_blocks_background=scheduler.num_background_blocks,
         )
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
         num_cached, execute_ns = kv.pool.num_cached, result.timing.end_ns - result.timing.start_ns
+        num_beside, num_behind = scheduler.num_background
         return StepStats(
             step_id=plan.step_id,
             started_ns=max(plan.now_ns, self._last_finish_ns),
             ended_ns=now_ns,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running - num_beside,
+            num_waiting=scheduler.num_waiting - num_behind,
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=kv.pool.num_available - num_cached,
             num_blocks_cached=num_cached,
@@ -311,6 +316,7 @@ class EngineCore:
             planned_ns=plan.now_ns,
             rows=plan.rows,
             waited_ns=result.timing.waited_ns,
+            num_blocks_background=scheduler.num_background_blocks,
         )
 
 
@@ -334,7 +340,7 @@ class Following:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
         if request.matcher is not None:
             self._matchers[request.request_id] = request.matcher
-            self._new[request.request_id] = request.tenant
+            self._new[request.request_id] = request.tenant + BEHIND * request.background
 
     def remove(self, request: Request) -> None:
         if self._matchers.pop(request.request_id, None) is not None:
@@ -468,6 +474,7 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         finish_reason=request.finish_reason,
         reject_reason=reject_reason,
         waits=request.waits,
+        background=request.background,
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
     )

@@ -68,10 +68,10 @@ class OutputStage:
                 stream = streams[event.request_id] = self._open(request)
             try:
                 if stream.is_under_way and event.finish_reason is None:  # like nearly all, so with as few calls as can be
-                    add_chunk(stream.go_on(event, gaps_ns))
+                    add_chunk(stream.go_on(event, gaps_ns if stream.is_timed else []))
                     continue
                 if event.token_ids:
-                    stream.note_time(event.at_ns, first, gaps_ns)
+                    stream.note_time(event.at_ns, first, gaps_ns if stream.is_timed else [])
                 chunk = stream.last or stream.push(event)
             except Exception:
                 chunk = stream.fail(event)
@@ -105,7 +105,8 @@ class OutputStage:
         return [(streams.get(name) or self._open(request)).error(detail, at_ns) for name, request in requests.items()]
 
     def _open(self, request: Request) -> _Stream:
-        return _Stream(request, self._make_detokenizer, self._trees, request.slo_itl_ns)
+        slo_itl_ns = None if request.background else request.slo_itl_ns
+        return _Stream(request, self._make_detokenizer, self._trees, slo_itl_ns, is_timed=not request.background)
 
     def _end(self, stream: _Stream, event: TokenEvent, chunk: OutputChunk, commands: list[Command]) -> None:
         del self._requests[event.request_id], self._streams[event.request_id]
@@ -129,6 +130,8 @@ class _Stream:
     _make_detokenizer: DetokenizerFactory
     _trees: MutableMapping[tuple[str, ...], StopTree]
     _slo_itl_ns: int | None
+    is_timed: bool
+    """False for a background request: nobody waits for its tokens."""
     before: tuple[int, ...] = ()
     """Tokens from another engine. The client has their text already, except an end held back for a possible stop string."""
     is_under_way: bool = False

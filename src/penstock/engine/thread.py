@@ -424,6 +424,8 @@ class Outbox:
         self._observer = observer
         self._lock = threading.Lock()
         self._prompt_lens: dict[str, int] = {}
+        self._background: set[str] = set()
+        """Ids of background requests, whose prompts count as empty."""
         self._num_prompt_tokens = 0
         self._cut_short_ids: frozenset[str] = frozenset()
 
@@ -436,14 +438,15 @@ class Outbox:
                 if request_id in self._prompt_lens or request_id in coming:
                     detail = f"a request with the id {request_id!r} is still running"
                     raise Rejected(RejectReason.INVALID, detail, param="request_id")
-                coming[request_id] = request.num_prompt_tokens
+                coming[request_id] = 0 if request.background else request.num_prompt_tokens
+            self._background.update([request.request_id for request in requests if request.background])
             self._prompt_lens |= coming
             self._num_prompt_tokens += sum(coming.values())
 
     def counts(self) -> tuple[int, int]:
-        """Return (requests in flight, their prompt tokens)."""
+        """Return (requests in flight, their prompt tokens), without background requests."""
         with self._lock:
-            return len(self._prompt_lens), self._num_prompt_tokens
+            return len(self._prompt_lens) - len(self._background), self._num_prompt_tokens
 
     def cut_short(self) -> list[str]:
         """Return the ids of all requests in flight, to be aborted. They then end with DRAINING as the reject reason."""
@@ -458,6 +461,7 @@ class Outbox:
             with self._lock:
                 for chunk in ended:
                     self._num_prompt_tokens -= self._prompt_lens.pop(chunk.request_id)
+                    self._background.discard(chunk.request_id)
                     if chunk.finish_reason is FinishReason.ABORT and chunk.request_id in self._cut_short_ids:
                         chunk.reject_reason = chunk.reject_reason or RejectReason.DRAINING.value
         if chunks:

@@ -2,7 +2,7 @@
 
 A freed block with content joins the tail of the list, others the head. Blocks in a group have a list of their own. When the
 ungrouped list is empty, the eviction policy names the group that loses its oldest block. Reused blocks and blocks of
-conversations rest: they count as freed `rest_ns` later.
+conversations rest: they count as freed `rest_ns` later. Before all others go blocks that only background requests have held.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from penstock.types.errors import PolicyError
 
 NULL_BLOCK_ID = 0
 """The null block: never allocated. Padding rows write to it."""
+BACKGROUND: Hashable = ("background",)
+"""The group of blocks that only background requests have held. Eviction policies do not see it."""
 MAX_RESTING_SHARE = 0.75
 """Largest share of a group's cached blocks that rest. If all did, new prompts would be evicted before they are found again
 (`benchmarks/resting.py`)."""
@@ -51,6 +53,8 @@ class BlockPool:
         self._freed_ns = [0] * num_blocks
         self._rests = bytearray(num_blocks)
         """1 for a block that rests whenever it is cached, until its content is lost."""
+        self._is_wanted = bytearray(num_blocks)
+        """1 for a block that a request has held that is not a background one, until its content is lost."""
         self._spare_ends: list[int] = []
         self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
         self._groups: dict[Hashable, _Group] = {}
@@ -93,7 +97,8 @@ class BlockPool:
         """
         if count > self.num_available:
             raise ValueError(f"{count} blocks asked for, {self.num_available} available")
-        in_turn = self.num_cached if self._ungrouped.num_resting else len(self._group_of)
+        is_in_order = not self._ungrouped.num_resting and BACKGROUND not in self._groups
+        in_turn = len(self._group_of) if is_in_order else self.num_cached
         num_first = min(count, self.num_available - in_turn)
         taken: list[int] = []
         block_id = self._next[NULL_BLOCK_ID]
@@ -101,7 +106,7 @@ class BlockPool:
             taken.append(block_id)
             self._ref_counts[block_id] = 1
             self.num_cached -= self._is_kept[block_id]
-            self._is_kept[block_id] = False
+            self._is_kept[block_id] = self._is_wanted[block_id] = False
             block_id = self._next[block_id]
         self._next[NULL_BLOCK_ID] = block_id
         self._prev[block_id] = NULL_BLOCK_ID
@@ -128,6 +133,10 @@ class BlockPool:
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
         self._rests[block_id] |= rests
+        if group is not BACKGROUND:
+            self._is_wanted[block_id] = True
+        elif self._is_wanted[block_id]:
+            group = None
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
             self.num_shared -= self._ref_counts[block_id] == 1
@@ -162,9 +171,12 @@ class BlockPool:
             block_id = self._next[block_id]
 
     def _evict(self) -> int:
-        """Take the oldest cached block without a group or, if none is left, of the group that the policy chooses."""
+        """Take the oldest cached block: of background requests, else without a group, else of the group that the policy
+        chooses."""
         num_ungrouped = self.num_cached - len(self._group_of)
-        if num_ungrouped:
+        if (yielding := self._groups.get(BACKGROUND)) is not None:
+            block_id = self._oldest(yielding, yielding.num_blocks)
+        elif num_ungrouped:
             block_id = self._oldest(self._ungrouped, num_ungrouped)
         else:
             name = self._eviction.choose()
@@ -176,7 +188,7 @@ class BlockPool:
             group = self._groups[name]
             block_id = self._oldest(group, group.num_blocks)
         self._unlink(block_id)
-        self._rests[block_id] = False
+        self._rests[block_id] = self._is_wanted[block_id] = False
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -200,8 +212,12 @@ class BlockPool:
         if name is not None:
             self._group_of[block_id] = name
             group.num_blocks += 1
-            self._eviction.resized(name, group.num_blocks)
+            self._resized(name, group)
         return group.rest_idx if rests else group.end_idx
+
+    def _resized(self, name: Hashable, group: _Group) -> None:
+        if name is not BACKGROUND:
+            self._eviction.resized(name, group.num_blocks)
 
     def _new_end(self) -> int:
         if self._spare_ends:
@@ -218,7 +234,7 @@ class BlockPool:
         if name is None:
             return
         group.num_blocks -= 1
-        self._eviction.resized(name, group.num_blocks)
+        self._resized(name, group)
         if not group.num_blocks:
             del self._groups[name]
             self._spare_ends += (group.end_idx, group.rest_idx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.kv.block_pool import NULL_BLOCK_ID
+from penstock.kv.block_pool import BACKGROUND, NULL_BLOCK_ID
 from penstock.kv.manager import KVManager
 from penstock.types.adapter import BASE
 
@@ -42,6 +42,7 @@ def _check_groups(manager: KVManager) -> None:
         )
         assert all(map(pool.is_kept, block_ids)), f"a block of group {name!r} has no content"
         assert all(pool.group_of(block_id) == name for block_id in block_ids), f"a block of group {name!r} is of another"
+    groups.pop(BACKGROUND, None)
     assert not groups or manager.eviction.choose() in groups, "a group without blocks would lose one"
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from penstock.kv.adapters import AdapterPages
-from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from penstock.kv.block_pool import BACKGROUND, NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.exchange import Exchange
@@ -160,7 +160,7 @@ class KVManager:
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
         table.num_full = len(hit.block_ids)
-        table.group = self.eviction.group_of(request)
+        table.group = BACKGROUND if request.background else self.eviction.group_of(request)
         table.rests = table.rests or (self.eviction.rest_ns > 0 and is_turn)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         self.prefix.lead(table, request)

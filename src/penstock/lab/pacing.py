@@ -20,6 +20,8 @@ class Pace:
     ended. Arrivals are ignored; think times are kept."""
     max_concurrency: int | None = None
     """Most requests of an open loop in flight. Others wait, which counts in their latencies."""
+    background: int = 0
+    """Background jobs in flight, as long as other jobs are left. Their arrivals are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,11 @@ class Pacer:
                 first = self._conversation.setdefault(job.after, job.after)
                 self._conversation[index] = first
                 self._num_left[first] = self._num_left.get(first, 1) + 1
-        firsts = [index for index, job in enumerate(jobs) if job.after is None]
+        self._lines = deque([index for index, job in enumerate(jobs) if job.background])
+        """Background jobs that have not begun."""
+        self._num_lines_running = 0
+        self._line_ns = 0
+        firsts = [index for index, job in enumerate(jobs) if job.after is None and not job.background]
         if pace.concurrency is None:
             firsts.sort(key=lambda index: jobs[index].arrival_ns)
         self._firsts = array("q", firsts)
@@ -70,6 +76,15 @@ class Pacer:
 
     def next_ns(self) -> int | None:
         """Return when the next job is due, maybe in the past, or None if no job is due before a request ends."""
+        line_ns, other_ns = self._next_line_ns(), self._next_other_ns()
+        return min((at_ns for at_ns in (line_ns, other_ns) if at_ns is not None), default=None)
+
+    def _next_line_ns(self) -> int | None:
+        has_others = self._num_begun < len(self._firsts) or self._turns or self._num_running > self._num_lines_running
+        is_due = self._lines and self._num_lines_running < self._pace.background and has_others
+        return self._line_ns if is_due else None
+
+    def _next_other_ns(self) -> int | None:
         if self._is_full:
             return None
         turn_ns = self._turns[0][0] if self._turns else None
@@ -84,6 +99,9 @@ class Pacer:
         if due_ns is None or due_ns > now_ns:
             return None
         self._num_running += 1
+        if due_ns == self._next_line_ns():
+            self._num_lines_running += 1
+            return self._lines.popleft(), due_ns
         if self._turns and self._turns[0][0] == due_ns:
             return heappop(self._turns)[1], due_ns
         if self._free_since:
@@ -127,6 +145,10 @@ class Pacer:
         return self._jobs[self._firsts[self._num_begun]].arrival_ns
 
     def _leave(self, index: int, now_ns: int) -> None:
+        if self._jobs[index].background:
+            self._num_lines_running -= 1
+            self._line_ns = now_ns
+            return
         first = self._conversation.pop(index, index)
         num_left = self._num_left.pop(first, 1) - 1
         if num_left:

@@ -44,6 +44,8 @@ class Outcome:
     """The engine's stats of each request that it accepted, in the order of the jobs."""
     duration_ns: int
     num_steps: int
+    busy_ns: int
+    """Time of all steps."""
     settings: ServerSettings
     timelines: Mapping[str, Timeline]
     num_outside: int = 0
@@ -117,6 +119,7 @@ class Simulation(ServerSettings):
             ended=[stats for _, stats in sorted(fleet.ended.items(), key=lambda item: int(item[0]))],
             duration_ns=clock.now_ns(),
             num_steps=sum(server.num_steps for server in servers),
+            busy_ns=sum(server.busy_ns for server in servers),
             settings=self,
             timelines={name: server.timeline for name, server in fleet.servers.items()},
             num_outside=sum(server.times.num_outside for server in servers),

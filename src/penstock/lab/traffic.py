@@ -121,7 +121,7 @@ class Traffic:
 
     @property
     def is_over(self) -> bool:
-        return len(self.records) == len(self._workload.jobs)
+        return self._pacer.is_over
 
     def begin(self, service: Service) -> None:
         self._service = service
@@ -201,6 +201,7 @@ class Traffic:
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops),
             arrival_ns=arrival_ns,
             priority=job.priority,
+            background=job.background,
             deadline_ns=deadline_ns,
             queue_deadline_ns=queue_deadline_ns,
             first_token_deadline_ns=first_token_deadline_ns,
@@ -217,6 +218,7 @@ class Traffic:
             min_new_tokens=1 if stops else max_tokens,
             tenant=job.tenant,
             priority=job.priority,
+            background=job.background,
             deadline_ns=deadline_ns,
             queue_deadline_ns=queue_deadline_ns,
             first_token_deadline_ns=first_token_deadline_ns,

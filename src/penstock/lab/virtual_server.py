@@ -152,6 +152,7 @@ class VirtualServer(NullObserver):
         self.settings = settings
         self.ended: dict[str, RequestStats] = {}
         self.num_steps = 0
+        self.busy_ns = 0
         scheduler = Scheduler(
             capacity,
             policies,
@@ -210,11 +211,12 @@ class VirtualServer(NullObserver):
 
     def load(self) -> EngineLoad:
         load = self.core.snapshot
-        num_waiting = max(0, self.num_in_flight - load.num_running)
+        num_waiting = max(0, self.num_in_flight - load.num_running - load.num_background)
         return load._replace(num_waiting=num_waiting, num_prompt_tokens=self.num_prompt_tokens)
 
     def on_step(self, stats: StepStats) -> None:
         self.num_steps += 1
+        self.busy_ns += stats.ended_ns - stats.started_ns
         if self.admission is not None:
             self.admission.on_step(stats)
         self.on_step_done(stats)

@@ -20,6 +20,8 @@ class Job:
     num_output_tokens: int
     tenant: str = ""
     priority: int = 0
+    background: bool = False
+    """The request runs in what others leave. Background jobs have no arrival: `Pace` says how many are in flight."""
     deadline_ns: int | None = None
     """Instant of the deadline, on the clock of `arrival_ns`."""
     cancelled_ns: int | None = None
@@ -43,6 +45,7 @@ class Job:
             sampling=sampling,
             arrival_ns=self.arrival_ns,
             priority=self.priority,
+            background=self.background,
             deadline_ns=self.deadline_ns,
             tenant=self.tenant,
             predicted_new_tokens=predicted_new_tokens,

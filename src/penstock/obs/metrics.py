@@ -262,6 +262,8 @@ class Metrics:
                 searches.add(request.parent_id)
 
     def _count_first_token(self, request: Request) -> None:
+        if request.background:  # its waits are as long as others need the machine
+            return
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
             self.ttft_ns.observe(ttft_ns)
@@ -276,12 +278,14 @@ class Metrics:
     def _count_finish(self, stats: RequestStats) -> None:
         if stats.tenant in self.tenants:
             self._count_tenant(stats)
-        if stats.slo_ttft_ns is not None and stats.first_token_ns is None and _is_our_doing(stats):
+        if stats.slo_ttft_ns is not None and stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
             self.slo["ttft", False] += 1
         if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
             self.rejected[stats.reject_reason] += 1
             return
         self.success[stats.finish_reason] += 1
+        if stats.background:
+            return
         self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
         if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
             self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))

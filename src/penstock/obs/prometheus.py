@@ -143,6 +143,7 @@ class _Snapshot:
         }
         usage = load.num_blocks_held / load.num_blocks_total if load.num_blocks_total else 0.0
         yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
+        yield self._gauge("requests_background", "Background requests, running and waiting.", load.num_background)
         yield self._gauge("requests_waiting", "Waiting requests, by what the first of them waits for.", waiting, "reason")
         text = "KV cache blocks: free, free with cached content, held by one request, by several, null."
         yield self._gauge("kv_blocks", text, blocks, "state")

@@ -1,5 +1,6 @@
 """The server's recent load, for autoscalers. Reported by the engine thread and admission, read by `/load` and `/metrics`.
 
+Background requests do not count: they need no more servers.
 Values are means over the last `WINDOW_S` seconds. A retry at the time that `Retry-After` gave does not count as an arrival.
 """
 
@@ -75,13 +76,15 @@ class Signals:
     def on_step(self, stats: StepStats) -> None:
         with self._lock:
             self._advance(stats.ended_ns)
-            num_held = stats.num_blocks_total - stats.num_blocks_free - stats.num_blocks_cached
+            num_held = stats.num_blocks_total - stats.num_blocks_free - stats.num_blocks_cached - stats.num_blocks_background
             self._set(stats.num_waiting, stats.num_running, num_held, stats.num_blocks_total)
             if stats.counts.waits_for is not WaitReason.NOTHING:
                 self._used = 1.0
 
     def on_finish(self, stats: RequestStats) -> None:
         """Set the load to 0 when the last request ends: no step follows that would report it."""
+        if stats.background:
+            return
         with self._lock:
             if stats.finish_reason is not FinishReason.REJECTED:
                 self._num_there = max(0, self._num_there - 1)
@@ -98,7 +101,8 @@ class Signals:
     def read(self, load: EngineLoad, now_ns: int) -> SustainedLoad:
         with self._lock:
             self._advance(now_ns)
-            self._set(load.num_waiting, load.num_running, load.num_blocks_held, load.num_blocks_total)
+            num_held = load.num_blocks_held - load.num_blocks_background
+            self._set(load.num_waiting, load.num_running, num_held, load.num_blocks_total)
             depth, used, free, calls = self._means(now_ns // _SECOND_NS, WINDOW_S)
             drain_rate = self._drain_rate(now_ns)
             return SustainedLoad(

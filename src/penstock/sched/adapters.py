@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.kv.manager import KVManager
-from penstock.sched.queue import AwaitedAdapter, WaitingQueue
+from penstock.sched.queue import AwaitedAdapter, Queues
 from penstock.sched.running import Running
 from penstock.types.adapter import AdapterRef, AdapterSource, AdapterState, PackedAdapter
 from penstock.types.errors import Rejected, RejectReason, counted
@@ -25,13 +25,13 @@ NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lor
 
 class Adapters:
     def __init__(
-        self, kv: KVManager, running: Running, waiting: WaitingQueue, source: AdapterSource | None, max_adapters: int
+        self, kv: KVManager, running: Running, queues: Queues, source: AdapterSource | None, max_adapters: int
     ) -> None:
         if max_adapters < 1:
             raise ValueError(f"at least one adapter must be able to run, not {max_adapters}")
         self._kv = kv
         self._running = running
-        self._waiting = waiting
+        self._queues = queues
         self._source = source
         self._max_adapters = max_adapters
         self.seen: dict[int, AdapterState] = {}
@@ -95,7 +95,7 @@ class Adapters:
 
     def are_late(self, now_ns: int) -> bool:
         """Return whether loads take so long that rows and blocks are no longer kept for waiting requests."""
-        first = next(self._waiting.adapters_aside, None)
+        first = next(self._queues.adapters_aside, None)
         return first is not None and now_ns >= first[1].kept_until_ns
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
@@ -111,7 +111,7 @@ class Adapters:
         return state
 
     def _in_vain(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:
-        for follower, awaited in self._waiting.adapters_aside:
+        for follower, awaited in self._queues.adapters_aside:
             if self._source is None:
                 continue
             request, state = follower.request, self._look(awaited.ref.number)
@@ -133,6 +133,6 @@ class Adapters:
             return now_ns
         times = (
             awaited.kept_until_ns if now_ns < awaited.kept_until_ns else awaited.until_ns
-            for _, awaited in self._waiting.adapters_aside
+            for _, awaited in self._queues.adapters_aside
         )
         return min(times, default=None)

@@ -38,14 +38,17 @@ class Joining:
         adapters: Adapters,
         *,
         max_step_tokens: int,
+        is_background: bool = False,
     ) -> None:
+        """`waiting`: the queue of background requests if `is_background`, else that of all others."""
         self.wakeup_ns: int | None = None
         self.tells_stops = True
         self._kv = kv
         self._gate = policies.gate
-        self._order = policies.order
-        self._has_ranks = policies.order.has_ranks
-        self._waiting = waiting
+        self._order = waiting.order
+        self._has_ranks = waiting.order.has_ranks
+        self.is_background = is_background
+        self.waiting = waiting
         self._running = running
         self._groups = groups
         self._padding = padding
@@ -55,21 +58,21 @@ class Joining:
     def must_pause(self, now_ns: int) -> bool:
         """Return whether the first waiting request must preempt a running one, so that no step may be planned ahead.
         O(running)."""
-        if not self._order.is_preemptive or not len(self._waiting):
+        if not len(self.waiting) or not (self._order.is_preemptive or self._running.num_background):
             return False
         draft = StepDraft(now_ns, StepLimits(UNLIMITED), CLOSED, is_ahead=True)
-        request = self._next_waiting(self._waiting.peek(now_ns), draft)
+        request = self._next_waiting(self.waiting.peek(now_ns), draft)
         return request is not None and self._lacks_what_others_have(request, draft)
 
     def _lacks_what_others_have(self, request: Request, draft: StepDraft) -> bool:
-        running, pauses = self._running, self._order.pauses
-        if not any(pauses(request, other, draft.now_ns) for other in running):
+        running = self._running
+        if not self._lower(request, draft):
             return False
         tier = self._kv.tier
         if tier is not None and tier.is_awaited_by(request.request_id, draft.now_ns):  # running requests continue meanwhile
             return False
-        draft.num_promised_blocks = sum(map(running.missing_blocks, running))
-        for follower in self._waiting.aside:
+        draft.num_promised_blocks = sum(map(running.missing_blocks, running.of_class(background=False)))
+        for follower in self.waiting.aside:
             if self._is_awaiting(follower):
                 self._keep_place(follower, draft)
         packed, ref = None, request.adapter
@@ -84,11 +87,11 @@ class Joining:
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """Ask the gate policy how many requests may join. If it calls a batch, only requests of that batch join."""
-        if not self._waiting.num_fresh:
+        if not self.waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
-        buckets = self._waiting.views()
-        view = GateView(now_ns, len(self._running), self._waiting.num_joining, self._running.max_rows, buckets)
+        buckets = self.waiting.views()
+        view = GateView(now_ns, len(self._running), self.waiting.num_joining, self._running.max_rows, buckets)
         decision = self._gate.decide(view)
         self.wakeup_ns = decision.wakeup_ns
         if not decision.is_batch or decision.max_admissions < 1:
@@ -97,7 +100,7 @@ class Joining:
             what = "called a batch in decide, and must call no batch, since it says that it is continuous"
             raise PolicyError("gate", self._gate, what)
         assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
-        batch = self._waiting.call(decision.bucket, decision.max_admissions, now_ns)
+        batch = self.waiting.call(decision.bucket, decision.max_admissions, now_ns)
         self._padding.start(batch, decision.pad_to_tokens)
         return CLOSED
 
@@ -133,9 +136,12 @@ class Joining:
         counts = draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
+        if self.is_background and draft.preemptions:
+            return
         if before is not None and not self._has_ranks and before not in draft.late:
             return
-        may_pause = self._order.is_preemptive and not self._padding.is_active
+        has_lower = self._order.is_preemptive or (self._running.num_background > 0 and not self.is_background)
+        may_pause = has_lower and not self._padding.is_active
         pauser: Request | None = None
         while draft.has_tokens and (may_pause or not self._is_full(draft)):
             fresh = self._fresh(draft)
@@ -158,14 +164,14 @@ class Joining:
                     return
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
-            if awaited is not None and not self._order.outranks(request, awaited.leader, draft.now_ns):
+            if awaited is not None and not self._goes_past(request, awaited.leader, draft):
                 if not self._step_aside(request, awaited, fresh, draft):
                     return
                 continue
             num_behind = request.num_tokens - hit.num_tokens
             is_long = draft.is_long(num_behind)
             if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft):
-                self._waiting.hold_back(request, draft.now_ns)
+                self.waiting.hold_back(request, draft.now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
                 continue
@@ -207,7 +213,7 @@ class Joining:
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
         """Return why the first request that still waits could not join."""
-        if not len(self._waiting):
+        if not len(self.waiting):
             return WaitReason.NOTHING
         waits_for = draft.counts.waits_for
         if waits_for in (WaitReason.LOADING, WaitReason.ADAPTER):
@@ -216,20 +222,20 @@ class Joining:
             return WaitReason.MEMORY
         if self._is_full(draft):
             return WaitReason.ROWS
-        if len(self._waiting.aside) == len(self._waiting):
-            num_adapters = sum(1 for _ in self._waiting.adapters_aside)
-            return WaitReason.ADAPTER if num_adapters == len(self._waiting) else WaitReason.PREFIX
-        is_short_of_tokens = draft.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
+        if len(self.waiting.aside) == len(self.waiting):
+            num_adapters = sum(1 for _ in self.waiting.adapters_aside)
+            return WaitReason.ADAPTER if num_adapters == len(self.waiting) else WaitReason.PREFIX
+        is_short_of_tokens = draft.tokens_left == 0 or waits_for is WaitReason.TOKENS or self.waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
         back: list[Follower] = []
-        for follower in self._waiting.aside:
+        for follower in self.waiting.aside:
             if self._is_awaiting(follower):
                 self._keep_place(follower, draft)
             else:
                 back.append(follower)
-        self._waiting.call_back(back)
+        self.waiting.call_back(back)
 
     def _is_awaiting(self, follower: Follower) -> bool:
         awaited = follower.awaited
@@ -248,7 +254,7 @@ class Joining:
             num_blocks -= self._kv.prefix.num_common_blocks(request, awaited.leader)
             reason = WaitReason.PREFIX
         follower = Follower(request, awaited, min(num_blocks, self._running.most_blocks(request, request.num_tokens)))
-        self._waiting.step_aside(follower)
+        self.waiting.step_aside(follower)
         self._keep_place(follower, draft)
         draft.set_aside.append((request.request_id, reason))
         draft.num_let_in += request is fresh
@@ -268,29 +274,33 @@ class Joining:
         return len(self._running) + num_kept + draft.num_promised_rows
 
     def _fresh(self, draft: StepDraft) -> Request | None:
-        return self._waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
+        return self.waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft) -> Request | None:
-        if not self._waiting.num_joining:
+        if not self.waiting.num_joining:
             return fresh
-        held = self._waiting.peek_held(draft.now_ns)
+        held = self.waiting.peek_held(draft.now_ns)
         if held is not None and not self._takes_long(held, draft):
             held = None
-        joining = self._waiting.peek_preempted()
+        joining = self.waiting.peek_preempted()
         if held is not None and (joining is None or self._order.outranks(held, joining, draft.now_ns)):
             joining = self._preempted_before(held, draft.now_ns) or held
-        joining = joining or self._waiting.peek_called()
+        joining = joining or self.waiting.peek_called()
         if fresh is not None and (joining is None or self._order.outranks(fresh, joining, draft.now_ns)):
             return self._preempted_before(fresh, draft.now_ns) or fresh
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
-        return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
+        return next((other for other in self.waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
         if self._order.outranks(request, prefill, draft.now_ns):
             return True
         return prefill in draft.late and not self._order.outranks(prefill, request, draft.now_ns)
+
+    def _goes_past(self, request: Request, leader: Request, draft: StepDraft) -> bool:
+        """Return whether a request computes its prompt itself rather than wait for `leader` to compute the same."""
+        return (leader.background and not self.is_background) or self._order.outranks(request, leader, draft.now_ns)
 
     def _takes_long(self, request: Request, draft: StepDraft) -> bool:
         longs, limit = draft.long_prefills, draft.limits.max_long_prefills
@@ -323,20 +333,28 @@ class Joining:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
-        """Return the running requests that the candidate may preempt, or none if all of them free too little."""
-        running, pauses = self._running, self._order.pauses
-        lower = [
-            other
-            for other in running
-            if pauses(candidate.request, other, draft.now_ns)
-            and other.request_id not in draft.admits  # the executor does not know these yet
-        ]
+        """Return the running requests that the candidate may preempt, or none if all of them free too little. Background
+        requests are preempted first."""
+        running = self._running
+        lower = self._lower(candidate.request, draft)
         if not lower:
             return ()
         leaving = self._groups.running_members(lower)
         num_rows = self._num_taken_rows(draft) - self._groups.num_rows(leaving) + candidate.request.num_rows
         is_enough = num_rows <= running.max_rows and running.has_room_for(candidate, draft.num_promised_blocks, without=leaving)
-        return lower if is_enough else ()
+        if not is_enough:
+            return ()
+        return [other for other in lower if other.background] or lower
+
+    def _lower(self, request: Request, draft: StepDraft) -> Sequence[Request]:
+        """Return the running requests that `request` may preempt, as background requests or by the order."""
+        if self.is_background:
+            return ()
+        lower = list(self._running.yielding)
+        if self._order.is_preemptive:
+            pauses, running = self._order.pauses, self._running.of_class(background=False)
+            lower += [other for other in running if pauses(request, other, draft.now_ns)]
+        return [other for other in lower if other.request_id not in draft.admits]  # the executor does not know these yet
 
     def _pause_one(self, candidate: Candidate, draft: StepDraft) -> bool:
         """Preempt one running request for the candidate. Return False if none may be preempted now."""
@@ -349,14 +367,15 @@ class Joining:
             return False
         running = self._running
         eviction = running.choose_victim(lower, candidate.request, candidate.query_len)
-        draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
+        if not eviction.request.background:  # else no block was promised
+            draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
         draft.counts.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
         return True
 
     def _admit(self, candidate: Candidate, draft: StepDraft) -> None:
         request, hit, query_len = candidate.request, candidate.hit, candidate.query_len
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         self._running.join(request)
         members = (request,) if request.sampling.beams is None else self._groups.members(request)
         is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from penstock.kv.prefix_cache import Awaited
 from penstock.sched.policies.base import BucketView, Order, OrderKey
+from penstock.sched.policies.orders import FirstComeFirstServed
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import PolicyError
 from penstock.types.request import Request, RequestStatus
@@ -190,7 +191,7 @@ class Follower:
 
 class WaitingQueue:
     def __init__(self, order: Order, bucket_of: Callable[[Request], int]) -> None:
-        self._order = order
+        self.order = order
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}
         self.num_fresh = 0
@@ -234,14 +235,14 @@ class WaitingQueue:
         index = self._bucket_of(request)
         bucket = self._buckets.get(index)
         if bucket is None:
-            bucket = self._buckets[index] = Bucket(index, self._order)
+            bucket = self._buckets[index] = Bucket(index, self.order)
             self._buckets = dict(sorted(self._buckets.items()))
         bucket.push(request, now_ns)
         self.num_fresh += 1
 
     def push_preempted(self, request: Request) -> None:
         """Queue a preempted request by the key that it had on arrival. Among equal keys the last pushed is first."""
-        insort_left(self._preempted, (self._order.key(request, request.arrival_ns), request), key=_key)
+        insort_left(self._preempted, (self.order.key(request, request.arrival_ns), request), key=_key)
 
     def call(self, index: int, count: int, now_ns: int) -> list[Request]:
         """Let up to `count` requests of bucket `index` join, in the order of service. Return them."""
@@ -298,6 +299,33 @@ class WaitingQueue:
             self.num_held_back -= 1
         elif not (self._called.pop(request.request_id, None) or self._aside.pop(request.request_id, None)):
             del self._preempted[next(idx for idx, entry in enumerate(self._preempted) if entry[1] is request)]
+
+
+class Queues:
+    """The queue in the order of the policy, and that of background requests: first come, first served."""
+
+    def __init__(self, order: Order, bucket_of: Callable[[Request], int]) -> None:
+        self.waiting = WaitingQueue(order, bucket_of)
+        self.background = WaitingQueue(FirstComeFirstServed(), bucket_of)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.background)
+
+    @property
+    def num_joining(self) -> int:
+        return self.waiting.num_joining + self.background.num_joining
+
+    def of(self, request: Request) -> WaitingQueue:
+        return self.background if request.background else self.waiting
+
+    @property
+    def has_aside(self) -> bool:
+        return bool(self.waiting.aside or self.background.aside)
+
+    @property
+    def adapters_aside(self) -> Iterator[tuple[Follower, AwaitedAdapter]]:
+        yield from self.waiting.adapters_aside
+        yield from self.background.adapters_aside
 
 
 def _key(entry: tuple[OrderKey, Request]) -> OrderKey:

@@ -9,7 +9,7 @@ from penstock.sched import progress
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import Candidate, StepDraft
 from penstock.sched.policies.base import AdmissionView, Eviction, Policies, PreemptMethod, VictimView, cheaper_method
-from penstock.sched.queue import WaitingQueue
+from penstock.sched.queue import Queues
 from penstock.types.adapter import BASE
 from penstock.types.plan import Capacity
 from penstock.types.request import Request, RequestStatus
@@ -25,18 +25,21 @@ MAX_FORCED_TOKENS = 15
 
 class Running:
     def __init__(
-        self, kv: KVManager, policies: Policies, waiting: WaitingQueue, groups: Groups, capacity: Capacity, *, max_rows: int
+        self, kv: KVManager, policies: Policies, queues: Queues, groups: Groups, capacity: Capacity, *, max_rows: int
     ) -> None:
         self.max_rows = max_rows
         self.requests: dict[str, Request] = {}
         """In order of admission."""
+        self.num_background = 0
+        self.keeps_oldest = policies.background_share > 0
+        """The oldest background request keeps its place, so that its share is of use."""
         self.prefill_ns_per_token = 0.0
         """From steps without decodes; 0.0 before the first."""
         self._kv = kv
         self._order = policies.order
         self._victim = policies.victim
         self._reserve = policies.reserve
-        self._waiting = waiting
+        self._queues = queues
         self._groups = groups
         self._capacity = capacity
         self._releases: list[str] = []
@@ -56,23 +59,46 @@ class Running:
     def join(self, request: Request, *, is_fork: bool = False) -> None:
         """Add a request to the running ones. `is_fork`: the executor does not know it yet."""
         self.requests[request.request_id] = request
+        self.num_background += request.background
         self._num_final_blocks += self._final_blocks(request)
         if is_fork:
             self._untold.add(request.request_id)
 
     def leave(self, request: Request) -> None:
         del self.requests[request.request_id]
-        self._order.left(request)
+        self.num_background -= request.background
+        if not request.background:
+            self._order.left(request)
         self._num_final_blocks -= self._final_blocks(request)
         if request.request_id in self._untold:
             self._untold.remove(request.request_id)
         else:
             self._releases.append(request.request_id)
 
-    def may_lose(self) -> Sequence[Request]:
-        """Return the requests that may be preempted so that a running one can grow: all but the most senior, unless it is
-        alone."""
-        running = list(self)
+    def of_class(self, *, background: bool) -> Sequence[Request]:
+        """Return the running background requests, or all others, in order of admission."""
+        if not self.num_background:  # as nearly always
+            return () if background else tuple(self)
+        return [request for request in self if request.background is background]
+
+    @property
+    def num_background_blocks(self) -> int:
+        """Return how many blocks running background requests hold. Blocks that several share count for each."""
+        return sum(self._kv.num_held_blocks(request.request_id) for request in self.of_class(background=True))
+
+    @property
+    def yielding(self) -> Sequence[Request]:
+        """The running requests that give up their places to any other: those of the background, without the one that keeps its
+        place."""
+        found = self.of_class(background=True)
+        return found[1:] if self.keeps_oldest else found
+
+    def may_lose(self, grower: Request) -> Sequence[Request]:
+        """Return the requests that may be preempted so that a running one can grow: background ones if there are any, else all
+        but the most senior, unless it is alone."""
+        if not grower.background and (yielding := self.yielding):
+            return yielding
+        running = list(self.of_class(background=True) if grower.background else self)
         if len(running) > 1:
             reads_priority = self._order.reads_priority
             senior = min(running, key=lambda request: (request.priority if reads_priority else 0, request.arrival_ns))
@@ -116,7 +142,7 @@ class Running:
                 self._kv.publish_last(request)
                 self._kv.suspend(request.request_id)
                 progress.preempt(request)
-        self._waiting.push_preempted(self._groups.preempted(victim))
+        self._queues.of(victim).push_preempted(self._groups.preempted(victim))
 
     # what the executor knows
 
@@ -180,7 +206,7 @@ class Running:
             num_freed = self._kv.num_freed_adapter_blocks(leaving, kept=number)
             num_available += num_freed
             num_adapter_blocks -= num_freed
-            num_promised -= sum(map(self.missing_blocks, without))
+            num_promised -= sum(self.missing_blocks(other) for other in without if not other.background)
             num_final -= sum(map(self._final_blocks, without))
             staying = [other for other in self if other.request_id not in leaving]
         if number != BASE:
@@ -297,13 +323,22 @@ class Extending:
         self._kv = kv
         self._running = running
 
-    def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
-        """Plan a row for every running request that decodes, in order of admission. Return the others.
+    def decodes(
+        self, draft: StepDraft, running: Sequence[Request], sitting_out: Collection[str] = (), *, most: int | None = None
+    ) -> list[Request]:
+        """Plan a row for each of these requests that decodes, in order of admission. Return the others.
 
-        Requests that sit out the step get no row, except to compute their prompts.
+        Requests that sit out the step get no row, except to compute their prompts. `most`: tokens for all rows together.
         """
-        counts, running = draft.counts, tuple(self._running)
+        counts = draft.counts
+        num_others = counts.num_tokens - counts.num_decodes if draft.rows else 0
+        later = draft.rows[draft.num_decode_rows :]
+        del draft.rows[draft.num_decode_rows :]
         counts.sat_out = ()
+        if most is not None:
+            decoding = [request for request in running if request.num_behind <= 1 or request.is_jumping]
+            resting = {request.request_id for request in decoding[most:]}
+            running = [request for request in running if request.request_id not in resting]
         if sitting_out:
             staying = {
                 request.request_id: request
@@ -311,15 +346,16 @@ class Extending:
                 if request.request_id in sitting_out and request.num_computed_tokens >= request.num_prompt_tokens
             }
             counts.sat_out = list(staying)
-            running = tuple([request for request in running if request.request_id not in staying])
+            running = [request for request in running if request.request_id not in staying]
         prefills, num_rows = progress.plan_decodes(
             running, self._kv.num_slots, draft.rows, lambda request: self._extend(draft, request, 1)
         )
         counts.num_tokens += num_rows
         if prefills:
             prefills = self._jumps(draft, prefills)
-        counts.num_decodes = counts.num_tokens
+        counts.num_decodes = counts.num_tokens - num_others
         draft.num_decode_rows = len(draft.rows)
+        draft.rows += later
         return prefills
 
     def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
@@ -328,7 +364,7 @@ class Extending:
         All forced tokens together get half of the tokens left, so that prompts advance.
         """
         jumping = [request for request in behind if request.is_jumping]
-        num_spare = (draft.tokens_left - len(jumping)) // 2
+        num_spare = max(0, draft.tokens_left - len(jumping)) // 2
         for request in jumping:
             num_forced = min(request.num_behind - 1, MAX_FORCED_TOKENS, num_spare)
             num_spare -= num_forced
@@ -359,9 +395,11 @@ class Extending:
         running, context_len = self._running, request.num_computed_tokens
         num_copies = len(self._kv.pending_copies)
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
-            assert not draft.admissions, "a step must not both admit and preempt"
-            draft.lacks_memory = True
-            eviction = running.choose_victim(running.may_lose(), request, query_len)
+            if request.background and draft.is_ahead:
+                return  # others took the blocks; it grows once it can take those of another
+            assert request.background or not draft.admissions, "a step must not both admit and preempt"
+            eviction = running.choose_victim(running.may_lose(request), request, query_len)
+            draft.lacks_memory |= not eviction.request.background
             running.preempt(draft, eviction, PreemptReason.MEMORY)
             if request.status is not RequestStatus.RUNNING:
                 return

@@ -16,14 +16,15 @@ from penstock.kv.tiers import Tier
 from penstock.sched import progress
 from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
 from penstock.sched.ahead import Ahead
+from penstock.sched.background import Share
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
-from penstock.sched.joining import Joining
+from penstock.sched.joining import CLOSED, Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
 from penstock.sched.progress import Advance, StepOutcome
-from penstock.sched.queue import WaitingQueue
+from penstock.sched.queue import Queues
 from penstock.sched.running import Extending, Running, most_blocks
 from penstock.types.adapter import AdapterSource
 from penstock.types.errors import Rejected, RejectReason, counted
@@ -78,21 +79,27 @@ class Scheduler:
         )
         self.news = PlanNews(0, WaitReason.NOTHING, (), ())
         self._policies = policies
-        self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
+        self._queues = Queues(policies.order, policies.gate.bucket_of)
         self.groups = Groups(capacity.block_size)
-        self._running = Running(self.kv, policies, self._waiting, self.groups, capacity, max_rows=self.max_rows)
+        self._running = Running(self.kv, policies, self._queues, self.groups, capacity, max_rows=self.max_rows)
         self._padding = Padding(capacity, self._running.release)
-        self.adapters = Adapters(self.kv, self._running, self._waiting, adapters, max_adapters)
-        self._joining = Joining(
-            self.kv,
-            policies,
-            self._waiting,
-            self._running,
-            self.groups,
-            self._padding,
-            self.adapters,
-            max_step_tokens=capacity.max_step_tokens,
-        )
+        self.adapters = Adapters(self.kv, self._running, self._queues, adapters, max_adapters)
+        self._joining, self._filling = [
+            Joining(
+                self.kv,
+                policies,
+                waiting,
+                self._running,
+                self.groups,
+                self._padding,
+                self.adapters,
+                max_step_tokens=capacity.max_step_tokens,
+                is_background=waiting is self._queues.background,
+            )
+            for waiting in (self._queues.waiting, self._queues.background)
+        ]
+        """Admit waiting requests: `_filling` those of the background."""
+        self._share = Share(policies.background_share)
         if capacity.is_one_pass:
             self.tell_no_stops()
         self._extending = Extending(self.kv, self._running)
@@ -109,13 +116,13 @@ class Scheduler:
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         """Return when to schedule again if nothing else happens: the gate's time, or the end of a wait for an adapter."""
-        gate_ns = self._joining.wakeup_ns
-        adapter_ns = self.adapters.wakeup_ns(now_ns) if self._waiting.aside else None
-        return min((at_ns for at_ns in (gate_ns, adapter_ns) if at_ns is not None), default=None)
+        gates_ns = self._joining.wakeup_ns, self._filling.wakeup_ns
+        adapter_ns = self.adapters.wakeup_ns(now_ns) if self._queues.has_aside else None
+        return min((at_ns for at_ns in (*gates_ns, adapter_ns) if at_ns is not None), default=None)
 
     def tell_no_stops(self) -> None:
         """Stop recording why lookups in the prefix cache ended: nobody reads it."""
-        self._joining.tells_stops = False
+        self._joining.tells_stops = self._filling.tells_stops = False
 
     @property
     def num_running(self) -> int:
@@ -128,7 +135,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + (self.groups.num_unqueued if self.groups.by_id else 0)
+        return len(self._queues) + (self.groups.num_unqueued if self.groups.by_id else 0)
+
+    @property
+    def num_background(self) -> tuple[int, int]:
+        """Return (running, waiting) background requests, which `num_running` and `num_waiting` include."""
+        return self._running.num_background, len(self._queues.background)
+
+    @property
+    def num_background_blocks(self) -> int:
+        num_held = self.kv.num_total_blocks - self.kv.pool.num_available
+        return min(num_held, self._running.num_background_blocks)
 
     @property
     def running(self) -> Mapping[str, Request]:
@@ -143,11 +160,11 @@ class Scheduler:
             if request.adapter is not None:
                 rejected = self.adapters.refusal(request) or self.adapters.want(request.adapter)
         if rejected is None:
-            if request.predicted_new_tokens is None:
+            if request.predicted_new_tokens is None and not request.background:
                 request.predicted_new_tokens = self._policies.predictor.predict(request)
             first = request if request.sampling.beams is None else self.groups.add(request)
             if first is not None:
-                self._waiting.push(first, now_ns)
+                self._queues.of(first).push(first, now_ns)
         return rejected
 
     def _refuse_beams(self, request: Request) -> Rejected | None:
@@ -177,14 +194,15 @@ class Scheduler:
                 self.kv.publish_last(request)
             self._running.leave(request)
         elif self.groups.is_queued(request):
-            self._waiting.remove(request)
+            self._queues.of(request).remove(request)
         if request.sampling.beams is not None:
             self.groups.forget(request)
         if self._padding.is_active:
             self._padding.end(request)
         self._free(request)
         progress.end(request, reason, stop_reason)
-        self._policies.predictor.ended(request)
+        if not request.background:  # a job's answers say nothing about those of others
+            self._policies.predictor.ended(request)
 
     def _free(self, request: Request) -> None:
         """Free the blocks of a request that ends, once no step in flight uses them."""
@@ -197,7 +215,7 @@ class Scheduler:
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
         """Return waiting requests to refuse, with the reasons: their adapters can't be loaded or don't fit beside them."""
-        return self.adapters.refused(now_ns) if self._waiting.aside else ()
+        return self.adapters.refused(now_ns) if self._queues.has_aside else ()
 
     # schedule
 
@@ -228,33 +246,79 @@ class Scheduler:
         return None
 
     def _plan(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
-        if self._padding.is_active and not self._running and not self._waiting.num_joining:
+        if self._padding.is_active and not self._running and not self._queues.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
-        capacity = self.capacity
-        draft = StepDraft(
-            now_ns,
-            StepLimits(capacity.max_step_tokens),
-            self._joining.ask_gate(now_ns),
-            bool(self._flights),
-            capacity.max_scored,
-            capacity.is_one_pass,
-        )
+        capacity, most_tokens = self.capacity, StepLimits(self.capacity.max_step_tokens)
+        draft = StepDraft(now_ns, most_tokens, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
+        draft.counts.most_ns = self._most_step_ns()
         if self._padding.is_active:
             self._padding.begin(draft)
-        prefills = self._extending.decodes(draft, sitting_out)
-        if len(prefills) > 1:
-            prefills = self._joining.rank(prefills, now_ns)
-        draft.counts.most_ns = self._most_step_ns()
-        draft.limits = self._ask_budget(draft.counts, prefills)
-        if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
-            self._share_out(draft, prefills)
-        for fewer in (sitting_out_alone, ()):
-            if draft.counts.sat_out and not draft.rows:  # no other request has a row
-                self._extending.decodes(draft, fewer)
+        self._joining.wakeup_ns = self._filling.wakeup_ns = None
+        if self._is_continuous and self._has_background and self._share.is_owed:
+            self._fill(draft, sitting_out, sitting_out_alone)
+        if not draft.rows:
+            self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
+            if self._is_continuous and self._has_background:
+                self._fill(draft, sitting_out, sitting_out_alone)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
+
+    @property
+    def _has_background(self) -> bool:
+        return self._running.num_background > 0 or len(self._queues.background) > 0
+
+    @property
+    def _joining_batch(self) -> Joining:
+        """A static or dynamic batch has requests of one class. Those of the background begin when no other waits."""
+        if self._is_continuous or not self._has_background:
+            return self._joining
+        is_under_way = self._running.num_background or self._queues.background.num_joining
+        is_next = not len(self._running) and not len(self._queues.waiting)
+        return self._filling if is_under_way or is_next else self._joining
+
+    def _serve(
+        self, draft: StepDraft, joining: Joining, sitting_out: Collection[str], sitting_out_alone: Collection[str]
+    ) -> None:
+        """Plan the rows of one class of requests, and ask the budget for the tokens of their prompts."""
+        counts, running = draft.counts, self._running.of_class(background=joining.is_background)
+        draft.gate = joining.ask_gate(draft.now_ns)
+        prefills = self._extending.decodes(draft, running, sitting_out)
+        if len(prefills) > 1:
+            prefills = joining.rank(prefills, draft.now_ns)
+        if draft.rows or prefills or len(joining.waiting):
+            draft.limits = self._ask_budget(counts, prefills)
+        if prefills or len(joining.waiting):  # else there is nothing to share out, as in most steps
+            self._share_out(draft, joining, prefills)
+        for fewer in (sitting_out_alone, ()):
+            if counts.sat_out and not draft.rows:  # no other request has a row
+                self._extending.decodes(draft, running, fewer)
+
+    def _fill(self, draft: StepDraft, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> None:
+        """Plan rows of background requests in what the others have left of the step, as far as the budget allows."""
+        counts, running = draft.counts, self._running.of_class(background=True)
+        num_before, waits_for, sat_out = counts.num_tokens, counts.waits_for, counts.sat_out
+        prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
+        if not draft.rows:
+            draft.limits = self._ask_budget(counts, prefills)
+        limits = draft.limits
+        num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
+        draft.limits = replace(limits, max_tokens=num_before + num_left)
+        draft.gate = self._filling.ask_gate(draft.now_ns)
+        draft.long_prefills, draft.late = [], []
+        for fewer in (sitting_out, sitting_out_alone, ()):
+            most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
+            self._extending.decodes(draft, running, fewer, most=most)
+            if draft.rows or not counts.sat_out:
+                break
+        num_decodes = counts.num_tokens - num_before
+        max_tokens = draft.limits.max_tokens - round(num_decodes * (limits.decode_tokens - 1.0))
+        draft.limits.max_tokens = min(max_tokens, self.capacity.max_step_tokens)
+        if draft.limits.max_tokens > counts.num_tokens:
+            self._share_out(draft, self._filling, prefills)
+        counts.num_background_tokens = counts.num_tokens - num_before
+        counts.waits_for, counts.sat_out = waits_for, [*sat_out, *counts.sat_out]
 
     def _ask_budget(self, counts: StepCounts, prefills: Sequence[Request]) -> StepLimits:
         view = BudgetView(
@@ -270,30 +334,30 @@ class Scheduler:
             limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
         return limits
 
-    def _share_out(self, draft: StepDraft, prefills: list[Request]) -> None:
-        """Give the tokens that decodes left over to running prefills and waiting requests.
+    def _share_out(self, draft: StepDraft, joining: Joining, prefills: list[Request]) -> None:
+        """Give the tokens that decodes left over to the running prefills and waiting requests of a class.
 
         Requests that join leave running prefills the blocks for all their tokens, so no step both admits and preempts.
         """
-        has_waiting = len(self._waiting) > 0
+        has_waiting = len(joining.waiting) > 0
         if has_waiting:
-            self._joining.call_back(draft)
+            joining.call_back(draft)
         if prefills:
             self._extending.note_long(draft, prefills)
             draft.num_promised_blocks += sum(map(self._running.missing_blocks, prefills))
-            for request in self._joining.rank(prefills, draft.now_ns, tuple(draft.late)):
+            for request in joining.rank(prefills, draft.now_ns, tuple(draft.late)):
                 if has_waiting:
-                    self._joining.admit(draft, before=request)
-                self._joining.keep_tokens(draft, request)
+                    joining.admit(draft, before=request)
+                joining.keep_tokens(draft, request)
                 self._extending.prefill(draft, request)
                 if request in draft.late:
                     draft.late.remove(request)
             draft.num_kept_tokens = 0
         if has_waiting:
-            admit = self._joining.admit_texts if self.capacity.is_one_pass else self._joining.admit
+            admit = joining.admit_texts if self.capacity.is_one_pass else joining.admit
             admit(draft)
-        if len(self._waiting):  # perhaps just preempted
-            draft.counts.waits_for = self._joining.waits_for(draft)
+        if len(joining.waiting):  # perhaps just preempted
+            draft.counts.waits_for = joining.waits_for(draft)
 
     def _build(self, draft: StepDraft) -> StepPlan:
         counts = draft.counts
@@ -303,7 +367,7 @@ class Scheduler:
         counts.num_rows = len(rows)
         counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
         counts.max_prefill_tokens = max(0, draft.limits.max_tokens - counts.num_decodes)
-        self._policies.order.served(rows, self._running.requests, self._last_step, draft.num_decode_rows)
+        self._note_served(draft, rows)
         if self._padding.is_active:
             self._padding.add_tails(draft)
             rows += tuple(draft.padding_rows)
@@ -312,6 +376,14 @@ class Scheduler:
         self._num_steps += 1
         self._flights.append(Flight(plan.step_id, counts))
         return plan
+
+    def _note_served(self, draft: StepDraft, rows: tuple[RowPlan, ...]) -> None:
+        """Tell the order of the rows, without those of background requests: it does not know them."""
+        requests, num_decodes = self._running.requests, draft.num_decode_rows
+        if self._running.num_background:
+            num_decodes -= sum(requests[row.request_id].background for row in rows[:num_decodes])
+            rows = tuple([row for row in rows if not requests[row.request_id].background])
+        self._policies.order.served(rows, requests, self._last_step, num_decodes)
 
     def _save_states(self, draft: StepDraft) -> tuple[StateSave, ...]:
         """Have the states of prompts saved: last, with blocks that no row needs."""
@@ -442,6 +514,7 @@ class Scheduler:
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
         self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs, waited_ns)
         self._last_commit_ns = now_ns
+        self._share.count(duration_ns, counts, has_work=self._has_background)
         if not counts.num_decodes and num_prefill_tokens:
             self._running.learn_pace(num_prefill_tokens, duration_ns)
 
@@ -460,7 +533,7 @@ class Scheduler:
             assert not request.num_pending_samples, f"{request.request_id!r} counts a token that nobody knows"
         self._running.check()
         self.groups.check()
-        self._padding.check(len(self._running) + self._waiting.num_joining, self.max_rows)
+        self._padding.check(len(self._running) + self._queues.num_joining, self.max_rows)
 
 
 # requests that can never fit, whatever the load

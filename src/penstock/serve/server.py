@@ -218,7 +218,7 @@ class Server:
     async def _end(self) -> None:
         timeout_s = self._config.shutdown_timeout_s
         loads = [running.engine.load() for running in self._deployment.running]
-        if num_requests := sum(load.num_running + load.num_waiting for load in loads):
+        if num_requests := sum(load.num_running + load.num_waiting + load.num_background for load in loads):
             told = counted(num_requests, "request")
             _log.info("shutting down: %s may take up to %g s; a second signal ends at once", told, timeout_s)
         else:

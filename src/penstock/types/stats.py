@@ -91,6 +91,7 @@ class StepCounts:
     num_rows: int = 0  # without padding rows
     num_tokens: int = 0  # positions computed, padding included
     num_decodes: int = 0  # positions of decodes: one each, plus forced tokens, plus padding after a request's end
+    num_background_tokens: int = 0  # of background requests; included in the other counts
     num_prefill_pairs: int = 0  # (prefill token, earlier token of its request) pairs: the work of attention
     num_sampled_tokens: int = 0  # known once the step is committed
     num_padding_tokens: int = 0
@@ -122,7 +123,7 @@ class StepStats:
     started_ns: int
     """When it was planned, or when the step before it ended if that was later."""
     ended_ns: int
-    num_running: int
+    num_running: int  # without background requests, as the next
     num_waiting: int
     num_blocks_total: int  # without the null block: free + cached + held
     num_blocks_free: int  # free blocks without reusable content
@@ -135,6 +136,7 @@ class StepStats:
     planned_ns: int = 0
     rows: Sequence[RowPlan] = ()
     waited_ns: int = 0  # time in which other models used the machine
+    num_blocks_background: int = 0  # as in `EngineLoad`
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class RequestStats:
     slo_ttft_ns: int | None = None
     is_beam: bool = False  # a hypothesis of a beam search: all tokens come at its end
     waits: WaitTimes = NO_WAITS
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +227,7 @@ class AdapterStats:
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engine is. All 0 before anything is known."""
+    """How busy the engine is. All 0 before anything is known. Background requests count only where they are named."""
 
     num_running: int = 0
     num_waiting: int = 0  # in the inbox, queued or preempted
@@ -236,6 +239,8 @@ class EngineLoad(NamedTuple):
     num_blocks_shared: int = 0
     num_rows_free: int = 0  # how many more may run at once, given enough blocks
     adapters: AdapterCounts = AdapterCounts()
+    num_background: int = 0  # background requests that run or wait
+    num_blocks_background: int = 0  # held blocks that others get when they need them; about, since blocks can be shared
 
     @property
     def num_blocks_held(self) -> int:

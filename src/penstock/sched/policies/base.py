@@ -115,9 +115,11 @@ class Order(Protocol):
 
     def queued(self, request: Request) -> None:
         """Note that a new request begins to wait. Called before its lane and keys are asked for."""
+        del request
 
     def unqueued(self, request: Request) -> None:
         """Note that a request stops waiting: it is admitted next, or has ended."""
+        del request
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
         """Return whether `request` goes before `other`, which was admitted earlier. Must be antisymmetric and free of cycles.
@@ -138,14 +140,17 @@ class Order(Protocol):
     def admitted(self, request: Request) -> None:
         """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). Its first step computes
         `num_inflight_tokens` tokens after `num_computed_tokens`."""
+        del request
 
     def left(self, request: Request) -> None:
         """Note that a request stopped running. Also called early, once it is certain to end with the step in flight."""
+        del request
 
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
         """Update the order's accounts for a planned step. The first `num_decodes` rows are all decodes."""
+        del rows, requests, last_step, num_decodes
 
 
 @dataclass(slots=True)
@@ -194,6 +199,10 @@ class StepLimits:
     """Long prefills at the same time; shorter ones may pass those that wait."""
     long_prefill_share: int | None = None
     """Long prefills get the tokens left by all others, but at least this many; None: they take their turn."""
+    fill_tokens: int = UNLIMITED
+    """Tokens up to which background requests may fill the step, decodes included."""
+    decode_tokens: float = 1.0
+    """A background request's decode counts as this many tokens."""
     splits_prompts: bool = True
     """False: a prefill that does not fit waits, unless it would be the only one."""
 
@@ -302,5 +311,7 @@ class Policies:
     victim: Victim
     predictor: Predictor
     eviction: EvictionPolicy
+    background_share: float = 0.0
+    """Share of the time that background requests get at least, [0, 1)."""
     words: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Seam -> the policy's name and arguments, for people."""

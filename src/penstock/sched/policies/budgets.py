@@ -167,6 +167,8 @@ class HoldLatency(Budget):
     """Factor by which prefill tokens may slow a step."""
     min_prefill_share: float = 1 / 3
     """Share of a step's time for prefill tokens if the target can't be met. [0, 1)"""
+    fill_share: float = 0.25
+    """Background requests may take this share of the time that a prompt could take of the same step. [0, 1]"""
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
     """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0
@@ -193,19 +195,33 @@ class HoldLatency(Budget):
             if view.num_decodes and self._num_equal_chunks >= period - 1:
                 num_prefill_tokens = max(1, num_prefill_tokens // PROBE_SHARE)
         max_tokens = view.num_decodes + num_prefill_tokens
-        if not self.long_prefill_token_threshold:
-            return StepLimits(max_tokens)
-        return StepLimits(
-            max_tokens,
-            long_prefill_tokens=self.long_prefill_token_threshold,
-            max_long_prefills=self.max_long_partial_prefills or UNLIMITED,
-            long_prefill_share=max(1, num_prefill_tokens // 2),
-        )
+        limits = StepLimits(max_tokens)
+        if self.long_prefill_token_threshold:
+            limits.long_prefill_tokens = self.long_prefill_token_threshold
+            limits.max_long_prefills = self.max_long_partial_prefills or UNLIMITED
+            limits.long_prefill_share = max(1, num_prefill_tokens // 2)
+        if self.cost.is_known:
+            self._fill(view, limits)
+        return limits
+
+    def _target_ns(self, least_ns: float) -> float:
+        if self.slo_itl_ns:
+            return self.slo_itl_ns / self.excess
+        return max(self.fluent_itl_ns, self.max_slowdown * least_ns)
+
+    def _fill(self, view: BudgetView, limits: StepLimits) -> None:
+        """Limit background requests to a share of the time that a prompt could take of a step with decodes."""
+        least_ns, token_ns = self.cost.least_ns(view.num_decodes), self.cost.token_ns(view.prefill_context_len)
+        most_ns = least_ns + self.fill_share * (self._target_ns(least_ns) - least_ns)
+        if view.most_ns:
+            most_ns = min(most_ns, view.most_ns)
+        num_tokens = max(0, int((most_ns - least_ns) / token_ns))
+        limits.fill_tokens = view.num_decodes + num_tokens if view.num_decodes else max(self.min_chunk_tokens, num_tokens)
+        limits.decode_tokens = max(MIN_PREFILL_NS, self.cost.decode_ns) / token_ns
 
     def _affordable_tokens(self, view: BudgetView) -> int:
         least_ns = self.cost.least_ns(view.num_decodes)
-        default_ns = max(self.fluent_itl_ns, self.max_slowdown * least_ns)
-        target_ns = self.slo_itl_ns / self.excess if self.slo_itl_ns else default_ns
+        target_ns = self._target_ns(least_ns)
         if view.most_ns:
             target_ns = min(target_ns, view.most_ns) if view.num_decodes else view.most_ns
         token_ns = self.cost.token_ns(view.prefill_context_len)

@@ -105,6 +105,7 @@ def make_policies(
     eviction: str | EvictionPolicy | None = None,
     settings: Mapping[str, Mapping[str, object]] | None = None,
     arguments: Mapping[str, Mapping[str, object]] | None = None,
+    background_share: float = 0.0,
 ) -> Policies:
     """Return a preset's policies, with those that are given in their place: by name, as `module:Class`, or as objects.
 
@@ -144,7 +145,7 @@ def make_policies(
         chosen[seam] = _make(seam, name, {**known, **given}, written)
         shown = ", ".join(f"{key} = {value!r}" for key, value in {**known, **given, **written}.items())
         words[seam] = f"{name} ({shown})" if shown else name
-    return Policies(**chosen, words=words)
+    return Policies(**chosen, background_share=background_share, words=words)
 
 
 class LacksSetting(ConfigError):

@@ -146,7 +146,7 @@ class Dispatcher:
         num_held_tokens = depths[chosen] * self._block_size
         choice = Choice(number, num_held_tokens, ahead[chosen], min(ahead), source, num_source_tokens)
         num_to_compute = request.num_prompt_tokens - max(num_held_tokens, num_source_tokens)
-        self._ledger.send(request.request_id, number, num_to_compute, num_new_tokens)
+        self._ledger.send(request.request_id, number, num_to_compute, num_new_tokens, background=request.background)
         self._holdings.expect(request.request_id, number, names[depths[chosen] :])
         if request.adapter is not None:
             self._adapters.put(request.adapter.fingerprint, holders | 1 << number)

@@ -63,6 +63,7 @@ class Load(TypedDict):
     server_load: Count
     requests_running: Count
     requests_waiting: Count
+    requests_background: Count
     waiting_for: str | None
     kv_blocks_free: Count
     kv_blocks: Count
@@ -113,6 +114,7 @@ class StatusEndpoint:
             "server_load": now.num_running + now.num_waiting,
             "requests_running": now.num_running,
             "requests_waiting": now.num_waiting,
+            "requests_background": now.num_background,
             "waiting_for": now.waits_for.value or None,
             "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
             "kv_blocks": now.num_blocks_total,

@@ -1,0 +1,244 @@
+"""Background requests get what others leave, and no other request is planned differently for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.sched.background import Share
+from penstock.sched.policies.base import BudgetView, StepRecord
+from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
+from penstock.sched.policies.gates import Continuous
+from penstock.sched.policies.presets import TABLES, make_policies
+from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
+from penstock.testing.driver import STEP_NS
+from penstock.testing.hash_executor import DEFAULT_CAPACITY
+from penstock.types.events import Abort, Add
+from penstock.types.plan import StepPlan
+from penstock.types.request import Request, RequestStatus
+from penstock.types.stats import StepCounts
+from support.stepwise import Device
+from support.strategies import Engine, Workload, engines, workloads
+
+MS = 1_000_000
+CAPACITY = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=101, max_rows=4, max_step_tokens=32, max_model_len=200)
+
+
+def line(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: int) -> Request:
+    return make_request(f"line-{idx}", [5 + idx] * prompt, max_tokens=max_tokens, background=True, arrival_ns=idx, **fields)
+
+
+def person(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: int) -> Request:
+    return make_request(f"person-{idx}", [20 + idx] * prompt, max_tokens=max_tokens, arrival_ns=1000 + idx, **fields)
+
+
+def make_driver(*requests: Request, share: float = 0.0, budget: object = None, order: str = "fcfs", **capacity: int) -> Driver:
+    policies = make_policies(order=order, budget=budget or DecodeFirst(), background_share=share)
+    shape = replace(CAPACITY, **capacity)
+    driver = Driver(make_core(shape, policies), HashExecutor(shape))
+    driver.core.apply([Add(request) for request in requests], 0)
+    return driver
+
+
+def rows_of(plan: StepPlan | None, kind: str = "") -> set[str]:
+    return {row.request_id for row in plan.rows if row.request_id.startswith(kind)} if plan is not None else set()
+
+
+def finish(driver: Driver, *requests: Request) -> None:
+    while driver.core.has_work:
+        driver.turn()
+        driver.core.check()
+    for request in requests:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=driver.executor.model, max_model_len=200)
+        assert tuple(driver.outcomes[request.request_id].token_ids) == expected.token_ids
+
+
+# nobody waits for them
+
+
+def play(engine: Engine, workload: Workload, *, with_job: bool) -> tuple[list[list[tuple[object, ...]]], list[int]]:
+    """Return the rows of other requests in each turn, and how often each was preempted."""
+    core, executor = engine.make()
+    driver, others, history = Driver(core, executor), [], []
+    requests = [request for request in workload.requests() if with_job or not request.background]
+    script = workload.script(requests)
+    for turn in range(400):
+        known = {request.request_id for request in requests}
+        commands = [one for one in script.pop(turn, ()) if isinstance(one, Add) or one.request_id in known]
+        plan = driver.turn(*commands)
+        core.check()
+        driver.clock.advance_to((turn + 1) * STEP_NS)  # also where there was nothing to compute
+        others = [request for request in requests if not request.background]
+        names = {request.request_id for request in others}
+        rows = () if plan is None else plan.rows
+        history.append(sorted((row.request_id, row.context_len, row.query_len) for row in rows if row.request_id in names))
+        if not script and not core.has_work:
+            break
+    assert not core.has_work, "a request starved"
+    while history and not history[-1]:  # the job ends later
+        history.pop()
+    return history, [request.num_preemptions for request in others]
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(engine=engines(), workload=workloads())
+def test_others_are_planned_as_if_there_was_no_job(engine: Engine, workload: Workload) -> None:
+    """In each step: without a cache, whose content differs, and a budget of time, which learns from all rows."""
+    policies = replace(engine.policies, gate=Continuous(), budget=DecodeFirst(), background_share=0.0)
+    engine = replace(engine, policies=policies, enable_prefix_caching=False, depth=1)
+    assert play(engine, workload, with_job=True) == play(engine, workload, with_job=False)
+
+
+@pytest.mark.parametrize("order", TABLES["order"])
+def test_a_row_is_taken_from_the_background_under_every_order(order: str) -> None:
+    lines = [line(idx, priority=-5) for idx in range(5)]
+    driver = make_driver(*lines, order=order)
+    driver.turn()
+    assert len(rows_of(driver.turn(), "line")) == 4
+    people = [person(idx, priority=5) for idx in range(3)]
+    plan = driver.turn(*map(Add, people))
+    assert rows_of(plan, "person") == {"person-0", "person-1", "person-2"}
+    assert rows_of(plan, "line") == {"line-0"}, "the last to come is paused first"
+    finish(driver, *lines, *people)
+    assert not any(request.num_preemptions for request in people)
+
+
+def test_memory_is_taken_from_the_background() -> None:
+    """24 blocks: two lines hold 20 of them; the person wants 12 at once, and then grows."""
+    lines, one = [line(idx, prompt=40) for idx in range(2)], person(0, prompt=45)
+    driver = make_driver(*lines, num_blocks=25, max_step_tokens=100)
+    driver.turn()
+    assert rows_of(driver.turn(Add(one)), "person") == {"person-0"}
+    finish(driver, *lines, one)
+    assert one.num_preemptions == 0
+
+
+def test_no_prompt_waits_for_the_same_one_of_the_background() -> None:
+    lines, one = line(0, prompt=60), person(0)
+    one = make_request("person", lines.prompt_token_ids, max_tokens=4)
+    driver = make_driver(lines)
+    driver.turn()  # a part of the line's prompt
+    assert "person" in rows_of(driver.turn(Add(one)))
+    finish(driver, lines, one)
+
+
+def test_a_planned_step_is_collected_where_someone_must_be_paused() -> None:
+    """With two steps in flight no row is taken from a step that is computed, and nobody waits longer than that."""
+    lines = [line(idx, prompt=4) for idx in range(4)]
+    device = Device(make_core(replace(CAPACITY, max_model_len=60, num_blocks=61), make_policies(budget=DecodeFirst())))
+    device.begin(*map(Add, lines))
+    device.begin()
+    device.finish()
+    assert device.begin(Add(person(0, prompt=4))) is None, "a line must be paused first"
+    device.finish()
+    assert any(name == "person-0" for name, _, _ in device.begin() or ())
+    device.run()
+
+
+# what they get
+
+
+def test_they_fill_the_rows_and_tokens_that_are_left() -> None:
+    people, lines = [person(idx) for idx in range(2)], [line(idx, prompt=12) for idx in range(4)]
+    driver = make_driver(*lines, *people)
+    plan = driver.turn()
+    assert [row.query_len for row in plan.rows if row.request_id.startswith("person")] == [8, 8]
+    assert sum(row.query_len for row in plan.rows) == 32, "the step is full"
+    assert len(rows_of(driver.turn())) == 4
+    finish(driver, *lines, *people)
+
+
+def taught(**fields: int) -> HoldLatency:
+    """A budget that knows: a step takes 2 ms and 1 ms for each token. Prompts may take it to 50 ms, background to 14 ms."""
+    budget = HoldLatency(**fields)
+    budget.cost.learn(StepRecord(1, 0, 3 * MS))
+    budget.cost.fixed_ns, budget.cost.decode_ns, budget.cost.any_prefill_ns = 2.0 * MS, 1.0 * MS, 0.0
+    budget.cost.prefill_ns, budget.cost.attention_ns = 1.0 * MS, 0.0
+    return budget
+
+
+def fill_tokens(num_decodes: int, most_ns: int = 0, **fields: int) -> int:
+    return taught(**fields).limits(BudgetView(512, num_decodes, 0, None, most_ns)).fill_tokens - num_decodes
+
+
+def test_they_get_a_quarter_of_the_time_that_a_prompt_could_have() -> None:
+    assert fill_tokens(0) == 16, "a chunk, as every prompt gets"
+    assert fill_tokens(8) == 10  # 10 ms without them, 50 ms with a prompt
+    assert fill_tokens(100) == 25  # 102 ms, and twice that
+    assert fill_tokens(8, slo_itl_ns=44 * MS) == 7  # the slowest 1 % of the steps are a tenth longer
+    assert fill_tokens(8, most_ns=13 * MS) == 3  # another model waits for the machine
+    assert fill_tokens(50, slo_itl_ns=44 * MS) == 0, "the target is missed without them"
+
+
+def test_a_decode_of_the_background_counts_as_long_as_it_takes() -> None:
+    budget = taught()
+    budget.cost.decode_ns = 3.0 * MS
+    people, lines = [person(0, prompt=1)], [line(idx, prompt=1) for idx in range(8)]
+    driver = make_driver(*lines, budget=HoldLatency(), max_rows=16)
+    driver.turn(*map(Add, people))
+    driver.core.scheduler._policies.budget.cost = budget.cost
+    plan = driver.core.begin(driver.clock.now_ns())
+    # 5 ms with the person alone, and a quarter of the 45 that are left
+    assert len(rows_of(plan, "line")) == 3
+    assert "person-0" in rows_of(plan)
+
+
+def test_a_line_that_gets_no_row_keeps_its_memory() -> None:
+    lines, one = [line(idx) for idx in range(4)], person(0, max_tokens=100)
+    driver = make_driver(*lines, budget=HoldLatency(slo_itl_ns=1), max_rows=8)  # no time is left beside anybody
+    while len(rows_of(driver.turn(), "line")) < 4 or not driver.core.scheduler._policies.budget.cost.is_known:
+        pass
+    driver.turn(Add(one))
+    for _ in range(20):
+        assert rows_of(driver.turn()) == {"person-0"}
+    assert all(request.status is RequestStatus.RUNNING for request in lines), "none lost its blocks"
+    driver.turn(Abort("person-0"))
+    assert len(rows_of(driver.turn(), "line")) > 0, "they go on at once"
+    finish(driver, *lines)
+
+
+def test_the_share_of_the_time_is_kept_beside_others_that_want_all_of_it() -> None:
+    """Nothing is left beside others, and they wait for rows. The job gets steps of its own, and its oldest line its row."""
+    for share in (0.0, 0.25):
+        people = [person(idx, prompt=30, max_tokens=60) for idx in range(12)]
+        budget = HoldLatency(slo_itl_ns=1)
+        driver = make_driver(line(0, max_tokens=150), share=share, budget=budget, max_rows=2)
+        driver.turn()
+        driver.turn(*map(Add, people))
+        num_steps, got = 0, 0.0
+        while driver.core.scheduler.num_waiting > 3:
+            plan = driver.turn()
+            num_steps += 1
+            of_job = sum(row.query_len for row in plan.rows if row.request_id == "line-0")
+            got += of_job / sum(row.query_len for row in plan.rows)
+        assert num_steps > 100
+        print(share, num_steps, got)
+        assert got == 0 if not share else share * num_steps - 2 < got < share * num_steps + 2
+        finish(driver)
+
+
+def test_a_share_that_cannot_be_had_yet_is_not_saved_up() -> None:
+    share = Share(0.5)
+    for _ in range(100):
+        share.count(1000 * MS, StepCounts(num_tokens=1), has_work=True)
+    num_steps = 0
+    while share.is_owed:
+        share.count(100 * MS, StepCounts(num_tokens=1, num_background_tokens=1), has_work=True)
+        num_steps += 1
+    assert num_steps == 10, "of 100 s without its half, one second counts"
+    share.count(1 * MS, StepCounts(num_tokens=1), has_work=False)
+    share.count(1 * MS, StepCounts(num_tokens=1), has_work=True)
+    assert share.is_owed, "nor is what it had too much, once it has nothing to do"
+
+
+def test_a_static_batch_takes_them_when_no_other_waits() -> None:
+    policies = make_policies("static", settings={"gate": {"max_queue_delay_ns": 0}})
+    lines, people = [line(idx, max_tokens=4) for idx in range(2)], [person(idx, max_tokens=4) for idx in range(3)]
+    driver = Driver(make_core(CAPACITY, policies), HashExecutor(CAPACITY))
+    driver.core.apply([Add(request) for request in (*lines, *people)], 0)
+    finish(driver, *lines, *people)
+    order = [request.first_scheduled_ns for request in (*people, *lines)]
+    assert order == sorted(order)
+    assert len(set(order)) == 3, "a batch has requests of one class"
