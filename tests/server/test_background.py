@@ -1,5 +1,7 @@
 """Background requests: the server alone can ask for them, by a key of the scope."""
 
+import time
+
 import httpx
 import pytest
 
@@ -7,7 +9,8 @@ from penstock.config import ServerConfig
 from penstock.serve.app import create_app
 from penstock.serve.asking import BACKGROUND_KEY
 from support.deployments import deployment_of
-from support.server.harness import make_runtime, make_text_runtime
+from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, wait_until
+from support.server.jobs import begun, ended, line, serving
 
 QUESTIONS = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
@@ -37,3 +40,19 @@ async def test_only_the_scope_makes_a_request_background(monkeypatch, path, body
     runtime.close()
     assert answer.status_code == 200
     assert [request.background for request in entered] == [in_background]
+
+
+def test_a_line_waits_as_long_as_it_takes(tmp_path):
+    """Neither the server's limits of time nor its key's of requests are for lines of batches."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "job"\nkey = "secret"\nrequests_per_minute = 1\nmax_concurrent = 1\n')
+    executor = GatedExecutor()
+    limits = {"request_timeout_s": 0.05, "queue_timeout_s": 0.05, "first_token_timeout_s": 0.05}
+    with serving(tmp_path / "jobs", executor, api_keys_file=str(keys), **limits) as server:
+        client = server.client("secret")
+        batch = begun(client, [line(str(number)) for number in range(10)])
+        wait_until(lambda: server.runtime.engine.load().num_background == 10)
+        time.sleep(0.1)
+        executor.open()
+        done = ended(client, batch)
+        assert (done.request_counts.completed, done.request_counts.failed) == (10, 0)

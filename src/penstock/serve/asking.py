@@ -337,13 +337,16 @@ def read_terms(
         priority_of_header = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
     routed: Routed | None = scope.get(ROUTED_KEY)
+    is_background: bool = scope.get(BACKGROUND_KEY, False)
+    limits_s = (config.request_timeout_s, config.queue_timeout_s, config.first_token_timeout_s)
+    request_s, queue_s, first_token_s = (None, None, None) if is_background else limits_s  # a line of a batch has its window
     return Terms(
         request_id=identity_of(scope).request_id,
         owner=owner,
         arrival_ns=arrival_ns,
-        deadline_ns=_limit_ns(arrival_ns, deadline_ns, config.request_timeout_s),
-        queue_deadline_ns=_limit_ns(arrival_ns, queue_timeout_ns, config.queue_timeout_s),
-        first_token_deadline_ns=_limit_ns(arrival_ns, first_token_timeout_ns, config.first_token_timeout_s),
+        deadline_ns=_limit_ns(arrival_ns, deadline_ns, request_s),
+        queue_deadline_ns=_limit_ns(arrival_ns, queue_timeout_ns, queue_s),
+        first_token_deadline_ns=_limit_ns(arrival_ns, first_token_timeout_ns, first_token_s),
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
@@ -351,8 +354,8 @@ def read_terms(
         priority=_priority(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
-        background=scope.get(BACKGROUND_KEY, False),
-        limits=_limits_of(key),
+        background=is_background,
+        limits=None if is_background else _limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
         waits=scope.get(WAITED_KEY, NO_WAITS),
