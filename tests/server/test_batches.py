@@ -13,6 +13,7 @@ import pytest
 from penstock.jobs.lines import Lines
 from penstock.jobs.store import Store
 from penstock.serve.jobs import runner as module
+from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
 from penstock.types.errors import ConfigError
 from support.failing_disk import open_files
@@ -489,3 +490,54 @@ def test_lines_that_are_broken_fail_the_batch(tmp_path, gate):
     with serving(tmp_path) as server, server.client() as client:
         batch = ended(client, batch)
         assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
+
+
+def test_a_fault_of_our_own_fails_the_batch_and_keeps_its_answers(jobs, client, monkeypatch):
+    take, end, num_failed = Lines.take, Store.end, []
+
+    def work(lines, after, *rest):
+        if after:
+            wait_until(lambda: lines.progress.num_answered == module.TAKEN_AT_ONCE)
+            raise ZeroDivisionError
+        return take(lines, after, *rest)
+
+    def refuse_at_first(*given):
+        if len(num_failed) < 2:
+            num_failed.append(1)
+            raise OSError(28, "No space left on device")
+        end(*given)
+
+    monkeypatch.setattr(Lines, "take", work)
+    monkeypatch.setattr(Store, "end", refuse_at_first)
+    batch = ended(client, begun(client, lines_of(100)))
+    assert (batch.status, batch.errors.data[0].code, len(num_failed)) == ("failed", "internal_error", 2)
+    assert sum(counted(client, batch).values()) == batch.request_counts.completed == module.TAKEN_AT_ONCE
+    assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
+
+
+@pytest.mark.parametrize("when", ["before the lines are given up", "before the end"])
+def test_a_batch_whose_time_is_over_stays_expired_over_a_restart(tmp_path, gate, monkeypatch, when):
+    method = (BatchRunner, "_give_up") if when == "before the lines are given up" else (BatchRunner, "_end")
+    is_over = threading.Event()
+
+    async def hang(self, *_):
+        is_over.set()
+        await self._closing.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*method, hang)
+        with serving(tmp_path, gate) as server, server.client() as client:
+            batch = begun(client, lines_of(30))
+            wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+            server.batches._now = lambda: batch.expires_at + 1.0
+            assert is_over.wait(20)
+    monkeypatch.setattr(BatchRunner, "now_s", lambda _: batch.expires_at + 2)
+    monkeypatch.setattr(BatchRunner, "_is_due", is_due)
+    with serving(tmp_path) as server, server.client() as client:
+        batch = ended(client, batch)
+        assert (batch.status, batch.request_counts.failed) == ("expired", 30)
+        assert counted(client, batch) == once(30)
+
+
+async def is_due(*_):
+    return True

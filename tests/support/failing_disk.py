@@ -86,4 +86,4 @@ class FailingDisk:
             try:
                 yield
             finally:
-                self._left = -1  # files that stay open fail no more
+                self._left = -1  # files that are still open are sound from now on

@@ -74,8 +74,6 @@ class _Running:
     """Set when no more lines are asked, and those under way are given up."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no line is under way any more."""
-    is_expired: bool = False
-    """Whether lines were given up because the batch's time was over."""
     under_way: set[asyncio.Task[None]] = field(default_factory=set)
     answers: list[Answer] = field(default_factory=list)
     """Not written yet."""
@@ -96,7 +94,7 @@ class _Running:
     @property
     def now(self) -> Batch:
         """The batch with its progress so far."""
-        if self.lines is None:
+        if self.lines is None or self.batch.is_ended:
             return self.batch
         done = self.lines.progress
         return replace(
@@ -239,8 +237,7 @@ class BatchRunner:
                 told = {"code": "internal_error", "line": None, "message": "The server's log has the cause.", "param": None}
                 running.batch = replace(running.batch, errors=[told])
             await _is_set_within(self._closing, TRIED_AGAIN_S)
-        with contextlib.suppress(sqlite3.Error, OSError):
-            await self._let_go(running)
+        await self._let_go(running)
         if running.batch.is_ended:
             del self._running[batch_id]
 
@@ -271,7 +268,7 @@ class BatchRunner:
             else:
                 if running.batch.status != "finalizing":
                     await self._turn(running, "finalizing")
-                await self._end(running, "expired" if running.is_expired else "completed")
+                await self._end(running, "expired" if "expired" in running.batch.times_s else "completed")
 
     def _open(self, batch: Batch) -> Lines | None:
         """Return the lines of a batch, or None if they are not checked yet."""
@@ -301,11 +298,10 @@ class BatchRunner:
     async def _end(self, running: _Running, status: str) -> None:
         """End a batch. The caller holds `changing`."""
         now_s = self.now_s()
-        batch = running.batch = running.now
+        batch = running.now
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
-            await self._let_go(running)
         asked = await self.on_disk(self.store.file, batch.input_file, batch.owner)
         purpose = OUTPUT if asked is None or asked.purpose != INTERNAL else INTERNAL
         expires_s = None if batch.files_expire_s is None else now_s + batch.files_expire_s
@@ -319,15 +315,17 @@ class BatchRunner:
         output_file, error_file = [one if one in kept else "" for one in (batch.output_file, batch.error_file)]
         ended = replace(batch.turned(status, now_s), output_file=output_file, error_file=error_file)
         await self.on_disk(self.store.end, ended, files)
-        await self.on_disk(remove, [self.store.content(one) for one in {batch.output_file, batch.error_file} - kept])
         if asked is not None and purpose == INTERNAL:
             await self.on_disk(self.store.delete, asked)
         running.batch = ended
+        await self._let_go(running)
+        await self.on_disk(remove, [self.store.content(one) for one in {batch.output_file, batch.error_file} - kept])
 
     async def _let_go(self, running: _Running) -> None:
         lines, running.lines = running.lines, None
         if lines is not None:
-            await self.on_disk(lines.close)
+            with contextlib.suppress(sqlite3.Error, OSError):
+                await self.on_disk(lines.close)
 
     # its lines
 
@@ -347,7 +345,10 @@ class BatchRunner:
         if not feeding.cancelled():
             feeding.result()  # raises what the disk raised
         if await waiting and lines.progress.num_left:
-            running.is_expired = True
+            async with running.changing:  # noted first, so that a new start knows why lines were given up
+                marked = replace(running.batch.turned("expired", self.now_s()), status=running.batch.status)
+                await self.on_disk(self.store.put, marked)
+                running.batch = marked
             await self._give_up(lines, EXPIRED, "The batch's completion window ended before this line had its turn.")
 
     async def _is_due(self, running: _Running) -> bool:
