@@ -187,7 +187,7 @@ def _error(number: int | None, code: str, message: str, param: str | None = None
 
 def _twice(source: Path, hashes: array[int], starts: array[int]) -> list[dict[str, Any]]:
     """Return errors for a `custom_id` of several lines. Lines of equal hashes are read again."""
-    import numpy as np  # here, since a server starts without it
+    import numpy as np  # only checks need it, and servers should start fast
 
     known = np.frombuffer(hashes, np.int64)
     ordered = np.sort(known)
