@@ -191,8 +191,7 @@ def test_a_check_lets_other_threads_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", pauses.append)
     data = b"\n".join(line(str(nth)) for nth in range(5000))
     prepared(tmp_path, data)
-    assert len(data) / 10_000 < len(pauses) < len(data) / 5000
-    assert min(pauses) > 0
+    assert len(data) / 5000 < len(pauses) < len(data) / 4000
 
 
 def test_a_check_that_was_killed_begins_anew(tmp_path):
