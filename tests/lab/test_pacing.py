@@ -134,3 +134,21 @@ def test_a_warm_up_is_by_number_or_by_time():
     assert [WarmUp(num_jobs=2).covers(index, 10**9) for index in range(3)] == [True, True, False]
     assert [WarmUp(seconds=1.5).covers(0, at) for at in (0, 1_499_999_999, 1_500_000_000)] == [True, True, False]
     assert not WarmUp().covers(0, 0)
+
+
+def test_so_many_jobs_of_the_background_are_in_flight_as_long_as_others_are_left():
+    line = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, background=True)
+    pacing = pacer([job(10), *[line] * 5], background=2)
+    assert taken(pacing, 0) == [(1, 0), (2, 0)]
+    assert pacing.next_ns() == 10
+    pacing.end(1, 7)
+    assert taken(pacing, 7) == [(3, 7)]
+    assert taken(pacing, 10) == [(0, 10)]
+    pacing.end(2, 20)
+    assert taken(pacing, 20) == [(4, 20)]
+    pacing.end(0, 30)
+    pacing.end(3, 31)
+    assert taken(pacing, 31) == [], "the last is not begun for its own sake"
+    assert not pacing.is_over
+    pacing.end(4, 40)
+    assert pacing.is_over

@@ -18,7 +18,7 @@ from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.events import Abort, Add
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
-from penstock.types.stats import StepCounts
+from penstock.types.stats import StepCounts, WaitReason
 from support.stepwise import Device
 from support.strategies import Engine, Workload, engines, workloads
 
@@ -82,7 +82,7 @@ def play(engine: Engine, workload: Workload, *, with_job: bool) -> tuple[list[li
     return history, [request.num_preemptions for request in others]
 
 
-@settings(max_examples=2 * settings.default.max_examples)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
 def test_others_are_planned_as_if_there_was_no_job(engine: Engine, workload: Workload) -> None:
     """In each step: without a cache, whose content differs, and a budget of time, which learns from all rows."""
@@ -113,6 +113,57 @@ def test_memory_is_taken_from_the_background() -> None:
     assert rows_of(driver.turn(Add(one)), "person") == {"person-0"}
     finish(driver, *lines, one)
     assert one.num_preemptions == 0
+
+
+def short_of_memory(*requests: Request, num_blocks: int = 12) -> Driver:
+    """Blocks of 4 tokens. None is kept back at the door, and the last to come would be preempted."""
+    shape = replace(CAPACITY, num_blocks=num_blocks + 1)
+    policies = make_policies(budget=DecodeFirst(), reserve="chunk", victim="latest")
+    driver = Driver(make_core(shape, policies, enable_prefix_caching=False), HashExecutor(shape))
+    driver.core.apply([Add(request) for request in requests], 0)
+    return driver
+
+
+def test_nobody_loses_memory_while_the_background_has_some() -> None:
+    people, lines = [person(idx, max_tokens=12) for idx in range(2)], [line(0, prompt=12, max_tokens=28)]
+    finish(short_of_memory(*people, *lines), *people, *lines)
+    assert [request.num_preemptions > 0 for request in (*people, *lines)] == [False, False, True]
+
+
+def test_one_joins_in_the_step_in_which_another_takes_memory_from_the_background() -> None:
+    first, second, lines = person(0, max_tokens=28), person(1, prompt=1, max_tokens=4), [line(0, prompt=18, max_tokens=28)]
+    driver = short_of_memory(first, *lines, num_blocks=13)
+    while driver.core.scheduler.kv.pool.num_available or first.num_tokens % 4 != 1:
+        driver.turn()
+    assert rows_of(driver.turn(Add(second))) == {"person-0", "person-1"}
+    finish(driver, first, second, *lines)
+
+
+def test_a_lower_class_keeps_its_row_while_the_background_has_one() -> None:
+    low, lines, high = person(0, prompt=1, priority=5), [line(0, prompt=20, priority=-5)], person(1, priority=1)
+    driver = make_driver(low, *lines, order="priority", max_rows=2)
+    driver.turn()
+    assert rows_of(driver.turn(Add(high))) == {"person-0", "person-1"}
+    finish(driver, low, high, *lines)
+    assert low.num_preemptions == 0
+
+
+def test_a_job_teaches_nothing_about_the_answers_of_others() -> None:
+    lines = [line(idx, max_tokens=3) for idx in range(20)]
+    driver = make_driver(*lines)
+    finish(driver, *lines)
+    one = person(0)
+    driver.turn(Add(one))
+    assert one.predicted_new_tokens == make_policies().predictor.predict(one)
+
+
+def test_what_the_background_waits_for_is_told_to_nobody() -> None:
+    driver = make_driver(*[line(idx) for idx in range(9)])
+    driver.turn()
+    load = driver.core.snapshot
+    assert (load.num_running, load.num_waiting, load.num_rows_free, load.waits_for) == (0, 0, 4, WaitReason.NOTHING)
+    assert load.num_background == 9
+    assert load.num_blocks_background == load.num_blocks_held == 8
 
 
 def test_no_prompt_waits_for_the_same_one_of_the_background() -> None:
@@ -204,7 +255,8 @@ def test_the_share_of_the_time_is_kept_beside_others_that_want_all_of_it() -> No
     for share in (0.0, 0.25):
         people = [person(idx, prompt=30, max_tokens=60) for idx in range(12)]
         budget = HoldLatency(slo_itl_ns=1)
-        driver = make_driver(line(0, max_tokens=150), share=share, budget=budget, max_rows=2)
+        job = line(0, max_tokens=150)
+        driver = make_driver(job, share=share, budget=budget, max_rows=2)
         driver.turn()
         driver.turn(*map(Add, people))
         num_steps, got = 0, 0.0
@@ -214,6 +266,8 @@ def test_the_share_of_the_time_is_kept_beside_others_that_want_all_of_it() -> No
             of_job = sum(row.query_len for row in plan.rows if row.request_id == "line-0")
             got += of_job / sum(row.query_len for row in plan.rows)
         assert num_steps > 100
+        assert people[0].num_preemptions == 0
+        assert not share or job.num_preemptions == 0, "the oldest line keeps its row"
         print(share, num_steps, got)
         assert got == 0 if not share else share * num_steps - 2 < got < share * num_steps + 2
         finish(driver)
