@@ -152,10 +152,10 @@ class KVManager:
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
         for block_id in (*hit.held, *hit.state):  # first, since the allocations below could take these blocks
             self.pool.hold(block_id, rests=rests)
+        self._pin(table, number, packed)  # for the same reason: it may be in the pool, and in no use
         is_turn = (self.eviction.rest_ns > 0 or self.num_state_blocks > 0) and self.prefix.is_turn(request, hit)
         if self.num_state_blocks:
-            self._begin_state(table, request, hit, num_fresh + num_missing, is_turn=is_turn)
-        self._pin(table, number, packed)  # also before the fresh blocks
+            self._begin_state(table, request, hit, num_fresh, is_turn=is_turn)
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
