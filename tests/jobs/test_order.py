@@ -17,7 +17,9 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )
-fields = st.sampled_from(("model", "tools", "messages", "prompt", "input", "cache_salt", "instructions", "stream", "n"))
+fields = st.sampled_from(
+    ("model", "tools", "messages", "prompt", "input", "cache_salt", "instructions", "system", "stream", "n")
+)
 
 
 def chat(*contents: str) -> dict[str, Any]:
@@ -63,6 +65,14 @@ def test_what_is_not_part_of_the_prompt_does_not_count() -> None:
     body = chat("hello")
     assert prefix_key(CHAT, body) == prefix_key(CHAT, {"temperature": 1, "max_tokens": 5, **body})
     assert prefix_key(CHAT, body) != prefix_key(CHAT, {**body, "cache_salt": "one"})
+
+
+def test_system_prompts_of_anthropic_stand_together() -> None:
+    def body(nth: int) -> dict[str, Any]:
+        return {"system": f"{nth % 3}" * 600, "messages": [{"role": "user", "content": f"{nth}"}]}
+
+    ordered = sorted(range(30), key=lambda nth: prefix_key("/v1/messages", body(nth)))
+    assert len([*groupby(nth % 3 for nth in ordered)]) == 3
 
 
 def test_tools_come_before_the_messages() -> None:

@@ -60,9 +60,8 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
     for path in (output, errors):
         if path.exists():
             raise PenstockError(f"{path} is there already.", remedy="Remove it, or name another one with --output.")
-    if values["preset"] is None:  # nobody waits for a token: long prompts are not held back, which would break the order
-        values["budget"] = values["budget"] or "decode-first"
-        values["reserve"] = values["reserve"] or "predicted"
+    if not any(values[key] for key in ("preset", "batching", "budget", "budget_args")):
+        values["preset"] = "offline"
     configs = configs_of(values, words=words, tables=tables)
     set_up_logging(configs[0].log)
     warn_of_unknown_variables()

@@ -215,7 +215,7 @@ class SchedulerConfig(Component):
     preset: str | None = choice(
         None,
         "Named bundle of policies.",
-        choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock", "texts"),
+        choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock", "offline", "texts"),
         default_doc="penstock; texts for a model that reads texts and writes none",
     )
     batching: str | None = choice(

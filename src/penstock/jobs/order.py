@@ -13,7 +13,17 @@ from zlib import crc32
 
 from penstock.fast_json import dumps
 
-_FIELDS = ("cache_salt", "chat_template_kwargs", "reasoning_effort", "tools", "instructions", "messages", "prompt", "input")
+_FIELDS = (
+    "cache_salt",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+    "instructions",
+    "system",
+    "messages",
+    "prompt",
+    "input",
+)
 """Fields of a body that a prompt is made of, in the order in which templates write them."""
 
 _MIN_PIECE_BYTES = 64

@@ -74,6 +74,9 @@ PRESETS: Mapping[str, Preset] = {
         victim="cheapest",
         settings={"budget": {"long_prefill_token_threshold": 512}},
     ),
+    # For `penstock batch run`, where nobody waits for a token: full steps, and no prompt passes a longer one, which would break
+    # the order of a job.
+    "offline": Preset(gate="continuous", order="fcfs", budget="decode-first", reserve="watermark", victim="cheapest"),
     # For models that only read texts: docs/batching.md. A text needs a row and nothing else, so no memory is kept for growth.
     "texts": Preset(gate="continuous", order="calls", budget="hold-step", reserve="chunk", victim="latest", predictor="none"),
 }
