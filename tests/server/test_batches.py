@@ -482,6 +482,33 @@ def test_a_disk_that_fails_for_a_while_holds_up_batches_alone(tmp_path, monkeypa
         assert [*(tmp_path / "lines").iterdir()] == []
 
 
+def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):
+    is_hanging, may_go_on, create = threading.Event(), threading.Event(), Store.create
+
+    def hang(store, batch):
+        with store._guard:
+            is_hanging.set()
+            assert may_go_on.wait(60)
+            create(store, batch)
+
+    monkeypatch.setattr(Store, "create", hang)
+    told: list[object] = []
+    asks = [lambda: begun(client, lines_of(1)), lambda: client.batches.list().data, lambda: client.files.list().data]
+    threads = [threading.Thread(target=lambda ask=ask: told.append(ask())) for ask in asks]
+    threads[0].start()
+    assert is_hanging.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+    for _ in range(5):
+        asked = client.chat.completions.create(model="toy", max_tokens=3, messages=[{"role": "user", "content": "hello"}])
+        assert asked.choices[0].message.content
+    assert told == []
+    may_go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(told) == 3
+
+
 def test_lines_that_are_broken_fail_the_batch(tmp_path, gate):
     with serving(tmp_path, gate) as server, server.client() as client:
         batch = begun(client, lines_of(300))
@@ -541,3 +568,21 @@ def test_a_batch_whose_time_is_over_stays_expired_over_a_restart(tmp_path, gate,
 
 async def is_due(*_):
     return True
+
+
+def test_many_batches_leave_nothing_behind(jobs, client):
+    def run() -> None:
+        batches = [begun(client, lines_of(2)) for _ in range(5)] + [begun(client, []), begun(client, lines_of(50))]
+        client.batches.cancel(batches[-1].id)
+        for batch in batches:
+            ended(client, batch)
+        wait_until(lambda: not jobs.batches._running)
+
+    run()
+    before = open_files()
+    for _ in range(3):
+        run()
+    wait_until(lambda: open_files() == before)
+    assert not jobs.batches._turns._waiting
+    assert not jobs.batches._turns._under_way
+    assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
