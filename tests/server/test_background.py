@@ -51,8 +51,8 @@ def test_a_line_waits_as_long_as_it_takes(tmp_path):
     with serving(tmp_path / "jobs", executor, api_keys_file=str(keys), **limits) as server:
         client = server.client("secret")
         batch = begun(client, [line(str(number)) for number in range(10)])
-        wait_until(lambda: server.runtime.engine.load().num_background == 10)
-        time.sleep(0.1)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+        time.sleep(0.3)
         executor.open()
         done = ended(client, batch)
         assert (done.request_counts.completed, done.request_counts.failed) == (10, 0)

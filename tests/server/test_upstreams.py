@@ -14,11 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from penstock.calls.call import Owner
 from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.serve import breaker, upstream_stream
+from penstock.serve.asking import BACKGROUND_KEY
+from penstock.serve.http.checks import Sender
+from penstock.serve.own_requests import OwnRequests
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
@@ -526,3 +530,23 @@ def test_an_upstream_that_no_route_can_use_is_refused(near, routes: list[Route],
     with pytest.raises(ConfigError, match=cause):
         deployment_of(near, routes=routes, upstreams=[UpstreamConfig(name=name, url="http://x/v1", model="m")])
     assert Routing() == Routing(routes=(), upstreams=())
+
+
+async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None:
+    async with clients(near, silence, max_concurrent=2) as (client, server):
+        own = OwnRequests(lambda _name: Sender(is_admin=True))
+        own.app = client.app
+
+        def ask(name: str):
+            return own.ask(Owner(), CHAT, json.dumps(BODY).encode(), name, asyncio.Event(), {BACKGROUND_KEY: True})
+
+        first = asyncio.create_task(ask("one"))
+        await until(lambda: len(server.asked) == 1)
+        second = await ask("two")
+        assert second is not None
+        assert (second.status, len(server.asked)) == (200, 1), "the other model has answered"
+        other = asyncio.create_task(client.post(CHAT, json=BODY))
+        await until(lambda: len(server.asked) == 2)
+        for task in (first, other):
+            task.cancel()
+        await asyncio.gather(first, other, return_exceptions=True)

@@ -107,7 +107,7 @@ def models_in(folder: str | None) -> list[tuple[str, str]]:
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for wrong API keys, origins or certificates, before loading a model takes minutes."""
+    """Raise ConfigError for wrong API keys, origins, certificates, hours or webhooks, before loading a model takes minutes."""
     from penstock.config.keys import api_keys
     from penstock.serve.http.cors import Cors
 
@@ -123,6 +123,14 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
             raise ConfigError(f"{variable} is set, but empty: the server {effect}.", remedy=f"{remedy}, or unset it.")
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
+    if config.jobs_dir is not None:
+        from penstock.serve.jobs.runner import read_hours
+        from penstock.serve.jobs.webhooks import key_of
+
+        if config.batch_hours is not None:
+            read_hours(config.batch_hours)
+        if config.webhook_url is not None:
+            key_of(config.webhook_url, config.webhook_secret or "")
     if config.ssl_certfile:
         from penstock.serve.http.tls import server_context
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ route_options = add_options(
 
 def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Mapping[str, Any]) -> None:
     """Simulate a route of the config file, and each of its models alone, and print figures of all."""
+    from penstock.deploy.forecast import simulation_among
     from penstock.deploy.simulated_routes import route_simulation_of, strategies_of, wanted_of
     from penstock.lab import report
     from penstock.lab.distant import Distant
@@ -93,10 +95,8 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     _check_gains(questions, path, needs_gain=wanted.route is not None, needs_start=_is_cascade(wanted.route))
     simulation = route_simulation_of(
         wanted,
-        configs,
+        partial(simulation_among, configs=configs, costs=costs, num_blocks=values["blocks"]),
         routing.upstreams,
-        costs,
-        num_blocks=values["blocks"],
         far=Distant(
             latency_ns=round(values["upstream_ms"] * 1e6),
             token_ns=round(1e9 / values["upstream_tokens_per_s"]),

@@ -531,7 +531,7 @@ class ServerConfig(Component):
     jobs_dir: str | None = path(
         None, "Folder for files and batches (/v1/files, /v1/batches).", default_doc="none: they are off"
     )
-    jobs_bytes: int = size(8 << 30, "Most bytes in the files of one API key.", minimum=1024)
+    jobs_bytes: int = size(8 << 30, "Most bytes in the files of one API key.", key="jobs_bytes", minimum=1024)
     batch_hours: str | None = setting(
         None, "Hours of the day in which lines of batches begin, such as 22-6.", default_doc="always"
     )

@@ -6,7 +6,7 @@ be another one. A server measures a GPU's steps; here they are assumed to take `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -330,6 +330,20 @@ def simulation_of(config: Config, cost: CostModel, *, num_blocks: int | None = N
         first_token_timeout_ns=resolve.nanoseconds(config.server.first_token_timeout_s),
         depth=compute.depth,
     )
+
+
+def simulation_among(
+    name: str, configs: Sequence[Config], costs: Mapping[str, CostModel], *, num_blocks: int | None = None
+) -> tuple[Simulation, float]:
+    """Return the simulation of the model with this name, and its share of the machine. Raises ConfigError."""
+    for config in configs:
+        if name in (config.model.model, *config.model.served_model_names, *config.sharing.aliases):
+            break
+    else:
+        raise ConfigError(f"{name} is not served.", remedy="Add a [[models]] table for it.")
+    if config.backend.device == Device.CUDA:
+        raise ConfigError(f"{name} is on a GPU, and models take turns on the CPU alone.", remedy="Simulate it by itself.")
+    return simulation_of(config, costs[name], num_blocks=num_blocks), config.sharing.machine_share
 
 
 def kv_bytes_per_token(config: Config) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from penstock.config import Config, Device
 from penstock.config.routes import FallbackConfig
 from penstock.config.routing import Routing
 from penstock.config.upstreams import UpstreamConfig
-from penstock.deploy.forecast import simulation_of
-from penstock.lab.cost_model import CostModel
 from penstock.lab.distant import Distant
 from penstock.lab.route_simulation import RouteSimulation, Strategy
+from penstock.lab.simulation import Simulation
 from penstock.routes.learned import LearnedRoute, read_route, thresholds_of
 from penstock.routes.scores import Question
 from penstock.types.errors import ConfigError
@@ -74,30 +72,28 @@ def strategies_of(wanted: Wanted, questions: Sequence[Question], shares: Sequenc
 
 def route_simulation_of(
     wanted: Wanted,
-    configs: Sequence[Config],
+    find: Callable[[str], tuple[Simulation, float]],
     upstreams: Sequence[UpstreamConfig],
-    costs: Mapping[str, CostModel],
     *,
-    num_blocks: int | None,
     far: Distant,
     embed_ns: int,
     max_returns: int,
     seed: int,
 ) -> RouteSimulation:
-    """Return the simulated models, which share this machine. `far`: an upstream's times. Raises ConfigError."""
+    """Return the simulated models, which share this machine. Raises ConfigError.
+
+    `find` returns a model of this server, and its share of the machine. `far`: an upstream's times.
+    """
     from penstock.backends.native._native import Account, Turns
 
     elsewhere = {one.name: replace(far, max_concurrent=one.max_concurrent) for one in upstreams if one.name in wanted.models}
-    own = {name: _config_of(name, configs) for name in wanted.models if name not in elsewhere}
+    own = {name: find(name) for name in wanted.models if name not in elsewhere}
     if not own or (wanted.by == "learned" and next(iter(wanted.models)) in elsewhere):
         raise ConfigError("The route's weak model is an upstream.", remedy="Name one of this server.")
-    for name, config in own.items():
-        if config.backend.device == Device.CUDA:
-            raise ConfigError(f"{name} is on a GPU, and models take turns on the CPU alone.", remedy="Simulate it by itself.")
-    shares = {name: config.sharing.machine_share for name, config in own.items()}
+    shares = {name: share for name, (_, share) in own.items()}
     return RouteSimulation(
         kinds=wanted.models,
-        here={name: simulation_of(config, costs[name], num_blocks=num_blocks) for name, config in own.items()},
+        here={name: simulation for name, (simulation, _) in own.items()},
         elsewhere=elsewhere,
         make_turns=Turns,
         make_account=lambda name: Account(shares.get(name, 1.0)),
@@ -105,10 +101,3 @@ def route_simulation_of(
         max_returns=max_returns,
         seed=seed,
     )
-
-
-def _config_of(name: str, configs: Sequence[Config]) -> Config:
-    for config in configs:
-        if name in (config.model.model, *config.model.served_model_names, *config.sharing.aliases):
-            return config
-    raise ConfigError(f"{name} is not served.", remedy="Add a [[models]] table for it.")

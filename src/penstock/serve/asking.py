@@ -355,7 +355,7 @@ def read_terms(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
         background=is_background,
-        limits=None if is_background else _limits_of(key),
+        limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
         waits=scope.get(WAITED_KEY, NO_WAITS),

@@ -18,7 +18,7 @@ import shlex
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -215,6 +215,15 @@ class Server:
             notify(STOPPING)
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
+    async def _call(self, ends: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Call each of these, also if one fails."""
+        for end in ends:
+            try:
+                await end()
+            except Exception:
+                self.ended_cleanly = False
+                _log.exception("a part of the server could not be closed in order")
+
     async def _end(self) -> None:
         timeout_s = self._config.shutdown_timeout_s
         loads = [running.engine.load() for running in self._deployment.running]
@@ -224,8 +233,7 @@ class Server:
         else:
             _log.info("shutting down")
         try:
-            for stop in self._app.state.lifetime.stops:
-                await stop()
+            await self._call(self._app.state.lifetime.stops)
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
             ends = await asyncio.gather(
                 asyncio.to_thread(self._deployment.close, timeout_s),
@@ -234,12 +242,11 @@ class Server:
             self.ended_cleanly = all(ends)
             if not self.ended_cleanly:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
-            for close in self._app.state.lifetime.closes:
-                await close()
         except Exception:
             self.ended_cleanly = False
             _log.exception("the engine could not be closed in order")
         finally:
+            await self._call(self._app.state.lifetime.closes)
             self._has_ended.set()
 
 

@@ -148,6 +148,8 @@ class Upstream:
     def _open(self, terms: Terms, question: Question) -> Iterator[Exchange]:
         """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its key."""
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
+        if terms.background:  # lines of batches leave half of the places to others
+            most = max(1, most // 2)
         if self._when_idle is not None:
             raise unavailable("The server is shutting down.")
         num_tokens = question.num_prompt_tokens + question.num_new_tokens

@@ -95,7 +95,7 @@ class MessageBatches:
         name = repeated_name(http.scope, call.Owner(key=owner[0], tenant=owner[1]), data)
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
-            return Response(fast_json.dumps(self._told(known, http)), media_type="application/json")
+            return Response(fast_json.dumps(self._told(known)), media_type="application/json")
         num_requests, lines = await self._parts.off_loop.run(len(data), lambda: self._lines(data), limit=INLINE_MAX_BYTES)
         now_s = batches.now_s()
         try:
@@ -116,9 +116,11 @@ class MessageBatches:
         try:
             made = await batches.create(made)
         except NoRoom as full:
-            await batches.on_disk(batches.store.delete, file)
             raise overloaded(str(full), None) from None
-        return Response(fast_json.dumps(self._told(made, http)), media_type="application/json")
+        finally:
+            if not batches.is_running(made) or made.input_file != file.id:  # it was refused, or sent twice at once
+                await batches.on_disk(batches.store.delete, file)
+        return Response(fast_json.dumps(self._told(made)), media_type="application/json")
 
     def _lines(self, data: bytes) -> tuple[int, bytes]:
         requests = parse_body(data, MessageBatchBody, self._parts.ignored).requests
@@ -157,7 +159,7 @@ class MessageBatches:
         if goes_back:
             page.reverse()
         return {
-            "data": [self._told(batch, http) for batch in page],
+            "data": [self._told(batch) for batch in page],
             "has_more": len(found) > int(limit),
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,
@@ -166,13 +168,13 @@ class MessageBatches:
     @unless_disk_fails
     async def get(self, http: HttpRequest) -> MessageBatch:
         """Describe a batch."""
-        return self._told(await self._find(http), http)
+        return self._told(await self._find(http))
 
     @unless_disk_fails
     async def cancel(self, http: HttpRequest) -> MessageBatch:
         """Cancel a batch. Messages without an answer get the result `canceled`."""
         batch = await self._find(http)
-        return self._told(await self._batches.cancel(batch), http)
+        return self._told(await self._batches.cancel(batch))
 
     @unless_disk_fails
     async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
@@ -207,7 +209,7 @@ class MessageBatches:
             raise _not_found(batch_id)
         return batch
 
-    def _told(self, batch: Batch, http: HttpRequest) -> MessageBatch:
+    def _told(self, batch: Batch) -> MessageBatch:
         batch = self._batches.current(batch)
         num_cancelled, num_expired = batch.usage.get(CANCELLED, 0), batch.usage.get(EXPIRED, 0)
         num_answered = batch.num_completed + batch.num_failed
@@ -234,7 +236,8 @@ class MessageBatches:
             "ended_at": None if ended_s is None else _time(ended_s),
             "cancel_initiated_at": None if cancelled_s is None else _time(cancelled_s),
             "archived_at": None,
-            "results_url": f"{http.url.scheme}://{http.url.netloc}{URL}/batches/{batch.id}/results" if batch.is_ended else None,
+            # A path, which the client adds to the address that it knows: a proxy may have another scheme than this server.
+            "results_url": f"{URL}/batches/{batch.id}/results" if batch.is_ended else None,
         }
 
 

@@ -22,7 +22,6 @@ from penstock.serve.jobs.files import listed, owner_of, page_of, read_expiry, un
 from penstock.serve.jobs.runner import BatchRunner
 
 KIND = "openai"
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

@@ -1,56 +1,45 @@
-"""Reads a form with one file (multipart/form-data) piece by piece, so that the file is never in memory as a whole."""
+"""Reads a form with one file (multipart/form-data, RFC 7578) piece by piece, so that the file is never in memory as a whole."""
 
 from __future__ import annotations
 
-from python_multipart import MultipartParser
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import parse_options_header
+from email.message import Message
 
 from penstock.serve.errors import ApiError, invalid, shorten
 
 FILE = "file"
-MAX_FIELDS, MAX_FIELD_BYTES = 16, 1024
+MAX_PARTS, MAX_HEAD_BYTES, MAX_FIELD_BYTES, MAX_BOUNDARY_BYTES = 16, 4096, 1024, 200
+_LINE, _HEAD_END = b"\r\n", b"\r\n\r\n"
 
 
 class Form:
     def __init__(self, content_type: str) -> None:
         """Raise 400 for another type of body than a form."""
-        kind, options = parse_options_header(content_type)
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary:
+        boundary = _param("Content-Type", content_type, "boundary")
+        is_form = content_type.partition(";")[0].strip().lower() == "multipart/form-data"
+        if not is_form or not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
             raise invalid("Send the file as a form: multipart/form-data with the fields 'purpose' and 'file'.")
         self.fields: dict[str, str] = {}
         self.file_name: str | None = None
         """Set as soon as the file has begun."""
-        self._name = ""
-        self._header, self._value = b"", b""
-        self._part = bytearray()
-        self._file: list[bytes] = []
+        self._delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
+        self._buffer = _LINE
+        """What is not read yet. The first delimiter may be at the very beginning, without a line before it."""
+        self._name: str | None = None
+        """Of the part that is being read; None before the first one."""
+        self._is_in_head = False
+        self._part = b""
+        self._num_parts = 0
         self._has_ended = False
-        try:
-            self._parser = MultipartParser(
-                boundary,
-                {
-                    "on_part_begin": self._begin_part,
-                    "on_header_field": self._add_to_header,
-                    "on_header_value": self._add_to_value,
-                    "on_header_end": self._end_header,
-                    "on_part_data": self._add_to_part,
-                    "on_part_end": self._end_part,
-                    "on_end": self._end,
-                },
-            )
-        except FormParserError as error:
-            raise _malformed(error) from None
 
     def feed(self, data: bytes) -> bytes:
         """Read a piece of the body. Return what it has of the file. Raises 400."""
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            raise _malformed(error) from None
-        found, self._file = b"".join(self._file), []
-        return found
+        self._buffer += data
+        pieces: list[bytes] = []
+        while not self._has_ended and (self._read_head() if self._is_in_head else self._read_part(pieces)):
+            continue
+        if self._has_ended:
+            self._buffer = b""
+        return b"".join(pieces)
 
     def end(self) -> None:
         """Raise 400 unless the form is whole and has a file."""
@@ -59,43 +48,72 @@ class Form:
         if self.file_name is None:
             raise invalid(f"Missing required parameter: '{FILE}'.", FILE)
 
-    def _begin_part(self) -> None:
-        self._name, self._part = "", bytearray()
-        self._header, self._value = b"", b""
+    def _read_part(self, pieces: list[bytes]) -> bool:
+        """Read the content of a part, or what stands before the first one. Return whether its end was found."""
+        end = self._buffer.find(self._delimiter)
+        ready = end if end >= 0 else len(self._buffer) - len(self._delimiter) + 1
+        if ready > 0:
+            self._add(self._buffer[:ready], pieces)
+            self._buffer = self._buffer[ready:]
+        if end >= 0:
+            self._end_part()
+            self._buffer = self._buffer[len(self._delimiter) :]
+            self._is_in_head = True
+        return end >= 0
 
-    def _add_to_header(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
+    def _read_head(self) -> bool:
+        """Read the headers of the next part, with the line end before them. Return whether they are complete."""
+        if self._buffer.startswith(b"--"):
+            self._has_ended = True
+            return True
+        if len(self._buffer) >= 2 and not self._buffer.startswith(_LINE):
+            raise _malformed("a boundary is followed by something else than a part")
+        end = self._buffer.find(_HEAD_END)
+        if end < 0 or end > MAX_HEAD_BYTES:
+            if len(self._buffer) > MAX_HEAD_BYTES:
+                raise _malformed(f"the headers of a part have more than {MAX_HEAD_BYTES} bytes")
+            return False
+        self._begin_part(self._buffer[:end])
+        self._buffer = self._buffer[end + len(_HEAD_END) :]
+        if self._buffer.startswith(self._delimiter[2:]):  # an empty part may end with its headers' line
+            self._buffer = _LINE + self._buffer
+        self._is_in_head = False
+        return True
 
-    def _add_to_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
+    def _begin_part(self, head: bytes) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise invalid(f"The form has more than {MAX_PARTS} parts.")
+        self._name, self._part = "", b""
+        for line in head.split(_LINE):
+            header, _, value = line.decode("utf-8", "replace").partition(":")
+            if header.strip().lower() == "content-disposition":
+                self._name = _param("Content-Disposition", value, "name")
+                if self._name == FILE:
+                    if self.file_name is not None:
+                        raise invalid("The form has two files. Send one.", FILE)
+                    self.file_name = _param("Content-Disposition", value, "filename")[:255]
 
-    def _end_header(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value)
-            self._name = options.get(b"name", b"").decode("utf-8", "replace")
-            if self._name == FILE:
-                if self.file_name is not None:
-                    raise invalid("The form has two files. Send one.", FILE)
-                self.file_name = options.get(b"filename", b"").decode("utf-8", "replace")[:255]
-        self._header, self._value = b"", b""
-
-    def _add_to_part(self, data: bytes, start: int, end: int) -> None:
+    def _add(self, data: bytes, pieces: list[bytes]) -> None:
         if self._name == FILE:
-            self._file.append(data[start:end])
-        elif len(self._part) + end - start > MAX_FIELD_BYTES:
-            raise invalid(f"The form's field {shorten(self._name)!r} has more than {MAX_FIELD_BYTES} bytes.")
-        else:
-            self._part += data[start:end]
+            pieces.append(data)
+        elif self._name is not None:
+            self._part += data
+            if len(self._part) > MAX_FIELD_BYTES:
+                raise invalid(f"The form's field {shorten(self._name)!r} has more than {MAX_FIELD_BYTES} bytes.")
 
     def _end_part(self) -> None:
-        if self._name != FILE:
+        if self._name is not None and self._name != FILE:
             self.fields[self._name] = self._part.decode("utf-8", "replace")
-            if len(self.fields) > MAX_FIELDS:
-                raise invalid(f"The form has more than {MAX_FIELDS} fields.")
-
-    def _end(self) -> None:
-        self._has_ended = True
 
 
-def _malformed(error: FormParserError) -> ApiError:
-    return invalid(f"The form can't be read: {shorten(str(error))}")
+def _param(header: str, value: str, name: str) -> str:
+    """Return a parameter of a header, or an empty text."""
+    message = Message()
+    message[header] = "".join(char for char in value if char.isprintable()).strip()
+    found = message.get_param(name, "", header)
+    return found[2] if isinstance(found, tuple) else str(found)
+
+
+def _malformed(what: str) -> ApiError:
+    return invalid(f"The form can't be read: {what}.")

@@ -18,10 +18,12 @@ import logging
 import re
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,6 +55,8 @@ GONE = 499
 """Status of a request that was given up."""
 REFUSALS = (429, 502, 503, 504)
 """Statuses after which a line is asked again."""
+MAX_REFUSED = 1000
+"""Lines of a batch that wait to be asked again. With so many, no others are asked."""
 TIDIED_EACH_S = 60.0
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 """Codes of the errors of lines that were not asked."""
@@ -75,6 +79,8 @@ class _Running:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no line is under way any more."""
     under_way: set[asyncio.Task[None]] = field(default_factory=set)
+    refused: list[tuple[float, int]] = field(default_factory=list)
+    """When to ask lines again, and their places: a heap."""
     answers: list[Answer] = field(default_factory=list)
     """Not written yet."""
     is_writable: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,15 +178,19 @@ class BatchRunner:
 
     async def create(self, batch: Batch) -> Batch:
         """Begin a batch. Raises NoRoom and NoFile."""
-        if (running := self._running.get(batch.id)) is not None:  # the client has sent it again at once
-            return running.now
+        while (running := self._running.get(batch.id)) is not None:  # the client has sent it again at once
+            async with running.changing:
+                pass
+            if self._running.get(batch.id) is running:
+                return running.now
         batch = replace(batch, output_file=new_id("file-"), error_file=new_id("file-"))
         running = self._running[batch.id] = _Running(batch)
-        try:
-            await self.on_disk(self.store.create, batch)
-        except BaseException:
-            del self._running[batch.id]
-            raise
+        async with running.changing:
+            try:
+                await self.on_disk(self.store.create, batch)
+            except BaseException:
+                del self._running[batch.id]
+                raise
         self._drive(running)
         return batch
 
@@ -247,21 +257,21 @@ class BatchRunner:
             running.lines = await self.on_disk(self._open, running.batch)
             if running.lines is not None:
                 running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
-            else:  # also of a cancelled batch, since each of its lines gets an answer
-                await self._check(running)
-                if not running.batch.errors:
-                    return
+            elif not await self._check(running):
+                return
         if running.lines is not None and not running.batch.errors:
             async with running.changing:
                 if running.batch.status == "validating":
                     await self._turn(running, "in_progress")
             await self._ask_lines(running, running.lines)
             if running.batch.status == "cancelling":
-                await self._give_up(running.lines, CANCELLED, "The batch was cancelled before this line had its turn.")
+                await self._give_up(
+                    running.batch, running.lines, CANCELLED, "The batch was cancelled before this line had its turn."
+                )
         async with running.changing:
             if running.batch.errors:
                 await self._end(running, "failed")
-            elif running.lines is None or running.lines.progress.num_left:
+            elif running.lines is not None and running.lines.progress.num_left:
                 return
             elif running.batch.status == "cancelling":
                 await self._end(running, "cancelled")
@@ -277,17 +287,27 @@ class BatchRunner:
             return None
         return Lines(path, content(batch.input_file), content(batch.output_file), content(batch.error_file))
 
-    async def _check(self, running: _Running) -> None:
-        """Check the lines of a batch, and note its errors."""
+    async def _check(self, running: _Running) -> bool:
+        """Check the lines of a batch, and note its errors. Return whether it ends with that: it has errors, or was cancelled.
+
+        Lines that an API has counted already are checked to the end, so that each gets an answer.
+        """
         batch = running.batch
+
+        def is_stopped() -> bool:
+            return self._closing.is_set() or (running.batch.status == "cancelling" and not batch.num_lines)
+
         urls = (batch.url,) if batch.url else URLS
         path, source = self.store.lines(batch), self.store.content(batch.input_file)
         with contextlib.suppress(Stopped):
             async with self._checking:
                 try:
-                    await self.on_disk(prepare, path, source, urls, self._max_line_bytes, self._closing.is_set)
+                    await self.on_disk(prepare, path, source, urls, self._max_line_bytes, is_stopped)
                 except BadLines as bad:
                     running.batch = replace(running.batch, errors=bad.errors)
+                    return True
+                return False
+        return not self._closing.is_set()
 
     async def _turn(self, running: _Running, status: str) -> None:
         """Give a batch another status. The caller holds `changing`."""
@@ -302,6 +322,9 @@ class BatchRunner:
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
+        elif status == "failed":  # its answers so far stay, if the books of them are lost
+            paths = [self.store.content(file_id) for file_id in (batch.output_file, batch.error_file)]
+            sizes = await self.on_disk(lambda: (_size(paths[0]), _size(paths[1])))
         asked = await self.on_disk(self.store.file, batch.input_file, batch.owner)
         purpose = OUTPUT if asked is None or asked.purpose != INTERNAL else INTERNAL
         expires_s = None if batch.files_expire_s is None else now_s + batch.files_expire_s
@@ -315,9 +338,10 @@ class BatchRunner:
         output_file, error_file = [one if one in kept else "" for one in (batch.output_file, batch.error_file)]
         ended = replace(batch.turned(status, now_s), output_file=output_file, error_file=error_file)
         await self.on_disk(self.store.end, ended, files)
-        if asked is not None and purpose == INTERNAL:
-            await self.on_disk(self.store.delete, asked)
         running.batch = ended
+        if asked is not None and purpose == INTERNAL:
+            with contextlib.suppress(sqlite3.Error, OSError):  # else the next start deletes it
+                await self.on_disk(self.store.delete, asked)
         await self._let_go(running)
         await self.on_disk(remove, [self.store.content(one) for one in {batch.output_file, batch.error_file} - kept])
 
@@ -349,7 +373,9 @@ class BatchRunner:
                 marked = replace(running.batch.turned("expired", self.now_s()), status=running.batch.status)
                 await self.on_disk(self.store.put, marked)
                 running.batch = marked
-            await self._give_up(lines, EXPIRED, "The batch's completion window ended before this line had its turn.")
+            await self._give_up(
+                running.batch, lines, EXPIRED, "The batch's completion window ended before this line had its turn."
+            )
 
     async def _is_due(self, running: _Running) -> bool:
         """Wait until the time of a batch is over, or its lines are given up. Return whether its time is over."""
@@ -360,42 +386,57 @@ class BatchRunner:
 
     async def _feed(self, running: _Running, lines: Lines) -> None:
         """Ask lines as their turns come, until all are answered."""
-        after = 0
-        while taken := await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES):
-            after = taken[-1].place
-            for line in taken:
-                await self._wait_for_hours()
-                await running.is_writable.wait()
-                await self._turns.take(running)
-                task = asyncio.create_task(self._ask(running, line))
-                running.under_way.add(task)
-                task.add_done_callback(running.under_way.discard)
-        if running.under_way:
-            await asyncio.wait(running.under_way)
+        running.refused.clear()
+        taken, after, has_more = deque[Line](), 0, True
+        while True:
+            if running.refused and running.refused[0][0] <= time.monotonic():
+                _, place = heappop(running.refused)
+                [line] = await self.on_disk(lines.take, place - 1, 1, TAKEN_BYTES)
+            elif has_more and len(running.refused) < MAX_REFUSED:
+                if not taken:
+                    taken.extend(await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES))
+                    has_more = len(taken) > 0
+                    if not has_more:
+                        continue
+                line = taken.popleft()
+                after = line.place
+            elif running.under_way:
+                wait_s = running.refused[0][0] - time.monotonic() if running.refused else None
+                await asyncio.wait(running.under_way, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            elif running.refused:
+                await asyncio.sleep(running.refused[0][0] - time.monotonic())
+                continue
+            else:
+                return
+            await self._wait_for_hours()
+            await running.is_writable.wait()
+            await self._turns.take(running)
+            task = asyncio.create_task(self._ask(running, line))
+            running.under_way.add(task)
+            task.add_done_callback(running.under_way.discard)
 
     async def _wait_for_hours(self) -> None:
         while self._hours is not None and not is_within(self._hours, time.localtime(self._now()).tm_hour):  # noqa: ASYNC110
             await asyncio.sleep(TRIED_AGAIN_S)
 
     async def _ask(self, running: _Running, line: Line) -> None:
-        """Ask a line until it is answered, or given up for now."""
+        """Ask a line. If the server refuses it, it is asked again later."""
         batch, left = running.batch, running.left
         try:
             request, marks = read_line(line.data), {BACKGROUND_KEY: True}
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
-            while True:
-                answered = await self._requests.ask(running.owner, request.url, body, name, left, marks)
-                if answered is None or answered.status not in REFUSALS:
-                    break
-                if await _is_set_within(left, min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)):
-                    return
+            answered = await self._requests.ask(running.owner, request.url, body, name, left, marks)
             if answered is None:
-                running.answers.append(_failure(line, "invalid_api_key", "The batch's API key was withdrawn."))
+                running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
+            elif answered.status in REFUSALS:
+                wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
+                heappush(running.refused, (time.monotonic() + wait_s, line.place))
             elif answered.status != GONE or not left.is_set():
                 running.answers.append(_answer(line, request, answered, name))
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
-            running.answers.append(_failure(line, "internal_error", "The server's log has the cause."))
+            running.answers.append(_failure(batch, line, "internal_error", "The server's log has the cause."))
         finally:
             self._turns.give_back(running)
 
@@ -418,10 +459,10 @@ class BatchRunner:
                     running.answers = []  # these lines are asked again
                     return
 
-    async def _give_up(self, lines: Lines, code: str, message: str) -> None:
+    async def _give_up(self, batch: Batch, lines: Lines, code: str, message: str) -> None:
         """Answer the lines that are left with an error."""
         while not self._closing.is_set() and (taken := await self.on_disk(lines.take, 0, GIVEN_UP_AT_ONCE, TAKEN_BYTES)):
-            answers = [_failure(line, code, message)._replace(usage={code: 1}) for line in taken]
+            answers = [_failure(batch, line, code, message)._replace(usage={code: 1}) for line in taken]
             await self.on_disk(lines.write, answers)
             self._count(answers)
 
@@ -470,6 +511,10 @@ class _Turns:
         return max([MIN_UNDER_WAY, *[2 * (load.num_running + load.num_rows_free) for load in loads]])
 
 
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
@@ -494,10 +539,15 @@ def _one_line(body: bytes) -> Any:
         return body.decode("utf-8", "replace")
 
 
-def _failure(line: Line, code: str, message: str) -> Answer:
+def _failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
     """Return the line of the error file for a line that the server did not answer."""
     error = {"code": code, "message": message}
-    told = {"id": f"batch_req_{line.place}", "custom_id": read_line(line.data).custom_id, "response": None, "error": error}
+    told = {
+        "id": f"batch_req_{batch.id}-{line.place}",
+        "custom_id": read_line(line.data).custom_id,
+        "response": None,
+        "error": error,
+    }
     return Answer(line.place, fast_json.dumps(told) + b"\n", is_error=True, usage={})
 
 

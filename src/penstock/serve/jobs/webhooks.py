@@ -70,24 +70,29 @@ class Webhooks:
                 except (sqlite3.Error, OSError) as error:
                     _log.warning("events can't be read: %s", error)
                     events = []
+                except Exception:
+                    _log.exception("events can't be sent")
+                    events = []
                 if len(events) < AT_ONCE:
                     await asyncio.sleep(LOOKED_EACH_S)
 
     async def _deliver(self, client: httpx2.AsyncClient, event: Event) -> None:
-        now_s = int(time.time())
+        now_s, event_id = int(time.time()), f"evt_{event.created_s:x}{event.number:08x}"
         body = fast_json.dumps(
             {
-                "id": f"evt_{event.number}",
+                "id": event_id,
                 "object": "event",
                 "created_at": event.created_s,
                 "type": event.kind,
                 "data": {"id": event.subject},
             }
         )
+        headers, problem = self._headers(event_id, now_s, body), ""
         try:
-            answer = await client.post(self._url, content=body, headers=self._headers(f"evt_{event.number}", now_s, body))
-            problem = "" if answer.is_success else f"it answered {answer.status_code}"
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            async with asyncio.timeout(TIMEOUT_S), client.stream("POST", self._url, content=body, headers=headers) as answer:
+                if not answer.is_success:
+                    problem = f"it answered {answer.status_code}"
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             problem = type(error).__name__
         if not problem:
             await asyncio.to_thread(self._store.forget, event)

@@ -62,7 +62,7 @@ async function look() {
   showFigures(load);
   showCharts();
   showReplicas(load.replicas);
-  showJobs(/^penstock_jobs /m.test(text) ? (await askJson(`v1/batches?limit=${MAX_JOBS}`)).data : []);
+  showJobs(/^penstock_jobs /m.test(text) ? (await askJson(`v1/batches?limit=${MAX_JOBS}`).catch(() => ({ data: [] }))).data : []);
   showPool(pool);
   showLanes(requests.data, pool);
   showRefusals();
