@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -137,7 +138,6 @@ def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lif
             raise ConfigError("Webhooks tell of what is kept in --jobs-dir, which is not given.", remedy="Give it, too.")
         return None
     from penstock.jobs.store import Store
-    from penstock.models.cache import expand_home
     from penstock.serve.jobs.runner import BatchRunner, read_hours
 
     hours = None if config.batch_hours is None else read_hours(config.batch_hours)
@@ -145,7 +145,7 @@ def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lif
         from penstock.serve.jobs.webhooks import Webhooks, key_of
 
         key = key_of(config.webhook_url, config.webhook_secret or "")
-    store = Store(expand_home(config.jobs_dir), max_bytes=config.jobs_bytes)
+    store = Store(Path(config.jobs_dir).expanduser(), max_bytes=config.jobs_bytes)
     if config.webhook_url is not None:
         webhooks = Webhooks(store, config.webhook_url, key)
         lifetime.starts.append(webhooks.start)

@@ -23,9 +23,9 @@ class Form:
         """Set as soon as the file has begun."""
         self._delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
         self._buffer = _LINE
-        """What is not read yet. The first delimiter may be at the very beginning, without a line before it."""
+        """Bytes that are not read yet. The first delimiter may be at the very beginning, without a line before it."""
         self._name: str | None = None
-        """Of the part that is being read; None before the first one."""
+        """Name of the part that is being read; None before the first one."""
         self._is_in_head = False
         self._part = b""
         self._num_parts = 0
