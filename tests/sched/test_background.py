@@ -166,13 +166,15 @@ def test_what_the_background_waits_for_is_told_to_nobody() -> None:
     assert load.num_blocks_background == load.num_blocks_held == 8
 
 
-def test_no_prompt_waits_for_the_same_one_of_the_background() -> None:
-    lines, one = line(0, prompt=60), person(0)
-    one = make_request("person", lines.prompt_token_ids, max_tokens=4)
-    driver = make_driver(lines)
+def test_a_prompt_waits_for_an_equal_one_unless_that_is_of_the_background() -> None:
+    job = line(0, prompt=100)
+    people = [make_request(f"person-{idx}", (*job.prompt_token_ids, 1, 2, 3, idx), max_tokens=4) for idx in range(3)]
+    driver = make_driver(job, max_step_tokens=64)
     driver.turn()  # a part of the line's prompt
-    assert "person" in rows_of(driver.turn(Add(one)))
-    finish(driver, lines, one)
+    assert rows_of(driver.turn(*map(Add, people)), "person") == {"person-0"}
+    finish(driver, job, *people)
+    computed = [one.num_prompt_tokens - one.num_cached_tokens for one in people]
+    assert computed == [40, 1, 1], "the first computes what the line has not, and the others wait for it"
 
 
 def test_a_planned_step_is_collected_where_someone_must_be_paused() -> None:
@@ -268,7 +270,6 @@ def test_the_share_of_the_time_is_kept_beside_others_that_want_all_of_it() -> No
         assert num_steps > 100
         assert people[0].num_preemptions == 0
         assert not share or job.num_preemptions == 0, "the oldest line keeps its row"
-        print(share, num_steps, got)
         assert got == 0 if not share else share * num_steps - 2 < got < share * num_steps + 2
         finish(driver)
 

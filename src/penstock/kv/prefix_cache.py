@@ -298,6 +298,9 @@ class PrefixCache:
         """Let others wait for the state that a request will save where the keys it found end."""
         if self.is_shared:
             key = self._key_of_known(table, request)
+            first = self.promises.get(key)
+            if first is not None and _takes_over(request, first):
+                self.promise_no_more(self._tables[first.request_id])
             if self.promises.setdefault(key, request) is request:
                 table.promise = key
 
@@ -311,7 +314,8 @@ class PrefixCache:
         return table.parent(start) + pack(token_slice(request, start * self._block_size, table.num_known))
 
     def lead(self, table: BlockTable, request: Request) -> None:
-        """Record the block that a running prefill computes next, for others to wait for. The first request recorded stays."""
+        """Record the block that a running prefill computes next, for others to wait for. The first request recorded stays,
+        except that others take over from background requests: they do not wait for these."""
         if not self.is_shared:
             return
         key, start = b"", table.num_full * self._block_size
@@ -321,12 +325,19 @@ class PrefixCache:
             return
         if table.leads:
             self.lead_no_more(table)
+        first = self.leaders.get(key)
+        if first is not None and _takes_over(request, first):
+            self.lead_no_more(self._tables[first.request_id])
         if key and self.leaders.setdefault(key, request) is request:
             table.leads = key
 
     def lead_no_more(self, table: BlockTable) -> None:
         del self.leaders[table.leads]
         table.leads = b""
+
+
+def _takes_over(request: Request, first: Request) -> bool:
+    return first.background and not request.background
 
 
 class PrefixIndex:
