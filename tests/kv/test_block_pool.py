@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.block_pool import BACKGROUND, NULL_BLOCK_ID, BlockPool
+from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from penstock.kv.eviction import BACKGROUND
 
 
 def test_the_null_block_is_never_given_out() -> None:

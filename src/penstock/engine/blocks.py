@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.engine.books import Books
 from penstock.engine.ports import BlockMemory
 from penstock.kv.block_table import root_hash
+from penstock.kv.eviction import group_of
 from penstock.kv.exchange import Room, Span
 from penstock.sched.scheduler import Scheduler
 from penstock.types.request import Request
@@ -50,9 +51,8 @@ class Blocks:
         """Return the first tokens of a prompt, as blocks. `has_tail`: also those that fill only a part of a block."""
         token_ids = request.prompt_token_ids[: min(num_tokens, request.num_tokens - 1)]  # the last one is always computed
         span = Span.of(root_hash(request.cache_salt, request.adapter), token_ids, self.block_size, has_tail=has_tail)
-        return Wanted(
-            span, self._books.read(lambda: len(self._exchange.find(span))), self._scheduler.kv.eviction.group_of(request)
-        )
+        num_found = self._books.read(lambda: len(self._exchange.find(span)))
+        return Wanted(span, num_found, group_of(self._scheduler.kv.eviction, request))
 
     def offer(self, span: Span, request_id: str = "") -> list[int]:
         """Hold the blocks of a span that are there, so that their contents stay. `release` gives them back.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.eviction import BACKGROUND
 from penstock.types.adapter import BASE, AdapterPlacement, PackedAdapter
 from penstock.types.stats import AdapterCounts
 
@@ -19,6 +20,8 @@ from penstock.types.stats import AdapterCounts
 class Resident:
     block_ids: tuple[int, ...]
     num_pins: int = 0
+    group: Hashable = BACKGROUND
+    """The last group with which it was unpinned, other than `BACKGROUND`."""
 
 
 class AdapterPages:
@@ -79,14 +82,17 @@ class AdapterPages:
         self._count()
 
     def unpin(self, number: int, group: Hashable) -> None:
-        """Hold the adapter for one request less. After the last request its blocks are cached in `group`."""
+        """Hold the adapter for one request less. After the last request its blocks are cached in the last `group` other than
+        `BACKGROUND`."""
         resident = self.residents[number]
+        if group is not BACKGROUND:
+            resident.group = group
         resident.num_pins -= 1
         if not resident.num_pins:
             self.num_pinned -= 1
             self.num_pinned_blocks -= len(resident.block_ids)
             for block_id in resident.block_ids:
-                self._pool.release(block_id, keep=True, group=group)
+                self._pool.release(block_id, keep=True, group=resident.group)
         self._count()
 
     def num_freed(self, pins: Mapping[int, int]) -> int:

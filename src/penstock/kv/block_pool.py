@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
-from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from penstock.kv.eviction import BACKGROUND, EvictionPolicy, LeastRecentlyUsed
 from penstock.types.errors import PolicyError
 
 NULL_BLOCK_ID = 0
 """The null block: never allocated. Padding rows write to it."""
-BACKGROUND: Hashable = ("background",)
-"""The group of blocks that only background requests have held. Eviction policies do not see it."""
 MAX_RESTING_SHARE = 0.75
 """Largest share of a group's cached blocks that rest. If all did, new prompts would be evicted before they are found again
 (`benchmarks/resting.py`)."""
@@ -53,8 +51,8 @@ class BlockPool:
         self._freed_ns = [0] * num_blocks
         self._rests = bytearray(num_blocks)
         """1 for a block that rests whenever it is cached, until its content is lost."""
-        self._is_wanted = bytearray(num_blocks)
-        """1 for a block that a request has held that is not a background one, until its content is lost."""
+        self._last_group: list[Hashable] = [BACKGROUND] * num_blocks
+        """The last group other than `BACKGROUND` with which each block was released, until its content is lost."""
         self._spare_ends: list[int] = []
         self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
         self._groups: dict[Hashable, _Group] = {}
@@ -106,7 +104,8 @@ class BlockPool:
             taken.append(block_id)
             self._ref_counts[block_id] = 1
             self.num_cached -= self._is_kept[block_id]
-            self._is_kept[block_id] = self._is_wanted[block_id] = False
+            self._is_kept[block_id] = False
+            self._last_group[block_id] = BACKGROUND
             block_id = self._next[block_id]
         self._next[NULL_BLOCK_ID] = block_id
         self._prev[block_id] = NULL_BLOCK_ID
@@ -126,7 +125,8 @@ class BlockPool:
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
-        """Drop a reference to a block. After the last one it joins the free list of `group`. `keep`: its content stays cached.
+        """Drop a reference to a block. After the last one it joins the free list of `group`, or of the group that it had if
+        `group` is `BACKGROUND`. `keep`: its content stays cached.
 
         `rests`: the block counts as freed later, until its content is lost. Raises ValueError if the block has no reference.
         """
@@ -134,14 +134,12 @@ class BlockPool:
             raise ValueError(f"block {block_id} was freed twice")
         self._rests[block_id] |= rests
         if group is not BACKGROUND:
-            self._is_wanted[block_id] = True
-        elif self._is_wanted[block_id]:
-            group = None
+            self._last_group[block_id] = group
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
             self.num_shared -= self._ref_counts[block_id] == 1
             return
-        before = self._prev[self._join(group, block_id)] if keep else NULL_BLOCK_ID
+        before = self._prev[self._join(self._last_group[block_id], block_id)] if keep else NULL_BLOCK_ID
         after = self._next[before]
         self._next[before] = self._prev[after] = block_id
         self._prev[block_id], self._next[block_id] = before, after
@@ -188,7 +186,8 @@ class BlockPool:
             group = self._groups[name]
             block_id = self._oldest(group, group.num_blocks)
         self._unlink(block_id)
-        self._rests[block_id] = self._is_wanted[block_id] = False
+        self._rests[block_id] = False
+        self._last_group[block_id] = BACKGROUND
         self._ref_counts[block_id] = 1
         return block_id
 

@@ -1,7 +1,7 @@
 """Eviction policies: which cached blocks are lost first. A policy knows groups and their sizes, never single blocks.
 
-A cached block belongs to the group of the request that held it last. When blocks without content are used up, the policy
-names a group, whose least recently freed block is evicted.
+A cached block belongs to the group of the last request that held it and is not a background one. When blocks without content
+are used up, the policy names a group, whose least recently freed block is evicted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from penstock.types.request import Request
 
 REST_NS = 10_000_000_000
 """Default of `rest_ns`: long enough for nearly all tools of an agent to run (docs/memory.md)."""
+
+
+BACKGROUND: Hashable = ("background",)
+"""The group of blocks that only background requests have held. Eviction policies do not see it."""
 
 
 class EvictionPolicy(Protocol):
@@ -35,6 +39,11 @@ class EvictionPolicy(Protocol):
     def choose(self) -> Hashable:
         """Return the group that loses a block. It must have at least one."""
         ...
+
+
+def group_of(policy: EvictionPolicy, request: Request) -> Hashable:
+    """Return the group with which to release a request's blocks."""
+    return BACKGROUND if request.background else policy.group_of(request)
 
 
 class LeastRecentlyUsed(EvictionPolicy):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import TOKEN_BYTES, extend_chain, pack
+from penstock.kv.eviction import BACKGROUND
 from penstock.kv.prefix_cache import PrefixIndex
 
 
@@ -66,8 +67,6 @@ class Exchange:
     def __init__(self, pool: BlockPool, index: PrefixIndex, take: Callable[[int], list[int]]) -> None:
         self.held: Counter[int] = Counter()
         """Block -> how often it is held here."""
-        self._groups: dict[int, Hashable] = {}
-        """Held block -> the group to which it belongs once it is free."""
         self._pool, self._index, self._take = pool, index, take
 
     def find(self, span: Span) -> list[int]:
@@ -83,17 +82,9 @@ class Exchange:
         """Find blocks and hold them. `release` gives them back."""
         block_ids = self.find(span)
         for block_id in block_ids:
-            if self._pool.ref_count(block_id) == 0:
-                self._groups[block_id] = self._pool.group_of(block_id)
             self._pool.hold(block_id)
         self.held.update(block_ids)
         return block_ids
-
-    def note_group(self, block_ids: Sequence[int], group: Hashable) -> None:
-        """Note the group of blocks that a request gives back, in case some are still held here."""
-        for block_id in block_ids:
-            if block_id in self.held:
-                self._groups[block_id] = group
 
     def make_room(self, span: Span) -> Room:
         """Hold the blocks of a span that are there, and free blocks for the others: at most half of the free ones."""
@@ -112,15 +103,14 @@ class Exchange:
         self._index.publish(room.block_ids[:num_whole], filled.parent, filled.hashes, filled.contents)
         if filled.tail:
             self._index.publish_tail(room.block_ids[num_whole], filled.last, filled.tail)
-        self.release([*room.found, *room.block_ids], group)
+        self.release(room.block_ids, group)
+        self.release(room.found)
 
-    def release(self, block_ids: Sequence[int], group: Hashable = None) -> None:
+    def release(self, block_ids: Sequence[int], group: Hashable = BACKGROUND) -> None:
+        """Give blocks back, to the groups that they had unless `group` says otherwise."""
         published = self._index.block_ids
         for block_id in reversed(block_ids):  # the first last: it is part of the most prefixes
             self.held[block_id] -= 1
             if not self.held[block_id]:
                 del self.held[block_id]
-                group_then = self._groups.pop(block_id, group)
-                self._pool.release(block_id, keep=block_id in published, group=group_then)
-            else:
-                self._pool.release(block_id, keep=True)
+            self._pool.release(block_id, keep=block_id in published, group=group)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.kv.block_pool import BACKGROUND, NULL_BLOCK_ID
+from penstock.kv.block_pool import NULL_BLOCK_ID
+from penstock.kv.eviction import BACKGROUND
 from penstock.kv.manager import KVManager
 from penstock.types.adapter import BASE
 

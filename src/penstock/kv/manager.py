@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from penstock.kv.adapters import AdapterPages
-from penstock.kv.block_pool import BACKGROUND, NULL_BLOCK_ID, BlockPool
+from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
-from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from penstock.kv.eviction import BACKGROUND, EvictionPolicy, LeastRecentlyUsed, group_of
 from penstock.kv.exchange import Exchange
 from penstock.kv.prefix_cache import MARK_TOKENS, NO_HIT, PrefixCache, PrefixHit
 from penstock.kv.states import SavedStates
@@ -160,7 +160,7 @@ class KVManager:
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
         table.num_full = len(hit.block_ids)
-        table.group = BACKGROUND if request.background else self.eviction.group_of(request)
+        table.group = group_of(self.eviction, request)
         table.rests = table.rests or (self.eviction.rest_ns > 0 and is_turn)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         self.prefix.lead(table, request)
@@ -360,8 +360,6 @@ class KVManager:
 
     def _give_back(self, block_ids: Sequence[int], group: Hashable, *, rests: bool = False) -> None:
         published = self.prefix.index.block_ids
-        if self.exchange.held:
-            self.exchange.note_group(block_ids, group)
         for block_id in block_ids:
             self.pool.release(block_id, keep=block_id in published, group=group, rests=rests)
 
@@ -414,9 +412,12 @@ class KVManager:
 
     def _take(self, count: int, *, spills: bool = True) -> list[int]:
         """`spills`: what is lost is copied to the tier before the next step. Without a next step in between, it can't be."""
-        taken = self.pool.allocate(count)
+        pool = self.pool
+        # First come blocks without content, then those of background requests, which are not worth a slot.
+        num_lost = pool.num_available - pool.num_cached + pool.group_size(BACKGROUND)
+        taken = pool.allocate(count)
         if self.tier is not None and spills:
-            self.tier.spill(taken, self.prefix.index)
+            self.tier.spill(taken[num_lost:], self.prefix.index)
         self.prefix.evict(taken)
         if self.num_state_blocks:
             self.states.evict(taken)
@@ -427,14 +428,13 @@ class KVManager:
     def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:
         """Take blocks, the first as a copy of block `source`, which stays cached if possible."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
-        group = self.pool.group_of(source)
         if is_held:
             self.pool.hold(source, rests=rests)
         fresh = self._take(count)
         if fresh[0] != source:
             self.pending_copies.append((source, fresh[0]))
         if is_held:
-            self.pool.release(source, keep=True, group=group)
+            self.pool.release(source, keep=True, group=BACKGROUND)
         return fresh
 
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
@@ -444,5 +444,5 @@ class KVManager:
     def _replace(self, table: BlockTable, indices: Sequence[int]) -> None:
         for idx, fresh in zip(indices, self._take(len(indices)), strict=True):
             self.pending_copies.append((table.block_ids[idx], fresh))
-            self.pool.release(table.block_ids[idx], keep=False)
+            self.pool.release(table.block_ids[idx], keep=False, group=BACKGROUND)
             table.block_ids[idx] = fresh

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
-from penstock.kv.eviction import EvictionPolicy
+from penstock.kv.eviction import BACKGROUND, EvictionPolicy, group_of
 from penstock.kv.prefix_cache import PrefixCache, PrefixHit, PrefixIndex
 from penstock.types.request import Request
 
@@ -212,7 +212,7 @@ class Swapping:
             self._tables[request.request_id].hashes[num_hit_blocks : (request.num_tokens - 1) // self._block_size],
             self._index,
             num_hit_blocks=num_hit_blocks,
-            group=self._eviction.group_of(request),
+            group=group_of(self._eviction, request),
             max_blocks=max_blocks,
             compute_ns_per_block=compute_ns_per_token * self._block_size,
             now_ns=now_ns,
@@ -226,9 +226,8 @@ class Swapping:
         pool = self._pool
         for block_id in reversed(block_ids):
             if pool.ref_count(block_id) == 0:
-                group = pool.group_of(block_id)
                 pool.hold(block_id)
-                pool.release(block_id, keep=True, group=group)
+                pool.release(block_id, keep=True, group=BACKGROUND)
 
     def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
         """Allocate blocks for contents that arrived for one request, and publish them. Return (load, block id) pairs.
@@ -240,8 +239,8 @@ class Swapping:
             return []
         pool, index, table = self._pool, self._index, self._tables.get(loads[0].request_id)
         found = self._prefix.find(table, len(table.hashes)) if table is not None else []
-        held = [(block_id, pool.group_of(block_id)) for block_id in found if block_id and pool.ref_count(block_id) == 0]
-        for block_id, _ in held:
+        held = [block_id for block_id in found if block_id and pool.ref_count(block_id) == 0]
+        for block_id in held:
             pool.hold(block_id)
         placed: list[tuple[Load, int]] = []
         for load in reversed(loads):
@@ -250,16 +249,20 @@ class Swapping:
             (block_id,) = self._take(1)
             index.publish_named(block_id, load.block_hash)
             placed.append((load, block_id))
-        for block_id, group in [(block_id, load.group) for load, block_id in placed] + held[::-1]:
-            pool.release(block_id, keep=True, group=group)
+        for load, block_id in placed:
+            pool.release(block_id, keep=True, group=load.group)
+        for block_id in reversed(held):
+            pool.release(block_id, keep=True, group=BACKGROUND)
         return placed
 
     def content_to_keep(self) -> list[int]:
-        """Return free blocks whose content the tier lacks, last used first within a group. Empty without prefix caching."""
+        """Return free blocks whose content is worth a slot and not in the tier, last used first within a group. Empty without
+        prefix caching."""
         if not self._prefix.is_shared:
             return []
         pool, slots = self._pool, self._tier.slots
-        cached = [block_id for block_id in pool.free_block_ids() if pool.is_kept(block_id)]
+        kept = [block_id for block_id in pool.free_block_ids() if pool.is_kept(block_id)]
+        cached = [block_id for block_id in kept if pool.group_of(block_id) is not BACKGROUND]
         missing: list[int] = []
         num_there = 0
         for block_id in reversed(cached):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.kv.block_table import root_hash
+from penstock.kv.eviction import group_of
 from penstock.kv.exchange import Span
 from penstock.lab.virtual_server import VirtualServer
 from penstock.sched import progress
@@ -50,7 +51,7 @@ def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_to
     span = Span.of(root, request.prompt_token_ids[:num_tokens], kv.block_size, has_tail=True)
     room = kv.exchange.make_room(span)
     offered = offering.offer(span.after(len(room.found)).first(len(room.block_ids)))
-    kv.exchange.publish(room, span, len(offered), group=kv.eviction.group_of(request))
+    kv.exchange.publish(room, span, len(offered), group=group_of(kv.eviction, request))
     offering.release(offered)
 
 

@@ -130,7 +130,7 @@ class Running:
         """Take a request's batch row and blocks, and let it wait again. Undoes what this step planned for it."""
         assert not draft.is_ahead, "a row in flight must not be preempted"
         victim = eviction.request
-        is_swap = eviction.method is PreemptMethod.SWAP
+        is_swap = eviction.method is PreemptMethod.SWAP and not victim.background  # the tier does not take its blocks
         draft.counts.num_preemptions += 1
         draft.counts.num_swaps += is_swap
         for request in self._groups.members(victim):
