@@ -560,7 +560,7 @@ class Fleet:
             flight.before += (replica.name,)
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
-                dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
+                dispatcher.also(flight.request, replica.number, self._num_new_tokens(flight.request))
         works = [self._work_of(flight.request) for flight in group]
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
 

@@ -242,6 +242,18 @@ def hold(dispatcher: Dispatcher, replica: int, num_tokens: int) -> None:
     dispatcher.hear(replica, Changes(names, []))
 
 
+def test_requests_of_the_background_are_work_of_a_replica_and_call_for_no_other() -> None:
+    router = Told()
+    dispatcher = Dispatcher(router, 2, block_size=4)
+    line, choice = [make_request(name, [7] * 30, background=True) for name in ("line", "another choice of it")]
+    send(dispatcher, line)
+    dispatcher.also(choice, 0, 10)
+    send(dispatcher, make_request("chat", 1))
+    assert router.work[-1] == (30 + 10 + 10, 0)
+    load = dispatcher.group_load(IDLE, 0)
+    assert (load.num_sent_tokens, load.num_waiting_tokens) == (11, 11)
+
+
 def test_a_source_is_another_replica_that_holds_more_by_now() -> None:
     dispatcher = giving(3)
     hold(dispatcher, 1, 100)

@@ -190,9 +190,9 @@ class Dispatcher:
         if self._split is not None:
             self._split.learn(stats)
 
-    def also(self, request_id: str, replica: int, num_new_tokens: int) -> None:
+    def also(self, request: Request, replica: int, num_new_tokens: int) -> None:
         """Count a request as sent to a replica, beside one with the same prompt."""
-        self._ledger.send(request_id, replica, 0, num_new_tokens)
+        self._ledger.send(request.request_id, replica, 0, num_new_tokens, background=request.background)
 
     def group_load(self, loads: Sequence[EngineLoad], num_unsent: int) -> GroupLoad:
         """Return the load of all replicas together. `num_unsent`: requests that wait for a first replica."""
