@@ -8,11 +8,9 @@ from penstock.types.stats import StepCounts, StepStats, WaitReason
 MILLISECOND = 1_000_000
 
 
-def step(pace: Pace, num_rows: int, num_tokens: int, num_padding_tokens: int = 0) -> None:
+def step(pace: Pace, num_rows: int, num_tokens: int, **counted: int) -> None:
     """A step of 50 ms, while prompts wait for tokens."""
-    counts = StepCounts(
-        num_rows=num_rows, num_tokens=num_tokens, num_padding_tokens=num_padding_tokens, waits_for=WaitReason.TOKENS
-    )
+    counts = StepCounts(num_rows=num_rows, num_tokens=num_tokens, waits_for=WaitReason.TOKENS, **counted)
     pace.on_step(StepStats(0, 0, 50 * MILLISECOND, 8, 1, 100, 50, 0, counts))
 
 
@@ -28,3 +26,10 @@ def test_padding_is_no_prompt():
     assert pace.prefill_ns(200) == 0
     step(pace, num_rows=8, num_tokens=128, num_padding_tokens=20)  # the padding before a prompt costs its time, too
     assert pace.prefill_ns(200) == 100 * MILLISECOND
+
+
+def test_a_step_with_background_rows_does_not_tell_how_fast_prompts_are_computed():
+    pace = Pace(128)
+    step(pace, num_rows=8, num_tokens=128, num_background_tokens=20)
+    assert pace.prefill_ns(200) == 0
+    assert pace.step_ns == 50 * MILLISECOND

@@ -64,8 +64,11 @@ class Pace:
         # A row's last token samples like a decode; padding is not a prompt.
         counts = stats.counts
         num_prefill_tokens = counts.num_tokens - counts.num_padding_tokens - counts.num_rows
-        # Other steps show how many prompts came, not how fast they could be computed.
-        is_full = counts.waits_for is WaitReason.TOKENS or counts.num_tokens >= self._half_step_tokens
+        # Other steps show how many prompts came, not how fast they could be computed. Where background requests got tokens, a
+        # prompt would have got them.
+        is_full = not counts.num_background_tokens and (
+            counts.waits_for is WaitReason.TOKENS or counts.num_tokens >= self._half_step_tokens
+        )
         if is_full and num_prefill_tokens > 0:
             self._prefill_tokens = PREFILL_DECAY * self._prefill_tokens + num_prefill_tokens
             self._prefill_ns = PREFILL_DECAY * self._prefill_ns + duration_ns
