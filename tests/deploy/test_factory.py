@@ -365,6 +365,13 @@ def test_whether_priorities_pause_others_is_an_error_where_there_are_none(policy
         choose_policies(Config(scheduler=scheduler))
 
 
+@pytest.mark.parametrize("batches", [{"batching": "static"}, {"preset": "dynamic"}])
+def test_the_background_has_no_share_of_a_batch_and_asking_for_it_is_an_error(batches: dict[str, str]) -> None:
+    assert choose_policies(Config(scheduler=SchedulerConfig(background_share=0.1))).make().background_share == 0.1
+    with pytest.raises(ConfigError, match="--background-share would change nothing"):
+        choose_policies(Config(scheduler=SchedulerConfig(background_share=0.1, **batches)))
+
+
 @pytest.mark.parametrize(
     "batches", [{"batching": "static"}, {"batching": "dynamic"}, {"preset": "static"}, {"preset": "dynamic"}]
 )

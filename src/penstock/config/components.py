@@ -281,7 +281,7 @@ class SchedulerConfig(Component):
     )
     background_share: float = share(
         0.0,
-        "Share of the time that the lines of batches get at least, whatever else waits.",
+        "Share of the time, about, that the lines of batches get at least, with continuous batching.",
         minimum=0.0,
         maximum=0.9,
     )

@@ -83,6 +83,12 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
             "A static or dynamic batch runs until it has ended, so a higher class can't pause a request in it.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
+    if chosen.background_share and not policies.gate.is_continuous:
+        raise ConfigError(
+            "A static or dynamic batch has background requests only where no other waits, so --background-share would change "
+            "nothing.",
+            remedy="Set --batching continuous, or leave --background-share out.",
+        )
     _check_eviction(config.kv, reads_priority=policies.order.reads_priority)
     for tier, size_bytes in (("disk", config.kv.kv_disk_size_bytes), ("host", config.kv.kv_host_size_bytes)):
         if chosen.preemption is not None and size_bytes:
