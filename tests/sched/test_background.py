@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from penstock.sched.background import Share
-from penstock.sched.policies.base import BudgetView, StepRecord
+from penstock.sched.policies.base import BudgetView, GateDecision, GateView, StepRecord
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.presets import TABLES, make_policies
@@ -18,7 +19,9 @@ from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.events import Abort, Add
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
+from penstock.types.sampling import BeamParams
 from penstock.types.stats import StepCounts, WaitReason
+from support.fake_adapters import FakeAdapters, make_adapter
 from support.stepwise import Device
 from support.strategies import Engine, Workload, engines, workloads
 
@@ -26,7 +29,7 @@ MS = 1_000_000
 CAPACITY = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=101, max_rows=4, max_step_tokens=32, max_model_len=200)
 
 
-def line(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: int) -> Request:
+def line(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: Any) -> Request:
     return make_request(f"line-{idx}", [5 + idx] * prompt, max_tokens=max_tokens, background=True, arrival_ns=idx, **fields)
 
 
@@ -115,10 +118,10 @@ def test_memory_is_taken_from_the_background() -> None:
     assert one.num_preemptions == 0
 
 
-def short_of_memory(*requests: Request, num_blocks: int = 12) -> Driver:
+def short_of_memory(*requests: Request, num_blocks: int = 12, share: float = 0.0) -> Driver:
     """Blocks of 4 tokens. None is kept back at the door, and the last to come would be preempted."""
     shape = replace(CAPACITY, num_blocks=num_blocks + 1)
-    policies = make_policies(budget=DecodeFirst(), reserve="chunk", victim="latest")
+    policies = make_policies(budget=DecodeFirst(), reserve="chunk", victim="latest", background_share=share)
     driver = Driver(make_core(shape, policies, enable_prefix_caching=False), HashExecutor(shape))
     driver.core.apply([Add(request) for request in requests], 0)
     return driver
@@ -155,6 +158,77 @@ def test_a_job_teaches_nothing_about_the_answers_of_others() -> None:
     one = person(0)
     driver.turn(Add(one))
     assert one.predicted_new_tokens == make_policies().predictor.predict(one)
+
+
+class FourAtATime(Continuous):
+    def decide(self, view: GateView) -> GateDecision:
+        return GateDecision(max(0, 4 - view.num_running))
+
+
+def test_a_gate_does_not_count_the_background_where_it_is_asked_for_others() -> None:
+    lines, people = [line(idx) for idx in range(6)], [person(idx) for idx in range(4)]
+    policies = replace(make_policies(budget=DecodeFirst()), gate=FourAtATime())
+    shape = replace(CAPACITY, max_rows=16, max_step_tokens=100)
+    driver = Driver(make_core(shape, policies), HashExecutor(shape))
+    driver.turn(*map(Add, lines))
+    assert len(rows_of(driver.turn(), "line")) == 4
+    assert rows_of(driver.turn(*map(Add, people)), "person") == {one.request_id for one in people}
+    finish(driver, *lines, *people)
+
+
+def test_who_joins_in_a_step_takes_no_turn_at_the_gate_from_the_background() -> None:
+    lines, people = [line(idx) for idx in range(4)], [person(idx) for idx in range(4)]
+    policies = replace(make_policies(budget=DecodeFirst()), gate=FourAtATime())
+    shape = replace(CAPACITY, max_rows=16, max_step_tokens=100)
+    driver = Driver(make_core(shape, policies), HashExecutor(shape))
+    assert len(rows_of(driver.turn(*map(Add, [*lines, *people])))) == 8
+    finish(driver, *lines, *people)
+
+
+def test_what_an_owed_step_promises_binds_nobody_if_it_gets_no_row() -> None:
+    """The lines wait for adapters that never come, and rows are kept for them."""
+    policies = make_policies(budget=DecodeFirst(), background_share=0.5)
+    adapters = FakeAdapters(worker=lambda job, is_urgent: None)
+    shape = replace(CAPACITY, max_rows=8, max_step_tokens=100)
+    driver = Driver(make_core(shape, policies, adapters=adapters), HashExecutor(shape))
+    first, people = person(0), [person(idx) for idx in range(1, 8)]
+    driver.turn(Add(first))
+    driver.turn(*[Add(line(idx, adapter=make_adapter(idx))) for idx in range(8)])
+    driver.turn()
+    assert driver.core.scheduler._share.is_owed
+    assert len(rows_of(driver.turn(*map(Add, people)), "person")) == 8
+
+
+def test_beam_searches_of_the_background_wait_as_nobody() -> None:
+    beams = BeamParams(width=3)
+    driver = make_driver()
+    for group in range(3):
+        for idx in range(3):
+            one = line(group)
+            one.request_id, one.parent_id = f"{group}-{idx}", f"search-{group}"
+            one.sampling = replace(one.sampling, beams=beams, logprobs=6)
+            assert driver.core.apply([Add(one)], 0) is not None
+    driver.turn()
+    load = driver.core.snapshot
+    assert (load.num_running, load.num_waiting, load.num_background) == (0, 0, 9)
+
+
+def test_a_block_that_lines_share_counts_once() -> None:
+    """The rest of what is held is what others would hold without the job."""
+    people, lines = [person(idx, prompt=40) for idx in range(3)], []
+    for idx in range(4):
+        lines.append(make_request(f"line-{idx}", [7] * 40 + [10 + idx] * 4, max_tokens=40, background=True, arrival_ns=idx))
+    held = []
+    for job in ([], lines):
+        driver = make_driver(*people, *job, max_rows=8, max_step_tokens=400)
+        for _ in range(3):
+            driver.turn()
+        load = driver.core.snapshot
+        held.append(load.num_blocks_held - load.num_blocks_background)
+        driver.turn(*[Abort(request.request_id) for request in people])
+        people = [person(idx, prompt=40) for idx in range(3)]
+    assert held == [33, 33]
+    assert load.num_blocks_background == 18, "10 are shared, and each line has two of its own"
 
 
 def test_what_the_background_waits_for_is_told_to_nobody() -> None:
@@ -213,7 +287,9 @@ def taught(**fields: int) -> HoldLatency:
 
 
 def fill_tokens(num_decodes: int, most_ns: int = 0, **fields: int) -> int:
-    return taught(**fields).limits(BudgetView(512, num_decodes, 0, None, most_ns)).fill_tokens - num_decodes
+    return (
+        taught(**fields).limits(BudgetView(512, num_decodes, 0, None, most_ns, has_background=True)).fill_tokens - num_decodes
+    )
 
 
 def test_they_get_a_quarter_of_the_time_that_a_prompt_could_have() -> None:
@@ -272,6 +348,29 @@ def test_the_share_of_the_time_is_kept_beside_others_that_want_all_of_it() -> No
         assert not share or job.num_preemptions == 0, "the oldest line keeps its row"
         assert got == 0 if not share else share * num_steps - 2 < got < share * num_steps + 2
         finish(driver)
+
+
+def test_a_request_that_needs_much_memory_gets_it_before_another_line_keeps_its_place() -> None:
+    """The first line keeps its blocks until it ends. Then whoever waits has them, though lines that run came before it."""
+    lines, big = [line(idx, max_tokens=20 + 4 * idx) for idx in range(8)], person(0, prompt=88, max_tokens=8)
+    driver = make_driver(*lines, share=0.5, num_blocks=26, max_rows=4, max_step_tokens=100)
+    while len(rows_of(driver.turn())) < 3:
+        pass
+    driver.turn(Add(big))
+    while big.status is RequestStatus.WAITING:
+        assert lines[1].status is not RequestStatus.FINISHED, "nobody else may be kept"
+        driver.turn()
+    assert lines[0].num_preemptions == 0
+    finish(driver, *lines, big)
+    assert big.num_preemptions == 0
+
+
+def test_the_line_that_keeps_its_place_loses_it_to_the_most_senior_alone() -> None:
+    for num_people, num_lost in ((2, [0, 1, 0]), (1, [0, 1])):
+        requests = [*[person(idx, max_tokens=28) for idx in range(num_people)], line(0, max_tokens=28)]
+        driver = short_of_memory(*requests, num_blocks=7 * num_people + 3, share=0.5)
+        finish(driver, *requests)
+        assert [request.num_preemptions for request in requests] == num_lost
 
 
 def test_a_share_that_cannot_be_had_yet_is_not_saved_up() -> None:

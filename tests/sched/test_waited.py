@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.sched.policies.base import BudgetView
+from penstock.sched.policies.base import Budget, BudgetView, StepLimits
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
@@ -22,6 +22,28 @@ CAPACITY = Capacity(num_blocks=2001, block_size=16, max_rows=32, max_step_tokens
 
 def work_ns(plan: StepPlan) -> int:
     return 2 * MS + sum(row.query_len for row in plan.rows) * MS // 5
+
+
+class Asked(Budget):
+    num_asked = 0
+
+    def limits(self, view: BudgetView) -> StepLimits:
+        self.num_asked += 1
+        return StepLimits(view.max_step_tokens)
+
+
+def test_the_budget_is_asked_though_all_rows_sit_out() -> None:
+    """It learns from each step, and one of them has a row after all."""
+    budget = Asked()
+    scheduler = Scheduler(CAPACITY, make_policies(budget=budget))
+    scheduler.add(make_request("one", 2, max_tokens=40), 0)
+    for now_ns in range(1, 7):
+        plan = scheduler.schedule(now_ns, sitting_out={"one"})
+        assert plan is not None
+        assert len(plan.rows) == 1
+        tokens = {row.request_id: (7,) for row in plan.rows}
+        scheduler.commit(plan, StepResult(plan.step_id, tokens, StepTiming(0, 0)), now_ns)
+    assert budget.num_asked == 6
 
 
 def run(

@@ -62,6 +62,8 @@ class BlockTable:
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of full blocks. Each block is hashed once, even across preemptions."""
     contents: list[bytes] = field(default_factory=list)
+    num_found: int = 0
+    """Leading blocks that another request allocated."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again."""
     group: Hashable = None

@@ -92,6 +92,11 @@ class KVManager:
         table = self.tables.get(request_id)
         return len(table.block_ids) - table.num_released + len(table.state_block_ids) if table else 0
 
+    def num_allocated_blocks(self, request_id: str) -> int:
+        """Return how many blocks the request holds that no other allocated."""
+        table = self.tables.get(request_id)
+        return len(table.block_ids) - max(table.num_found, table.num_released) + len(table.state) if table else 0
+
     def num_own_blocks(self, request_id: str) -> int:
         table = self.tables.get(request_id)
         held = [*table.held, *table.state_block_ids] if table else ()
@@ -159,7 +164,7 @@ class KVManager:
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
-        table.num_full = len(hit.block_ids)
+        table.num_found = table.num_full = len(hit.block_ids)
         table.group = group_of(self.eviction, request)
         table.rests = table.rests or (self.eviction.rest_ns > 0 and is_turn)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
@@ -295,6 +300,7 @@ class KVManager:
             root=parent.root,
             hashes=parent.hashes[:num_full],
             contents=parent.contents[:num_full],
+            num_found=num_blocks,
             num_full=min(parent.num_full, num_full),
             group=parent.group,
             rests=parent.rests,
@@ -316,7 +322,7 @@ class KVManager:
         self.prefix.promise_no_more(table)
         self._unpin(table)
         self._give_back_all(table)
-        table.block_ids, table.num_full, table.num_released, table.marks = [], 0, 0, set()
+        table.block_ids, table.num_found, table.num_full, table.num_released, table.marks = [], 0, 0, 0, set()
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ class Share:
         return self._owed_ns > 0
 
     def count(self, duration_ns: int, counts: StepCounts, *, has_work: bool) -> None:
-        """Count a step. Its time is divided by tokens. `has_work`: background requests run or wait."""
+        """Count a step. Its time is divided by tokens, which is about right. `has_work`: background requests run or wait."""
         if not self._share:
             return
         got_ns = duration_ns * counts.num_background_tokens / max(1, counts.num_tokens)

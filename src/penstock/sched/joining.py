@@ -91,7 +91,10 @@ class Joining:
             self.wakeup_ns = None
             return CLOSED
         buckets = self.waiting.views()
-        view = GateView(now_ns, len(self._running), self.waiting.num_joining, self._running.max_rows, buckets)
+        num_running = self._running.num_background
+        if not self.is_background:
+            num_running = len(self._running) - num_running
+        view = GateView(now_ns, num_running, self.waiting.num_joining, self._running.max_rows, buckets)
         decision = self._gate.decide(view)
         self.wakeup_ns = decision.wakeup_ns
         if not decision.is_batch or decision.max_admissions < 1:

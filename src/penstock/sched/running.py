@@ -31,8 +31,11 @@ class Running:
         self.requests: dict[str, Request] = {}
         """In order of admission."""
         self.num_background = 0
-        self.keeps_oldest = policies.background_share > 0
-        """The oldest background request keeps its place, so that its share is of use."""
+        self._keeps_one = policies.background_share > 0
+        self._keeper: Request | None = None
+        """The background request that keeps its place, so that the share is of use."""
+        self._others_are_next = False
+        """The last keeper is gone, and another that waits for a row or memory goes before the next one."""
         self.prefill_ns_per_token = 0.0
         """From steps without decodes; 0.0 before the first."""
         self._kv = kv
@@ -60,6 +63,8 @@ class Running:
         """Add a request to the running ones. `is_fork`: the executor does not know it yet."""
         self.requests[request.request_id] = request
         self.num_background += request.background
+        if request.background and self._keeps_one and self._keeper is None and not self._others_are_next:
+            self._keeper = request
         self._num_final_blocks += self._final_blocks(request)
         if is_fork:
             self._untold.add(request.request_id)
@@ -67,6 +72,8 @@ class Running:
     def leave(self, request: Request) -> None:
         del self.requests[request.request_id]
         self.num_background -= request.background
+        if request is self._keeper:
+            self._keeper, self._others_are_next = None, True
         if not request.background:
             self._order.left(request)
         self._num_final_blocks -= self._final_blocks(request)
@@ -83,28 +90,41 @@ class Running:
 
     @property
     def num_background_blocks(self) -> int:
-        """Return how many blocks running background requests hold. Blocks that several share count for each."""
-        return sum(self._kv.num_held_blocks(request.request_id) for request in self.of_class(background=True))
+        """Return how many blocks running background requests allocated, so that each block counts once."""
+        return sum(self._kv.num_allocated_blocks(request.request_id) for request in self.of_class(background=True))
 
     @property
     def yielding(self) -> Sequence[Request]:
         """The running requests that give up their places to any other: those of the background, without the one that keeps its
         place."""
-        found = self.of_class(background=True)
-        return found[1:] if self.keeps_oldest else found
+        found, kept = self.of_class(background=True), self._kept
+        return [request for request in found if request not in kept] if kept else found
+
+    @property
+    def _kept(self) -> Sequence[Request]:
+        return () if self._keeper is None else self._groups.members(self._keeper)
+
+    def keep_next(self) -> None:
+        """Note that no other request waits for the place of the last keeper. The oldest background request is the next one."""
+        if self._others_are_next:
+            self._others_are_next = False
+            self._keeper = next(iter(self.of_class(background=True)), None)
 
     def may_lose(self, grower: Request) -> Sequence[Request]:
-        """Return the requests that may be preempted so that a running one can grow: background ones if there are any, else all
-        but the most senior, unless it is alone."""
+        """Return the requests that may be preempted so that a running one can grow: those that yield to it, else those of its
+        class but the most senior. If there are none, the keeper for the sake of the most senior, which else preempts itself.
+
+        The most senior of the background is the keeper, if there is one.
+        """
         if not grower.background and (yielding := self.yielding):
             return yielding
-        running = list(self.of_class(background=True) if grower.background else self)
-        if len(running) > 1:
+        running, spared = self.of_class(background=grower.background), self._kept
+        if not spared or not grower.background:
             reads_priority = self._order.reads_priority
             senior = min(running, key=lambda request: (request.priority if reads_priority else 0, request.arrival_ns))
             spared = self._groups.members(senior)
-            return [request for request in running if request not in spared] or running
-        return running
+        found = [request for request in running if request not in spared]
+        return found or (running if grower.background else self._kept or running)
 
     def choose_victim(self, candidates: Collection[Request], request: Request, query_len: int) -> Eviction:
         """Return which candidate to preempt, and how, so that `request` can compute its next `query_len` tokens."""

@@ -140,7 +140,8 @@ class Scheduler:
     @property
     def num_background(self) -> tuple[int, int]:
         """Return (running, waiting) background requests, which `num_running` and `num_waiting` include."""
-        return self._running.num_background, len(self._queues.background)
+        num_unqueued = self.groups.num_background_unqueued if self.groups.by_id else 0
+        return self._running.num_background, len(self._queues.background) + num_unqueued
 
     @property
     def num_background_blocks(self) -> int:
@@ -249,21 +250,33 @@ class Scheduler:
         if self._padding.is_active and not self._running and not self._queues.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
-        capacity, most_tokens = self.capacity, StepLimits(self.capacity.max_step_tokens)
-        draft = StepDraft(now_ns, most_tokens, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
-        draft.counts.most_ns = self._most_step_ns()
-        if self._padding.is_active:
-            self._padding.begin(draft)
+        draft, fills = self._begin_draft(now_ns), self._is_continuous and self._has_background
         self._joining.wakeup_ns = self._filling.wakeup_ns = None
-        if self._is_continuous and self._has_background and self._share.is_owed:
+        if fills and self._share.is_owed:
             self._fill(draft, sitting_out, sitting_out_alone)
+            if not draft.rows:  # what it promised to background requests binds no others
+                draft = self._begin_draft(now_ns, after=draft)
         if not draft.rows:
             self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
-            if self._is_continuous and self._has_background:
+            if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY):
+                self._running.keep_next()
+            if fills:
                 self._fill(draft, sitting_out, sitting_out_alone)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
+
+    def _begin_draft(self, now_ns: int, after: StepDraft | None = None) -> StepDraft:
+        """Return an empty draft. `after`: a draft without rows, of which only what it did to requests is kept."""
+        capacity, limits = self.capacity, StepLimits(self.capacity.max_step_tokens)
+        draft = StepDraft(now_ns, limits, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
+        draft.counts.most_ns = self._most_step_ns()
+        if after is not None:
+            draft.preemptions, draft.set_aside = after.preemptions, after.set_aside
+            draft.counts.num_preemptions, draft.counts.num_swaps = after.counts.num_preemptions, after.counts.num_swaps
+        if self._padding.is_active:
+            self._padding.begin(draft)
+        return draft
 
     @property
     def _has_background(self) -> bool:
@@ -287,7 +300,7 @@ class Scheduler:
         prefills = self._extending.decodes(draft, running, sitting_out)
         if len(prefills) > 1:
             prefills = joining.rank(prefills, draft.now_ns)
-        if draft.rows or prefills or len(joining.waiting):
+        if draft.rows or prefills or counts.sat_out or len(joining.waiting):
             draft.limits = self._ask_budget(counts, prefills)
         if prefills or len(joining.waiting):  # else there is nothing to share out, as in most steps
             self._share_out(draft, joining, prefills)
@@ -306,7 +319,7 @@ class Scheduler:
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
         draft.limits = replace(limits, max_tokens=num_before + num_left)
         draft.gate = self._filling.ask_gate(draft.now_ns)
-        draft.long_prefills, draft.late = [], []
+        draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
         for fewer in (sitting_out, sitting_out_alone, ()):
             most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
             self._extending.decodes(draft, running, fewer, most=most)
@@ -327,6 +340,7 @@ class Scheduler:
             prefill_context_len=prefills[0].num_computed_tokens if prefills else 0,
             last_step=self._last_step,
             most_ns=counts.most_ns,
+            has_background=self._has_background,
         )
         limits = self._policies.budget.limits(view)
         if not self._running and counts.num_tokens >= limits.max_tokens:

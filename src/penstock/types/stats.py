@@ -240,7 +240,7 @@ class EngineLoad(NamedTuple):
     num_rows_free: int = 0  # how many more may run at once, given enough blocks
     adapters: AdapterCounts = AdapterCounts()
     num_background: int = 0  # background requests that run or wait
-    num_blocks_background: int = 0  # held blocks that others get when they need them; about, since blocks can be shared
+    num_blocks_background: int = 0  # held blocks that background requests allocated: others get them when they need them
 
     @property
     def num_blocks_held(self) -> int:

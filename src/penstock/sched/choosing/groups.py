@@ -37,6 +37,11 @@ class BeamGroup:
     def num_running(self) -> int:
         return sum(member.status is RequestStatus.RUNNING for member in self.members)
 
+    @property
+    def num_unqueued(self) -> int:
+        """Number of waiting members that are in no queue."""
+        return len(self.members) - (self.num_running or self.is_complete)
+
 
 class Groups:
     def __init__(self, block_size: int) -> None:
@@ -60,7 +65,11 @@ class Groups:
 
     @property
     def num_unqueued(self) -> int:
-        return sum(len(group.members) - (group.num_running or group.is_complete) for group in self._all())
+        return sum(group.num_unqueued for group in self._all())
+
+    @property
+    def num_background_unqueued(self) -> int:
+        return sum(group.num_unqueued for group in self._all() if group.members[0].background)
 
     @property
     def num_kept_rows(self) -> int:

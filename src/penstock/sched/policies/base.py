@@ -29,6 +29,8 @@ class BucketView:
 
 @dataclass(frozen=True, slots=True)
 class GateView:
+    """The requests of one class: background requests have a view of their own, and count in no other."""
+
     now_ns: int
     num_running: int
     num_joining: int
@@ -181,6 +183,8 @@ class BudgetView:
     """The same object until another step is committed. None before the first."""
     most_ns: int = 0
     """The step should not take longer, since others want the machine; 0: no limit."""
+    has_background: bool = False
+    """Background requests run or wait, so that the `fill_tokens` of the answer matter."""
 
 
 UNLIMITED = 1 << 30

@@ -200,7 +200,7 @@ class HoldLatency(Budget):
             limits.long_prefill_tokens = self.long_prefill_token_threshold
             limits.max_long_prefills = self.max_long_partial_prefills or UNLIMITED
             limits.long_prefill_share = max(1, num_prefill_tokens // 2)
-        if self.cost.is_known:
+        if view.has_background and self.cost.is_known:
             self._fill(view, limits)
         return limits
 
