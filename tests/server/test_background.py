@@ -56,3 +56,12 @@ def test_a_line_waits_as_long_as_it_takes(tmp_path):
         executor.open()
         done = ended(client, batch)
         assert (done.request_counts.completed, done.request_counts.failed) == (10, 0)
+
+
+def test_a_job_does_not_push_out_what_people_ask_about(tmp_path):
+    with serving(tmp_path / "jobs") as server:
+        httpx.post(f"{server.url}/v1/completions", json=QUESTIONS[0][1], headers={"X-Request-Id": "person"}).raise_for_status()
+        batch = begun(server.client(), [line(str(number)) for number in range(150)])  # 100 are remembered
+        assert ended(server.client(), batch).request_counts.completed == 150
+        assert httpx.get(f"{server.url}/v1/requests/person").status_code == 200
+        assert httpx.get(f"{server.url}/v1/requests/{batch.id}-1").status_code == 404

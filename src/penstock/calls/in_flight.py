@@ -348,7 +348,7 @@ class InFlight:
 
     def _log_slow(self, call: CallInFlight) -> None:
         limit_s = self.config.slow_request_s
-        if limit_s is None:
+        if limit_s is None or call.terms.background:  # lines of batches wait as long as it takes
             return
         elapsed_s = (call.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
         if elapsed_s < limit_s:
@@ -366,7 +366,7 @@ class InFlight:
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)
-        if landed is None:
+        if landed is None or call.terms.background:
             return
         self._landed.append(landed)
         _put(self._landed_of, landed.terms.request_id, landed)

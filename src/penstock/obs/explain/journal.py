@@ -344,6 +344,8 @@ class Journal:
         self._keep(life, stats)
 
     def _keep(self, life: Life, stats: RequestStats) -> None:
+        if stats.background:  # else a job would push out those that people ask about
+            return
         life.end = stats
         was_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
         life.left = self._clock.mark(stats.ended_ns) if was_waiting else WaitMark(stats.ended_ns, ())
