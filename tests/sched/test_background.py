@@ -12,6 +12,7 @@ from penstock.sched.background import Share
 from penstock.sched.policies.base import BudgetView, GateDecision, GateView, StepRecord
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous
+from penstock.sched.policies.orders import FirstComeFirstServed
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
 from penstock.testing.driver import STEP_NS
@@ -23,7 +24,7 @@ from penstock.types.sampling import BeamParams
 from penstock.types.stats import StepCounts, WaitReason
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.stepwise import Device
-from support.strategies import Engine, Workload, engines, workloads
+from support.strategies import JOB, Engine, Workload, engines, workloads
 
 MS = 1_000_000
 CAPACITY = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=101, max_rows=4, max_step_tokens=32, max_model_len=200)
@@ -85,13 +86,39 @@ def play(engine: Engine, workload: Workload, *, with_job: bool) -> tuple[list[li
     return history, [request.num_preemptions for request in others]
 
 
-@settings(max_examples=4 * settings.default.max_examples)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
 def test_others_are_planned_as_if_there_was_no_job(engine: Engine, workload: Workload) -> None:
     """In each step: without a cache, whose content differs, and a budget of time, which learns from all rows."""
     policies = replace(engine.policies, gate=Continuous(), budget=DecodeFirst(), background_share=0.0)
     engine = replace(engine, policies=policies, enable_prefix_caching=False, depth=1)
     assert play(engine, workload, with_job=True) == play(engine, workload, with_job=False)
+
+
+def with_room_for_all(engine: Engine, workload: Workload, **policies: object) -> tuple[Engine, Workload]:
+    """No line must be paused and nothing cached is lost. The job's prompts are found by itself alone."""
+    capacity = replace(engine.capacity, num_blocks=20 * engine.capacity.num_blocks, max_rows=40)
+    policies = {"gate": Continuous(), "budget": DecodeFirst(), "background_share": 0.0, **policies}
+    salts = [b"job" if tenant == JOB else salt for (_, tenant, _), salt in zip(workload.ranks, workload.salts, strict=True)]
+    engine = replace(engine, capacity=capacity, policies=replace(engine.policies, **policies), enable_prefix_caching=True)
+    return engine, replace(workload, salts=tuple(salts))
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(engine=engines(), workload=workloads())
+def test_others_find_and_wait_for_prompts_as_if_there_was_no_job(engine: Engine, workload: Workload) -> None:
+    """Also with two steps in flight."""
+    engine, workload = with_room_for_all(engine, workload)
+    assert play(engine, workload, with_job=True) == play(engine, workload, with_job=False)
+
+
+@given(engine=engines(), workload=workloads(has_early_ends=False))
+def test_a_share_of_the_time_changes_no_step_of_others(engine: Engine, workload: Workload) -> None:
+    """They have the same steps, with those of the job between them."""
+    engine, workload = with_room_for_all(engine, workload, order=FirstComeFirstServed(), background_share=0.3)
+    workload = replace(workload, arrival_turns=(0,) * len(workload.prompts))
+    (found, _), (wanted, _) = [play(replace(engine, depth=1), workload, with_job=with_job) for with_job in (True, False)]
+    assert [rows for rows in found if rows] == [rows for rows in wanted if rows]
 
 
 @pytest.mark.parametrize("order", TABLES["order"])
