@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -11,8 +13,11 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.jobs.store import Store
+from penstock.serve.own_requests import Answered, OwnRequests
+from penstock.serve.responses import durable, store
+from penstock.serve.responses.store import MemoryStore
 from penstock.testing import HashExecutor
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, make_runtime
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, make_runtime, wait_until
 from support.server.responses import ASK, PATH
 
 MANY = 1500
@@ -79,6 +84,89 @@ def test_a_response_in_the_background_is_asked_again_under_its_id(config: Server
     server.runtime.close()
 
 
+def stopped_with(config: ServerConfig, num: int) -> list[str]:
+    """Return the ids of responses that run in the background when their server ends."""
+    executor = GatedExecutor()
+    with serving(replace(config, shutdown_timeout_s=0.0), executor) as server:
+        ids = [post(server, background=True, max_output_tokens=MANY).json()["id"] for _ in range(num)]
+        server.server.request_shutdown()
+        executor.open()
+    server.runtime.close()
+    return ids
+
+
+def test_as_many_as_may_run_go_on(config: ServerConfig, monkeypatch) -> None:
+    monkeypatch.setattr(store, "MAX_RUNNING", 3)
+    ids = stopped_with(config, 3)
+    with serving(config) as server:
+        assert [ended(server, one)["status"] for one in ids] == ["incomplete"] * 3
+    server.runtime.close()
+
+
+def test_what_waits_to_be_asked_again_can_be_deleted_and_cancelled(config: ServerConfig, monkeypatch) -> None:
+    ids, num_asked, ask = stopped_with(config, 3), [0], OwnRequests.ask
+
+    async def refuse(*_args) -> Answered:
+        num_asked[0] += 1
+        return Answered(503, 0.01, b"")
+
+    monkeypatch.setattr(OwnRequests, "ask", refuse)
+    monkeypatch.setattr(durable, "GATHERED_S", 3600.0)
+    with serving(config) as server:
+        wait_until(lambda: num_asked[0] > 10)
+        assert httpx.delete(f"{server.url}{PATH}/{ids[0]}").json()["deleted"]
+        assert httpx.post(f"{server.url}{PATH}/{ids[1]}/cancel").json()["status"] == "cancelled"
+        assert b'"status":"cancelled"' in records(config)[ids[1]], "it is on the disk by then"
+        monkeypatch.setattr(OwnRequests, "ask", ask)
+        assert ended(server, ids[2])["status"] == "incomplete"  # the others would have run by now
+        assert httpx.get(f"{server.url}{PATH}/{ids[0]}").status_code == 404
+        assert get(server, ids[1])["status"] == "cancelled"
+    server.runtime.close()
+
+
+def test_a_deletion_is_on_the_disk_when_it_is_answered(config: ServerConfig, monkeypatch) -> None:
+    with serving(config) as server:
+        kept, gone = post(server).json()["id"], post(server).json()["id"]
+        monkeypatch.setattr(durable, "GATHERED_S", 3600.0)
+        assert httpx.delete(f"{server.url}{PATH}/{gone}").status_code == 200
+        assert records(config).keys() == {kept}
+    server.runtime.close()
+
+
+def records(config: ServerConfig) -> dict[str, bytes]:
+    with sqlite3.connect(f"{config.jobs_dir}/jobs.db") as base:
+        found = dict(base.execute("SELECT id, record FROM responses"))
+    base.close()
+    return found
+
+
+def test_the_time_of_the_last_use_outlives_a_restart(config: ServerConfig) -> None:
+    with serving(config) as server:
+        used, unused = post(server).json()["id"], post(server, input="and you?").json()["id"]
+    server.runtime.close()
+    set_back(config, used, 90)
+    set_back(config, unused, 90)
+    with serving(replace(config, response_ttl_s=100.0)) as server:
+        assert get(server, used)["id"] == used
+    server.runtime.close()
+    with sqlite3.connect(f"{config.jobs_dir}/jobs.db") as base:
+        found = dict(base.execute("SELECT id, used_s FROM responses"))
+    base.close()
+    assert found[used] - found[unused] >= 90
+    set_back(config, unused, 20)
+    with serving(replace(config, response_ttl_s=100.0)) as server:
+        assert get(server, used)["id"] == used
+        assert "--response-ttl" in get(server, unused)["error"]["message"]
+    server.runtime.close()
+
+
+def set_back(config: ServerConfig, response_id: str, seconds: int) -> None:
+    """Let the last use of a response be longer ago."""
+    with sqlite3.connect(f"{config.jobs_dir}/jobs.db") as base:
+        base.execute("UPDATE responses SET used_s = used_s - ? WHERE id = ?", (seconds, response_id))
+    base.close()
+
+
 def test_what_can_not_be_asked_again_says_so(config: ServerConfig) -> None:
     executor = GatedExecutor()
     with serving(ServerConfig(port=0, jobs_dir=config.jobs_dir, shutdown_timeout_s=0.0), executor) as server:
@@ -97,8 +185,23 @@ def test_a_response_that_can_not_be_kept_is_refused(config: ServerConfig, monkey
     def fails(self, *_args) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
+    has_ended, update = threading.Event(), MemoryStore.update
+
+    def note(self, kept) -> None:
+        update(self, kept)
+        if not kept.is_running:
+            has_ended.set()
+
+    def fails_late(self, *_args) -> None:
+        assert has_ended.wait(60)
+        fails(self)
+
     with serving(config) as server:
         with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "update", note)
+            patch.setattr(Store, "write_responses", fails_late)
+            refused = post(server, background=True, max_output_tokens=1)
+            assert refused.status_code == 503, "also if it has ended by then"
             patch.setattr(Store, "write_responses", fails)
             refused = post(server, background=True)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")

@@ -107,15 +107,15 @@ async def test_what_runs_is_not_forgotten():
 def test_what_runs_fits_into_the_store():
     store = MemoryStore(10_000, 60, VirtualClock())
     running = [keep(store, name, num_bytes=3000, is_running=True) for name in "ab"]
-    store.check_room()
+    store.check_room((ME, "new"))
     running.append(keep(store, "c", num_bytes=3000, is_running=True))
     with pytest.raises(ApiError, match=r"3 responses of .* bytes run in the background"):
-        store.check_room()
+        store.check_room((ME, "new"))
     store.delete(running[0])  # it runs until it has heard of that
     with pytest.raises(ApiError, match="3 responses"):
-        store.check_room()
+        store.check_room((ME, "new"))
     store.update(running[0].as_of({}, []))
-    store.check_room()
+    store.check_room((ME, "new"))
 
 
 async def test_a_conversation_loses_its_beginning_last():
@@ -194,7 +194,7 @@ class SlowStore:
     def delete(self, kept):
         self.kept.pop(kept.key, None)
 
-    def check_room(self):
+    def check_room(self, key):
         pass
 
 

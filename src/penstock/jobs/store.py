@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
@@ -55,7 +56,8 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE INDEX IF NOT EXISTS batches_of_owners ON batches (owner, kind, number);
 CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
 CREATE TABLE IF NOT EXISTS responses (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL, record BLOB NOT NULL, UNIQUE (owner, id)
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL, record BLOB NOT NULL,
+    used_s INTEGER NOT NULL, UNIQUE (owner, id)
 );
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, subject TEXT NOT NULL, created_s INTEGER NOT NULL,
@@ -378,21 +380,32 @@ class Store:
 
     # responses, which `serve.responses` keeps in memory, too
 
-    def responses(self) -> list[tuple[Owner, str, bytes]]:
-        """Return owner, id and record of each response, the oldest first."""
+    def responses(self) -> list[tuple[Owner, str, bytes, int]]:
+        """Return owner, id, record and Unix time of the last use of each response, least recent first."""
         with self._guard:
-            rows = self._base.execute("SELECT owner, id, record FROM responses ORDER BY number").fetchall()
-        return [(_owner(owner), response_id, record) for owner, response_id, record in rows]
+            rows = self._base.execute("SELECT owner, id, record, used_s FROM responses ORDER BY used_s, number").fetchall()
+        return [(_owner(owner), *rest) for owner, *rest in rows]
 
     def write_responses(
-        self, changes: Mapping[tuple[Owner, str], bytes | None], ended: Sequence[tuple[str, str]] = (), now_s: int = 0
+        self,
+        changes: Mapping[tuple[Owner, str], bytes | None],
+        ended: Sequence[tuple[str, str]] = (),
+        now_s: int = 0,
+        uses: Mapping[tuple[Owner, str], int] = MappingProxyType({}),
     ) -> None:
-        """Write the records of responses, and delete those that are None, together. `ended`: kinds and subjects of events."""
+        """Write the records of responses, and delete those that are None, together.
+
+        `ended`: kinds and subjects of events. `uses`: Unix times of the last use of responses.
+        """
         deleted = [(_text(owner), response_id) for owner, response_id in changes]
-        added = [(_text(owner), response_id, record) for (owner, response_id), record in changes.items() if record is not None]
+        added = [
+            (_text(owner), response_id, record, now_s) for (owner, response_id), record in changes.items() if record is not None
+        ]
+        used = [(used_s, _text(owner), response_id) for (owner, response_id), used_s in uses.items()]
         with self._transaction() as base:
             base.executemany("DELETE FROM responses WHERE owner = ? AND id = ?", deleted)
-            base.executemany("INSERT INTO responses (owner, id, record) VALUES (?, ?, ?)", added)
+            base.executemany("INSERT INTO responses (owner, id, record, used_s) VALUES (?, ?, ?, ?)", added)
+            base.executemany("UPDATE responses SET used_s = ? WHERE owner = ? AND id = ?", used)
             self._note(ended, now_s)
 
     # events

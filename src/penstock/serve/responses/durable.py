@@ -30,13 +30,23 @@ class ResponseDisk:
         self._store = store
         self._changes: dict[Key, Kept | None] = {}
         """Latest state of each response that is not written yet. None: deleted."""
+        self._uses: dict[Key, int] = {}
+        """Unix time of the last use of responses, as far as it is not written."""
         self._turn = asyncio.Lock()
         self._later: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[None] | None = None
 
-    def read(self) -> list[Kept]:
-        """Return the responses of earlier processes, the oldest first."""
-        return [_kept(owner, response_id, record) for owner, response_id, record in self._store.responses()]
+    def read(self) -> list[tuple[Kept, float]]:
+        """Return the responses of earlier processes, and the seconds since the last use of each, least recent first."""
+        now_s = time.time()
+        return [
+            (_kept(owner, response_id, record), max(now_s - used_s, 0.0))
+            for owner, response_id, record, used_s in self._store.responses()
+        ]
+
+    def note_use(self, key: Key) -> None:
+        """Write the time of a use together with the next change."""
+        self._uses[key] = int(time.time())
 
     def note(self, key: Key, kept: Kept | None) -> None:
         """Write the new state of a response soon."""
@@ -62,7 +72,8 @@ class ResponseDisk:
         """Return when all changes so far are on the disk. Raises sqlite3.Error and OSError."""
         async with self._turn:
             changes, self._changes = self._changes, {}
-            if not changes:
+            uses, self._uses = self._uses, {}
+            if not changes and not uses:
                 return
             records = {
                 ((owner.key, owner.tenant), response_id): None if kept is None else _record(kept)
@@ -74,9 +85,11 @@ class ResponseDisk:
                 if kept is not None and kept.is_background and not kept.is_running
             ]
             try:
-                await asyncio.to_thread(self._store.write_responses, records, ended, int(time.time()))
+                used = {((owner.key, owner.tenant), response_id): used_s for (owner, response_id), used_s in uses.items()}
+                await asyncio.to_thread(self._store.write_responses, records, ended, int(time.time()), used)
             except BaseException:
                 self._changes = changes | self._changes
+                self._uses = uses | self._uses
                 raise
 
     async def close(self) -> None:

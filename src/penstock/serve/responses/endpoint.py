@@ -63,8 +63,8 @@ class ResponsesEndpoint:
         """Unfinished responses in the background."""
         self._own = parts.own
         self._is_stopping = False
-        self._asking: set[asyncio.Task[None]] = set()
-        """Responses that are asked again after a restart."""
+        self._asking: dict[Key, asyncio.Task[None]] = {}
+        """Tasks that ask responses again after a restart, until they run."""
         self._told_kinds: set[str] = set()
         """Types of left-out tools that were logged already."""
 
@@ -76,11 +76,11 @@ class ResponsesEndpoint:
         if body.request_id is not None:
             identity_of(http.scope).adopt(body.request_id)
         owner = read_owner(http.scope, self._config)
-        self._check_store(body)
         if not body.stream and self._store.keeps and (name := repeated_name(http.scope, owner, data)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return _json((await self._store.get(owner, f"resp_{name}")).response)
             http.scope[NAME_KEY] = name
+        self._check_store(body, (owner, f"resp_{http.scope.get(NAME_KEY)}"))
         past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:
@@ -121,14 +121,15 @@ class ResponsesEndpoint:
             _log.warning("tools of the type %r are left out of /v1/responses: this server does not run them", kind)
         self._told_kinds |= kinds
 
-    def _check_store(self, body: ResponsesBody) -> None:
+    def _check_store(self, body: ResponsesBody, key: Key) -> None:
+        """Raise 400 and 429. `key`: of the response, if the server asks it again."""
         if body.store and not self._store.keeps:
             raise invalid("'store' is true, but this server keeps no responses (--response-store 0).", "store")
         if body.background:
             if body.store is False or not self._store.keeps:
                 why = "'store' is false" if body.store is False else "this server keeps none (--response-store 0)"
                 raise invalid(f"'background' needs a response that is kept, and {why}.", "background")
-            self._store.check_room()
+            self._store.check_room(key)
 
     def _keep(self, question: Question, owner: Owner, response: Response) -> None:
         if response["store"]:
@@ -138,9 +139,9 @@ class ResponsesEndpoint:
 
     async def _begin(self, opened: RunningCall, question: Question, owner: Owner, data: bytes) -> HttpResponse:
         with opened:
-            self._store.check_room()  # other requests may have taken the room meanwhile
             queued: Response = {**question.told, "status": "queued"}
             kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=data)
+            self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 return _json(kept.response)
             task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
@@ -148,25 +149,32 @@ class ResponsesEndpoint:
             task.add_done_callback(lambda _: self._running.pop(kept.key))
             self._store.put(kept)
         try:
+            await self._settle()
+        except ApiError:
+            if (running := self._running.get(kept.key)) is not None:  # else it has ended meanwhile
+                running.cancel()
+            self._store.delete(kept)
+            raise
+        return _json(kept.response)
+
+    async def _settle(self) -> None:
+        try:
             await self._store.settle()
         except (sqlite3.Error, OSError) as error:
-            self._running[kept.key].cancel()
-            self._store.delete(kept)
-            raise unavailable(f"The response can't be kept: {error}.") from None
-        return _json(kept.response)
+            raise unavailable(f"The disk can't keep this now: {error}.") from None
 
     async def stop(self) -> None:
         """From now on, a response in the background that is ended by the server is asked again by the next process."""
         self._is_stopping = True
-        for task in self._asking:
+        for task in self._asking.values():
             task.cancel()
 
     def go_on(self) -> None:
         """Ask again what ran in the background when the process before ended."""
         for kept in self._store.read():
             task = asyncio.create_task(self._ask_again(kept), name=f"response {kept.response_id}")
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self._asking[kept.key] = task
+            task.add_done_callback(partial(self._asking.pop, kept.key))
 
     async def _ask_again(self, kept: Kept) -> None:
         name = kept.response_id.removeprefix("resp_")
@@ -178,10 +186,8 @@ class ResponsesEndpoint:
                 break
             await asyncio.sleep(answered.retry_after_s or RETRY_AFTER_S)
         if answered is None or answered.status != 200:
-            failed: Response = fast_json.loads(kept.response)
             message = "The server was restarted, and the request could not be asked again."
-            failed["status"], failed["error"] = "failed", {"code": "server_error", "message": message}
-            self._store.update(replace(kept, response=fast_json.dumps(failed), is_running=False, asked=b""))
+            self._store.update(kept.ended("failed", {"code": "server_error", "message": message}))
 
     async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
         """Generate a response in the background, and store it."""
@@ -227,9 +233,9 @@ class ResponsesEndpoint:
     async def delete(self, http: HttpRequest) -> ResponseForgotten:
         """Delete a response. If it runs in the background, it is cancelled."""
         kept = await self._find(http)
-        if (running := self._running.get(kept.key)) is not None:
-            running.cancel()
+        await self._end(kept)
         self._store.delete(kept)
+        await self._settle()
         return {"id": kept.response_id, "object": "response", "deleted": True}
 
     async def cancel(self, http: HttpRequest) -> HttpResponse:
@@ -237,11 +243,20 @@ class ResponsesEndpoint:
         kept = await self._find(http)
         if not kept.is_background:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
+        await self._end(kept)
+        await self._settle()
+        return _json((await self._find(http)).response)
+
+    async def _end(self, kept: Kept) -> None:
+        """Cancel a response that runs in the background, or waits to be asked again."""
+        if (asking := self._asking.get(kept.key)) is not None:
+            asking.cancel()
+            await asyncio.wait([asking])
         if (running := self._running.get(kept.key)) is not None:
             running.cancel()
             await asyncio.wait([running.task])
-            kept = await self._find(http)
-        return _json(kept.response)
+        elif asking is not None:
+            self._store.update(kept.ended("cancelled"))
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
         """List the items of a response's own `input`, last first."""

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from sys import getsizeof
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.clock import Clock
 from penstock.serve.errors import ApiError, overloaded, shorten
-from penstock.serve.responses.answers import Response
+from penstock.serve.responses.answers import Response, ResponseError
 from penstock.serve.responses.read import Item, Past
 from penstock.types.errors import counted
 
@@ -62,12 +62,22 @@ class Kept:
         later = replace(self, response=fast_json.dumps(response))
         return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"")
 
+    def ended(self, status: Literal["failed", "cancelled"], error: ResponseError | None = None) -> Kept:
+        """Return the end of a response in the background that was not generated."""
+        response: Response = fast_json.loads(self.response)
+        response["status"], response["error"] = status, error
+        return replace(self, response=fast_json.dumps(response), is_running=False, asked=b"")
+
 
 class Disk(Protocol):
     """Keeps responses for later processes."""
 
-    def read(self) -> list[Kept]:
-        """Return the responses of earlier processes, the oldest first."""
+    def read(self) -> list[tuple[Kept, float]]:
+        """Return the responses of earlier processes, and the seconds since the last use of each, least recent first."""
+        ...
+
+    def note_use(self, key: Key) -> None:
+        """Write the time of a use together with the next change."""
         ...
 
     def note(self, key: Key, kept: Kept | None) -> None:
@@ -105,7 +115,7 @@ class ResponseStore(Protocol):
         ...
 
     def update(self, kept: Kept) -> None:
-        """Replace a response by its later state, unless the response was deleted meanwhile."""
+        """Replace a running response by its later state. Nothing changes if it has ended, or was deleted meanwhile."""
         ...
 
     def delete(self, kept: Kept) -> None: ...
@@ -114,8 +124,8 @@ class ResponseStore(Protocol):
         """Return when all responses are as safe as they get. Raises sqlite3.Error and OSError."""
         ...
 
-    def check_room(self) -> None:
-        """Raise 429 if unfinished responses in the background leave no room for another."""
+    def check_room(self, key: Key) -> None:
+        """Raise 429 if unfinished responses in the background leave no room for this one. One of them has its room."""
         ...
 
 
@@ -197,10 +207,13 @@ class MemoryStore:
         """Take the responses of earlier processes from the disk, and return those in the background that have not ended."""
         disk, self._disk = self._disk, None
         if disk is not None:
-            known = disk.read()
-            for kept in known:
+            known, now_ns = disk.read(), self._clock.now_ns()
+            for kept, unused_s in known:
                 self.put(kept)
-            for kept in known:
+                if kept.key in self._used_ns:
+                    self._used_ns[kept.key] = now_ns - int(unused_s * 1e9)
+            self._forget_old()
+            for kept, _ in known:
                 if kept.key not in self._used_ns:
                     disk.note(kept.key, None)
             self._disk = disk
@@ -225,6 +238,8 @@ class MemoryStore:
         if kept is None:
             raise self._not_found(owner, response_id, param)
         self._use(kept)
+        if self._disk is not None:
+            self._disk.note_use(kept.key)
         return kept
 
     def put(self, kept: Kept) -> None:
@@ -236,6 +251,8 @@ class MemoryStore:
         self._make_room()
 
     def update(self, kept: Kept) -> None:
+        if kept.key not in self._running:
+            return
         if kept.is_running:
             self._running[kept.key] = kept
         else:
@@ -249,7 +266,9 @@ class MemoryStore:
         if kept.key in self._used_ns:
             self._forget(kept, "it was deleted")
 
-    def check_room(self) -> None:
+    def check_room(self, key: Key) -> None:
+        if key in self._running:
+            return
         num_bytes = sum([kept.num_bytes for kept in self._running.values()])
         if len(self._running) >= MAX_RUNNING or num_bytes >= self._max_bytes:
             running = f"{counted(len(self._running), 'response')} of {num_bytes} bytes"
