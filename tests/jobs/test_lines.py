@@ -6,6 +6,7 @@ import errno
 import json
 import sqlite3
 import threading
+import tracemalloc
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
@@ -142,18 +143,39 @@ def test_not_all_errors_are_listed(tmp_path):
     assert errors_of(tmp_path, same) == [(nth + 2, "duplicate_custom_id") for nth in range(MAX_ERRORS)]
 
 
-@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.booleans())
+@given(st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=12).filter(any))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_repeated_id_is_found_also_if_hashes_are_equal(tmp_path, ids, are_equal):
-    (tmp_path / "in").write_bytes(b"\n".join(map(line, ids)))
-    repeated = [nth + 1 for nth, one in enumerate(ids) if one in ids[:nth]]
-    with pytest.MonkeyPatch.context() as patch:
-        if are_equal:
-            patch.setattr(module, "hash", lambda _: -5, raising=False)
-        with pytest.raises(BadLines) if repeated else nullcontext() as raised:
-            assert prepare(tmp_path / "base", tmp_path / "in", (URL,), MOST, lambda: False) == len(ids)
-        if repeated:
-            assert [error["line"] for error in raised.value.errors] == repeated
+def test_every_repeated_id_is_found(tmp_path, ids):
+    """None: an empty line."""
+    (tmp_path / "in").write_bytes(b"\n".join(b"" if one is None else line(one) for one in ids))
+    repeated = [nth + 1 for nth, one in enumerate(ids) if one is not None and one in ids[:nth]]
+    with pytest.raises(BadLines) if repeated else nullcontext() as raised:
+        num_lines = prepare(tmp_path / "base", tmp_path / "in", (URL,), MOST, lambda: False)
+        assert num_lines == sum(one is not None for one in ids)
+    if repeated:
+        assert [error["line"] for error in raised.value.errors] == repeated
+
+
+def test_a_check_takes_no_memory_for_each_line(tmp_path):
+    held = []
+    for num in (2_000, 20_000):
+        (tmp_path / "in").write_bytes(b"\n".join(line(str(nth % (num // 2 + 1))) for nth in range(num)))
+        tracemalloc.start()
+        try:
+            with pytest.raises(BadLines):
+                prepare(tmp_path / "base", tmp_path / "in", (URL,), MOST, lambda: False)
+            held.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert held[1] < held[0] + 100_000  # SQLite's cache does not count, and has its own limit
+
+
+def test_a_file_has_not_too_many_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_LINES", 2)
+    text = [line("a"), b"", line("b"), b"", line("c")]
+    assert prepared(tmp_path, b"\n".join(text[:4])) == 2
+    (tmp_path / "base").unlink()
+    assert errors_of(tmp_path, b"\n".join(text)) == [(5, "too_many_lines")]
 
 
 def test_lines_run_in_the_order_of_their_prefixes(tmp_path):

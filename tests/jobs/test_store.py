@@ -105,12 +105,54 @@ def test_what_is_being_uploaded_counts_until_it_is_given_up(store):
     assert store.num_bytes(ANN) == 0
 
 
+def test_a_key_that_has_its_bytes_begins_no_batch(store):
+    file, other = uploaded(store, b"a" * 500), uploaded(store, owner=BOB)
+    first = batch_of(file)
+    store.create(first)
+    store.content(first.output_file).write_bytes(b"a" * 300)
+    assert store.num_bytes(ANN) == 800
+    with pytest.raises(NoRoom, match="1100 bytes"):
+        uploaded(store, b"a" * 300)
+    store.create(batch_of(replace(file, owner=ANN)))
+    store.content(first.error_file).write_bytes(b"a" * 200)
+    with pytest.raises(NoRoom, match="1000 bytes"):
+        store.create(batch_of(file))
+    store.create(batch_of(other))
+    store.content(first.output_file).write_bytes(b"")
+    store.create(batch_of(file))
+
+
+def test_a_batch_that_can_not_be_begun_leaves_nothing(store, monkeypatch):
+    """The database takes the batch, and fails when it is to forget older ones."""
+    file = uploaded(store)
+    store._base.execute("CREATE TRIGGER no BEFORE DELETE ON batches BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    monkeypatch.setattr(module, "MAX_ENDED", 0)
+    first = batch_of(file)
+    store.create(first)
+    store.end(first.turned("completed", 1), [])
+    with pytest.raises(sqlite3.Error, match="disk full"):
+        store.create(batch_of(file))
+    assert store.unfinished() == []
+
+
+def test_others_on_the_machine_read_nothing(tmp_path):
+    (tmp_path / "jobs").mkdir(mode=0o755)
+    store = Store(tmp_path / "jobs", max_bytes=1000)
+    store.create(batch_of(uploaded(store)))
+    modes = {path.name: path.stat().st_mode & 0o077 for path in store.folder.iterdir() if path.name != "lock"}
+    assert modes == dict.fromkeys(("jobs.db", "jobs.db-wal", "jobs.db-shm", "files", "lines"), 0)
+    store.close()
+
+
 def test_numbers_of_files_and_of_batches_are_limited(store, monkeypatch):
-    monkeypatch.setattr(module, "MAX_FILES", 2)
     monkeypatch.setattr(module, "MAX_UNFINISHED", 2)
     files = [uploaded(store), uploaded(store, owner=("ann", "other"))]
-    with pytest.raises(NoRoom, match="2 files"):
-        uploaded(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "MAX_FILES", 2)
+        with pytest.raises(NoRoom, match="2 files"):
+            uploaded(store)
+        with pytest.raises(NoRoom, match="2 files"):  # its answers would be more
+            store.create(batch_of(files[0]))
     first, *_ = batches = [batch_of(file) for file in files]
     for batch in batches:
         store.create(batch)

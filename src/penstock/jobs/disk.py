@@ -17,6 +17,14 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def remove(paths: Iterable[Path]) -> None:
     """Delete files, as far as the disk lets us. The next start of the store deletes the rest."""
     for path in paths:

@@ -10,14 +10,14 @@ import os
 import sqlite3
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from hashlib import blake2b
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,8 @@ from penstock import fast_json
 from penstock.jobs.disk import remove, sync
 from penstock.jobs.order import prefix_key
 
+MAX_LINES = 50_000_000
+"""Most lines of a file: ten minutes of checks, during which no other file is checked."""
 MAX_ERRORS = 50
 """Most errors of a file that are listed."""
 AT_ONCE = 250
@@ -42,6 +44,12 @@ CREATE TABLE progress (
     num_output_bytes INTEGER NOT NULL, num_error_bytes INTEGER NOT NULL, usage BLOB NOT NULL
 );
 """
+
+
+_DIGEST_BYTES = 16
+"""So many that different ids have different digests."""
+_Row = tuple[int, bytes, bytes, int, int]
+"""Number, digest of the `custom_id`, key, start and size of a line."""
 
 
 class Request(msgspec.Struct):
@@ -71,8 +79,8 @@ class Stopped(Exception):
 def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> int:
     """Check the lines of a file, and write them to a new database in the order in which they run. Return their number.
 
-    `urls`: paths that they may be for. Takes memory for 40 bytes of each line, and for sorting
-    what `CACHE_KIB` says. Raises BadLines, Stopped, OSError and sqlite3.Error; then there is no database.
+    `urls`: paths that they may be for. Takes the memory that `CACHE_KIB` says, however many lines there are.
+    Raises BadLines, Stopped, OSError and sqlite3.Error; then there is no database.
     """
     if not source.exists():
         raise BadLines([_error(None, "file_not_found", "The file is gone.")])
@@ -81,7 +89,7 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
     try:
         with closing(sqlite3.connect(new, isolation_level=None)) as base:
             base.set_progress_handler(is_stopped, _LOOKED_EACH)
-            num_lines = _fill(base, unsorted, _checked(source, urls, max_line_bytes, is_stopped))
+            num_lines = _fill(base, unsorted, source, _checked(source, urls, max_line_bytes, is_stopped))
         sync(new)
         new.rename(path)
         sync(path.parent)
@@ -94,35 +102,37 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
     return num_lines
 
 
-def _fill(base: sqlite3.Connection, unsorted: Path, rows: Iterator[tuple[bytes, int, int]]) -> int:
-    """Write lines to a database, sorted by their keys. Return their number."""
+def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator[_Row]) -> int:
+    """Write lines to a database, sorted by their keys. Return their number. Raises BadLines."""
     base.execute("PRAGMA journal_mode = OFF")  # a process that is killed in here begins anew
     base.execute("PRAGMA synchronous = OFF")
     base.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     base.execute("ATTACH ? AS aside", (str(unsorted),))
     base.execute("PRAGMA aside.journal_mode = OFF")
     base.execute("PRAGMA aside.synchronous = OFF")
-    base.execute("CREATE TABLE aside.unsorted (key BLOB NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL)")
+    columns = (
+        "number INTEGER PRIMARY KEY, digest BLOB NOT NULL, key BLOB NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL"
+    )
+    base.execute(f"CREATE TABLE aside.unsorted ({columns})")
     base.execute("BEGIN")
     num_lines = 0
     while some := [*islice(rows, AT_ONCE)]:
-        base.executemany("INSERT INTO unsorted VALUES (?, ?, ?)", some)
+        base.executemany("INSERT INTO unsorted VALUES (?, ?, ?, ?, ?)", some)
         num_lines += len(some)
+    if errors := _twice(base, source):
+        raise BadLines(errors)
     for statement in _SCHEMA.split(";"):
         base.execute(statement)
-    base.execute("INSERT INTO lines (start, size) SELECT start, size FROM unsorted ORDER BY key, start")
+    base.execute("INSERT INTO lines (start, size) SELECT start, size FROM unsorted ORDER BY key, number")
     base.execute("INSERT INTO progress VALUES (?, 0, 0, 0, 0, ?)", (num_lines, b"{}"))
     base.execute("COMMIT")
     return num_lines
 
 
-def _checked(
-    source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]
-) -> Iterator[tuple[bytes, int, int]]:
-    """Yield key, start and size of each line. Raises BadLines and Stopped."""
+def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> Iterator[_Row]:
+    """Yield each line that is not blank. Raises BadLines and Stopped."""
     errors: list[dict[str, Any]] = []
-    hashes, starts = array("q"), array("q")
-    start, number, num_bytes = 0, 0, 0
+    start, number, num_bytes, num_lines = 0, 0, 0, 0
     with source.open("rb") as file:
         while line := file.readline(max_line_bytes + 2):
             number += 1
@@ -133,24 +143,27 @@ def _checked(
                 num_bytes = 0
                 time.sleep(0)
             if len(line) - line.endswith(b"\n") > max_line_bytes:
-                message = f"The line has more than {max_line_bytes} bytes (--max-body-size)."
+                message = f"The line has more than {max_line_bytes} bytes."
                 errors.append(_error(number, "line_too_long", message))
                 break
             if line.strip():
+                num_lines += 1
+                if num_lines > MAX_LINES:
+                    errors.append(_error(number, "too_many_lines", f"The file has more than {MAX_LINES} lines. Split it."))
+                    break
                 found = _row(line, urls, number)
                 if isinstance(found, dict):
                     errors.append(found)
                 else:
                     custom_id, key = found
-                    hashes.append(hash(custom_id))
-                    starts.append(start)
-                    yield key, start, len(line)
+                    digest = blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
+                    yield number, digest, key, start, len(line)
                 if len(errors) >= MAX_ERRORS:
                     break
             start += len(line)
-    if not errors and not starts:
+    if not (errors or num_lines):
         errors.append(_error(None, "empty_file", "The file has no lines."))
-    if errors or (errors := _twice(source, hashes, starts)):
+    if errors:
         raise BadLines(errors)
 
 
@@ -184,43 +197,19 @@ def _error(number: int | None, code: str, message: str, param: str | None = None
     return {"code": code, "line": number, "message": message, "param": param}
 
 
-def _twice(source: Path, hashes: array[int], starts: array[int]) -> list[dict[str, Any]]:
-    """Return errors for a `custom_id` of several lines. Lines of equal hashes are read again."""
-    import numpy as np  # only checks need it, and servers should start fast
-
-    known = np.frombuffer(hashes, np.int64)
-    ordered = np.sort(known)
-    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if not len(repeated):
-        return []
-    nearest = np.searchsorted(repeated, known)
-    nearest[nearest == len(repeated)] = 0
+def _twice(base: sqlite3.Connection, source: Path) -> list[dict[str, Any]]:
+    """Return errors for a `custom_id` of several lines."""
+    base.execute("CREATE TABLE aside.twice (digest BLOB PRIMARY KEY, first INTEGER NOT NULL) WITHOUT ROWID")
+    base.execute("INSERT INTO twice SELECT digest, min(number) FROM unsorted GROUP BY digest HAVING count(*) > 1")
+    later = "SELECT number, start FROM unsorted JOIN twice USING (digest) WHERE number > first ORDER BY number LIMIT ?"
     errors: list[dict[str, Any]] = []
-    found: set[str] = set()
-    number, start = 1, 0
     with source.open("rb") as file:
-        for nth in np.flatnonzero(repeated[nearest] == known).tolist():
-            number += _num_ends(file, start, starts[nth])
-            start = starts[nth]
+        for number, start in base.execute(later, (MAX_ERRORS,)):
             file.seek(start)
             name = _read_request(file.readline()).custom_id
-            if name in found:
-                message = f"'custom_id' {name[:80]!r} stands in an earlier line, too."
-                errors.append(_error(number, "duplicate_custom_id", message, "custom_id"))
-                if len(errors) == MAX_ERRORS:
-                    break
-            found.add(name)
+            message = f"'custom_id' {name[:80]!r} stands in an earlier line, too."
+            errors.append(_error(number, "duplicate_custom_id", message, "custom_id"))
     return errors
-
-
-def _num_ends(file: BinaryIO, start: int, end: int) -> int:
-    """Return the number of lines that end within a part of a file."""
-    file.seek(start)
-    number = 0
-    while start < end and (data := file.read(min(end - start, 1 << 20))):
-        number += data.count(b"\n")
-        start += len(data)
-    return number
 
 
 class Line(NamedTuple):

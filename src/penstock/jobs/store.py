@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
-from penstock.jobs.disk import remove, sync
+from penstock.jobs.disk import remove, size_of, sync
 from penstock.types.errors import ConfigError
 
 FORMAT = 1
@@ -157,12 +157,13 @@ def new_id(kind: str) -> str:
 class Store:
     """Any thread may call its methods. They block on the disk, and raise sqlite3.Error and OSError when it fails."""
 
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
-        """Open or make a folder. `max_bytes`: most bytes in the files of one owner. Raises ConfigError."""
-        self.folder, self.max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, *, max_bytes: int, notes_events: bool = False) -> None:
+        """Open or make a folder. Raises ConfigError.
+
+        `max_bytes`: most bytes in the files of one owner. `notes_events`: keep what has ended until it was told.
+        """
+        self.folder, self.max_bytes, self._notes_events = folder, max_bytes, notes_events
         self._files, self._lines = folder / "files", folder / "lines"
-        self.notes_events = False
-        """Whether anybody is told of events."""
         self._uploading: dict[str, int] = {}
         """Name of a key -> bytes that are being uploaded."""
         self._guard = threading.RLock()
@@ -177,6 +178,7 @@ class Store:
                 (found,) = base.execute("PRAGMA user_version").fetchone()
                 if found not in (0, FORMAT):
                     raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy="Name another --jobs-dir.")
+                (folder / "jobs.db").chmod(0o600)  # the folder may be open to others
                 base.execute("PRAGMA journal_mode = WAL")
                 base.execute("PRAGMA synchronous = FULL")
                 base.executescript(_SCHEMA)
@@ -239,10 +241,22 @@ class Store:
             return self._base.execute(query, (*values, limit)).fetchall()
 
     def num_bytes(self, owner: Owner) -> int:
-        """Return the bytes in the files of an owner's key, including those that are being uploaded."""
+        """Return the bytes in the files of an owner's key, including what is being uploaded, or written by its batches."""
         with self._guard:
             _, found = self._sums(owner)
-            return found + self._uploading.get(owner[0], 0)
+            written = [
+                self.content(one) for batch in self._unfinished_of(owner) for one in (batch.output_file, batch.error_file)
+            ]
+            return found + self._uploading.get(owner[0], 0) + sum(map(size_of, written))
+
+    def _unfinished_of(self, owner: Owner) -> list[Batch]:
+        """Return the unfinished batches of an owner's key."""
+        return [batch for batch in self.unfinished() if batch.owner[0] == owner[0]]
+
+    def _check_number(self, owner: Owner) -> None:
+        num, _ = self._sums(owner)
+        if num >= MAX_FILES:
+            raise NoRoom(f"There are {num} files already. Delete some.")
 
     def _sums(self, owner: Owner) -> tuple[int, int]:
         """Return number and bytes of the files of an owner's key."""
@@ -253,9 +267,7 @@ class Store:
     def upload(self, owner: Owner) -> Upload:
         """Return what writes a new file, to be closed. Raises NoRoom."""
         with self._guard:
-            num, _ = self._sums(owner)
-        if num >= MAX_FILES:
-            raise NoRoom(f"There are {num} files already. Delete some.")
+            self._check_number(owner)
         file_id = new_id("file-")
         return Upload(self, owner, file_id, (self._files / file_id).open("xb"))
 
@@ -310,13 +322,16 @@ class Store:
 
     def create(self, batch: Batch) -> None:
         """Add a new batch. Raises NoRoom and NoFile."""
-        with self._guard:
-            if sum(one.owner[0] == batch.owner[0] for one in self.unfinished()) >= MAX_UNFINISHED:
+        with self._transaction() as base:
+            self._check_number(batch.owner)
+            if (found := self.num_bytes(batch.owner)) >= self.max_bytes:
+                raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). Delete some.")
+            if len(self._unfinished_of(batch.owner)) >= MAX_UNFINISHED:
                 raise NoRoom(f"{MAX_UNFINISHED} batches have not ended yet. Wait for one, or cancel it.")
             if self.file(batch.input_file, batch.owner) is None:
                 raise NoFile
             self.put(batch)
-            self._base.execute(
+            base.execute(
                 "DELETE FROM batches WHERE owner = ?1 AND is_ended AND number <= "
                 "(SELECT number FROM batches WHERE owner = ?1 AND is_ended ORDER BY number DESC LIMIT 1 OFFSET ?2)",
                 (_text(batch.owner), MAX_ENDED),
@@ -411,7 +426,7 @@ class Store:
     # events
 
     def _note(self, ended: Sequence[tuple[str, str]], now_s: int) -> None:
-        if not self.notes_events or not ended:
+        if not self._notes_events or not ended:
             return
         rows = [(kind, subject, now_s, now_s) for kind, subject in ended]
         columns = "kind, subject, created_s, due_s, num_attempts"

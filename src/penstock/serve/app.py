@@ -145,7 +145,8 @@ def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lif
         from penstock.serve.jobs.webhooks import Webhooks, key_of
 
         key = key_of(config.webhook_url, config.webhook_secret or "")
-    store = Store(Path(config.jobs_dir).expanduser(), max_bytes=config.jobs_bytes)
+    folder = Path(config.jobs_dir).expanduser()
+    store = Store(folder, max_bytes=config.jobs_bytes, notes_events=config.webhook_url is not None)
     if config.webhook_url is not None:
         webhooks = Webhooks(store, config.webhook_url, key)
         lifetime.starts.append(webhooks.start)

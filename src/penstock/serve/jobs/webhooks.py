@@ -48,9 +48,8 @@ def key_of(url: str, secret: str) -> bytes:
 
 class Webhooks:
     def __init__(self, store: Store, url: str, key: bytes) -> None:
-        """`key`: from `key_of`."""
+        """`store`: one that notes events. `key`: from `key_of`."""
         self._store, self._url, self._key = store, url, key
-        store.notes_events = True
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
