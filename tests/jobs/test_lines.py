@@ -101,7 +101,7 @@ def test_lines_end_as_they_like(tmp_path, end):
         (line(method="GET"), "invalid_method", "POST"),
         (line(url="/v1/embeddings"), "invalid_url", URL),
         (line(body=[]), "invalid_request", "object"),
-        (line(body={"stream": True}), "invalid_request", "streamed"),
+        (line(body={"stream": True}), "invalid_request", "no meaning"),
         (line("first"), "duplicate_custom_id", "'first'"),
     ],
 )

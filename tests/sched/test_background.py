@@ -423,3 +423,15 @@ def test_a_static_batch_takes_them_when_no_other_waits() -> None:
     order = [request.first_scheduled_ns for request in (*people, *lines)]
     assert order == sorted(order)
     assert len(set(order)) == 3, "a batch has requests of one class"
+
+
+def test_no_line_passes_a_longer_one() -> None:
+    """The budget lets short prompts of others pass, so that people wait less; the order of a job is what its lines share."""
+    budget = HoldLatency(long_prefill_token_threshold=4, max_long_partial_prefills=1)
+    lines = [line(0, prompt=20), line(1, prompt=20), line(2, prompt=3)]
+    driver, begun = make_driver(*lines, budget=budget, max_step_tokens=8), list[str]()
+    while len(begun) < 3:
+        plan = driver.turn()
+        begun += sorted(rows_of(plan, "line") - set(begun))
+    assert begun == ["line-0", "line-1", "line-2"]
+    finish(driver, *lines)

@@ -188,8 +188,9 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
         return _error(number, "invalid_url", f"'url' must be {' or '.join(urls)}.", "url")
     if not isinstance(body, dict):
         return _error(number, "invalid_request", "'body' must be an object.", "body")
-    if body.get("stream"):
-        return _error(number, "invalid_request", "Answers of a batch can't be streamed.", "body.stream")
+    for name in ("stream", "background"):
+        if body.get(name):
+            return _error(number, "invalid_request", f"'{name}' has no meaning in a batch.", f"body.{name}")
     return request.custom_id, prefix_key(request.url, body)
 
 

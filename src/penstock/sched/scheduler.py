@@ -317,7 +317,8 @@ class Scheduler:
             draft.limits = self._ask_budget(counts, prefills)
         limits = draft.limits
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
-        draft.limits = replace(limits, max_tokens=num_before + num_left)
+        # No line passes a longer one: their order is that of what they share.
+        draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts)
         draft.gate = self._filling.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
         for fewer in (sitting_out, sitting_out_alone, ()):

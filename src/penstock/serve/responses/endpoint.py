@@ -21,7 +21,7 @@ from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
 from penstock.serve.api import Parts
-from penstock.serve.asking import Asked, begin, read_owner, repeated_name
+from penstock.serve.asking import BACKGROUND_KEY, Asked, begin, read_owner, repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, entry_of, identity_of
@@ -91,9 +91,10 @@ class ResponsesEndpoint:
                 code="request_too_large",
                 param="previous_response_id" if past.items else "input",
             )
+        keeps = self._store.keeps and not http.scope.get(BACKGROUND_KEY, False)  # a line of a batch has its answer there
         call, question = await self._off_loop.run(
             num_bytes,
-            lambda: read(body, past, Asked(self._reader, data, http.scope), keeps=self._store.keeps),
+            lambda: read(body, past, Asked(self._reader, data, http.scope), keeps=keeps),
             limit=INLINE_MAX_BYTES,
         )
         if (entry := entry_of(http.scope)) is not None:
