@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.sched.background import Share
-from penstock.sched.policies.base import BudgetView, GateDecision, GateView, StepRecord
+from penstock.sched.policies.base import UNLIMITED, BudgetView, GateDecision, GateView, StepRecord
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.orders import FirstComeFirstServed
@@ -326,6 +326,7 @@ def test_they_get_a_quarter_of_the_time_that_a_prompt_could_have() -> None:
     assert fill_tokens(8, slo_itl_ns=44 * MS) == 7  # the slowest 1 % of the steps are a tenth longer
     assert fill_tokens(8, most_ns=13 * MS) == 3  # another model waits for the machine
     assert fill_tokens(50, slo_itl_ns=44 * MS) == 0, "the target is missed without them"
+    assert taught().limits(BudgetView(512, 8, 0, None)).fill_tokens == UNLIMITED, "not computed where there are none"
 
 
 def test_a_decode_of_the_background_counts_as_long_as_it_takes() -> None:

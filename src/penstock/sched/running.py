@@ -112,9 +112,9 @@ class Running:
 
     def may_lose(self, grower: Request) -> Sequence[Request]:
         """Return the requests that may be preempted so that a running one can grow: those that yield to it, else those of its
-        class but the most senior. If there are none, the keeper for the sake of the most senior, which else preempts itself.
+        class but the most senior, which preempts itself if it is alone.
 
-        The most senior of the background is the keeper, if there is one.
+        The background's most senior is its keeper, if it has one, which is preempted before the most senior of the others.
         """
         if not grower.background and (yielding := self.yielding):
             return yielding

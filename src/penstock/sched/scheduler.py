@@ -32,7 +32,7 @@ from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StateSave, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.stats import PlanNews, StepCounts, WaitReason
+from penstock.types.stats import Admission, PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
@@ -251,10 +251,12 @@ class Scheduler:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
         draft, fills = self._begin_draft(now_ns), self._is_continuous and self._has_background
+        admissions: list[Admission] = []
         self._joining.wakeup_ns = self._filling.wakeup_ns = None
         if fills and self._share.is_owed:
             self._fill(draft, sitting_out, sitting_out_alone)
             if not draft.rows:  # what it promised to background requests binds no others
+                admissions = draft.admissions  # of requests preempted since
                 draft = self._begin_draft(now_ns, after=draft)
         if not draft.rows:
             self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
@@ -263,7 +265,8 @@ class Scheduler:
             if fills:
                 self._fill(draft, sitting_out, sitting_out_alone)
         self._puts_off_pause = draft.puts_off_pause
-        self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
+        admissions += draft.admissions
+        self.news = PlanNews(now_ns, draft.counts.waits_for, admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
 
     def _begin_draft(self, now_ns: int, after: StepDraft | None = None) -> StepDraft:
