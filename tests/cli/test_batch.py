@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 from penstock.admission.door import AdmissionLimits
 from penstock.cli import batch as command
 from penstock.jobs.store import Store
+from penstock.testing import HashExecutor
 from penstock.types.errors import PenstockError
 from support.deployments import deployment_of
-from support.server.harness import CAPACITY, GatedExecutor, make_runtime
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_runtime
 
 
 @pytest.fixture
@@ -68,6 +70,72 @@ async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) 
     assert "Going on where the last run ended." in capsys.readouterr().err
     assert answered(folder, ended.output_file).keys() | answered(folder, ended.error_file).keys() == {*map(str, range(20))}
     assert ended.num_completed + ended.num_failed == len((folder / "files" / ended.output_file).read_text().splitlines()) + 1
+
+
+@pytest.mark.parametrize("num_moved", [0, 1, 2])
+async def test_a_run_killed_at_its_end_asks_nothing_again(source: Path, tmp_path: Path, monkeypatch, num_moved) -> None:
+    folder, output, errors = (tmp_path / name for name in ("job", "out", "err"))
+    ended = await answer(source, folder)
+    replace_file, left = Path.replace, [num_moved]
+
+    def killed(self: Path, target: Path = Path()) -> Path:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return replace_file(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            command._move_out(ended, folder, output, errors)
+    assert command._ended_before(source, folder) == ended
+    command._move_out(ended, folder, output, errors)
+    assert (len(output.read_text().splitlines()), len(errors.read_text().splitlines())) == (19, 1)
+    assert not folder.exists()
+
+
+async def test_answers_replace_no_file(source: Path, tmp_path: Path) -> None:
+    folder, output = tmp_path / "job", tmp_path / "out"
+    ended = await answer(source, folder)
+    output.write_text("mine")
+    with pytest.raises(PenstockError, match="there already"):
+        command._move_out(ended, folder, output, tmp_path / "err")
+    assert output.read_text() == "mine"
+    assert command._ended_before(source, folder) == ended
+
+
+async def test_a_folder_of_somebody_else_is_left_alone(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    assert command._ended_before(source, folder) is None
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(PenstockError, match="other things"):
+        command._ended_before(source, folder)
+    ended = await answer(source, folder)
+    (folder / "files" / "notes").write_text("mine")
+    command._move_out(ended, folder, tmp_path / "out", tmp_path / "err")
+    assert sorted(path.name for path in folder.rglob("*")) == ["files", "notes", "thesis.txt"]
+
+
+async def test_a_run_ends_if_its_engine_can_not_go_on(source: Path, tmp_path: Path) -> None:
+    class Broken(HashExecutor):
+        def submit(self, plan):
+            raise RuntimeError("CUDA error")
+
+    runtime = make_runtime(Broken(CAPACITY, model=PRINTABLE_MODEL))
+    with pytest.raises(PenstockError, match="engine has failed"):
+        await command._run(deployment_of(runtime), source, tmp_path / "job")
+    runtime.close()
+
+
+async def test_a_full_disk_is_named(source: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(*_args) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Store, "add", full)
+    with pytest.raises(PenstockError, match="disk is full"):
+        await answer(source, tmp_path / "job")
 
 
 def test_the_folder_of_another_file_is_not_used(source: Path, tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """`penstock batch run`: answers a file of requests without a server. An interrupted run can be resumed.
 
-The requests run as a batch of a server that nobody can reach. Its folder, OUT.job, is deleted at the end.
+The requests run as a batch of a server that nobody can reach. Its folder, OUT.job, is deleted when the answers were moved out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
+import sqlite3
 import time
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_
 from penstock.types.errors import PenstockError, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.deploy.deployment import Deployment
     from penstock.jobs.store import Batch, Store
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 KIND, OWNER = "command", ("", "")
 MAX_WINDOW_S = 10 * 365 * 24 * 3600
+MAX_BYTES = 1 << 60
 _LOOKED_EACH_S = 0.2
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend", "sharing", "log")
 
@@ -57,23 +59,21 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
 
     output = output or file.with_name(file.name + ".out.jsonl")
     errors, folder = output.with_name(output.name + ".errors.jsonl"), output.with_name(output.name + ".job")
-    for path in (output, errors):
-        if path.exists():
-            raise PenstockError(f"{path} is there already.", remedy="Remove it, or name another one with --output.")
-    if not any(values[key] for key in ("preset", "batching", "budget", "budget_args")):
-        values["preset"] = "offline"
-    configs = configs_of(values, words=words, tables=tables)
-    set_up_logging(configs[0].log)
-    warn_of_unknown_variables()
-    deployment = start_deployment(configs)
-    try:
-        ended = asyncio.run(_run(deployment, file, folder))
-    finally:
-        deployment.close()
-    for file_id, path in ((ended.output_file, output), (ended.error_file, errors)):
-        if file_id:
-            (folder / "files" / file_id).replace(path)
-    shutil.rmtree(folder)
+    ended = _ended_before(file, folder)
+    if ended is None:
+        for path in (output, errors):
+            _check_free(path)
+        if not any(values[key] for key in ("preset", "batching", "budget", "budget_args")):
+            values["preset"] = "offline"
+        configs = configs_of(values, words=words, tables=tables)
+        set_up_logging(configs[0].log)
+        warn_of_unknown_variables()
+        deployment = start_deployment(configs)
+        try:
+            ended = asyncio.run(_run(deployment, file, folder))
+        finally:
+            deployment.close()
+    _move_out(ended, folder, output, errors)
     if ended.errors:
         told = "\n".join(f"{file}:{error['line'] or 1}: {error['message']}" for error in ended.errors)
         raise PenstockError(f"{file} can't be run.\n{told}")
@@ -86,26 +86,88 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
         raise PenstockError(f"{counted(ended.num_failed, 'line')} failed.", remedy=f"See {errors}.")
 
 
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise PenstockError(f"{path} is there already.", remedy="Remove it, or name another one with --output.")
+
+
+@contextmanager
+def _disk_errors_of(folder: Path) -> Iterator[None]:
+    """Raise PenstockError for errors of the disk."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise PenstockError(f"{folder} can't be written: {error}.", remedy="Run the command again when it can.") from error
+
+
+def _ended_before(file: Path, folder: Path) -> Batch | None:
+    """Return the batch of a run that ended, and was killed before its answers were moved out. Raises PenstockError."""
+    from penstock.jobs.store import Store
+
+    if not folder.exists():
+        return None
+    if not (folder / "jobs.db").exists():
+        if {path.name for path in folder.iterdir()} - {"files", "lines", "lock"}:  # else a run was killed as it began
+            raise PenstockError(f"{folder} has other things than answers.", remedy="Name another --output.")
+        return None
+    with closing(Store(folder, max_bytes=MAX_BYTES)) as store:
+        known = _known(file, store)
+    return known if known is not None and known.is_ended else None
+
+
+def _known(file: Path, store: Store) -> Batch | None:
+    """Return the batch of an earlier run. Raises PenstockError for another file's."""
+    known = store.batches(OWNER, KIND, limit=1)
+    if not known:
+        return None
+    if known[0].metadata != {"sha256": _digest(file)}:
+        raise PenstockError(f"{store.folder} is of another file.", remedy="Remove it, or name another --output.")
+    return known[0]
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def _move_out(ended: Batch, folder: Path, output: Path, errors: Path) -> None:
+    """Move the answers of a batch to their places, and delete its folder. After a kill, this can be done again."""
+    from penstock.jobs.store import discard
+
+    with _disk_errors_of(folder):
+        for file_id, path in ((ended.output_file, output), (ended.error_file, errors)):
+            if file_id and (answers := folder / "files" / file_id).exists():
+                _check_free(path)
+                answers.replace(path)
+        discard(folder)
+
+
 async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
     """Run the requests of a file to the end, and return the batch."""
     from tqdm import tqdm
 
     from penstock.config import ServerConfig
+    from penstock.engine.thread import EngineState
     from penstock.serve.app import create_app
 
-    config = ServerConfig(jobs_dir=str(folder), jobs_bytes=1 << 60, page=False)
+    config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, page=False)
     app = create_app(deployment, config)
     batches: BatchRunner = app.state.batches
     try:
-        batch, is_new = _batch_of(file, batches.store)
-        batches.start()
-        if is_new:
-            batch = await batches.create(batch)
+        with _disk_errors_of(folder):
+            batch, is_new = _batch_of(file, batches.store)
+            batches.start()
+            if is_new:
+                batch = await batches.create(batch)
         with tqdm(desc="Lines", unit=" line", disable=None) as bar:
             while batches.is_running(batch):
                 now = batches.current(batch)
                 bar.total = now.num_lines or None
                 bar.update(now.num_completed + now.num_failed - bar.n)
+                if any(one.engine.state in (EngineState.FAILED, EngineState.STOPPED) for one in deployment.staying):
+                    raise PenstockError(
+                        "The engine has failed; the log has the cause.", remedy="Run the command again to go on."
+                    )
                 await asyncio.sleep(_LOOKED_EACH_S)
         ended = batches.store.batch(batch.id, OWNER, KIND)
         assert ended is not None, "it was created"
@@ -116,14 +178,10 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
 
 
 def _batch_of(file: Path, store: Store) -> tuple[Batch, bool]:
-    """Return the batch of an earlier run, or a new one, and whether it is new. Raises PenstockError for another file's."""
+    """Return the batch of an earlier run, or a new one, and whether it is new. Raises as `_known`."""
     from penstock.jobs.store import UPLOAD, Batch, File, new_id
 
-    with file.open("rb") as data:
-        digest = hashlib.file_digest(data, "sha256").hexdigest()
-    for known in store.unfinished():
-        if known.metadata != {"sha256": digest}:
-            raise PenstockError(f"{store.folder} is of another file.", remedy="Remove it, or name another --output.")
+    if (known := _known(file, store)) is not None:
         click.echo("Going on where the last run ended.", err=True)
         return known, False
     now_s, file_id = int(time.time()), new_id("file-")
@@ -137,6 +195,6 @@ def _batch_of(file: Path, store: Store) -> tuple[Batch, bool]:
         input_file=file_id,
         window_s=MAX_WINDOW_S,
         created_s=now_s,
-        metadata={"sha256": digest},
+        metadata={"sha256": _digest(file)},
     )
     return made, True

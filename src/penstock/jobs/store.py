@@ -154,6 +154,17 @@ def new_id(kind: str) -> str:
     return f"{kind}{uuid.uuid4().hex}"
 
 
+def discard(folder: Path) -> None:
+    """Delete what a closed store has made in its folder, the database last, and the folder if nothing else is there."""
+    for part in (folder / "files", folder / "lines"):
+        remove(path for path in part.glob("*") if _OURS.fullmatch(path.name))
+        with suppress(OSError):
+            part.rmdir()
+    remove([folder / name for name in ("jobs.db-wal", "jobs.db-shm", "jobs.db", "lock")])
+    with suppress(OSError):
+        folder.rmdir()
+
+
 class Store:
     """Any thread may call its methods. They block on the disk, and raise sqlite3.Error and OSError when it fails."""
 
