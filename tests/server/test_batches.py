@@ -25,6 +25,7 @@ from support.server.jobs import (
     COMPLETIONS,
     EMBEDDINGS,
     ENDED,
+    RESPONSES,
     answers,
     begun,
     counted,
@@ -113,6 +114,12 @@ def test_a_batch_answers_as_the_route_does(tmp_path, url):
         output = client.files.retrieve(batch.output_file_id)
         assert (output.purpose, output.filename, output.expires_at) == ("batch_output", f"{batch.id}_output.jsonl", None)
         assert output.bytes == len(client.files.content(output.id).read())
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS, RESPONSES])
+def test_a_line_may_have_a_request_id(jobs, client, url):
+    batch = ended(client, begun(client, [line("1", url, request_id="mine")], url))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 0)
 
 
 def test_without_errors_there_is_no_error_file(jobs, client):
@@ -483,7 +490,8 @@ def test_a_batch_whose_lines_were_not_checked_begins_anew(tmp_path, monkeypatch,
         batch = ended(client, batch)
         assert batch.status == ("cancelled" if status == "cancelling" else "completed")
         assert counted(client, batch) == (Counter() if status == "cancelling" else once(5))
-        assert len([*(tmp_path / "files").iterdir()]) == len(client.files.list().data)
+        # Empty files are deleted just after the end.
+        wait_until(lambda: len([*(tmp_path / "files").iterdir()]) == len(client.files.list().data))
 
 
 def test_a_server_that_stops_while_a_file_is_checked_checks_it_again(tmp_path, monkeypatch):

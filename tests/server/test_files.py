@@ -195,6 +195,7 @@ BROKEN = {
     "an unknown field": form(PURPOSE, FILE, part("colour", b"red")),
     "a huge field": form(part("purpose", b"x" * 5000), FILE),
     "many fields": form(*[part(f"f{nth}", b"x") for nth in range(50)], FILE),
+    "many parts of one name": form(*[PURPOSE] * 50, FILE),
     "many headers": form(PURPOSE, f"--{BOUNDARY}\r\n".encode() + b"X-A: b\r\n" * 50 + b"\r\nx\r\n", FILE),
     "a huge header": form(PURPOSE, part("file", b"x", f'; filename="{"a" * 10_000}"')),
     "a header that is none": form(PURPOSE, f"--{BOUNDARY}\r\nhello\r\n\r\nx\r\n".encode()),

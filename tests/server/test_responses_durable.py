@@ -222,7 +222,9 @@ def test_a_request_that_is_sent_again_has_the_same_answer(config: ServerConfig) 
         assert ask() != first, "another body is another request"
         queued = ask(background=True, max_output_tokens=MANY)
         assert ask(background=True, max_output_tokens=MANY) == queued
-        assert httpx.post(server.url + PATH, json=ASK | {"temperature": 1}).json()["id"] != first
+        for others in ({}, {"Idempotency-Key": ""}):
+            plain = [httpx.post(server.url + PATH, json=ASK | {"temperature": 1}, headers=others).json()["id"] for _ in "ab"]
+            assert len({first, *plain}) == 3
     server.runtime.close()
     with serving(config) as server:
         assert ask(temperature=1) == first

@@ -294,13 +294,13 @@ def claim_of(tenant: str, data: bytes) -> bytes:
 
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
-"""Header that OpenAI's clients repeat when they send a request again."""
+"""Header with which a client sends a request again. OpenAI's sends it as one of `extra_headers`."""
 
 
 def repeated_name(scope: Scope, owner: Owner, data: bytes) -> str | None:
     """Return a name that is the same when the owner sends this body again with the same `Idempotency-Key`, or None without."""
     given = _value(scope, IDEMPOTENCY_KEY)
-    if given is None:
+    if not given:
         return None
     digest = hashlib.blake2b(digest_size=16)
     for part in (owner.key.encode(), owner.tenant.encode(), given.encode("latin-1"), data):

@@ -114,12 +114,14 @@ class Sender:
 class RequestIdentity:
     request_id: str
     is_from_header: bool
+    is_own: bool = False
+    """The server has sent the header itself."""
 
     def adopt(self, request_id: str) -> None:
         """Replace the request's id by the body's. Raises 400 if that is malformed, or if X-Request-Id has another id."""
         if not _VALID_ID.fullmatch(request_id):
             raise invalid(f"'request_id' must be {_ID_RULE}.", "request_id")
-        if self.is_from_header and request_id != self.request_id:
+        if self.is_from_header and not self.is_own and request_id != self.request_id:
             raise invalid("'request_id' and the header X-Request-Id differ; give one of them.", "request_id")
         self.request_id = request_id
 
@@ -260,7 +262,7 @@ class RequestChecks:
     def _identify(self, scope: Scope) -> RequestIdentity:
         given = values_of(scope, ID_HEADER)
         if len(given) == 1 and _VALID_ID.fullmatch(request_id := given[0].decode("latin-1")):
-            return RequestIdentity(request_id, is_from_header=True)
+            return RequestIdentity(request_id, is_from_header=True, is_own=SENDER_KEY in scope)
         return RequestIdentity(self._new_request_id(), is_from_header=False)
 
     def _check_head(self, scope: Scope, identity: RequestIdentity) -> None:
