@@ -13,9 +13,10 @@ from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.serve.app import APIS, create_app
 from penstock.serve.errors import ApiError
+from penstock.serve.responses.kept import Kept, as_json
 from penstock.serve.responses.routes import API as RESPONSES
 from penstock.serve.responses.routes import routes
-from penstock.serve.responses.store import Kept, MemoryStore, as_json, past_of
+from penstock.serve.responses.store import MemoryStore, past_of
 from support.deployments import deployment_of
 from support.server.harness import make_client
 from support.server.responses import ASK, PATH, ask

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.calls.call import Owner
 from penstock.jobs.store import Store
-from penstock.serve.responses.store import Kept, Key
+from penstock.serve.responses.kept import Kept, Key
 
 _log = logging.getLogger(__name__)
 

@@ -26,9 +26,10 @@ from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
+from penstock.serve.responses.kept import Kept, Key, as_json
 from penstock.serve.responses.read import NAME_KEY, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
-from penstock.serve.responses.store import Kept, Key, ResponseStore, as_json, has_id, past_of
+from penstock.serve.responses.store import ResponseStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
 from penstock.text.tokenizer import Tokenizer

@@ -7,86 +7,23 @@ are never evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from sys import getsizeof
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.clock import Clock
 from penstock.serve.errors import ApiError, overloaded, shorten
-from penstock.serve.responses.answers import Response, ResponseError
-from penstock.serve.responses.read import Item, Past
+from penstock.serve.responses.kept import Kept, Key, compact
+from penstock.serve.responses.read import Past
 from penstock.types.errors import counted
+
+if TYPE_CHECKING:  # with a database, which few servers need
+    from penstock.serve.responses.durable import ResponseDisk
 
 MAX_RUNNING = 256
 """Most unfinished responses in the background."""
-_ENTRY_BYTES = 720
-"""Python's overhead of one response, in bytes."""
-
-Key = tuple[Owner, str]
-"""The owner and the id of a response."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Kept:
-    owner: Owner
-    response_id: str
-    response: bytes
-    """The response's current state, as JSON."""
-    items: tuple[bytes, ...]
-    """Items of the question, then of the answer. Each is JSON that begins with the item's id."""
-    num_asked: int
-    """Number of items of the question."""
-    previous_id: str | None
-    is_background: bool = False
-    is_running: bool = False
-    """The response runs in the background and has not ended."""
-    asked: bytes = b""
-    """The body of the request, while it is running."""
-
-    @property
-    def key(self) -> Key:
-        return self.owner, self.response_id
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the response in `MemoryStore`, Python's overhead included."""
-        parts = (*self.items, self.items, self.response, self.asked)
-        return sum(map(getsizeof, parts)) + _ENTRY_BYTES
-
-    def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
-        """Return a later state of a response in the background. If `items` are given, the response has ended."""
-        later = replace(self, response=fast_json.dumps(response))
-        return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"")
-
-    def ended(self, status: Literal["failed", "cancelled"], error: ResponseError | None = None) -> Kept:
-        """Return the end of a response in the background that was not generated."""
-        response: Response = fast_json.loads(self.response)
-        response["status"], response["error"] = status, error
-        return replace(self, response=fast_json.dumps(response), is_running=False, asked=b"")
-
-
-class Disk(Protocol):
-    """Keeps responses for later processes."""
-
-    def read(self) -> list[tuple[Kept, float]]:
-        """Return the responses of earlier processes, and the seconds since the last use of each, least recent first."""
-        ...
-
-    def note_use(self, key: Key) -> None:
-        """Write the time of a use together with the next change."""
-        ...
-
-    def note(self, key: Key, kept: Kept | None) -> None:
-        """Write the new state of a response soon. None: it was deleted."""
-        ...
-
-    async def settle(self) -> None:
-        """Return when all changes so far are written. Raises sqlite3.Error and OSError."""
-        ...
 
 
 class ResponseStore(Protocol):
@@ -158,16 +95,6 @@ async def _item(store: ResponseStore, owner: Owner, item_id: str) -> bytes:
     raise ApiError(404, f"There is no item {shorten(item_id)!r}.", code="item_not_found", param="input")
 
 
-def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
-    """Return items as JSON for the store."""
-    return tuple([_compact(fast_json.dumps(item)) for item in items])
-
-
-def _compact(data: bytes) -> bytes:
-    """Copy bytes into memory of their own size, since the buffer of `fast_json.dumps` is up to half as large again."""
-    return bytes(memoryview(data))
-
-
 def has_id(item: bytes, item_id: str) -> bool:
     """Return whether a kept item has this id, without parsing the item."""
     return item.startswith(b'{"id":' + fast_json.dumps(item_id))
@@ -183,7 +110,7 @@ class _Shelf:
 
 class MemoryStore:
     def __init__(
-        self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14, disk: Disk | None = None
+        self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14, disk: ResponseDisk | None = None
     ) -> None:
         """`max_bytes` limits all responses; 0 keeps none. A response is kept for `ttl_s` after its last use.
 
@@ -280,7 +207,7 @@ class MemoryStore:
         self._shelves[kept.owner].kept.move_to_end(kept.response_id)
 
     def _place(self, kept: Kept) -> None:
-        kept = replace(kept, response=_compact(kept.response))
+        kept = replace(kept, response=compact(kept.response))
         shelf = self._shelves.setdefault(kept.owner, _Shelf())
         shelf.kept[kept.response_id] = kept
         shelf.num_bytes += kept.num_bytes

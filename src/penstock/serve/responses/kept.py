@@ -1,0 +1,68 @@
+"""A response that is kept, as the store and the disk have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from sys import getsizeof
+from typing import Literal
+
+from penstock import fast_json
+from penstock.calls.call import Owner
+from penstock.serve.responses.answers import Response, ResponseError
+from penstock.serve.responses.read import Item
+
+_ENTRY_BYTES = 720
+"""Python's overhead of one response, in bytes."""
+
+Key = tuple[Owner, str]
+"""The owner and the id of a response."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kept:
+    owner: Owner
+    response_id: str
+    response: bytes
+    """The response's current state, as JSON."""
+    items: tuple[bytes, ...]
+    """Items of the question, then of the answer. Each is JSON that begins with the item's id."""
+    num_asked: int
+    """Number of items of the question."""
+    previous_id: str | None
+    is_background: bool = False
+    is_running: bool = False
+    """The response runs in the background and has not ended."""
+    asked: bytes = b""
+    """The body of the request, while it is running."""
+
+    @property
+    def key(self) -> Key:
+        return self.owner, self.response_id
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the response in `MemoryStore`, Python's overhead included."""
+        parts = (*self.items, self.items, self.response, self.asked)
+        return sum(map(getsizeof, parts)) + _ENTRY_BYTES
+
+    def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
+        """Return a later state of a response in the background. If `items` are given, the response has ended."""
+        later = replace(self, response=fast_json.dumps(response))
+        return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"")
+
+    def ended(self, status: Literal["failed", "cancelled"], error: ResponseError | None = None) -> Kept:
+        """Return the end of a response in the background that was not generated."""
+        response: Response = fast_json.loads(self.response)
+        response["status"], response["error"] = status, error
+        return replace(self, response=fast_json.dumps(response), is_running=False, asked=b"")
+
+
+def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
+    """Return items as JSON for the store."""
+    return tuple([compact(fast_json.dumps(item)) for item in items])
+
+
+def compact(data: bytes) -> bytes:
+    """Copy bytes into memory of their own size, since the buffer of `fast_json.dumps` is up to half as large again."""
+    return bytes(memoryview(data))
