@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.jobs import store as module
-from penstock.jobs.store import UPLOAD, Batch, File, InUse, NoFile, NoRoom, Owner, Store, new_id
+from penstock.jobs.store import INTERNAL, UPLOAD, Batch, File, InUse, NoFile, NoRoom, Owner, Store, new_id
 from penstock.types.errors import ConfigError
 from support.failing_disk import FailingDisk, open_files
 
@@ -249,6 +249,24 @@ def test_a_start_deletes_what_nobody_has_and_nothing_else(store):
     store = again(store)
     assert all(path.exists() for path in (*kept, *theirs, store.content(batch.input_file)))
     assert not any(path.exists() for path in left)
+    store.close()
+
+
+def test_a_start_deletes_hidden_files_that_no_batch_names(store):
+    """As after a kill between an upload and its batch, or between the end of a batch and the end of its input."""
+    files = []
+    for _ in range(4):
+        with store.uploading(ANN) as upload:
+            upload.write(b"{}")
+            files.append(upload.keep("requests.jsonl", INTERNAL, 100))
+    read, answers, done, orphan = files
+    store.create(batch_of(read))
+    store.create(ended := replace(batch_of(done), output_file=answers.id))
+    store.end(ended.turned("completed", 120), [])
+    store = again(store)
+    assert [store.file(one.id, ANN) is not None for one in files] == [True, True, False, False]
+    assert not store.content(orphan.id).exists()
+    assert store.num_bytes(ANN) == 4
     store.close()
 
 

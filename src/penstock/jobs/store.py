@@ -209,8 +209,14 @@ class Store:
             self._opened.close()
 
     def _tidy(self) -> None:
-        """Delete what no file and no unfinished batch has."""
+        """Delete what no file and no unfinished batch has, and files that no API shows and no batch names."""
         unfinished = self.unfinished()
+        read = {batch.input_file for batch in unfinished}
+        for row in self._base.execute("SELECT * FROM batches"):
+            batch = _batch(row)
+            read.update((batch.output_file, batch.error_file))
+        hidden = self._base.execute("SELECT id FROM files WHERE purpose = ?", (INTERNAL,)).fetchall()
+        self._base.executemany("DELETE FROM files WHERE id = ?", [(one,) for (one,) in hidden if one not in read])
         kept = {one for (one,) in self._base.execute("SELECT id FROM files")}
         kept.update(*[(batch.output_file, batch.error_file) for batch in unfinished])
         ids = {batch.id for batch in unfinished}
