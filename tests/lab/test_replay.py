@@ -45,6 +45,7 @@ WINDOWS = {"static": 3_000_000, "dynamic": 2_000_000}
 
 EAGER: Mapping[str, dict[str, dict[str, object]]] = {
     "penstock": {"reserve": {"share": 0.0, "growth_tokens": 0}},
+    "offline": {"reserve": {"share": 0.0, "growth_tokens": 0}},
     "sglang": {"reserve": {"unknown_share": 0.05}},
 }
 """They admit more than there is memory for, so that some are preempted."""

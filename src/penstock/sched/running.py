@@ -359,6 +359,7 @@ class Extending:
             decoding = [request for request in running if request.num_behind <= 1 or request.is_jumping]
             resting = {request.request_id for request in decoding[most:]}
             running = [request for request in running if request.request_id not in resting]
+            counts.rested = list(resting)
         if sitting_out:
             staying = {
                 request.request_id: request

@@ -108,6 +108,8 @@ class StepCounts:
     """Blocks held by requests and adapters while the step is computed, including requests that end with it."""
     num_adapters: int = 0
     num_adapter_rows: int = 0
+    rested: Sequence[str] = ()
+    """Ids of background requests that decode, and for which the step had no time."""
     sat_out: Sequence[str] = ()
     forced: dict[str, int] = field(default_factory=dict)
     """Request id -> tokens that its grammar forced after the sampled one; included in `num_sampled_tokens`."""

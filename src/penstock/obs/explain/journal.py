@@ -204,7 +204,7 @@ class Journal:
 
     def _step(self, stats: StepStats) -> None:
         number = self._log.next
-        if self._sitting_out or stats.counts.sat_out:
+        if self._sitting_out or stats.counts.sat_out or stats.counts.rested:
             self._sit_out(stats, number)
         self._log.append(self._step_note(stats), stats.ended_ns)
         last_pieces, self._last_pieces = self._last_pieces, []
@@ -225,21 +225,22 @@ class Journal:
         """Record requests that sat out the step, and those that no longer do. Call this before the step is in the log."""
         went_on, self._sitting_out = self._sitting_out, {}
         last_ended_ns = self._log.last_ended_ns
-        for request_id in stats.counts.sat_out:
+        for request_id in (*stats.counts.sat_out, *stats.counts.rested):
             life = went_on.pop(request_id, None) or self._lives.get(request_id)
             if life is None or life.phase is not Phase.DECODE:
                 continue
             self._sitting_out[request_id] = life
             self._close_decodes(life, number)
             life.decodes_from = number + 1
-            life.num_sat_out += 1
-            life.sat_out_ns += stats.ended_ns - last_ended_ns
+            if request_id in stats.counts.sat_out:
+                life.num_sat_out += 1
+                life.sat_out_ns += stats.ended_ns - last_ended_ns
             if life.last_token_ns is None:
                 life.last_token_ns = last_ended_ns
         for life in went_on.values():
             if life.phase is Phase.DECODE and life.last_token_ns is not None:
                 gap_ns = stats.ended_ns - life.last_token_ns
-                life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), has_sat_out=True))
+                life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), has_sat_out=life.num_sat_out > 0))
                 life.last_token_ns = None
 
     def _step_note(self, stats: StepStats) -> StepNote:
