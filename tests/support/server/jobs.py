@@ -13,7 +13,7 @@ import openai
 from penstock.config import ServerConfig
 from penstock.serve.jobs import runner
 from penstock.serve.jobs.runner import BatchRunner
-from support.server.harness import LiveServer, make_runtime, wait_until
+from support.server.harness import GatedExecutor, LiveServer, make_runtime, wait_until
 
 CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -57,6 +57,10 @@ def serving(folder: Path, executor=None, *, runtime=None, **config):
     try:
         with JobsServer(runtime, ServerConfig(**fields)) as server:
             yield server
+            if isinstance(executor, GatedExecutor):  # lines are given up first, and then a step that waits may end
+                server.server.request_shutdown()
+                wait_until(server.batches._closing.is_set)
+                executor.open()
     finally:
         runtime.close()
 
