@@ -138,19 +138,28 @@ def call(connection: http.client.HTTPConnection, method: str, path: str, body: d
 @contextmanager
 def browsing(log: Path) -> Iterator[Browser]:
     """A browser with a profile of its own, which is gone afterwards. `log`: where the driver writes."""
-    with subprocess.Popen(["chromedriver", "--port=0", f"--log-path={log}"], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
+    with driving(log) as port, closing(http.client.HTTPConnection("127.0.0.1", port, timeout=2 * TIMEOUT_S)) as connection:
+        session = call(connection, "POST", "/session", {"capabilities": {"alwaysMatch": capabilities()}})["sessionId"]
         try:
-            line = next(line for line in driver.stdout if "successfully on port" in line)
-            port = int(re.findall(r"\d+", line)[-1])
-            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=2 * TIMEOUT_S)) as connection:
-                session = call(connection, "POST", "/session", {"capabilities": {"alwaysMatch": capabilities()}})["sessionId"]
-                try:
-                    yield Browser(connection, session)
-                finally:
-                    call(connection, "DELETE", f"/session/{session}")
+            yield Browser(connection, session)
         finally:
-            driver.terminate()
+            call(connection, "DELETE", f"/session/{session}")
+
+
+@contextmanager
+def driving(log: Path) -> Iterator[int]:
+    """A driver, by its port. It wants one port of IPv4 and of IPv6, and ends if another process has either."""
+    for _ in range(5):
+        with subprocess.Popen(["chromedriver", "--port=0", f"--log-path={log}"], stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            try:
+                line = next((line for line in driver.stdout if "successfully on port" in line), None)
+                if line is not None:
+                    yield int(re.findall(r"\d+", line)[-1])
+                    return
+            finally:
+                driver.terminate()
+    raise AssertionError(f"the driver does not start: {log.read_text()}")
 
 
 def capabilities() -> dict[str, Any]:
