@@ -67,7 +67,7 @@ class Round:
     """Requests/s of the closed loop."""
     alone: People
     beside: People
-    """With a batch behind."""
+    """The same load while a batch runs."""
     batch_alone_tokens_per_s: float
 
 

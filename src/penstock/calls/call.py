@@ -280,7 +280,7 @@ class Terms:
     """False: a refusal is not told to the client, since another model is asked next."""
     priority: int = 0
     background: bool = False
-    """As `Request.background`. No client can ask for it."""
+    """As `Request.background`. Clients cannot set it."""
     cache_salt: bytes = b""
     waits: WaitTimes = NO_WAITS
     """Its waits so far, after its arrival."""

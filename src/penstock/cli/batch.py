@@ -79,8 +79,8 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
         raise PenstockError(f"{file} can't be run.\n{told}")
     usage = ended.usage
     click.echo(
-        f"{counted(ended.num_completed, 'answer')} in {output}; {usage.get('input_tokens', 0)} tokens of prompts, of which "
-        f"{usage.get('cached_tokens', 0)} were computed once for several; {usage.get('output_tokens', 0)} tokens of answers"
+        f"{counted(ended.num_completed, 'answer')} in {output}; {usage.get('input_tokens', 0)} prompt tokens, "
+        f"{usage.get('cached_tokens', 0)} of them from the cache; {usage.get('output_tokens', 0)} answer tokens"
     )
     if ended.num_failed:
         raise PenstockError(f"{counted(ended.num_failed, 'line')} failed.", remedy=f"See {errors}.")

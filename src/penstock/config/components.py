@@ -535,8 +535,8 @@ class ServerConfig(Component):
     batch_hours: str | None = setting(
         None, "Hours of the day in which lines of batches begin, such as 22-6.", default_doc="always"
     )
-    webhook_url: str | None = setting(None, "Address that is told when batches and responses in the background end.")
-    webhook_secret: str | None = setting(None, "Secret that signs what it is told: whsec_ and base64.")
+    webhook_url: str | None = setting(None, "URL that gets an event when a batch or a background response ends.")
+    webhook_secret: str | None = setting(None, "Secret that signs these events: whsec_ and base64.")
     response_ttl_s: float = duration(86400.0, "Time since its last use after which a kept response is forgotten.", minimum=1.0)
     explained_requests: int = count(
         1000,

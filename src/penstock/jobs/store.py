@@ -100,7 +100,7 @@ class File:
     id: str
     owner: Owner
     name: str
-    """As the client named it. Not a path here."""
+    """The client's name for it, never used as a path."""
     purpose: str
     num_bytes: int
     created_s: int
@@ -315,9 +315,11 @@ class Store:
     def add(self, file: File) -> None:
         """Add a file whose content is on the disk."""
         row = (file.id, _text(file.owner), file.name, file.purpose, file.num_bytes, file.created_s, file.expires_s)
-        columns = "id, owner, name, purpose, num_bytes, created_s, expires_s"
         with self._guard:
-            self._base.execute(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608 (as above)
+            self._base.execute(
+                "INSERT INTO files (id, owner, name, purpose, num_bytes, created_s, expires_s) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
 
     def delete(self, file: File) -> None:
         """Delete a file. Raises InUse."""
@@ -425,7 +427,7 @@ class Store:
         now_s: int = 0,
         uses: Mapping[tuple[Owner, str], int] = MappingProxyType({}),
     ) -> None:
-        """Write the records of responses, and delete those that are None, together.
+        """Write records of responses in one transaction. A record of None deletes the response.
 
         `ended`: kinds and subjects of events. `uses`: Unix times of the last use of responses.
         """
@@ -446,10 +448,13 @@ class Store:
         if not self._notes_events or not ended:
             return
         rows = [(kind, subject, now_s, now_s) for kind, subject in ended]
-        columns = "kind, subject, created_s, due_s, num_attempts"
-        self._base.executemany(f"INSERT INTO events ({columns}) VALUES (?, ?, ?, ?, 0)", rows)  # noqa: S608 (as above)
-        oldest = "SELECT number FROM events ORDER BY number DESC LIMIT 1 OFFSET ?"
-        self._base.execute(f"DELETE FROM events WHERE number <= ({oldest})", (MAX_EVENTS,))  # noqa: S608 (as above)
+        self._base.executemany(
+            "INSERT INTO events (kind, subject, created_s, due_s, num_attempts) VALUES (?, ?, ?, ?, 0)", rows
+        )
+        self._base.execute(
+            "DELETE FROM events WHERE number <= (SELECT number FROM events ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            (MAX_EVENTS,),
+        )
 
     def due_events(self, now_s: int, limit: int) -> list[Event]:
         with self._guard:

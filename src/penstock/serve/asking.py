@@ -297,9 +297,9 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 """Header with which a client sends a request again. OpenAI's sends it as one of `extra_headers`."""
 
 
-def repeated_name(scope: Scope, owner: Owner, data: bytes) -> str | None:
+def repeated_name(scope: Scope, config: ServerConfig, data: bytes) -> str | None:
     """Return a name that is the same when the owner sends this body again with the same `Idempotency-Key`, or None without."""
-    given = _value(scope, IDEMPOTENCY_KEY)
+    given, owner = _value(scope, IDEMPOTENCY_KEY), read_owner(scope, config)
     if not given:
         return None
     digest = hashlib.blake2b(digest_size=16)

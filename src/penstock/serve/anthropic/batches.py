@@ -14,13 +14,12 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.calls import call
 from penstock.jobs.store import INTERNAL, Batch, File, NoRoom, Owner, Store, new_id
 from penstock.serve.api import Parts, PlainText, Route
-from penstock.serve.asking import read_owner, repeated_name
+from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import unless_disk_fails
+from penstock.serve.jobs.files import owner_of, unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
 
 KIND, URL = "anthropic", "/v1/messages"
@@ -91,8 +90,8 @@ class MessageBatches:
     @unless_disk_fails
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
-        batches, owner = self._batches, self._owner(http)
-        name = repeated_name(http.scope, call.Owner(key=owner[0], tenant=owner[1]), data)
+        batches, owner = self._batches, owner_of(http, self._parts)
+        name = repeated_name(http.scope, self._parts.config, data)
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
@@ -145,7 +144,7 @@ class MessageBatches:
             raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
         if "after_id" in query and "before_id" in query:
             raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
-        store, owner = self._batches.store, self._owner(http)
+        store, owner = self._batches.store, owner_of(http, self._parts)
         goes_back = "before_id" in query
         place = query.get("before_id" if goes_back else "after_id")
 
@@ -198,13 +197,9 @@ class MessageBatches:
             raise ApiError(404, "The results were deleted.", code="not_found") from None
         return StreamingResponse(_results(paths), media_type="application/x-jsonl")
 
-    def _owner(self, http: HttpRequest) -> tuple[str, str]:
-        owner = read_owner(http.scope, self._parts.config)
-        return owner.key, owner.tenant
-
     async def _find(self, http: HttpRequest) -> Batch:
         batch_id, batches = http.path_params["batch_id"], self._batches
-        batch = await batches.on_disk(batches.store.batch, batch_id, self._owner(http), KIND)
+        batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http, self._parts), KIND)
         if batch is None:
             raise _not_found(batch_id)
         return batch

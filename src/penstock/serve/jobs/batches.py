@@ -12,13 +12,12 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.calls.call import Owner
 from penstock.jobs.store import Batch, NoFile, NoRoom, new_id
 from penstock.serve.api import Parts
 from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, Metadata, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import listed, owner_of, page_of, read_expiry, unless_disk_fails
+from penstock.serve.jobs.files import Page, listed, owner_of, page_of, read_expiry, unless_disk_fails
 from penstock.serve.jobs.runner import BatchRunner
 
 KIND = "openai"
@@ -100,12 +99,7 @@ class BatchObject(TypedDict):
     estimated_end_at: int | None
 
 
-class BatchList(TypedDict):
-    object: Literal["list"]
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+BatchList = Page[BatchObject]
 
 
 class BatchesEndpoint:
@@ -119,7 +113,7 @@ class BatchesEndpoint:
         body = await self._parts.off_loop.run(
             len(data), lambda: parse_body(data, BatchBody, self._parts.ignored), limit=INLINE_MAX_BYTES
         )
-        expiry, name = body.output_expires_after, repeated_name(http.scope, Owner(key=owner[0], tenant=owner[1]), data)
+        expiry, name = body.output_expires_after, repeated_name(http.scope, self._parts.config, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
@@ -155,7 +149,7 @@ class BatchesEndpoint:
             return store.batches(owner, KIND, after=after, limit=limit + 1)
 
         found = await self._batches.on_disk(read)
-        return listed([self._told(batch) for batch in found], limit)  # type: ignore[return-value]
+        return listed([self._told(batch) for batch in found], limit)
 
     @unless_disk_fails
     async def get(self, http: HttpRequest) -> BatchObject:

@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -46,12 +46,15 @@ class FileObject(TypedDict):
     status: Literal["processed"]
 
 
-class FileList(TypedDict):
+class Page(TypedDict, Generic[_Listed]):
     object: Literal["list"]
-    data: list[FileObject]
+    data: list[_Listed]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+FileList = Page[FileObject]
 
 
 class FileDeleted(TypedDict):
@@ -98,10 +101,10 @@ def page_of(http: HttpRequest, default: int, most: int) -> tuple[int, str | None
     return int(limit), http.query_params.get("after")
 
 
-def listed(data: list[_Listed], limit: int) -> dict[str, Any]:
-    """Return a page of a list, of which one more was read than the page has."""
+def listed(data: list[_Listed], limit: int) -> Page[_Listed]:
+    """Return a page of a list. `data` has one more than the page if others follow."""
     page = data[:limit]
-    ids = [one["id"] for one in page]
+    ids = [str(one["id"]) for one in page]
     return {
         "object": "list",
         "data": page,
@@ -158,7 +161,7 @@ class FilesEndpoint:
             return store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=order == "asc")
 
         files = await self._batches.on_disk(read)
-        return listed([_told(one) for one in files], limit)  # type: ignore[return-value]
+        return listed([_told(one) for one in files], limit)
 
     @unless_disk_fails
     async def get(self, http: HttpRequest) -> FileObject:

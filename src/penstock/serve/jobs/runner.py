@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,7 +30,7 @@ import msgspec
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
-from penstock.jobs.disk import remove
+from penstock.jobs.disk import remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
 from penstock.serve.asking import BACKGROUND_KEY
@@ -324,7 +323,7 @@ class BatchRunner:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
         elif status == "failed":  # its answers so far stay, if the books of them are lost
             paths = [self.store.content(file_id) for file_id in (batch.output_file, batch.error_file)]
-            sizes = await self.on_disk(lambda: (_size(paths[0]), _size(paths[1])))
+            sizes = await self.on_disk(lambda: (size_of(paths[0]), size_of(paths[1])))
         asked = await self.on_disk(self.store.file, batch.input_file, batch.owner)
         purpose = OUTPUT if asked is None or asked.purpose != INTERNAL else INTERNAL
         expires_s = None if batch.files_expire_s is None else now_s + batch.files_expire_s
@@ -509,10 +508,6 @@ class _Turns:
     def _limit(self) -> int:
         loads = [running.engine.load() for running in self._deployment.running]
         return max([MIN_UNDER_WAY, *[2 * (load.num_running + load.num_rows_free) for load in loads]])
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

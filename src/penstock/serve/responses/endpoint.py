@@ -77,7 +77,7 @@ class ResponsesEndpoint:
         if body.request_id is not None:
             identity_of(http.scope).adopt(body.request_id)
         owner = read_owner(http.scope, self._config)
-        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, owner, data)) is not None:
+        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, self._config, data)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return _json((await self._store.get(owner, f"resp_{name}")).response)
             http.scope[NAME_KEY] = name
