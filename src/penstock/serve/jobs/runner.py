@@ -337,10 +337,10 @@ class BatchRunner:
         output_file, error_file = [one if one in kept else "" for one in (batch.output_file, batch.error_file)]
         ended = replace(batch.turned(status, now_s), output_file=output_file, error_file=error_file)
         await self.on_disk(self.store.end, ended, files)
-        running.batch = ended
         if asked is not None and purpose == INTERNAL:
             with contextlib.suppress(sqlite3.Error, OSError):  # else the next start deletes it
                 await self.on_disk(self.store.delete, asked)
+        running.batch = ended  # told from now on
         await self._let_go(running)
         await self.on_disk(remove, [self.store.content(one) for one in {batch.output_file, batch.error_file} - kept])
 
