@@ -292,7 +292,6 @@ void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>&
     in.logit_slots = logit_slots.data();
     in.tokens = tokens.data();
     in.tokens_stride = static_cast<int64_t>(tokens.shape(1));
-    in.num_tokens_of_slot = num_tokens.data();
     in.num_prompt_of_slot = num_prompt_tokens.data();
     nb::gil_scoped_release release;
     self.run_step(in);

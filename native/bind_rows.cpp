@@ -78,23 +78,30 @@ class NamedRows {
         });
     }
 
-    void plan(const nb::tuple& rows, const nb::tuple& saves) {
+    void plan(const nb::tuple& rows, const nb::tuple& saves, const nb::dict& guesses) {
         table_.begin_step();
+        size_t num_guessed = 0;
         sampled_.clear();
         scored_.clear();
         for (nb::handle row : rows) {
             nb::object name = nb::getattr(row, fields_.request_id);
-            const bool samples = nb::cast<int>(nb::getattr(row, fields_.samples)) > 0;  // of several it samples one
+            const bool samples = nb::cast<int>(nb::getattr(row, fields_.samples)) > 0;
+            PyObject* const guessed = guesses.size() == 0 ? nullptr : PyDict_GetItemWithError(guesses.ptr(), name.ptr());
+            if (guessed == nullptr && PyErr_Occurred()) throw nb::python_error();
             told(name, [&] {
+                guesses_.clear();
+                if (guessed != nullptr) to_ints(guessed, guesses_);
+                num_guessed += guessed != nullptr;
                 to_ints(nb::getattr(row, fields_.new_block_ids), scratch_);
                 const int64_t context_len = to_int(nb::getattr(row, fields_.context_len));
                 const int64_t query_len = to_int(nb::getattr(row, fields_.query_len));
-                table_.add_row(slot_of(name), context_len, query_len, scratch_, samples);
+                table_.add_row(slot_of(name), context_len, query_len, scratch_, samples, guesses_);
                 return 0;
             });
             if (const auto [first, count] = table_.scored_of_row(); count > 0) scored_.push_back({name, first, count});
             if (samples) sampled_.push_back(std::move(name));
         }
+        if (num_guessed != guesses.size()) throw std::invalid_argument("a guess is of a row that is not in the step");
         for (nb::handle save : saves) {
             const nb::object name = save.attr("request_id");
             told(name, [&] {
@@ -115,12 +122,15 @@ class NamedRows {
             }
             ++num_found;
             told(sampled_[i], [&] {
+                const int sample = static_cast<int>(i), num_masks = table_.num_guesses(sample) + 1;
                 const auto num_bytes = static_cast<size_t>(table_.mask_words()) * sizeof(uint32_t);
-                if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_Size(mask)) != num_bytes)
-                    throw std::invalid_argument("has a mask that is not " + std::to_string(num_bytes) + " bytes");
+                if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_Size(mask)) != num_masks * num_bytes)
+                    throw std::invalid_argument("has a mask that is not " + std::to_string(num_masks * num_bytes) + " bytes");
                 mask_.resize(static_cast<size_t>(table_.mask_words()));
-                std::memcpy(mask_.data(), PyBytes_AsString(mask), num_bytes);
-                table_.restrict(static_cast<int>(i), mask_.data());
+                for (int guess = 0; guess < num_masks; ++guess) {
+                    std::memcpy(mask_.data(), PyBytes_AsString(mask) + guess * num_bytes, num_bytes);
+                    table_.restrict(sample, guess, mask_.data());
+                }
                 return 0;
             });
         }
@@ -151,11 +161,16 @@ class NamedRows {
         }
         table_.append_sampled(engine.samples());
         for (size_t i = 0; i < sampled_.size(); ++i) {
-            const int token = engine.samples()[static_cast<size_t>(table_.logit_of(static_cast<int>(i)))].token;
-            if (token < 0) {
+            const SampleResult* const drawn = engine.samples().data() + table_.logit_of(static_cast<int>(i));
+            const int num_drawn = table_.num_appended(static_cast<int>(i));
+            if (drawn->token < 0) {
                 failed.append(sampled_[i]);
+            } else if (num_drawn == 1) {
+                tokens[sampled_[i]] = nb::make_tuple(drawn->token);
             } else {
-                tokens[sampled_[i]] = nb::make_tuple(token);
+                nb::list several;
+                for (int j = 0; j < num_drawn; ++j) several.append(drawn[j].token);
+                tokens[sampled_[i]] = nb::tuple(several);
             }
         }
         return nb::make_tuple(tokens, failed);
@@ -190,9 +205,9 @@ class NamedRows {
     }
 
     nb::list sampled_logits() const {
-        nb::list indices;
-        for (int i = 0; i < table_.num_samples(); ++i) indices.append(table_.logit_of(i));
-        return indices;
+        nb::list ranges;
+        for (int i = 0; i < table_.num_samples(); ++i) ranges.append(nb::make_tuple(table_.logit_of(i), table_.num_appended(i)));
+        return ranges;
     }
 
     nb::list scored() const {
@@ -264,7 +279,7 @@ class NamedRows {
     nb::dict slots_;                   // request id -> slot
     std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
     std::vector<Scored> scored_;       // rows of the step that tell of their prompts
-    std::vector<int32_t> scratch_, state_, source_;
+    std::vector<int32_t> scratch_, state_, source_, guesses_;
     std::vector<uint32_t> mask_;  // the bytes of one, where words may lie
 };
 
@@ -284,16 +299,18 @@ void bind_rows(nb::module_& m) {
             "window"_a, "is_one_pass"_a = false, "max_scored"_a = 0, "num_state_blocks"_a = 0)
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
-        .def("plan", &NamedRows::plan, "rows"_a, "saves"_a = nb::tuple(), "Describes a step of `RowPlan`s, after its releases and admits.")
+        .def("plan", &NamedRows::plan, "rows"_a, "saves"_a = nb::tuple(), "guesses"_a = nb::dict(),
+             "Describes a step of `RowPlan`s, after its releases and admits.")
         .def("begin", &NamedRows::begin, "engine"_a, "Begin a step of those rows, whose masks come later.")
         .def("restrict", &NamedRows::restrict, "engine"_a, "masks"_a,
-             "What rows of the planned step may sample: {request id: bytes}, a bit for each token; for that step alone.")
+             "What rows of the planned step may sample: {request id: bytes}, a bit for each token, and as much after each guess.")
         .def("run", &NamedRows::run, "engine"_a,
-             "Computes the planned step, without the GIL. ({request id: (token,)}, [request ids without a usable logit]).")
+             "Computes the planned step, without the GIL. ({request id: tokens}, [request ids without a usable logit]).")
         .def("read", &NamedRows::read, "engine"_a,
              "The same for texts: ({request id: answer, as the bytes of float32}, [request ids with one that is no finite number]).")
         .def("sampled", &NamedRows::sampled, "Request ids of the rows that sample in the planned step, in its order.")
-        .def("sampled_logits", &NamedRows::sampled_logits, "Where the logits of each of them are among all of the step.")
+        .def("sampled_logits", &NamedRows::sampled_logits,
+             "Of each of them, after the step: its first logits among all of the step, and by how many tokens it grew.")
         .def("scored", &NamedRows::scored, "Rows of the planned step that tell of their prompts: (request id, their first logits, how many).")
         .def("arrays", &NamedRows::arrays,
              "Of the planned step: row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, logit_tokens,\n"

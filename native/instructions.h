@@ -183,7 +183,6 @@ struct StepInput {
     const int32_t* logit_slots;   // slot of each row of logits [S]
     const int32_t* tokens;        // [max_rows, tokens_stride]
     int64_t tokens_stride;
-    const int32_t* num_tokens_of_slot;  // [max_rows]
     const int32_t* num_prompt_of_slot;  // [max_rows]
     const int32_t* logit_targets = nullptr;  // [S]: a token of the prompt whose log-probability is told, and -1 of rows that sample; null: all sample
     const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
@@ -195,6 +194,8 @@ struct StepInput {
     const StateSave* saves = nullptr;      // [num_saves], those of one row in order of tokens
     int32_t num_saves = 0;
 
+    // How many tokens of its row come before the one that is drawn of a row of logits.
+    int32_t num_tokens_before(int row) const { return positions[logit_tokens[row]] + 1; }
     // The row of a token, as its index among those of the step.
     int row_of(int64_t token) const {
         return static_cast<int>(std::upper_bound(query_start_loc, query_start_loc + num_rows, token) - query_start_loc) - 1;
@@ -215,7 +216,7 @@ struct EngineShape {
     KvFormat kv_format;
     // Recurrent state (short_conv.h): of so many layers, each with so many columns of so many numbers in a block.
     int32_t num_states = 0, state_columns = 0, state_width = 0;
-    int32_t max_scored = 0;  // positions of prompts that have logits in a step, beside a row each that samples
+    int32_t max_scored = 0;  // positions of prompts, and guesses, that have logits in a step, beside a row each that samples
     uint64_t memory_nodes = 0;  // over which weights and KV cache are spread: MemoryNodes in packing.h
     // A row's recurrent state in blocks of its own (recurrence.h): so many lines, each of so many floats.
     int64_t num_state_lines = 0;

@@ -116,7 +116,7 @@ void Logits::draw(int row, int member) {
             return score_token(logits_ + row * width_, shape_.vocab_size, target, sampling_[slot].num_prompt_logprobs, scratch, samples_[row]);
         }
         sample_row(logits_ + row * width_, shape_.vocab_size, sampling_[slot], mask_of(row),
-                   input_.tokens + slot * input_.tokens_stride, input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch,
+                   input_.tokens + slot * input_.tokens_stride, input_.num_tokens_before(row), input_.num_prompt_of_slot[slot], scratch,
                    samples_[row]);
     } catch (const std::bad_alloc&) {  // must not leave the task; `end_step` tells it
         scratch = SamplerScratch{};

@@ -38,7 +38,6 @@ RowTable::RowTable(const RowTableShape& shape)
     blocks_ = zeroed(shape.max_rows * block_stride_);
     if (shape.num_state_blocks > 0) states_ = zeroed(2 * int64_t{shape.max_rows} * shape.num_state_blocks);
     rows_.resize(static_cast<size_t>(shape.max_rows));
-    num_tokens_.resize(rows_.size());
     num_prompt_.resize(rows_.size());
     second_at_.resize(rows_.size());
     adapters_.resize(rows_.size());
@@ -75,7 +74,6 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
            static_cast<int32_t>(state.size()), static_cast<int32_t>(source.size()), false, is_padding};
     std::copy(source.begin(), source.end(), std::copy(state.begin(), state.end(), state_of(slot)));
     std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
-    num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
     second_at_[static_cast<size_t>(slot)] = static_cast<int32_t>(second_at);
     adapters_[static_cast<size_t>(slot)] = adapter;
@@ -88,7 +86,7 @@ void RowTable::release(int slot) {
     Row& row = known(slot);
     // Tokens stay behind, out of reach; block ids go, so that a stale one can't be mistaken for a row's own.
     std::fill_n(blocks_of(slot), row.num_blocks, 0);
-    num_tokens_[static_cast<size_t>(slot)] = num_prompt_[static_cast<size_t>(slot)] = 0;
+    num_prompt_[static_cast<size_t>(slot)] = 0;
     row = {};
     free_slots_.push_back(slot);
 }
@@ -113,10 +111,11 @@ void RowTable::check_state_blocks(const std::vector<int32_t>& blocks) const {
 
 void RowTable::begin_step() {
     ++num_steps_;
-    for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_, &logit_targets_, &sample_logits_}) {
+    for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_, &logit_targets_}) {
         array->clear();
     }
-    num_scored_ = num_row_scored_ = 0;
+    samples_.clear();
+    num_guesses_ = num_scored_ = num_row_scored_ = 0;
     slot_mapping_.clear();
     masks_.clear();
     row_states_.clear();
@@ -124,14 +123,21 @@ void RowTable::begin_step() {
     query_start_loc_.assign(1, 0);
 }
 
-void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples) {
+void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples,
+                       const std::vector<int32_t>& guesses) {
     Row& row = known(slot);
+    const auto num_guesses = static_cast<int32_t>(guesses.size());
+    const int64_t num_tokens = row.num_tokens + num_guesses;
     require(row.last_step != num_steps_, "has two rows in one step");
     require(query_len > 0, "computes no token");
     require(context_len == row.num_computed, "has a context_len unlike what was computed");
-    require(query_len <= row.num_tokens - context_len, "computes tokens that are not known");
+    require(query_len <= num_tokens - context_len, "computes tokens that are not known");
     const int64_t end = context_len + query_len;
-    require(end == row.num_tokens || !samples, "samples before its last token");
+    require(end == num_tokens || !samples, "samples before its last token");
+    require(guesses.empty() || samples, "has guesses and samples nothing");
+    require(guesses.empty() || (!shape_.is_one_pass && shape_.num_state_blocks == 0), "has guesses, and a state that can't go back");
+    require(num_guesses <= shape_.max_scored - num_scored_ - num_guesses_, "has more guesses than max_scored");
+    for (const int32_t token : guesses) require(token >= 0 && token < shape_.vocab_size, "has a guess outside the vocabulary");
     if (shape_.is_one_pass) require(row.is_padding || (samples && query_len == row.num_tokens), "does not compute its whole text");
     require(end <= shape_.max_model_len, "is longer than max_model_len");
     require(query_len <= shape_.max_step_tokens - static_cast<int64_t>(token_ids_.size()), "exceeds max_step_tokens");
@@ -145,6 +151,8 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
     }
     row.last_step = num_steps_;
     row.num_computed = static_cast<int32_t>(end);
+    num_guesses_ += num_guesses;
+    std::copy(guesses.begin(), guesses.end(), tokens_of(slot) + row.num_tokens);
     row_slots_.push_back(slot);
     context_lens_.push_back(static_cast<int32_t>(context_len));
     const int32_t *tokens = tokens_of(slot), *blocks = blocks_of(slot);
@@ -158,10 +166,12 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
     num_row_scored_ = 0;
     if (row.num_scored >= 0) score(slot, context_len, end);
     if (samples) {
-        if (num_scored_ > 0) logit_targets_.push_back(-1);
-        sample_logits_.push_back(static_cast<int32_t>(logit_tokens_.size()));
-        logit_tokens_.push_back(static_cast<int32_t>(token_ids_.size()) - 1);
-        logit_slots_.push_back(slot);
+        samples_.push_back({slot, static_cast<int32_t>(logit_tokens_.size()), num_guesses});
+        for (int32_t left = num_guesses; left >= 0; --left) {
+            if (num_scored_ > 0) logit_targets_.push_back(-1);
+            logit_tokens_.push_back(static_cast<int32_t>(token_ids_.size()) - 1 - left);
+            logit_slots_.push_back(slot);
+        }
     }
 }
 
@@ -184,7 +194,7 @@ void RowTable::score(int slot, int64_t context_len, int64_t end) {
     const int64_t begin = std::max<int64_t>(context_len, row.num_scored);
     const int64_t count = std::min<int64_t>(end, row.num_prompt - 1) - begin;
     if (count <= 0) return;
-    require(count <= shape_.max_scored - num_scored_, "scores more positions than max_scored");
+    require(count <= shape_.max_scored - num_scored_ - num_guesses_, "scores more positions than max_scored");
     if (num_scored_ == 0) logit_targets_.assign(logit_tokens_.size(), -1);
     first_scored_ = static_cast<int32_t>(logit_tokens_.size());
     num_row_scored_ = static_cast<int32_t>(count);
@@ -199,15 +209,16 @@ void RowTable::score(int slot, int64_t context_len, int64_t end) {
 
 void RowTable::expect_masks() {
     masks_.assign(logit_tokens_.size(), nullptr);
-    mask_bits_.resize(static_cast<size_t>(num_samples()) * static_cast<size_t>(mask_words()));
+    mask_bits_.resize(logit_tokens_.size() * static_cast<size_t>(mask_words()));
 }
 
-void RowTable::restrict(int sample, const uint32_t* mask) {
-    require(sample >= 0 && sample < num_samples(), "does not sample");
+void RowTable::restrict(int sample, int guess, const uint32_t* mask) {
+    require(sample >= 0 && sample < num_samples() && guess >= 0 && guess <= num_guesses(sample), "does not sample");
     require(!masks_.empty(), "has a mask that nobody expects");
-    uint32_t* bits = mask_bits_.data() + int64_t{sample} * mask_words();
+    const int logit = logit_of(sample) + guess;
+    uint32_t* bits = mask_bits_.data() + int64_t{logit} * mask_words();
     std::copy(mask, mask + mask_words(), bits);
-    masks_[static_cast<size_t>(logit_of(sample))] = bits;
+    masks_[static_cast<size_t>(logit)] = bits;
 }
 
 StepInput RowTable::input() const {
@@ -233,7 +244,6 @@ StepInput RowTable::input() const {
     if (shape_.is_one_pass) return in;
     in.tokens = tokens_.get();
     in.tokens_stride = token_stride_;
-    in.num_tokens_of_slot = num_tokens_.data();
     in.num_prompt_of_slot = num_prompt_.data();
     in.logit_targets = num_scored_ > 0 ? logit_targets_.data() : nullptr;
     in.masks = masks_.empty() ? nullptr : masks_.data();
@@ -242,13 +252,20 @@ StepInput RowTable::input() const {
 
 void RowTable::append_sampled(const std::vector<SampleResult>& samples) {
     require(samples.size() == logit_slots_.size(), "the step has another number of samples");
-    for (const int32_t logit : sample_logits_) {
-        const auto i = static_cast<size_t>(logit);
-        const int slot = logit_slots_[i];
-        Row& row = rows_[static_cast<size_t>(slot)];
-        require(row.num_tokens <= shape_.max_model_len, "has no place for another token: the step was run twice");
-        tokens_of(slot)[row.num_tokens++] = samples[i].token;
-        num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
+    for (Sample& sample : samples_) {
+        Row& row = rows_[static_cast<size_t>(sample.slot)];
+        require(sample.num_appended == 0, "has no place for another token: the step was run twice");
+        int32_t* const next = tokens_of(sample.slot) + row.num_tokens;
+        bool holds = true;
+        for (int i = 0; holds && i <= sample.num_guesses; ++i) {
+            const int32_t token = samples[static_cast<size_t>(sample.first_logit + i)].token;
+            if (i > 0 && token < 0) break;  // the next step meets it again, where it can be told
+            holds = i < sample.num_guesses && token == next[i];
+            next[i] = token;
+            ++sample.num_appended;
+        }
+        row.num_tokens += sample.num_appended;
+        row.num_computed -= sample.num_guesses + 1 - sample.num_appended;
     }
 }
 

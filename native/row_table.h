@@ -18,7 +18,7 @@ struct RowTableShape {
     int32_t num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size;
     int32_t window;  // 0, or how many last positions a row reads
     bool is_one_pass = false;  // each row is a text, computed whole in one step, and nothing is appended to it
-    int32_t max_scored = 0;    // positions of prompts that are scored in one step
+    int32_t max_scored = 0;    // positions of prompts that are scored, and guesses, in one step
     int32_t num_state_blocks = 0;  // of a row's recurrent state; 0: it has none of its own
 };
 
@@ -39,28 +39,35 @@ class RowTable {
               const std::vector<int32_t>& state = {}, const std::vector<int32_t>& source = {});
     void release(int slot);
 
-    // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
+    // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens. The last of them may be
+    // `guesses` of what follows the tokens that are known: the row then samples after each of them, too.
     void begin_step();
-    void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples);
+    void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples,
+                 const std::vector<int32_t>& guesses = {});
     // After the rows: a copy of the state of one of them.
     void add_save(int slot, int64_t position, const std::vector<int32_t>& blocks);
     // Makes room for masks, which `input` then points to. `restrict` may follow when others read them no sooner.
     void expect_masks();
     // After that: the tokens that the i-th row that samples may sample, a bit for each token of the vocabulary, [mask_words()].
-    void restrict(int sample, const uint32_t* mask);
+    // `guess`: after how many of its guesses.
+    void restrict(int sample, int guess, const uint32_t* mask);
     bool is_one_pass() const { return shape_.is_one_pass; }
     int num_state_blocks() const { return shape_.num_state_blocks; }
     int mask_words() const { return (shape_.vocab_size + 31) / 32; }
     // Points into this table; valid until it changes. Of texts nothing is to be sampled.
     StepInput input() const;
     // Rows of the step that sample, in its order.
-    int num_samples() const { return static_cast<int>(sample_logits_.size()); }
-    // Where the logits of the i-th of them are among all of the step.
-    int logit_of(int sample) const { return sample_logits_[static_cast<size_t>(sample)]; }
+    int num_samples() const { return static_cast<int>(samples_.size()); }
+    // Where the logits of the i-th of them are among all of the step: the first, before those after its guesses.
+    int logit_of(int sample) const { return samples_[static_cast<size_t>(sample)].first_logit; }
+    int num_guesses(int sample) const { return samples_[static_cast<size_t>(sample)].num_guesses; }
     // The logits of the row that was added last which score its prompt: the first, and how many.
     std::pair<int, int> scored_of_row() const { return {first_scored_, num_row_scored_}; }
-    // After the step was computed: each of those rows grows by its token; -1 for a row that failed, and must be released.
+    // After the step was computed: each of those rows grows by its token, and by those after its guesses as long as these hold.
+    // The token is -1 for a row that failed, and must be released.
     void append_sampled(const std::vector<SampleResult>& samples);
+    // After that: by how many tokens the i-th row that samples has grown.
+    int num_appended(int sample) const { return samples_[static_cast<size_t>(sample)].num_appended; }
 
     // Whether an engine has room for every step of this table.
     bool fits(const EngineShape& engine) const;
@@ -77,6 +84,10 @@ class RowTable {
         void operator()(int32_t* memory) const;
     };
     using Table = std::unique_ptr<int32_t[], Release>;
+
+    struct Sample {
+        int slot, first_logit, num_guesses, num_appended = 0;
+    };
 
     static Table zeroed(int64_t count);
     Row& known(int slot);
@@ -95,18 +106,18 @@ class RowTable {
     Table states_;  // [max_rows, 2, num_state_blocks]: a row's own, and where its first step reads
     std::vector<Row> rows_;
     std::vector<int32_t> free_slots_;
-    std::vector<int32_t> num_tokens_, num_prompt_;  // [max_rows], for the sampler
+    std::vector<int32_t> num_prompt_;  // [max_rows], for the sampler
     std::vector<int32_t> second_at_;                // [max_rows]
     std::vector<int64_t> adapters_;                 // [max_rows]
     // The step.
     int64_t num_steps_ = 0;
     std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_, logit_targets_;
-    std::vector<int32_t> sample_logits_;
-    int32_t num_scored_ = 0, first_scored_ = 0, num_row_scored_ = 0;
+    std::vector<Sample> samples_;
+    int32_t num_guesses_ = 0, num_scored_ = 0, first_scored_ = 0, num_row_scored_ = 0;
     std::vector<int64_t> slot_mapping_;
     std::vector<RowState> row_states_;  // of each row; empty without states
     std::vector<StateSave> saves_;
-    std::vector<uint32_t> mask_bits_;     // [num_samples(), mask_words()] if any row has one
+    std::vector<uint32_t> mask_bits_;     // [num_logits, mask_words()] if any row has one
     std::vector<const uint32_t*> masks_;  // of each logit, into them, or null; empty if no row has one
 };
 

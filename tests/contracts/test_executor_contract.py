@@ -12,7 +12,7 @@ from penstock.engine.ports import BlockMover
 from penstock.types.plan import PaddingId, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import TokenLogprobs
-from penstock.types.sampling import BeamParams
+from penstock.types.sampling import BeamParams, SamplingParams
 from support.contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, mask_of, request
 from support.hash_matcher import HashMatcher
 
@@ -486,6 +486,93 @@ class TestSteps:
 
 
 FOLLOWING = replace(GREEDY, follows_grammar=True)
+
+
+class TestGuesses:
+    """Guesses change how many tokens a step gives, and nothing else."""
+
+    @pytest.fixture(autouse=True)
+    def _can_guess(self, harness: Harness) -> None:
+        if not harness.make().capacity.checks_guesses:
+            pytest.skip("this executor does not check guesses")
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            GREEDY,
+            replace(GREEDY, logprobs=3),
+            replace(GREEDY, temperature=1.0, seed=5),
+            replace(GREEDY, temperature=0.8, seed=6, top_k=5, repetition_penalty=1.7, frequency_penalty=1.5, logprobs=2),
+            replace(GREEDY, min_tokens=6, stop_token_ids=(11, 12, 13)),
+        ],
+        ids=["greedy", "greedy with logprobs", "sampled", "with penalties", "with a least length"],
+    )
+    @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+    def test_tokens_are_those_of_single_steps(self, harness: Harness, sampling: SamplingParams, num_right: int) -> None:
+        prompt, company = harness.prompt(harness.block_size - 2), harness.prompt(3, seed=2)
+        num_prompt, feed = len(prompt), Feed(harness.make())
+        rows = [RowPlan("a", 0, num_prompt, (), 1)]
+        singles = [feed.step(rows, [admit("a", prompt, [1, 2], sampling=sampling)])]
+        singles += [feed.step([RowPlan("a", num_prompt + idx, 1, (), 1)]) for idx in range(6)]
+        tokens = [token_id for result in singles for token_id in result.token_ids["a"]]
+        entries = [entry for result in singles for entry in result.logprobs.get("a", ())]
+
+        feed = Feed(harness.make())
+        admits = [admit("a", prompt, [1, 2], sampling=sampling), admit("b", company, [3])]
+        found = [feed.step([*rows, RowPlan("b", 0, 3, (), 1)], admits)]
+        wrong = next(token_id for token_id in range(20, 99) if token_id not in tokens)
+        guesses = (*tokens[1 : 1 + num_right], *[wrong] * (3 - num_right))
+        planned = [RowPlan("a", num_prompt, 4, (), 4), RowPlan("b", 3, 1, (), 1)]
+        found.append(feed.step(planned, guesses={"a": guesses}))
+        assert len(found[-1].token_ids["a"]) == num_right + 1
+        context_len = num_prompt + 1 + num_right
+        while context_len < num_prompt + 6:
+            found.append(feed.step([RowPlan("a", context_len, 1, (), 1)]))
+            context_len += 1
+        assert [token_id for result in found for token_id in result.token_ids["a"]] == tokens
+        assert [entry for result in found for entry in result.logprobs.get("a", ())] == entries
+        others = [token_id for result in found for token_id in result.token_ids.get("b", ())]
+        assert others == harness.answer(company)[:2]
+
+    def test_each_place_has_a_mask_of_its_own(self, harness: Harness) -> None:
+        feed = Feed(harness.make())
+        masks = [mask_of([token_id], harness.vocab_size) for token_id in (17, 18, 19, 20)]
+        feed.step(
+            [RowPlan("a", 0, 3, (), 1)], [admit("a", harness.prompt(3), [1, 2], sampling=FOLLOWING)], masks={"a": masks[0]}
+        )
+        planned, guesses = [RowPlan("a", 3, 4, (), 4)], {"a": (18, 19, 40)}
+        result = feed.step(planned, masks={"a": b"".join([*masks[1:], masks[0]])}, guesses=guesses)
+        assert result.token_ids["a"] == (18, 19, 20), "the last guess is not allowed"
+        with pytest.raises(ValueError, match="bytes"):
+            feed.step([RowPlan("a", 6, 2, (), 2)], masks={"a": masks[0]}, guesses={"a": (17,)})
+
+    @pytest.mark.parametrize(
+        ("row", "guesses"),
+        [
+            (RowPlan("a", 3, 2, (), 2), {"a": (10**6,)}),
+            (RowPlan("a", 3, 2, (), 2), {"a": (-1,)}),
+            (RowPlan("a", 3, 2, (), 2), {"b": (20,)}),
+            (RowPlan("a", 3, 2, (), 2), {}),
+            (RowPlan("a", 3, 1, (), 1), {"a": (20,)}),
+            (RowPlan("a", 3, 2, (), 0), {"a": (20,)}),
+        ],
+    )
+    def test_guesses_that_break_the_contract_are_refused(
+        self, harness: Harness, row: RowPlan, guesses: dict[str, tuple[int, ...]]
+    ) -> None:
+        feed = Feed(harness.make())
+        feed.step([RowPlan("a", 0, 3, (), 1)], [admit("a", harness.prompt(3), [1])])
+        with pytest.raises(BROKEN):
+            feed.step([row], guesses=guesses)
+
+    def test_more_guesses_than_there_are_logits_for_are_refused(self, harness: Harness) -> None:
+        feed = Feed(harness.make())
+        num = feed.executor.capacity.max_scored + 1
+        if 4 + num > 5 * harness.block_size:
+            pytest.skip("there are logits for more guesses than a row has room for")
+        feed.step([RowPlan("a", 0, 3, (), 1)], [admit("a", harness.prompt(3), range(1, 6))])
+        with pytest.raises(BROKEN):
+            feed.step([RowPlan("a", 3, 1 + num, (), 1 + num)], guesses={"a": (20,) * num})
 
 
 class TestGrammars:

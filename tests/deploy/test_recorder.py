@@ -43,6 +43,7 @@ def config_of(record: Path, preset: str = "penstock", **server: Any) -> Config:
             max_num_batched_tokens=32,
             batch_window_s=0.003 if preset in ("static", "dynamic") else None,
             max_batch_size=3 if preset in ("static", "dynamic") else None,
+            speculation="off",  # a recording does not have the words, so their guesses can't be made again
         ),
         server=ServerConfig(record=str(record), **server),
     )

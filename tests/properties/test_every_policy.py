@@ -8,6 +8,7 @@ cancelled and others that come late, adapters that half of them have. The tables
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
@@ -21,9 +22,11 @@ from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 from support.fake_adapters import FakeAdapters, make_adapter
+from support.half_right import HalfRight
 from support.strategies import EOS_TOKEN_ID, MODEL
 
-CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
+CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100, max_scored=20)
+GUESSERS = ("off", "suffix", "half right")
 EAGER = Watermark(share=0.0, growth_tokens=0)
 """Keeps no memory back, so that requests are preempted."""
 LONG = {"long_prefill_token_threshold": 8, "max_long_partial_prefills": 1}
@@ -96,10 +99,12 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
     names = [name for name in TABLES["budget"] if (name == "hold-step") == (order == "calls")]
     budgets: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in names), ("itl", LONG)]
     evictions = cycle(TABLES["eviction"])  # each with some of the others: who runs does not depend on what it names
+    guessers = cycle(GUESSERS)
+    capacity = replace(CAPACITY, checks_guesses=depth == 1)
     every = list(product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"]))
     combinations = every[list(TABLES["order"]).index(order) % 2 :: 2]  # the next order has the others
     for seed, ((budget, settings), reserve, victim) in enumerate(combinations):
-        eviction = next(evictions)
+        eviction, guesser = next(evictions), next(guessers)
         account = Account()
         policies = make_policies(
             gate=gate,
@@ -108,13 +113,14 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
             reserve=reserve,
             victim=victim,
             eviction=eviction,
+            guesser=HalfRight(MODEL, capacity, seed=seed) if guesser == "half right" else guesser,
             settings={"budget": settings},
         )
-        core = make_core(CAPACITY, policies, observer=account, adapters=make_adapters())
-        executor = HashExecutor(CAPACITY, model=MODEL, depth=depth, seed=seed)
+        core = make_core(capacity, policies, observer=account, adapters=make_adapters())
+        executor = HashExecutor(capacity, model=MODEL, depth=depth, seed=seed)
         requests = make_requests()
         outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
-        case = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}, {eviction}"
+        case = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}, {eviction}, {guesser}"
         for idx, request in enumerate(requests):
             outcome = outcomes[request.request_id]
             expected = expected_tokens(

@@ -166,7 +166,7 @@ class TestLoading:
         ]
 
     def test_arguments_of_no_seam_list_those_that_there_are(self):
-        with pytest.raises(ConfigError, match=r"no seam called 'policy'. Valid: budget, eviction, gate, order"):
+        with pytest.raises(ConfigError, match=r"no seam called 'policy'. Valid: budget, eviction, gate, guesser, order"):
             make_policies(arguments={"policy": {"x": 1}})
 
     def test_what_was_chosen_is_said_in_words(self, file: str):

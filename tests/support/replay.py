@@ -1,8 +1,8 @@
 """A replay of recordings: brings what a recording has to a real core again, at the same instants, and compares the plans.
 
 Arrivals, cancels and the begins and ends of steps are the recording's; every decision is made anew. The words of prompts are
-not known: equal blocks get equal tokens, others their own. Recordings with beam searches, grammars, adapters or tiers can't be
-replayed.
+not known: equal blocks get equal tokens, others their own. Recordings with beam searches, grammars, adapters, guesses or tiers
+can't be replayed.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from support.fake_adapters import FakeAdapters, make_adapter
+from support.half_right import HalfRight
 from support.hash_matcher import HashMatcher
 from support.memory_store import Faults, MemoryStore
 
@@ -243,7 +244,10 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
     )
     lora = draw(loras()) if has_adapters else None
     num_needed = unlimited.most_blocks(max_model_len - 1) + (0 if lora is None else lora.max_pages)
-    capacity = replace(unlimited, num_blocks=1 + num_needed + draw(st.integers(0, num_needed)))
+    depth = 1 if num_state_blocks else draw(st.sampled_from([1, 2, 2]))
+    checks_guesses = depth == 1 and not (num_state_blocks or unlimited.has_state) and draw(st.booleans())
+    num_blocks = 1 + num_needed + draw(st.integers(0, num_needed))
+    capacity = replace(unlimited, num_blocks=num_blocks, checks_guesses=checks_guesses)
     policies = make_policies(
         gate=draw(gates(max_batch_size)) if max_batch_size else "continuous",
         order=draw(st.sampled_from(sorted(TABLES["order"]))),
@@ -251,11 +255,11 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         reserve=draw(reserves()),
         victim=draw(st.sampled_from(sorted(TABLES["victim"]))),
         eviction=draw(st.sampled_from(sorted(TABLES["eviction"]))),
+        guesser=draw(st.sampled_from(["suffix", HalfRight(MODEL, capacity)])),
         background_share=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
     is_caching = draw(st.sampled_from([True, True, False]))
     lower = draw(lower_tiers()) if has_lower_tier else None
-    depth = 1 if num_state_blocks else draw(st.sampled_from([1, 2, 2]))
     return Engine(capacity, policies, is_caching, lower, depth, draw(st.integers(0, 3)), lora)
 
 

@@ -43,6 +43,7 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_sta
         num_state_blocks=num_state_blocks,
         window=program.window,
         max_scored=max_scored,
+        checks_guesses=not (is_one_pass or program.state is not None or num_state_blocks),
         is_one_pass=is_one_pass,
     )
 
@@ -60,6 +61,7 @@ class StepBatch:
     positions: NDArray[np.int32]  # [T]
     slot_mapping: NDArray[np.int64]  # [T], block_id * block_size + offset
     sample_rows: NDArray[np.int32]  # [S], indices of rows that sample, ascending
+    num_guesses: NDArray[np.int32]  # [R]
     admitted: tuple[tuple[int, AdmitRow], ...]
     """(slot, row) in the plan's order. Releases come first, so a slot may be in `released`, too."""
     released: tuple[int, ...]  # slots
@@ -118,10 +120,12 @@ class BatchBuilder:
         context_lens = np.array([row.context_len for row in rows], np.int32)
         query_lens = np.array([row.query_len for row in rows], np.int32)
         samples = np.array([row.samples for row in rows], np.bool_)
+        num_guesses = self._note_guesses(plan)
         seq_lens = context_lens + query_lens
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(query_lens, out=query_start_loc[1:])
-        self._check_rows(plan, row_slots, query_lens, seq_lens, samples, int(query_start_loc[-1]))
+        num_tokens = self.num_tokens[row_slots] + num_guesses
+        self._check_rows(plan, row_slots, query_lens, seq_lens, samples, num_tokens, int(query_start_loc[-1]))
         token_slots, positions = _token_coordinates(row_slots, context_lens, query_lens, query_start_loc)
         self._num_computed[row_slots] = seq_lens
         return StepBatch(
@@ -134,6 +138,7 @@ class BatchBuilder:
             positions=positions,
             slot_mapping=self._slot_mapping(token_slots, positions),
             sample_rows=np.flatnonzero(samples).astype(np.int32),
+            num_guesses=num_guesses,
             admitted=admitted,
             released=released,
         )
@@ -145,6 +150,23 @@ class BatchBuilder:
         slots = batch.row_slots[batch.sample_rows]
         self.tokens[slots, self.num_tokens[slots]] = token_ids
         self.num_tokens[slots] += 1
+
+    def append(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Append the tokens that a step sampled for a row, the last of which was not computed."""
+        begin = int(self.num_tokens[slot])
+        self.tokens[slot, begin : begin + len(token_ids)] = token_ids
+        self.num_tokens[slot] += len(token_ids)
+        self._num_computed[slot] = self.num_tokens[slot] - 1
+
+    def _note_guesses(self, plan: StepPlan) -> NDArray[np.int32]:
+        """Write guesses behind the tokens of their rows. Return how many each row has."""
+        for request_id, token_ids in plan.guesses.items():
+            if not self.capacity.checks_guesses or min(token_ids) < 0 or max(token_ids) >= self._vocab_end:
+                raise ValueError(f"request {request_id!r} has guesses that can't be checked: {token_ids}")
+            slot = self.slot(request_id)
+            begin = int(self.num_tokens[slot])
+            self.tokens[slot, begin : begin + len(token_ids)] = token_ids
+        return np.array([len(plan.guesses.get(row.request_id, ())) for row in plan.rows], np.int32)
 
     def _release(self, request_id: str) -> int:
         slot = self.slot(request_id)
@@ -230,11 +252,11 @@ class BatchBuilder:
         query_lens: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         samples: NDArray[np.bool_],
+        num_tokens: NDArray[np.int32],
         num_step_tokens: int,
     ) -> None:
         if num_step_tokens > self.capacity.max_step_tokens:
             raise ValueError(f"{num_step_tokens} tokens in a step; max_step_tokens is {self.capacity.max_step_tokens}")
-        num_tokens = self.num_tokens[row_slots]
         _require(plan, query_lens > 0, "computes no token")
         _require(plan, seq_lens - query_lens == self._num_computed[row_slots], "has a context_len unlike what was computed")
         _require(plan, seq_lens <= num_tokens, "computes tokens that are not known")

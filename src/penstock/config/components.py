@@ -265,6 +265,14 @@ class SchedulerConfig(Component):
         default_doc="the preset's: online",
     )
     length_predictor_args: Mapping[str, object] | None = _arguments_of("predictor")
+    speculation: str | None = choice(
+        None,
+        "How the next tokens of an answer are guessed, to be checked in one step.",
+        choices=("off", "suffix"),
+        takes_class=True,
+        default_doc="the preset's: suffix",
+    )
+    speculation_args: Mapping[str, object] | None = _arguments_of("guesser")
     budget: str | None = choice(
         None,
         "How the tokens of a step are split.",

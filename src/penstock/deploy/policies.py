@@ -30,7 +30,7 @@ SETTING_FLAGS: Mapping[str, str] = {
     "rest_ns": "--kv-rest",
 }
 """The flag that sets each field of a policy."""
-_OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor")
+_OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor", "speculation")
 """Settings without effect on texts: their requests do not grow."""
 
 
@@ -129,6 +129,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
         eviction=config.kv.kv_eviction
         or suits.get("eviction")
         or ("tenant-fair" if has_several_tenants(config.server) else None),
+        guesser=chosen.speculation,
         background_share=chosen.background_share,
         settings={
             "gate": {
@@ -154,6 +155,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
             "reserve": chosen.reserve_args or {},
             "victim": chosen.victim_args or {},
             "eviction": config.kv.kv_eviction_args or {},
+            "guesser": chosen.speculation_args or {},
         },
     )
 

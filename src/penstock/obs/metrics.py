@@ -110,6 +110,8 @@ class Metrics:
         """Preemptions that moved KV to a lower tier."""
         self.num_recomputed_tokens = 0
         self.num_forced_tokens = 0
+        self.guesses: Counter[tuple[int, int]] = Counter()
+        """(Guesses of a row, how many were accepted) -> rows."""
         self.num_restarts = 0
         self.num_padding_tokens = 0
         self.num_rows_sat_out = 0
@@ -243,6 +245,8 @@ class Metrics:
         self.max_prefill_tokens = stats.counts.max_prefill_tokens
         self.num_generated_tokens += stats.counts.num_sampled_tokens
         self.num_forced_tokens += sum(stats.counts.forced.values())
+        if stats.counts.guesses:
+            self.guesses.update(stats.counts.guesses.values())
         self.batch_size.observe(stats.counts.num_rows)
         self.batch_tokens.observe(stats.counts.num_tokens)
         self._observe_part("total", stats.ended_ns - stats.started_ns)

@@ -6,6 +6,7 @@ The `/metrics` endpoint imports this when it is first called, since the client l
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -199,6 +200,12 @@ class _Snapshot:
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
         yield self._counter("forced_tokens", "Generated tokens that a grammar forced.", metrics.num_forced_tokens)
+        guessed, accepted = Counter[str](), Counter[str]()
+        for (num_guessed, num_accepted), num_rows in metrics.guesses.items():
+            guessed.update({str(position): num_rows for position in range(1, num_guessed + 1)})
+            accepted.update({str(position): num_rows for position in range(1, num_accepted + 1)})
+        yield self._counter("guessed_tokens", "Guesses that steps checked, by place after a row's token.", guessed, "position")
+        yield self._counter("accepted_tokens", "Those that the model agreed with.", accepted, "position")
         if metrics.tenants:
             yield self._of_tenants("requests", "Requests of a named key, by outcome.", "outcome", metrics.tenant_requests)
             yield self._of_tenants("tokens", "Tokens of a named key's requests.", "kind", metrics.tenant_tokens)

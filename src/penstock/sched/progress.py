@@ -164,6 +164,7 @@ def advance(
     """
     tokens, logprobs, states = result.token_ids, result.logprobs, result.states
     advances: list[Advance] = []
+    num_accepted = 0
     add_event, add_advance = outcome.events.append, advances.append
     for row in rows:
         request_id, query_len = row.request_id, row.query_len
@@ -186,26 +187,38 @@ def advance(
                 request.first_token_ns = now_ns
                 add_advance(Advance(request, row, FinishReason.STOP))
                 continue
-            token_ids = (token_id,) = tokens[request_id]
+            token_ids = tokens[request_id]
             entries = logprobs.get(request_id, ()) if logprobs else ()
-            request.output_token_ids.append(token_id)
-            num_tokens = request.num_tokens = num_computed + 1
-            if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
-                reason, stop_reason = _why_ended(request, token_id)
+            if row.samples > 1:
+                token_ids, reason, stop_reason = append(request, token_ids)
+                request.num_computed_tokens = request.num_tokens - 1
+                entries = entries[: len(token_ids)]
+                num_accepted += len(token_ids) - 1
+                outcome.counts.guesses[request_id] = row.samples - 1, len(token_ids) - 1
+            else:
+                (token_id,) = token_ids
+                request.output_token_ids.append(token_id)
+                num_tokens = request.num_tokens = num_computed + 1
+                if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
+                    reason, stop_reason = _why_ended(request, token_id)
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
             if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
-    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events)
+    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events) + num_accepted
     return advances
 
 
-def append_forced(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
-    """Append tokens that a grammar forces, which have no KV yet. Return (tokens kept, finish reason or None, stop token or
-    None)."""
+def force(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+    """Append tokens that a grammar forces, which have no KV yet. Returns what `append` does."""
     request.forced_from = request.num_tokens
+    return append(request, token_ids)
+
+
+def append(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+    """Append tokens until one ends the request. Return (tokens kept, finish reason or None, stop token or None)."""
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
         request.output_token_ids.append(token_ids[num_kept])

@@ -20,6 +20,7 @@ from penstock.sched.background import Share
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
+from penstock.sched.guessing import Guessing
 from penstock.sched.joining import CLOSED, Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
@@ -82,6 +83,7 @@ class Scheduler:
         self._queues = Queues(policies.order, policies.gate.bucket_of)
         self.groups = Groups(capacity.block_size)
         self._running = Running(self.kv, policies, self._queues, self.groups, capacity, max_rows=self.max_rows)
+        self._guessing = Guessing(policies.guesser, self.kv, capacity) if self._may_guess else None
         self._padding = Padding(capacity, self._running.release)
         self.adapters = Adapters(self.kv, self._running, self._queues, adapters, max_adapters)
         self._joining, self._filling = [
@@ -113,6 +115,10 @@ class Scheduler:
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
+
+    @property
+    def _may_guess(self) -> bool:
+        return self._policies.guesser.is_on and self.capacity.checks_guesses and self._policies.gate.is_continuous
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         """Return when to schedule again if nothing else happens: the gate's time, or the end of a wait for an adapter."""
@@ -204,6 +210,8 @@ class Scheduler:
         progress.end(request, reason, stop_reason)
         if not request.background:  # a job's answers say nothing about those of others
             self._policies.predictor.ended(request)
+        if self._guessing is not None:
+            self._guessing.ended(request)
 
     def _free(self, request: Request) -> None:
         """Free the blocks of a request that ends, once no step in flight uses them."""
@@ -381,6 +389,7 @@ class Scheduler:
         counts = draft.counts
         if self.kv.adapters.num_pinned:
             draft.group_by_adapter(self._running.requests)
+        guesses = {} if self._guessing is None else self._guessing.widen(draft, self._running.requests)
         rows = tuple(draft.rows)
         counts.num_rows = len(rows)
         counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
@@ -390,7 +399,8 @@ class Scheduler:
             self._padding.add_tails(draft)
             rows += tuple(draft.padding_rows)
         releases = self._running.take_releases(draft.admits)
-        plan = StepPlan(self._num_steps, draft.now_ns, tuple(draft.admits.values()), rows, releases, self._save_states(draft))
+        admits = tuple(draft.admits.values())
+        plan = StepPlan(self._num_steps, draft.now_ns, admits, rows, releases, self._save_states(draft), guesses)
         self._num_steps += 1
         self._flights.append(Flight(plan.step_id, counts))
         return plan
@@ -427,6 +437,8 @@ class Scheduler:
         rows = tuple([row for row in plan.rows if row.request_id not in flight.void]) if flight.void else plan.rows
         if result.prompt_logprobs:
             self._score(rows, result)
+        if plan.guesses and self._guessing is not None:
+            self._guessing.learn({row.request_id: result.token_ids[row.request_id] for row in rows if row.samples > 1})
         advances = progress.advance(
             self._running.requests,
             rows,
@@ -468,7 +480,7 @@ class Scheduler:
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
         """Append tokens that a grammar forces, as if sampled with those of `event`. Return the event with them."""
         request = self._running.requests[event.request_id]
-        forced, reason, stop_reason = progress.append_forced(request, token_ids)
+        forced, reason, stop_reason = progress.force(request, token_ids)
         outcome.counts.forced[request.request_id] = len(forced)
         outcome.counts.num_sampled_tokens += len(forced)
         if reason is None:
@@ -493,9 +505,8 @@ class Scheduler:
 
     def _publish(self, request: Request, row: RowPlan) -> None:
         """Add the blocks that a row filled to the prefix cache, and release those no longer read."""
-        is_prefill = row.query_len > 1 or not row.samples
-        may_fill_block = not request.num_computed_tokens % self.capacity.block_size
-        if is_prefill or may_fill_block:
+        size, is_prefill = self.capacity.block_size, row.query_len > row.samples
+        if is_prefill or request.num_computed_tokens // size > row.context_len // size:
             self.kv.publish(request)
             if is_prefill and request.num_behind == 1:  # its prompt is computed: others may start alike
                 self.kv.publish_tail(request)
@@ -531,6 +542,8 @@ class Scheduler:
         duration_ns = now_ns - began_ns - waited_ns
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
         self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs, waited_ns)
+        if self._guessing is not None:
+            self._guessing.time(self._last_step)
         self._last_commit_ns = now_ns
         self._share.count(duration_ns, counts, has_work=self._has_background)
         if not counts.num_decodes and num_prefill_tokens:

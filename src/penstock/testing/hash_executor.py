@@ -10,7 +10,7 @@ import random
 import struct
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from penstock.kv.block_pool import NULL_BLOCK_ID
@@ -233,7 +233,7 @@ class HashExecutor:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_padding_tokens = 0
-        self.capacity = capacity
+        self.capacity = replace(capacity, checks_guesses=capacity.checks_guesses and depth == 1)
         self.block_bytes = capacity.block_size * SLOT_BYTES
         self._step_ns = step_ns
         self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)
@@ -345,7 +345,8 @@ class HashExecutor:
             self._append_blocks(row)
         for save in plan.saves:
             self._note_save(save, {row.request_id: row for row in plan.rows}[save.request_id])
-        rows = [self._advance(row) for row in plan.rows]
+        assert plan.guesses.keys() <= {row.request_id for row in plan.rows}, f"{plan.guesses} without rows"
+        rows = [self._advance(row, plan.guesses.get(row.request_id, ())) for row in plan.rows]
         held = frozenset(block_id for row in rows for block_id in row.held) if self.depth > 1 else frozenset[int]()
         pairs = zip(plan.rows, rows, strict=True)
         followers = {planned.request_id for planned, row in pairs if planned.samples and row.sampling.follows_grammar}
@@ -373,7 +374,8 @@ class HashExecutor:
         for request_id, mask in masks.items():
             if request_id not in step.followers:
                 raise ValueError(f"{request_id!r} does not sample in step {step.plan.step_id}, or follows no grammar")
-            if len(mask) != -(-self.model.vocab_size // 32) * 4:
+            num_masks = 1 + len(step.plan.guesses.get(request_id, ()))
+            if len(mask) != -(-self.model.vocab_size // 32) * 4 * num_masks:
                 raise ValueError(f"the mask of {request_id!r} has {len(mask)} bytes, for {self.model.vocab_size} tokens")
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -401,6 +403,7 @@ class HashExecutor:
 
     def _check_scored(self, step: HashStep) -> None:
         num_scored = sum(len(_scored(plan, row)) for plan, row in zip(step.plan.rows, step.rows, strict=True))
+        num_scored += sum(map(len, step.plan.guesses.values()))
         assert num_scored <= self.capacity.max_scored, f"{num_scored} positions of at most {self.capacity.max_scored} tell"
 
     def _check_block_id(self, block_id: int) -> None:
@@ -518,25 +521,31 @@ class HashExecutor:
             self._check_not_in_flight(block_id)
             self._slots[self._at(block_id)] = [POISON] * self.capacity.block_size
 
-    def _advance(self, plan: RowPlan) -> HashRow:
+    def _advance(self, plan: RowPlan, guesses: Sequence[int]) -> HashRow:
         row = self._rows[plan.request_id]
         end = plan.context_len + plan.query_len
-        self._check_row(plan, row, end)
+        self._check_row(plan, row, end, guesses)
         row.num_computed_tokens = end
         row.num_tokens += plan.samples > 0 and not self.capacity.is_one_pass
         self.num_computed_tokens += plan.query_len
         self.num_padding_tokens += plan.query_len * isinstance(plan.request_id, PaddingId)
         return row
 
-    def _check_row(self, plan: RowPlan, row: HashRow, end: int) -> None:
+    def _check_row(self, plan: RowPlan, row: HashRow, end: int, guesses: Sequence[int]) -> None:
         name, size = plan.request_id, self.capacity.block_size
+        num_tokens = row.num_tokens + len(guesses)
+        if guesses:
+            assert self.capacity.checks_guesses, f"{name!r} has guesses that nobody can check"
+            assert self.depth == 1, f"{name!r} has guesses, and its tokens are not known when the next step is planned"
+            assert all(0 <= token_id < self.model.vocab_size for token_id in guesses), f"{guesses} are no tokens"
         assert plan.context_len == row.num_computed_tokens, (
             f"{name!r} has {row.num_computed_tokens} computed, not {plan.context_len}"
         )
         assert plan.query_len > 0, f"{name!r} has an empty row"
-        assert end <= row.num_tokens, f"{name!r} has {row.num_tokens} tokens, and {end} are to be computed"
-        assert (plan.samples > 0) == (end == row.num_tokens), f"{name!r} must sample exactly when it has caught up"
-        assert plan.samples < 2, f"{name!r} samples several tokens"
+        assert end <= num_tokens, f"{name!r} has {row.num_tokens} tokens, and {end} are to be computed"
+        assert (plan.samples > 0) == (end == num_tokens), f"{name!r} must sample exactly when it has caught up"
+        assert plan.samples in (0, 1 + len(guesses)), f"{name!r} samples {plan.samples} tokens of {len(guesses)} guesses"
+        assert plan.samples or not guesses, f"{name!r} guesses and samples nothing"
         if self.capacity.is_one_pass:
             assert plan.samples or isinstance(name, PaddingId), f"{name!r} is computed in part, or twice"
             assert plan.query_len == row.num_tokens or isinstance(name, PaddingId), f"{name!r} is not computed whole"
@@ -558,7 +567,8 @@ class HashExecutor:
         states: dict[str, bytes] = {}
         for plan, row in zip(step.plan.rows, step.rows, strict=True):
             if not self.capacity.is_one_pass:
-                self._run(plan, row, step.masks.get(plan.request_id), token_ids, logprobs)
+                guesses = step.plan.guesses.get(plan.request_id, ())
+                self._run(plan, row, guesses, step.masks.get(plan.request_id), token_ids, logprobs)
                 if scored := _scored(plan, row):
                     prompt_logprobs[plan.request_id] = self._score(row, scored)
             elif plan.samples:
@@ -573,6 +583,7 @@ class HashExecutor:
         self,
         plan: RowPlan,
         row: HashRow,
+        guesses: Sequence[int],
         mask: bytes | None,
         token_ids: dict[str, tuple[int, ...]],
         logprobs: dict[str, tuple[TokenLogprobs, ...]],
@@ -584,20 +595,35 @@ class HashExecutor:
         if row.source:
             state = self._read_state(row.source)
             assert state == value, f"the state of {plan.request_id!r} is not the one after {plan.context_len} tokens"
-        for position in range(plan.context_len, end):
-            value = mix(value, row.token_ids[position])
+        known = [*row.token_ids[plan.context_len :], *guesses] if guesses else row.token_ids[plan.context_len : end]
+        for position, token_id in enumerate(known, plan.context_len):
+            value = mix(value, token_id)
             self._write(row, position, value)
             if position + 1 in row.saves:
                 self._write_state(row.saves.pop(position + 1), value)
         self._write_state(row.state_block_ids, value)
         row.source = row.state_block_ids
         if plan.samples:
+            sampled = self._sample(row, end - len(guesses), guesses, mask)
+            row.num_computed_tokens -= plan.samples - len(sampled)
+            row.num_tokens += len(sampled) - 1
+            token_ids[plan.request_id] = tuple(sampled)
+            if (num_top := row.sampling.logprobs) is not None:
+                logprobs[plan.request_id] = tuple([self.model.logprobs(token_id, num_top) for token_id in sampled])
+
+    def _sample(self, row: HashRow, num_tokens: int, guesses: Sequence[int], mask: bytes | None) -> list[int]:
+        """Append tokens to a row with `num_tokens` until one is not the next guess. Return them."""
+        sampled: list[int] = []
+        for idx in range(len(guesses) + 1):
             # Read back through the table, so that later writes to the row show.
-            token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens, mask)
+            value, size = self._read(row, num_tokens - 1 + idx), -(-self.model.vocab_size // 32) * 4
+            own = None if mask is None else mask[idx * size : (idx + 1) * size]
+            token_id = self.model.sample(value, row.sampling, num_tokens + idx - row.num_prompt_tokens, own)
             row.token_ids.append(token_id)
-            token_ids[plan.request_id] = (token_id,)
-            if row.sampling.logprobs is not None:
-                logprobs[plan.request_id] = (self.model.logprobs(token_id, row.sampling.logprobs),)
+            sampled.append(token_id)
+            if token_id not in guesses[idx : idx + 1]:
+                break
+        return sampled
 
     def _score(self, row: HashRow, positions: range) -> tuple[TokenLogprobs, ...]:
         num_top, token_ids = row.sampling.prompt_logprobs or 0, row.token_ids

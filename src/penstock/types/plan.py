@@ -5,7 +5,8 @@ A `StepPlan` is a diff: a row is sent in full once, when admitted, and later onl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.types.adapter import BASE
 from penstock.types.sampling import SamplingParams
@@ -65,7 +66,7 @@ class RowPlan:
     query_len: int
     new_block_ids: tuple[int, ...]  # appended to the row's block table before this step
     samples: int
-    """Tokens to sample after the row's last one: 0 in the middle of a prompt, else 1. With `Capacity.is_one_pass`, 1 requests
+    """Tokens to sample: 0 in the middle of a prompt, else 1, and 1 more for each guess. With `Capacity.is_one_pass`, 1 requests
     the answer to the row's text."""
 
 
@@ -88,6 +89,12 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     releases: tuple[str, ...]  # requests to forget before anything else: finished, aborted or preempted
     saves: tuple[StateSave, ...] = ()  # of one row in order of position
+    guesses: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Request id -> tokens that may follow its last known one; with `Capacity.checks_guesses`.
+
+    They are the last tokens of the row's query. The row samples after its last known token and after each guess, and keeps
+    these tokens up to the first that is not the next guess. The others, and KV after them, count for nothing.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +125,9 @@ class Capacity:
 
     The executor may read older positions, whatever is there, if no bit of an answer depends on them.
     """
-    max_scored: int = 0  # prompt positions per step whose log-probabilities can be returned; 0: not supported
+    max_scored: int = 0  # positions per step with logits beside one for each row: of prompts to score, and guesses
+    checks_guesses: bool = False
+    """Rows may have guesses (`StepPlan.guesses`)."""
     is_one_pass: bool = False
     """Each request is a text that is computed whole in one step and answered by `StepResult.states`. Nothing is cached."""
 
@@ -128,6 +137,8 @@ class Capacity:
     def __post_init__(self) -> None:
         if self.has_state and self.num_state_blocks:
             raise ValueError("a state is in the blocks of its position or in blocks of its own")
+        if self.checks_guesses and (self.has_state or self.num_state_blocks or self.is_one_pass):
+            raise ValueError("a recurrent state can't go back to the last guess that held")
         if self.is_one_pass and self.max_model_len > min(self.max_step_tokens, self.block_size):
             raise ValueError(
                 f"texts of {self.max_model_len} tokens need a step and a block of as many, not of {self.max_step_tokens} and "

@@ -31,7 +31,7 @@ class StepTiming:
 class StepResult:
     step_id: int
     token_ids: Mapping[str, tuple[int, ...]]
-    """request_id -> the sampled token, for each sampling row that did not fail."""
+    """request_id -> the sampled token, for each sampling row that did not fail. After guesses that held, several tokens."""
     timing: StepTiming
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Only for rows that asked for them; as long as the row's `token_ids`."""

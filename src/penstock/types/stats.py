@@ -90,7 +90,7 @@ class StepCounts:
 
     num_rows: int = 0  # without padding rows
     num_tokens: int = 0  # positions computed, padding included
-    num_decodes: int = 0  # positions of decodes: one each, plus forced tokens, plus padding after a request's end
+    num_decodes: int = 0  # positions of decodes: one each, plus forced tokens, guesses, and padding after a request's end
     num_background_tokens: int = 0  # of background requests; included in the other counts
     num_prefill_pairs: int = 0  # (prefill token, earlier token of its request) pairs: the work of attention
     num_sampled_tokens: int = 0  # known once the step is committed
@@ -113,6 +113,8 @@ class StepCounts:
     sat_out: Sequence[str] = ()
     forced: dict[str, int] = field(default_factory=dict)
     """Request id -> tokens that its grammar forced after the sampled one; included in `num_sampled_tokens`."""
+    guesses: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Request id -> (its guesses, how many were accepted). The latter are included in `num_sampled_tokens`."""
     prefills: list[RowPlan] = field(default_factory=list)
     """Rows of prompts and of recomputed tokens, except a prompt's last token computed alone."""
 

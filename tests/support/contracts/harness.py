@@ -23,6 +23,7 @@ from support.contracts.factories import Factory
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 EAGER = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
 """Keeps no memory back, so that small pools lead to preemptions."""
+WITHOUT_GUESSES = make_policies(guesser="off")
 PADDED = make_policies(
     gate=Dynamic(3, max_queue_delay_ns=0, length_buckets=(9,)), reserve=Watermark(share=0.0, growth_tokens=0)
 )
@@ -47,6 +48,7 @@ class Harness:
             max_step_tokens=MAX_BLOCKS_PER_ROW * self.block_size,
             max_model_len=MAX_BLOCKS_PER_ROW * self.block_size,
             max_scored=9,
+            checks_guesses=True,
         )
         self._factory = factory
         self._made: list[Executor] = []
@@ -90,14 +92,15 @@ class Harness:
     ) -> list[Outcome]:
         """Run requests together; `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came."""
         executor = executor or self.make()
-        capacity = replace(self.capacity, max_scored=executor.capacity.max_scored)
+        own = executor.capacity
+        capacity = replace(self.capacity, max_scored=own.max_scored, checks_guesses=own.checks_guesses)
         core = make_core(replace(capacity, **limits), policies, enable_prefix_caching=caching)
         outcomes = run_to_completion(core, executor, *map(Add, requests))
         return [outcomes[request.request_id] for request in requests]
 
     def answer(self, prompt: Sequence[int], **sampling: object) -> list[int]:
         """The tokens that a fresh executor gives to one request alone, in the simplest way."""
-        (outcome,) = self.run(request("alone", prompt, **sampling))
+        (outcome,) = self.run(request("alone", prompt, **sampling), policies=WITHOUT_GUESSES)
         assert outcome.token_ids
         return outcome.token_ids
 
@@ -128,9 +131,10 @@ class Feed:
         releases: Sequence[str] = (),
         *,
         masks: Mapping[str, bytes] | None = None,
+        guesses: Mapping[str, tuple[int, ...]] | None = None,
     ) -> StepResult:
         """`masks` are given to a step that waits for them."""
-        plan = StepPlan(self.num_steps, self.num_steps, tuple(admits), tuple(rows), tuple(releases))
+        plan = StepPlan(self.num_steps, self.num_steps, tuple(admits), tuple(rows), tuple(releases), guesses=guesses or {})
         self.num_steps += 1
         ticket = self.executor.submit(plan)
         assert ticket.step_id == plan.step_id

@@ -123,6 +123,7 @@ def padding(tables: RowTables) -> StepBatch:
         positions=zero,
         slot_mapping=np.zeros(1, np.int64),
         sample_rows=zero,
+        num_guesses=zero,
         admitted=(),
         released=(),
     )

@@ -293,7 +293,7 @@ class NativeExecutor:
                 self._scores_prompts.add(row.request_id)
             if row.sampling.follows_grammar:
                 self._with_grammar.add(row.request_id)
-        rows.plan(plan.rows, plan.saves)
+        rows.plan(plan.rows, plan.saves, plan.guesses)
         self._awaits_masks = bool(self._with_grammar) and any(
             row.samples and row.request_id in self._with_grammar for row in plan.rows
         )
@@ -362,19 +362,22 @@ class NativeExecutor:
 
     def _logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for index, name in zip(self._rows.sampled_logits(), self._rows.sampled(), strict=True):
+        for (first, count), name in zip(self._rows.sampled_logits(), self._rows.sampled(), strict=True):
             if name in self._wants_logprobs:
-                token_id, logprob, rank, top = self._engine.logprobs(index)
-                if token_id >= 0:  # negative if the row failed; then the other values are from an earlier step
-                    found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
+                told = self._told(first, count)
+                if told[0].token_id >= 0:  # negative if the row failed; then the other values are from an earlier step
+                    found[name] = told
         return found
 
     def _prompt_logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
         for name, first, count in self._rows.scored():
-            told = [self._engine.logprobs(index) for index in range(first, first + count)]
-            found[name] = tuple([TokenLogprobs(token_id, logprob, rank, tuple(top)) for token_id, logprob, rank, top in told])
+            found[name] = self._told(first, count)
         return found
+
+    def _told(self, first: int, count: int) -> tuple[TokenLogprobs, ...]:
+        told = [self._engine.logprobs(index) for index in range(first, first + count)]
+        return tuple([TokenLogprobs(token_id, logprob, rank, tuple(top)) for token_id, logprob, rank, top in told])
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
         """Return logits after each token of a prompt, [len(token_ids), vocab_size]; for tests.

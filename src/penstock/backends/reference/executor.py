@@ -185,10 +185,11 @@ class ReferenceExecutor:
         awaits = self._awaits
         if awaits is None or awaits.batch.step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} waits for no masks")
-        num_bytes = -(-self._program.vocab_size // 32) * 4
         for request_id, mask in masks.items():
             if request_id not in awaits.request_ids:
                 raise ValueError(f"request {request_id!r} does not sample in this step, or follows no grammar")
+            num_guesses = int(awaits.batch.num_guesses[awaits.batch.request_ids.index(request_id)])
+            num_bytes = self._mask_bytes * (1 + num_guesses)
             if len(mask) != num_bytes:
                 raise ValueError(f"the mask of request {request_id!r} has {len(mask)} bytes, not {num_bytes}")
         self._awaits = None
@@ -199,17 +200,19 @@ class ReferenceExecutor:
             self._read_texts(batch, start_ns)
             return
         samples, prompt_logprobs = self._run_rows(batch, masks)
-        self._batches.append_sampled(
-            batch, np.array([NO_TOKEN if s is None else s.token_id for s in samples.values()], np.int32)
-        )
+        for request_id, drawn in samples.items():
+            self._batches.append(self._batches.slot(request_id), [one.token_id for one in drawn] or [NO_TOKEN])
+        told = {request_id: [one.logprobs for one in drawn if one.logprobs] for request_id, drawn in samples.items()}
         self._results.append(
             StepResult(
                 step_id=batch.step_id,
-                token_ids={request_id: (s.token_id,) for request_id, s in samples.items() if s is not None},
+                token_ids={
+                    request_id: tuple([one.token_id for one in drawn]) for request_id, drawn in samples.items() if drawn
+                },
                 timing=StepTiming(start_ns, time.monotonic_ns()),
-                logprobs={request_id: (s.logprobs,) for request_id, s in samples.items() if s and s.logprobs is not None},
+                logprobs={request_id: tuple(entries) for request_id, entries in told.items() if entries},
                 prompt_logprobs=prompt_logprobs,
-                failures={request_id: NO_USABLE_LOGIT for request_id, s in samples.items() if s is None},
+                failures={request_id: NO_USABLE_LOGIT for request_id, drawn in samples.items() if not drawn},
             )
         )
 
@@ -280,9 +283,9 @@ class ReferenceExecutor:
 
     def _run_rows(
         self, batch: StepBatch, masks: Mapping[str, bytes]
-    ) -> tuple[dict[str, Sample | None], dict[str, tuple[TokenLogprobs, ...]]]:
-        """Return by request id each sampled token (None if no logit was usable), and log-probabilities of prompt tokens."""
-        samples: dict[str, Sample | None] = {}
+    ) -> tuple[dict[str, list[Sample]], dict[str, tuple[TokenLogprobs, ...]]]:
+        """Return by request id the sampled tokens (none if no logit was usable), and log-probabilities of prompt tokens."""
+        samples: dict[str, list[Sample]] = {}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         sampling_rows = set(batch.sample_rows.tolist())
         for i, request_id in enumerate(batch.request_ids):
@@ -294,7 +297,7 @@ class ReferenceExecutor:
                     [token_logprobs(row, int(token_ids[at + 1]), num_top) for row, at in zip(logits, scored, strict=False)]
                 )
             if i in sampling_rows:
-                samples[request_id] = self._sample(slot, logits[-1], masks.get(request_id))
+                samples[request_id] = self._sample(slot, logits[len(scored) :], masks.get(request_id))
         return samples, prompt_logprobs
 
     def _scored(self, batch: StepBatch, i: int) -> range:
@@ -307,9 +310,12 @@ class ReferenceExecutor:
         return scored_positions(int(batch.context_lens[i]), query_len, num_prompt_tokens, self._num_scored[slot])
 
     def _run_row(self, batch: StepBatch, i: int, scored: range, *, samples: bool) -> NDArray[np.float32]:
-        """Return row i's logits at the `scored` positions, then at the last one if it samples; or a text encoder's states."""
+        """Return row i's logits at the `scored` positions, then, if it samples, at its last known token and at each guess; or a
+        text encoder's states."""
         start, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
-        gathered = [at - int(batch.context_lens[i]) for at in scored] + [end - start - 1] * samples
+        gathered = [at - int(batch.context_lens[i]) for at in scored]
+        if samples:
+            gathered += range(end - start - 1 - int(batch.num_guesses[i]), end - start)
         slot = int(batch.row_slots[i])
         row = RowRun(
             cache=self._cache,
@@ -335,12 +341,24 @@ class ReferenceExecutor:
             self._write_state(save.block_ids, row.saves[save.position])
         return result
 
-    def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> Sample | None:
-        token_ids = self._batches.tokens[slot, : self._batches.num_tokens[slot]].tolist()
-        try:
-            return sample(logits, self._sampling[slot], token_ids, int(self._batches.num_prompt_tokens[slot]), mask=mask)
-        except NoCandidateError:
-            return None
+    def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> list[Sample]:
+        """Sample a token from each row of logits, as long as the tokens before are those that were guessed."""
+        num_tokens, num_prompt = int(self._batches.num_tokens[slot]), int(self._batches.num_prompt_tokens[slot])
+        token_ids: list[int] = self._batches.tokens[slot, : num_tokens + len(logits) - 1].tolist()
+        drawn: list[Sample] = []
+        for idx, row in enumerate(logits):
+            own = None if mask is None else mask[idx * self._mask_bytes : (idx + 1) * self._mask_bytes]
+            try:
+                drawn.append(sample(row, self._sampling[slot], token_ids[: num_tokens + idx], num_prompt, mask=own))
+            except NoCandidateError:
+                break
+            if token_ids[num_tokens + idx : num_tokens + idx + 1] != [drawn[-1].token_id]:
+                break
+        return drawn
+
+    @property
+    def _mask_bytes(self) -> int:
+        return -(-self._program.vocab_size // 32) * 4
 
 
 def _samplers(batch: StepBatch) -> Iterator[tuple[str, int]]:

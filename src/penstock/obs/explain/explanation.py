@@ -114,6 +114,9 @@ class Explanation:
     num_decode_steps: int
     num_forced_tokens: int
     """Tokens that its grammar forced without a step."""
+    num_guesses: int
+    num_accepted: int
+    """Guesses that the model agreed with, which gave tokens without a step of their own."""
     decode_with_prompts_ns: int
     """The part of `decode_ns` in steps that also computed prompts."""
     other_models_ns: int
@@ -140,7 +143,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     steps = Span()
     steps.add(life.prefills)
     steps.add(decodes)
-    num_told = life.num_first_tokens + decodes.num_steps + life.num_forced_tokens
+    num_told = life.num_first_tokens + decodes.num_steps + life.num_forced_tokens + life.num_accepted
     num_generated = life.end.num_generated_tokens if life.end else num_told
     stop = life.stop
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
@@ -169,6 +172,8 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         num_resume_tokens=life.num_resume_tokens,
         num_decode_steps=decodes.num_steps,
         num_forced_tokens=life.num_forced_tokens,
+        num_guesses=life.num_guesses,
+        num_accepted=life.num_accepted,
         decode_with_prompts_ns=decodes.prompts_ns,
         other_models_ns=steps.waited_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
@@ -398,7 +403,10 @@ def _why_no_more(told: Explanation) -> str:
 
 def _tokens(told: Explanation) -> str:
     mean = told.decode_ns / max(1, told.num_decode_steps)
-    step = f"a step ({told.num_forced_tokens} forced by its grammar)" if told.num_forced_tokens else "each"
+    extra = [f"{told.num_forced_tokens} forced by its grammar"] if told.num_forced_tokens else []
+    if told.num_guesses:
+        extra.append(f"{told.num_accepted} of {told.num_guesses} guesses right")
+    step = f"a step ({', '.join(extra)})" if extra else "each"
     each = f", {duration(mean)} {step}, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
     if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
         each += f"; {duration(told.decode_with_prompts_ns)} of it in steps that also computed other prompts"

@@ -218,6 +218,10 @@ class Journal:
         for request_id, num_forced in stats.counts.forced.items():
             if request_id in self._lives:
                 self._lives[request_id].num_forced_tokens += num_forced
+        for request_id, (num_guesses, num_accepted) in stats.counts.guesses.items():
+            if request_id in self._lives:
+                self._lives[request_id].num_guesses += num_guesses
+                self._lives[request_id].num_accepted += num_accepted
         if self._log.is_full:
             self._forget_steps()
 

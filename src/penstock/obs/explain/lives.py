@@ -333,6 +333,9 @@ class Life:
     """Tokens sampled by prefills: one at first, and one after each preemption."""
     num_forced_tokens: int = 0
     """Tokens that its grammar forced without a step."""
+    num_guesses: int = 0
+    num_accepted: int = 0
+    """Tokens that came beside another of the same step, since they had been guessed."""
     last_token_ns: int | None = None
     """Time of the last token before it was preempted or sat out. None while it decodes."""
     num_sat_out: int = 0

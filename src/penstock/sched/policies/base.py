@@ -307,6 +307,31 @@ class Predictor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens that may follow a request's last one."""
+
+    token_ids: Sequence[int]
+    num_matched: int
+    """How many tokens before them led to them. The more, the likelier they are."""
+
+
+class Guesser(Protocol):
+    """Guesses how answers go on. The model checks a request's guesses in one step, and keeps those that hold."""
+
+    is_on: bool = True
+    """False: it never guesses, and is not asked."""
+
+    @abstractmethod
+    def guess(self, request: Request, most: int) -> Guess | None:
+        """Return at most `most` tokens, or None. Called at most once a step, for a request that decodes."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """Note that a request ended. Its answer may tell of those of others with the same `tenant` and `cache_salt`."""
+        del request
+
+
+@dataclass(frozen=True, slots=True)
 class Policies:
     gate: Gate
     order: Order
@@ -315,6 +340,7 @@ class Policies:
     victim: Victim
     predictor: Predictor
     eviction: EvictionPolicy
+    guesser: Guesser
     background_share: float = 0.0
     """Share of the time that background requests get at least, [0, 1)."""
     words: Mapping[str, str] = field(default_factory=dict, compare=False)

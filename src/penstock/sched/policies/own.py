@@ -18,9 +18,20 @@ from types import ModuleType
 from typing import Any, get_type_hints
 from warnings import warn
 
-from penstock.sched.policies.base import BudgetView, Eviction, GateDecision, GateView, Order, Policies, StepLimits, VictimView
+from penstock.sched.policies.base import (
+    BudgetView,
+    Eviction,
+    GateDecision,
+    GateView,
+    Guess,
+    Order,
+    Policies,
+    StepLimits,
+    VictimView,
+)
 from penstock.types.errors import ConfigError, PolicyError
 from penstock.types.plan import Capacity
+from penstock.types.request import Request
 
 SEAM_FLAGS: Mapping[str, str] = {
     "gate": "--batching",
@@ -30,6 +41,7 @@ SEAM_FLAGS: Mapping[str, str] = {
     "victim": "--victim",
     "predictor": "--length-predictor",
     "eviction": "--kv-eviction",
+    "guesser": "--speculation",
 }
 """Seam -> the flag that names its policy, in the server and the lab."""
 SEAMS: Mapping[str, type] = {seam: get_type_hints(Policies)[seam] for seam in SEAM_FLAGS}
@@ -302,6 +314,12 @@ def _check_prediction(answer: Any, *_: object) -> str:
     return "" if answer is None or (type(answer) is int and answer >= 1) else "a number of tokens, at least 1, or None"
 
 
+def _check_guess(answer: Any, request: Request, most: int) -> str:
+    del request
+    is_guess = answer is None or (isinstance(answer, Guess) and len(answer.token_ids) <= most)
+    return "" if is_guess else f"a Guess of at most {most} tokens, or None"
+
+
 def _of_type(kind: type, words: str) -> Callable[..., str]:
     return lambda answer, *_: "" if isinstance(answer, kind) else words
 
@@ -319,5 +337,6 @@ _CHECKS: Mapping[tuple[str, str], Callable[..., str]] = {
     ("predictor", "predict"): _check_prediction,
     ("eviction", "group_of"): _of_type(Hashable, "something that can be a key of a dict"),
     ("eviction", "choose"): _of_type(Hashable, "a group that has blocks"),
+    ("guesser", "guess"): _check_guess,
 }
 """The checks of answers. The queue finds keys that shrink, and the pool finds groups without blocks."""

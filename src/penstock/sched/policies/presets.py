@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.kv.eviction import EVICTIONS, EvictionPolicy
-from penstock.sched.policies.base import Budget, Gate, Order, Policies, Predictor, Reserve, Victim
+from penstock.sched.policies.base import Budget, Gate, Guesser, Order, Policies, Predictor, Reserve, Victim
 from penstock.sched.policies.budgets import BUDGETS
 from penstock.sched.policies.gates import GATES
+from penstock.sched.policies.guessers import GUESSERS
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.own import OwnPolicyError, guarded, is_own, load, make, parameters_of
 from penstock.sched.policies.predictors import PREDICTORS
@@ -29,6 +30,7 @@ class Preset:
     victim: str
     predictor: str = "online"
     eviction: str = "lru"
+    guesser: str = "off"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """By seam: fields of its policy that differ from their defaults."""
 
@@ -72,11 +74,14 @@ PRESETS: Mapping[str, Preset] = {
         budget="itl",
         reserve="watermark",
         victim="cheapest",
+        guesser="suffix",
         settings={"budget": {"long_prefill_token_threshold": 512}},
     ),
     # For `penstock batch run`, where nobody waits for a token: full steps, and no prompt passes a longer one, which would break
     # the order of a job.
-    "offline": Preset(gate="continuous", order="fcfs", budget="decode-first", reserve="watermark", victim="cheapest"),
+    "offline": Preset(
+        gate="continuous", order="fcfs", budget="decode-first", reserve="watermark", victim="cheapest", guesser="suffix"
+    ),
     # For models that only read texts: docs/batching.md. A text needs a row and nothing else, so no memory is kept for growth.
     "texts": Preset(gate="continuous", order="calls", budget="hold-step", reserve="chunk", victim="latest", predictor="none"),
 }
@@ -93,6 +98,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "victim": VICTIMS,
     "predictor": PREDICTORS,
     "eviction": EVICTIONS,
+    "guesser": GUESSERS,
 }
 
 
@@ -106,6 +112,7 @@ def make_policies(
     victim: str | Victim | None = None,
     predictor: str | Predictor | None = None,
     eviction: str | EvictionPolicy | None = None,
+    guesser: str | Guesser | None = None,
     settings: Mapping[str, Mapping[str, object]] | None = None,
     arguments: Mapping[str, Mapping[str, object]] | None = None,
     background_share: float = 0.0,
@@ -127,6 +134,7 @@ def make_policies(
         "victim": victim,
         "predictor": predictor,
         "eviction": eviction,
+        "guesser": guesser,
     }
     for seam in {**(settings or {}), **(arguments or {})}:
         if seam not in TABLES:

@@ -38,7 +38,10 @@ class Prefix(TypedDict):
 
 
 Steps = TypedDict("Steps", {"steps": Count, "tokens": Count})
-DecodeSteps = TypedDict("DecodeSteps", {"steps": Count, "forced_tokens": Count, "with_prompts_ms": float})
+DecodeSteps = TypedDict(
+    "DecodeSteps",
+    {"steps": Count, "forced_tokens": Count, "guessed_tokens": Count, "accepted_tokens": Count, "with_prompts_ms": float},
+)
 SatOut = TypedDict("SatOut", {"steps": Count, "ms": float})
 BatchSize = TypedDict("BatchSize", {"mean": float, "max": Count})
 GapStep = TypedDict("GapStep", {"ms": float, "requests": Count, "prompts": Count, "prompt_tokens": Count})
@@ -205,6 +208,8 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
         "decode": {
             "steps": told.num_decode_steps,
             "forced_tokens": told.num_forced_tokens,
+            "guessed_tokens": told.num_guesses,
+            "accepted_tokens": told.num_accepted,
             "with_prompts_ms": _ms(told.decode_with_prompts_ns),
         },
         "sat_out": {"steps": told.num_sat_out_steps, "ms": _ms(told.sat_out_ns)},

@@ -1,0 +1,140 @@
+"""How many guesses each row of a step checks (speculative decoding).
+
+A step costs little more with a few more positions, as long as reading the weights takes most of its time. So each guess has a
+price: what the step would give in the time of one more position. A guess is made if its chance to be accepted is higher. The
+time is learned from earlier steps.
+
+The chance: a token that followed when the last `m` tokens were seen before is right in `m - 1` of `m` cases, and that makes a
+match of `m + 1` tokens. So the next `j` guesses are all right in `(m - 1) / (m - 1 + j)` of the cases. Rows differ: in place of
+1 stands how many misses a row had for each that was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+
+from penstock.kv.manager import KVManager
+from penstock.sched import progress
+from penstock.sched.draft import StepDraft
+from penstock.sched.policies.base import Guess, Guesser, StepRecord
+from penstock.sched.policies.budgets import StepCost
+from penstock.types.plan import Capacity, RowPlan
+from penstock.types.request import Request
+
+MOST_GUESSES = 15
+"""Guesses of a row in a step. With its own token they are a tile of 16 rows."""
+KEPT = 0.9
+"""Weight that a row's earlier misses keep after another step with guesses."""
+SURE = 2.0
+"""Misses, and expected ones, that each row begins with."""
+
+
+@dataclass(slots=True)
+class Record:
+    """How many of a request's guesses were wrong, and how many were expected to be; both faded."""
+
+    num_misses: float = SURE
+    num_expected: float = SURE
+
+    def learn(self, num_matched: int, num_guesses: int, num_accepted: int) -> None:
+        num_judged = min(num_guesses, num_accepted + 1)
+        expected = sum([1 / (num_matched + idx) for idx in range(num_judged)])
+        self.num_misses = SURE + KEPT * (self.num_misses - SURE) + (num_accepted < num_guesses)
+        self.num_expected = SURE + KEPT * (self.num_expected - SURE) + expected
+
+    def weight(self, num_matched: int) -> float:
+        """Return `w`: the next `j` guesses are all right in `w / (w + j)` of the cases."""
+        return num_matched - self.num_misses / self.num_expected
+
+
+class Guessing:
+    def __init__(self, guesser: Guesser, kv: KVManager, capacity: Capacity) -> None:
+        self._guesser = guesser
+        self._kv = kv
+        self._capacity = capacity
+        self._cost = StepCost()
+        self._records: dict[str, Record] = {}
+        self._made: dict[str, tuple[int, int]] = {}
+        """Request id -> (matched tokens, guesses) in the step that is planned or in flight."""
+
+    def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
+        """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
+        self._made.clear()
+        num_left = min(self._capacity.max_step_tokens - draft.counts.num_tokens, draft.num_scored_left)
+        if not draft.num_decode_rows or num_left <= 0 or not self._cost.is_known:
+            return {}
+        found: list[tuple[int, Guess, float]] = []
+        for idx, row in enumerate(draft.rows[: draft.num_decode_rows]):
+            request = running[row.request_id]
+            most = min(MOST_GUESSES, request.max_total_tokens - request.num_tokens - 1)
+            if most <= 0 or row.query_len != 1 or request.sampling.beams is not None or request.matcher is not None:
+                continue
+            guess = self._guesser.guess(request, most)
+            if guess is not None:
+                record = self._records.get(row.request_id) or Record()
+                weight = record.weight(guess.num_matched)
+                if weight > 0:
+                    found.append((idx, guess, weight))
+        return self._plan(draft, running, found, self._nums(draft, found), num_left) if found else {}
+
+    def _nums(self, draft: StepDraft, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
+        """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
+        counts, guess_ns = draft.counts, max(1.0, self._cost.decode_ns)
+        step = StepRecord(counts.num_decodes, counts.num_tokens - counts.num_decodes, 0, counts.num_prefill_pairs)
+        step_ns, num_useful, nums = max(1.0, self._cost.estimate_ns(step)), float(counts.num_tokens), list[int]()
+        price = guess_ns * num_useful / step_ns
+        for _ in range(2):  # Dinkelbach (1967): the price rises with what the guesses give
+            if price >= 1.0:
+                return []
+            nums = [min(len(guess.token_ids), int(weight * (1 / price - 1))) for _, guess, weight in found]
+            num_right = sum(
+                [weight * log((weight + num + 0.5) / (weight + 0.5)) for num, (_, _, weight) in zip(nums, found, strict=True)]
+            )
+            price = guess_ns * (num_useful + num_right) / (step_ns + guess_ns * sum(nums))
+        return nums
+
+    def _plan(
+        self,
+        draft: StepDraft,
+        running: Mapping[str, Request],
+        found: Sequence[tuple[int, Guess, float]],
+        nums: Sequence[int],
+        num_left: int,
+    ) -> dict[str, tuple[int, ...]]:
+        kv, counts, guesses = self._kv, draft.counts, dict[str, tuple[int, ...]]()
+        num_spare = kv.pool.num_available - draft.num_promised_blocks - len(running)
+        for (idx, guess, _), wanted in zip(found, nums, strict=False):
+            row = draft.rows[idx]
+            num_slots = kv.num_slots[row.request_id] + max(0, num_spare) * kv.block_size
+            end = min(row.context_len + 1 + min(wanted, num_left), num_slots)
+            blocks, num = kv.extend(row.request_id, row.context_len, end), end - row.context_len - 1
+            if blocks is None or num <= 0:
+                continue
+            num_spare -= len(blocks)
+            num_left -= num
+            draft.rows[idx] = RowPlan(row.request_id, row.context_len, 1 + num, (*row.new_block_ids, *blocks), 1 + num)
+            progress.plan(running[row.request_id], 1 + num)
+            guesses[row.request_id] = tuple(guess.token_ids[:num])
+            self._made[row.request_id] = guess.num_matched, num
+            counts.num_decodes += num
+            counts.num_tokens += num
+        return guesses
+
+    def learn(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """Take over what the model sampled for the requests with guesses."""
+        for request_id, token_ids in sampled.items():
+            record = self._records.get(request_id)
+            if record is None:
+                record = self._records[request_id] = Record()
+            record.learn(*self._made[request_id], len(token_ids) - 1)
+
+    def time(self, step: StepRecord) -> None:
+        """Note how long a step took."""
+        if not self._cost.is_known or not self._cost.is_as_expected(step):
+            self._cost.learn(step)
+
+    def ended(self, request: Request) -> None:
+        self._guesser.ended(request)
+        self._records.pop(request.request_id, None)
