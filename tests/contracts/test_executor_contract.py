@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.ports import BlockMover
+from penstock.testing import Outcome
 from penstock.types.plan import PaddingId, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import TokenLogprobs
@@ -25,6 +26,10 @@ def read_blocks(blocks: BlockMover, block_ids: Sequence[int], out: Sequence[memo
     ready = blocks.read_blocks(block_ids, out)
     if ready is not None:
         ready()
+
+
+def entries_of(outcome: Outcome) -> list[TokenLogprobs]:
+    return [entry for event in outcome.events for entry in event.logprobs]
 
 
 class TestAnswers:
@@ -76,7 +81,7 @@ class TestAnswers:
         for outcome, prompt in zip(shared, (first, second), strict=True):
             (alone,) = harness.run(request("alone", prompt, logprobs=3))
             assert outcome.token_ids == alone.token_ids
-            assert [event.logprobs for event in outcome.events] == [event.logprobs for event in alone.events]
+            assert entries_of(outcome) == entries_of(alone)
 
     def test_choices_that_share_their_prompt_answer_as_if_alone(self, harness: Harness) -> None:
         prompt = harness.prompt(harness.block_size + 11)
@@ -223,9 +228,10 @@ class TestSteps:
     """Plans made by hand."""
 
     def test_the_capacity_is_the_one_asked_for(self, harness: Harness) -> None:
-        # Each executor knows best how many positions of prompts it can score, and which sampling parameters it computes.
+        # Each executor knows best for how many positions it has logits, whether it checks guesses, and which sampling
+        # parameters it computes.
         made, asked = harness.make().capacity, harness.capacity
-        own = {"max_scored": made.max_scored, "unsupported_parameters": made.unsupported_parameters}
+        own = {name: getattr(made, name) for name in ("max_scored", "checks_guesses", "unsupported_parameters")}
         assert made == replace(asked, **own)
 
     def test_only_rows_that_sample_have_a_token(self, harness: Harness) -> None:

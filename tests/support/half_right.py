@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from penstock.sched.policies.base import Guess, Guesser
 from penstock.testing.hash_executor import HashModel, expected_tokens, mix
+from penstock.types.errors import GrammarFailure
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
+from support.hash_matcher import HashMatcher
 
 
 class HalfRight(Guesser):
@@ -18,7 +20,7 @@ class HalfRight(Guesser):
     def guess(self, request: Request, most: int) -> Guess | None:
         answer = self._answers.get(request.request_id)
         if answer is None:
-            answer = self._answers[request.request_id] = () if request.matcher is not None else self._answer(request)
+            answer = self._answers[request.request_id] = self._answer(request)
         begin = len(request.output_token_ids)
         state = mix(self._seed, begin)
         # Behind the end of an answer, anything: an end that is met among guesses ends it there.
@@ -30,10 +32,17 @@ class HalfRight(Guesser):
         return Guess(token_ids[:most], num_matched=16)
 
     def _answer(self, request: Request) -> tuple[int, ...]:
-        prompt, sampling, max_model_len = request.prompt_token_ids, request.sampling, self._capacity.max_model_len
-        return expected_tokens(
-            prompt, sampling, model=self._model, max_model_len=max_model_len, adapter=request.adapter
-        ).token_ids
+        try:
+            return expected_tokens(
+                request.prompt_token_ids,
+                request.sampling,
+                model=self._model,
+                max_model_len=self._capacity.max_model_len,
+                adapter=request.adapter,
+                matcher=request.matcher.anew() if isinstance(request.matcher, HashMatcher) else None,
+            ).token_ids
+        except GrammarFailure:  # as it was told
+            return ()
 
     def ended(self, request: Request) -> None:
         self._answers.pop(request.request_id, None)

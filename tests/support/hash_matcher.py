@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 from penstock.testing.hash_executor import ROOT, mix
 from penstock.types.errors import GrammarFailure
@@ -26,6 +28,7 @@ class HashMatcher:
     ) -> None:
         self.token_ids: list[int] = []
         self._vocab_size = vocab_size
+        self._seed = seed
         self._state = mix(ROOT, seed)
         self._max_tokens = max_tokens
         self._end_token_id = end_token_id
@@ -40,6 +43,17 @@ class HashMatcher:
             self._state = mix(self._state, token_id)
             if len(self.token_ids) == self._fails_after:
                 raise GrammarFailure("the grammar can't be followed any further, as it was told")
+
+    def copy(self) -> Self:
+        other = copy(self)
+        other.token_ids = [*self.token_ids]
+        return other
+
+    def anew(self) -> Self:
+        """Return the same grammar before its first token."""
+        other = copy(self)
+        other.token_ids, other._state = [], mix(ROOT, self._seed)
+        return other
 
     def forced(self) -> Sequence[int]:
         state, num_tokens = self._state, len(self.token_ids)

@@ -22,6 +22,9 @@ class Recipe:
         del token_ids
         raise AssertionError("the matcher is at the replica")
 
+    def copy(self) -> NoReturn:
+        raise AssertionError("the matcher is at the replica")
+
     def forced(self) -> NoReturn:
         raise AssertionError("the matcher is at the replica")
 

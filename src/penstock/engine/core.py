@@ -363,7 +363,7 @@ class Following:
             if row.samples and name in self._matchers and name not in self._failed:
                 if name in self._put_off:
                     self._accept(name, self._put_off.pop(name), lambda _: 0)
-                self._make_mask(name, masks)
+                self._make_mask(name, plan.guesses.get(name, ()), masks)
                 ended_ns = _busy_ns(clock)
                 if name in self._new:
                     self.turns.join(name, self._new.pop(name))
@@ -419,9 +419,9 @@ class Following:
             self._fail(request_id, error)
         return forced
 
-    def _make_mask(self, request_id: str, masks: dict[str, bytes]) -> None:
+    def _make_mask(self, request_id: str, guesses: Sequence[int], masks: dict[str, bytes]) -> None:
         try:
-            if request_id not in self._failed and (mask := self._matchers[request_id].mask()) is not None:
+            if request_id not in self._failed and (mask := _mask_of(self._matchers[request_id], guesses)) is not None:
                 masks[request_id] = mask
         except BaseException as error:
             self._fail(request_id, error)
@@ -435,6 +435,22 @@ class Following:
         else:
             _logger.error("request %s: %s", request_id, BROKEN, exc_info=error)
             self._failed[request_id] = BROKEN, ""
+
+
+def _mask_of(matcher: Matcher, guesses: Sequence[int]) -> bytes | None:
+    """Return the mask of a matcher, followed by those after each guess. None: any token is allowed everywhere."""
+    masks = [matcher.mask()]
+    if guesses:
+        trying = matcher.copy()
+        with suppress(GrammarFailure):  # a guess is not allowed, so those after it do not count
+            for token_id in guesses:
+                trying.accept((token_id,))
+                masks.append(trying.mask())
+        masks += masks[-1:] * (len(guesses) + 1 - len(masks))
+        size = max([0 if mask is None else len(mask) for mask in masks])
+        if size:
+            return b"".join([b"\xff" * size if mask is None else mask for mask in masks])
+    return masks[0]
 
 
 def _busy_ns(clock: Clock | None) -> int:

@@ -27,6 +27,8 @@ MOST_GUESSES = 15
 """Guesses of a row in a step. With its own token they are a tile of 16 rows."""
 KEPT = 0.9
 """Weight that a row's earlier misses keep after another step with guesses."""
+PLAIN_PERIOD = 32
+"""One in this many steps at least has no guesses. Else nobody could tell what they cost."""
 SURE = 2.0
 """Misses, and expected ones, that each row begins with."""
 
@@ -55,6 +57,9 @@ class Guessing:
         self._kv = kv
         self._capacity = capacity
         self._cost = StepCost()
+        self._num_steps = 0
+        self._num_with_guesses = 0
+        """Steps since the last without guesses."""
         self._records: dict[str, Record] = {}
         self._made: dict[str, tuple[int, int]] = {}
         """Request id -> (matched tokens, guesses) in the step that is planned or in flight."""
@@ -63,13 +68,15 @@ class Guessing:
         """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
         self._made.clear()
         num_left = min(self._capacity.max_step_tokens - draft.counts.num_tokens, draft.num_scored_left)
-        if not draft.num_decode_rows or num_left <= 0 or not self._cost.is_known:
+        is_plain = self._num_with_guesses >= PLAIN_PERIOD - 1
+        if not draft.num_decode_rows or num_left <= 0 or not self._cost.is_known or is_plain:
+            self._num_with_guesses = 0
             return {}
         found: list[tuple[int, Guess, float]] = []
         for idx, row in enumerate(draft.rows[: draft.num_decode_rows]):
             request = running[row.request_id]
             most = min(MOST_GUESSES, request.max_total_tokens - request.num_tokens - 1)
-            if most <= 0 or row.query_len != 1 or request.sampling.beams is not None or request.matcher is not None:
+            if most <= 0 or (row.query_len, row.samples) != (1, 1) or request.sampling.beams is not None:
                 continue
             guess = self._guesser.guess(request, most)
             if guess is not None:
@@ -77,7 +84,9 @@ class Guessing:
                 weight = record.weight(guess.num_matched)
                 if weight > 0:
                     found.append((idx, guess, weight))
-        return self._plan(draft, running, found, self._nums(draft, found), num_left) if found else {}
+        guesses = self._plan(draft, running, found, self._nums(draft, found), num_left)
+        self._num_with_guesses = self._num_with_guesses + 1 if guesses else 0
+        return guesses
 
     def _nums(self, draft: StepDraft, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
         """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
@@ -131,8 +140,9 @@ class Guessing:
             record.learn(*self._made[request_id], len(token_ids) - 1)
 
     def time(self, step: StepRecord) -> None:
-        """Note how long a step took."""
-        if not self._cost.is_known or not self._cost.is_as_expected(step):
+        """Note how long a step took. One that was expected teaches little, and learning takes as long as guesses of some rows."""
+        self._num_steps += 1
+        if not self._cost.is_as_expected(step) or self._num_steps % 8 == 1:
             self._cost.learn(step)
 
     def ended(self, request: Request) -> None:

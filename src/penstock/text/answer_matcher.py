@@ -14,6 +14,7 @@ grammar then reads the mark's tokens again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -93,6 +94,13 @@ class AnswerMatcher:
         for token_id in token_ids:
             self._accept(token_id)
         self._mask = self._next_mask()
+
+    def copy(self) -> AnswerMatcher:
+        other = copy(self)
+        other._inner = None if self._inner is None else self._inner.copy()
+        other._watch = self._watch.copy()
+        other._forced, other._opened_ids = [*self._forced], [*self._opened_ids]
+        return other
 
     def forced(self) -> Sequence[int]:
         if self._state is _State.FOLLOWING and self._inner is not None:
@@ -244,6 +252,11 @@ class _Watch:
     def behind(self) -> bytes:
         """The text after the complete mark, in the same token."""
         return next((self._tail.partition(mark)[2] for mark in self._marks if mark in self._tail), b"")
+
+    def copy(self) -> _Watch:
+        other = copy(self)
+        other.ids, other._sizes = [*self.ids], [*self._sizes]
+        return other
 
     def push(self, token_id: int, data: bytes) -> bool:
         """Add a token and return whether a mark is complete."""

@@ -353,6 +353,12 @@ class GrammarMatcher:
                 continue
             self._forced = None
 
+    def copy(self) -> GrammarMatcher:
+        other = GrammarMatcher(self._inner.deep_copy(), self._compiled)
+        other._is_first, other._mask = self._is_first, self._mask
+        other._forced = None if self._forced is None else self._forced.copy()
+        return other
+
     def forced(self) -> Sequence[int]:
         """Return the tokens that must come next. Empty before the first token, because answers share the first mask."""
         if self._forced is None:

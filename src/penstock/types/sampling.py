@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 
 class Matcher(Protocol):
@@ -29,6 +29,10 @@ class Matcher(Protocol):
     `mask` only on the first call after `accept`."""
 
     def accept(self, token_ids: Sequence[int]) -> None: ...
+
+    def copy(self) -> Self:
+        """Return a matcher in the same state, to try tokens with."""
+        ...
 
     def forced(self) -> Sequence[int]:
         """Return the next tokens that the grammar leaves no choice about, as the mask would say. More may follow.

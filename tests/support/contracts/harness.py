@@ -21,8 +21,6 @@ from penstock.types.sampling import Matcher, SamplingParams
 from support.contracts.factories import Factory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-EAGER = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
-"""Keeps no memory back, so that small pools lead to preemptions."""
 WITHOUT_GUESSES = make_policies(guesser="off")
 PADDED = make_policies(
     gate=Dynamic(3, max_queue_delay_ns=0, length_buckets=(9,)), reserve=Watermark(share=0.0, growth_tokens=0)
@@ -87,13 +85,17 @@ class Harness:
         *requests: Request,
         executor: Executor | None = None,
         caching: bool = False,
-        policies: Policies = EAGER,
+        policies: Policies | None = None,
         **limits: int,
     ) -> list[Outcome]:
-        """Run requests together; `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came."""
+        """Run requests together, by default without memory kept back, so that small pools lead to preemptions.
+
+        `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came.
+        """
         executor = executor or self.make()
         own = executor.capacity
         capacity = replace(self.capacity, max_scored=own.max_scored, checks_guesses=own.checks_guesses)
+        policies = policies or make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
         core = make_core(replace(capacity, **limits), policies, enable_prefix_caching=caching)
         outcomes = run_to_completion(core, executor, *map(Add, requests))
         return [outcomes[request.request_id] for request in requests]

@@ -1,0 +1,220 @@
+"""How many guesses a step checks, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from penstock.sched.guessing import MOST_GUESSES, Record
+from penstock.sched.policies.base import Guess, Guesser
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.sched.scheduler import Scheduler
+from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing.driver import Driver
+from penstock.types.events import Abort, Add
+from penstock.types.plan import Capacity, StepPlan
+from penstock.types.request import FinishReason, Request
+from penstock.types.result import StepResult, StepTiming
+from penstock.types.sampling import BeamParams
+
+MODEL = HashModel(vocab_size=90)
+CAPACITY = Capacity(
+    num_blocks=200, block_size=4, max_rows=40, max_step_tokens=100, max_model_len=200, max_scored=60, checks_guesses=True
+)
+
+
+class Knowing(Guesser):
+    """Knows the answers, and says so as a match of `num_matched` tokens."""
+
+    def __init__(self, num_matched: int = 30) -> None:
+        self.num_matched = num_matched
+        self.ended_ids: list[str] = []
+
+    def guess(self, request: Request, most: int) -> Guess | None:
+        answer = answer_of(request)
+        begin = len(request.output_token_ids)
+        return Guess(answer[begin : begin + most], self.num_matched)
+
+    def ended(self, request: Request) -> None:
+        self.ended_ids.append(request.request_id)
+
+
+def answer_of(request: Request) -> tuple[int, ...]:
+    sampling = replace(request.sampling, max_tokens=200, stop_token_ids=())
+    return expected_tokens(request.prompt_token_ids, sampling, model=MODEL, max_model_len=400).token_ids
+
+
+class Timed:
+    """Commits made-up steps to a scheduler: each takes `fixed_ns` and `each_ns` for each of its positions."""
+
+    def __init__(self, num_rows: int, fixed_ns: int, each_ns: int, guesser: Guesser, capacity: Capacity = CAPACITY) -> None:
+        self.scheduler = Scheduler(capacity, make_policies(guesser=guesser), enable_prefix_caching=False)
+        self.fixed_ns, self.each_ns, self.now_ns = fixed_ns, each_ns, 0
+        self.requests = [make_request(f"r{idx}", [idx + 1], max_tokens=150) for idx in range(num_rows)]
+        for request in self.requests:
+            self.scheduler.add(request, 0)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.now_ns)
+        assert plan is not None
+        by_id = {request.request_id: request for request in self.requests}
+        tokens = {row.request_id: self.tokens(by_id[row.request_id], row.samples) for row in plan.rows if row.samples}
+        start_ns, self.now_ns = self.now_ns, self.now_ns + self.fixed_ns + self.each_ns * plan.num_tokens
+        self.scheduler.commit(plan, StepResult(plan.step_id, tokens, StepTiming(start_ns, self.now_ns)), self.now_ns)
+        return plan
+
+    @staticmethod
+    def tokens(request: Request, num: int) -> tuple[int, ...]:
+        begin = len(request.output_token_ids)
+        return answer_of(request)[begin : begin + num]
+
+    def guesses(self) -> list[int]:
+        """The guesses of each row once times are known."""
+        plans = [self.step() for _ in range(8)]
+        return [len(plans[-1].guesses.get(request.request_id, ())) for request in self.requests]
+
+
+class TestPrice:
+    def test_guesses_are_made_where_a_position_costs_little(self) -> None:
+        assert Timed(1, 20_000_000, 300_000, Knowing()).guesses() == [MOST_GUESSES]
+
+    def test_few_are_made_where_a_position_costs_as_much_as_a_token(self) -> None:
+        timed = Timed(4, 0, 1_000_000, Knowing(3))
+        for _ in range(40):
+            timed.step()
+        assert max(timed.guesses()) <= 1, "it is measured within a tenth or so"
+
+    def test_the_more_rows_the_fewer_guesses(self) -> None:
+        nums = [sum(Timed(rows, 20_000_000, 1_000_000, Knowing(6)).guesses()) / rows for rows in (1, 4, 16, 32)]
+        assert nums == sorted(nums, reverse=True)
+        assert nums[0] > 3 * nums[-1]
+
+    def test_longer_matches_get_more_guesses(self) -> None:
+        nums = [Timed(2, 20_000_000, 2_000_000, Knowing(num)).guesses()[0] for num in (2, 4, 8, 16)]
+        assert nums == sorted(nums)
+        assert nums[0] < nums[-1]
+
+    def test_the_first_step_has_none(self) -> None:
+        timed = Timed(1, 20_000_000, 300_000, Knowing())
+        assert not timed.step().guesses, "nobody knows what a step takes"
+
+
+class TestRecord:
+    def test_as_many_misses_as_expected_change_nothing(self) -> None:
+        record = Record()
+        assert record.weight(5) == pytest.approx(4.0)
+        for _ in range(200):  # a match of 2: one of two guesses is right
+            record.learn(2, 1, 1)
+            record.learn(2, 1, 0)
+        assert record.weight(5) == pytest.approx(4.0, abs=0.15)
+
+    def test_a_row_whose_guesses_are_wrong_gets_fewer_and_at_last_none(self) -> None:
+        record, weights = Record(), [Record().weight(4)]
+        for _ in range(20):
+            record.learn(4, 3, 0)
+            weights.append(record.weight(4))
+        assert weights == sorted(weights, reverse=True)
+        assert weights[-1] < weights[0] / 2
+
+    def test_a_row_whose_guesses_are_right_gets_more(self) -> None:
+        record = Record()
+        for _ in range(20):
+            record.learn(2, 3, 3)
+        assert record.weight(2) > 1.5
+
+
+class TestLimits:
+    def test_a_request_gets_no_guess_beyond_its_limit(self) -> None:
+        core = make_core(CAPACITY, make_policies(guesser=Knowing()))
+        requests = [make_request(f"r{num}", [num + 1], max_tokens=num) for num in range(1, 12)]
+        outcomes = run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), *map(Add, requests))
+        for request in requests:
+            outcome = outcomes[request.request_id]
+            assert tuple(outcome.token_ids) == answer_of(request)[: request.sampling.max_tokens]
+            assert outcome.finish_reason is FinishReason.LENGTH
+
+    @pytest.mark.parametrize(("field", "most"), [("max_scored", 7), ("max_step_tokens", 11)])
+    def test_a_step_has_room_for_so_many(self, field: str, most: int) -> None:
+        timed = Timed(5, 20_000_000, 10_000, Knowing(), replace(CAPACITY, max_rows=6, **{field: most}))
+        plans = [timed.step() for _ in range(12)]
+        nums = [sum(map(len, plan.guesses.values())) for plan in plans]
+        assert max(nums) == (most if field == "max_scored" else most - 5)
+
+    def test_guesses_preempt_nobody_and_leave_others_their_memory(self) -> None:
+        capacity = replace(CAPACITY, num_blocks=13)  # 12 that can be used: what they need in the end
+        found = []
+        for guesser in (Knowing(), "off"):
+            core = make_core(capacity, make_policies(guesser=guesser, reserve=Watermark(share=0.0, growth_tokens=0)))
+            requests = [make_request(f"r{idx}", [idx + 1] * 3, arrival_ns=idx, max_tokens=12) for idx in range(3)]
+            executor = HashExecutor(capacity, model=MODEL)
+            outcomes = run_to_completion(core, executor, *map(Add, requests), after_turn=lambda driver: driver.core.check())
+            found.append([outcomes[request.request_id].token_ids for request in requests])
+            assert [request.num_preemptions for request in requests] == [0, 0, 0]
+        assert found[0] == found[1]
+
+    def test_beams_get_none(self) -> None:
+        guesser = Knowing()
+        core = make_core(CAPACITY, make_policies(guesser=guesser))
+        beams = [make_request(f"b{idx}", [1, 2], max_tokens=5, logprobs=4, beams=BeamParams(width=2)) for idx in range(2)]
+        for beam in beams:
+            beam.parent_id = "b"
+        drivers: list[Driver] = []
+        run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), *map(Add, beams), after_turn=drivers.append)
+        assert len(drivers[0].plans) > 3
+        assert not any(plan.guesses for plan in drivers[0].plans)
+
+    @pytest.mark.parametrize("gate", ["static", "dynamic"])
+    def test_batches_that_are_fixed_have_none(self, gate: str) -> None:
+        core = make_core(CAPACITY, make_policies(gate=gate, guesser=Knowing()))
+        drivers: list[Driver] = []
+        request = make_request("r", [1], max_tokens=9)
+        run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), Add(request), after_turn=drivers.append)
+        assert len(drivers[0].plans) >= 9
+        assert not any(plan.guesses for plan in drivers[0].plans)
+
+
+class TestEnds:
+    def test_a_stop_token_among_the_guesses_ends_the_answer_there(self) -> None:
+        request = make_request("r", [5], max_tokens=100)
+        stop = answer_of(request)[9]
+        stopped = make_request("r", [5], max_tokens=100, stop_token_ids=(stop,))
+        core = make_core(CAPACITY, make_policies(guesser=Knowing()))
+        outcomes = run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), Add(stopped))
+        first = answer_of(request).index(stop)
+        assert tuple(outcomes["r"].token_ids) == answer_of(request)[: first + 1]
+        assert outcomes["r"].last.stop_reason == stop
+
+    def test_nothing_is_left_of_requests_however_they_end(self) -> None:
+        guesser = Knowing()
+        core = make_core(CAPACITY, make_policies(guesser=guesser))
+        requests = [make_request(f"r{idx}", [idx + 1], max_tokens=40) for idx in range(6)]
+        later = {3: [Abort("r1")], 4: [Abort("r2")]}
+        executor = HashExecutor(CAPACITY, model=MODEL)
+        run_to_completion(core, executor, *map(Add, requests), later=later, after_turn=lambda driver: driver.core.check())
+        assert core.scheduler._guessing is not None
+        assert not core.scheduler._guessing._records
+        assert sorted(guesser.ended_ids) == [request.request_id for request in requests]
+        assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
+
+    def test_steps_become_fewer_and_their_tokens_are_counted(self) -> None:
+        nums: list[Sequence[int]] = []
+        for guesser in ("off", Knowing()):
+            core = make_core(CAPACITY, make_policies(guesser=guesser))
+            steps = []
+
+            class Counting:
+                def on_step(self, stats, steps=steps) -> None:
+                    steps.append(stats.counts)
+
+                def on_finish(self, stats) -> None: ...
+
+            core._observer = Counting()
+            run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), Add(make_request("r", [1], max_tokens=100)))
+            accepted = sum(num for counts in steps for _, num in counts.guesses.values())
+            nums.append((len(steps), sum(counts.num_sampled_tokens for counts in steps), accepted))
+        assert nums[0] == (100, 100, 0)
+        assert nums[1][0] < 20
+        assert nums[1][1:] == (100, 100 - nums[1][0])
