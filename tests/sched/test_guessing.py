@@ -109,7 +109,7 @@ class TestRecord:
         for _ in range(200):  # a match of 2: one of two guesses is right
             record.learn(2, 1, 1)
             record.learn(2, 1, 0)
-        assert record.weight(5) == pytest.approx(4.0, abs=0.15)
+        assert record.weight(5) == pytest.approx(4.0)
 
     def test_a_row_whose_guesses_are_wrong_gets_fewer_and_at_last_none(self) -> None:
         record, weights = Record(), [Record().weight(4)]

@@ -25,26 +25,21 @@ from penstock.types.request import Request
 
 MOST_GUESSES = 15
 """Guesses of a row in a step. With its own token they are a tile of 16 rows."""
-KEPT = 0.9
-"""Weight that a row's earlier misses keep after another step with guesses."""
 PLAIN_PERIOD = 32
 """One in this many steps at least has no guesses. Else nobody could tell what they cost."""
-SURE = 2.0
-"""Misses, and expected ones, that each row begins with."""
 
 
 @dataclass(slots=True)
 class Record:
-    """How many of a request's guesses were wrong, and how many were expected to be; both faded."""
+    """How many of a request's guesses were wrong, and how many were expected to be."""
 
-    num_misses: float = SURE
-    num_expected: float = SURE
+    num_misses: float = 1.0
+    num_expected: float = 1.0
 
     def learn(self, num_matched: int, num_guesses: int, num_accepted: int) -> None:
         num_judged = min(num_guesses, num_accepted + 1)
-        expected = sum([1 / (num_matched + idx) for idx in range(num_judged)])
-        self.num_misses = SURE + KEPT * (self.num_misses - SURE) + (num_accepted < num_guesses)
-        self.num_expected = SURE + KEPT * (self.num_expected - SURE) + expected
+        self.num_misses += num_accepted < num_guesses
+        self.num_expected += sum([1 / (num_matched + idx) for idx in range(num_judged)])
 
     def weight(self, num_matched: int) -> float:
         """Return `w`: the next `j` guesses are all right in `w / (w + j)` of the cases."""
@@ -140,7 +135,7 @@ class Guessing:
             record.learn(*self._made[request_id], len(token_ids) - 1)
 
     def time(self, step: StepRecord) -> None:
-        """Note how long a step took. One that was expected teaches little, and learning takes as long as guesses of some rows."""
+        """Note how long a step took. One that was expected teaches little, and learning takes as long as some guesses."""
         self._num_steps += 1
         if not self._cost.is_as_expected(step) or self._num_steps % 8 == 1:
             self._cost.learn(step)

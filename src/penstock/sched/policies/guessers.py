@@ -127,6 +127,7 @@ class Suffix(Guesser):
         reader.source = text if reader.place else None
         if recent is not None and reader.num_matched < LONGEST_MATCH:
             place, num_matched = recent.find(text.tokens, is_own=False)
+            num_matched -= 1  # other answers go on in the same way less often
             if num_matched > reader.num_matched:
                 reader.source, reader.place, reader.num_matched = recent, place, num_matched
 
