@@ -84,6 +84,30 @@ def test_models_that_share_a_team_answer_as_each_does_alone(paths: list[Path]) -
         alone.close()
 
 
+def test_lines_of_one_model_begin_when_the_people_of_another_have_their_answers(paths: list[Path]) -> None:
+    async def play(one: RunningModel, two: RunningModel) -> tuple[int, int]:
+        people = [make_request(f"person-{idx}", [idx + 1] * 9, max_tokens=200) for idx in range(6)]
+        line, last_ns = make_request("line", [5, 6, 7], max_tokens=3, background=True), 0
+        with one.bridge.open(people) as asked, two.bridge.open((line,)) as behind:
+            while chunks := await asked.next_chunks():
+                last_ns = chunks[-1].at_ns
+            first = (await asyncio.wait_for(behind.next_chunks(), WAIT_S))[0]
+            return last_ns, first.at_ns
+
+    resources, running = Resources(), list[RunningModel]()
+    try:
+        for path in paths:
+            running.append(start_model(config_of(path), resolve(str(path), path.parent), resources))
+        last_ns, begun_ns = asyncio.run(play(*running))
+        assert begun_ns > last_ns
+        assert resources.others_serve("two", last_ns)
+        running[0].close()
+        assert not resources.others_serve("two", last_ns), "a model that has left serves nobody"
+    finally:
+        for one in running:
+            one.close()
+
+
 def test_two_models_with_one_name_are_refused_and_none_is_left_running(paths: list[Path]) -> None:
     before = set(threading.enumerate())  # an engine of another test may be about to end
     with pytest.raises(ConfigError, match=r"Two models are served as 'one'.*--served-model-name"):

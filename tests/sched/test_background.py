@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from penstock.sched.background import Share
+from penstock.sched.background import PAUSE_NS, Share
 from penstock.sched.policies.base import UNLIMITED, BudgetView, GateDecision, GateView, StepRecord
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous
@@ -402,17 +402,64 @@ def test_the_line_that_keeps_its_place_loses_it_to_the_most_senior_alone() -> No
 
 
 def test_a_share_that_cannot_be_had_yet_is_not_saved_up() -> None:
-    share = Share(0.5)
-    for _ in range(100):
-        share.count(1000 * MS, StepCounts(num_tokens=1), has_work=True)
+    share, now_ns = Share(0.5), 100_000 * MS
+    share.pass_time(0, has_work=True)
+    share.pass_time(now_ns, has_work=True)
     num_steps = 0
     while share.is_owed:
-        share.count(100 * MS, StepCounts(num_tokens=1, num_background_tokens=1), has_work=True)
+        share.count(100 * MS, StepCounts(num_tokens=1, num_background_tokens=1))
+        now_ns += 100 * MS
+        share.pass_time(now_ns, has_work=True)
         num_steps += 1
     assert num_steps == 10, "of 100 s without its half, one second counts"
-    share.count(1 * MS, StepCounts(num_tokens=1), has_work=False)
-    share.count(1 * MS, StepCounts(num_tokens=1), has_work=True)
+    share.count(1000 * MS, StepCounts(num_tokens=1, num_background_tokens=1))
+    share.pass_time(now_ns, has_work=False)
+    share.pass_time(now_ns + 1000 * MS, has_work=True)
+    assert not share.is_owed, "it had no work to do in this time"
+    share.pass_time(now_ns + 1001 * MS, has_work=True)
     assert share.is_owed, "nor is what it had too much, once it has nothing to do"
+
+
+# beside other models of the machine
+
+
+def test_the_background_waits_while_other_models_serve_and_people_of_its_own_do_not() -> None:
+    are_serving, lines, one = [False], [line(idx) for idx in range(2)], person(0, max_tokens=4)
+    driver = make_driver(*lines, budget=HoldLatency())
+    scheduler = driver.core.scheduler
+    scheduler._others_serve = lambda _: are_serving[0]
+    for _ in range(9):
+        assert len(rows_of(driver.turn())) == 2
+    are_serving[0] = True
+    for _ in range(50):
+        now_ns = driver.clock.now_ns()
+        assert driver.turn() is None
+        assert driver.core.next_wakeup_ns(now_ns) == now_ns + PAUSE_NS
+        driver.clock.advance(PAUSE_NS)
+    plan = driver.turn(Add(one))
+    assert rows_of(plan) == {"person-0", "line-0", "line-1"}, "lines fill the steps of people"
+    while one.status is not RequestStatus.FINISHED:
+        driver.turn()
+    assert driver.turn() is None
+    driver.clock.advance(PAUSE_NS)
+    are_serving[0] = False
+    assert len(rows_of(driver.turn())) == 2
+    finish(driver, *lines, one)
+    cost = scheduler._policies.budget.cost
+    assert cost.estimate_ns(StepRecord(2, 0, 0)) < 1.5 * STEP_NS, "the pauses belong to no step"
+
+
+def test_a_static_batch_of_the_background_pauses_too_unless_people_wait_for_its_end() -> None:
+    are_serving = [False]
+    policies = make_policies("static", settings={"gate": {"max_queue_delay_ns": 0}})
+    lines, one = [line(idx, max_tokens=6) for idx in range(2)], person(0, max_tokens=3)
+    driver = Driver(make_core(CAPACITY, policies), HashExecutor(CAPACITY))
+    driver.core.scheduler._others_serve = lambda _: are_serving[0]
+    driver.turn(*map(Add, lines))
+    are_serving[0] = True
+    assert driver.turn() is None
+    driver.turn(Add(one))
+    finish(driver, *lines, one)
 
 
 def test_a_static_batch_takes_them_when_no_other_waits() -> None:

@@ -228,6 +228,7 @@ class EngineMaker:
                 store.close()
         if engine is not None and engine.is_alive:
             self._give_up(engine)
+        self._resources.loads.pop(self.blueprint.name, None)
         self._resources.memory.give_back(self.blueprint.name)
 
     def _executor_from_files(self) -> Executor:
@@ -254,6 +255,7 @@ class EngineMaker:
             enable_prefix_caching=self.blueprint.has_prefix_caching,
             tier=build_tier(self._stores[-1]),
             most_step_ns=partial(self._resources.most_step_ns, self.blueprint.name),
+            others_serve=partial(self._resources.others_serve, self.blueprint.name),
             adapters=self.adapters,
             max_adapters=self.blueprint.lora.max_loras,
         )
@@ -272,6 +274,7 @@ class EngineMaker:
         )
         if self._tap is not None:
             self._tap.watch(scheduler, engine.blocks)
+        self._resources.loads[self.blueprint.name] = engine.load
         return engine
 
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from penstock.config.units import format_size
 from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores, usable_cpus
+from penstock.sched.background import serve_people
 from penstock.sched.policies.base import CONTESTED_STEP_NS, CONTESTED_WINDOW_NS
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
+from penstock.types.stats import EngineLoad
 
 if TYPE_CHECKING:
     import socket
@@ -181,6 +183,8 @@ class Resources:
         """Bound sockets that stop other servers from pinning threads to the same CPUs."""
         self._seats: dict[str, tuple[Team, Account]] = {}
         """By model: the team of its last executor, and its account of compute time there."""
+        self.loads: dict[str, Callable[[], EngineLoad]] = {}
+        """By model: how busy its engine is."""
         self._lock = threading.Lock()
 
     @cached_property
@@ -243,6 +247,13 @@ class Resources:
         seat = self._seats.get(name)
         is_contested = seat is not None and seat[0].is_contested(seat[1], CONTESTED_WINDOW_NS)
         return CONTESTED_STEP_NS if is_contested else 0
+
+    def others_serve(self, name: str, now_ns: int) -> bool:
+        """Return whether other models serve people on the threads of this one."""
+        seats, loads = self._seats.copy(), self.loads.copy()
+        team, _ = seats.pop(name, (None, None))
+        beside = [loads[other] for other, (shared, _) in seats.items() if shared is team and other in loads]
+        return serve_people([load() for load in beside], now_ns)
 
     def machine_ns(self, name: str) -> int:
         """Return how long the model's steps have computed on the present thread team, in nanoseconds."""

@@ -62,6 +62,7 @@ class EngineCore:
         self._last_finish_ns = 0
         self._last_step_ns = 0
         self._last_num_rows = 1
+        self._served_ns = EngineLoad().served_ns
         self.followed_ns = 0
         """Time that grammars took in the last `finish`."""
         self.snapshot = self._take_snapshot()
@@ -135,6 +136,8 @@ class EngineCore:
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
+        if self.snapshot.num_running:
+            self._served_ns = now_ns
         outcome = self.scheduler.commit(plan, result, now_ns)
         self.followed_ns = self._follow(outcome, clock) if self.following else 0
         if outcome.ended:  # otherwise the next `begin` updates it soon enough
@@ -295,6 +298,7 @@ class EngineCore:
             adapters=scheduler.kv.adapters.counts,
             num_background=num_beside + num_behind,
             num_blocks_background=scheduler.num_background_blocks,
+            served_ns=self._served_ns,
         )
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:

@@ -85,3 +85,5 @@ class Seat:
     """As for `Scheduler`."""
     used_ns: Callable[[], int]
     """Returns the time that the model had the machine."""
+    others_serve: Callable[[int], bool] = lambda _: False
+    """As for `Scheduler`. Simulated requests are all of people."""

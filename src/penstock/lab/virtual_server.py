@@ -158,6 +158,7 @@ class VirtualServer(NullObserver):
             policies,
             enable_prefix_caching=settings.enable_prefix_caching,
             most_step_ns=(lambda: 0) if seat is None else seat.most_step_ns,
+            others_serve=(lambda _: False) if seat is None else seat.others_serve,
         )
         self.core = EngineCore(scheduler, observer=self)
         self.times = ModelledTimes(settings.cost, seed=seed)

@@ -1,27 +1,50 @@
-"""The share of the time that background requests get at least, if their owner asks for one."""
+"""When requests of the background run: the share of the time that is theirs, and whether they leave the machine to others."""
 
 from __future__ import annotations
 
-from penstock.types.stats import StepCounts
+from collections.abc import Iterable
+
+from penstock.types.stats import EngineLoad, StepCounts
 
 MEMORY_NS = 1_000_000_000
 """Time over which the share is kept: a surplus or a lack of more than this time's share is forgotten."""
+PAUSE_NS = 20_000_000
+"""Pause of a model between two requests of people, in which the background of other models does not begin."""
 
 
 class Share:
+    """The share of the time that background requests get at least, if their owner asks for one."""
+
     def __init__(self, share: float) -> None:
         self._share = share
         self._owed_ns = 0.0
+        self._counted_until_ns: int | None = None
+        """None: there was no background request."""
 
     @property
     def is_owed(self) -> bool:
         return self._owed_ns > 0
 
-    def count(self, duration_ns: int, counts: StepCounts, *, has_work: bool) -> None:
-        """Count a step. Its time is divided by tokens, which is about right. `has_work`: background requests run or wait."""
+    def pass_time(self, now_ns: int, *, has_work: bool) -> None:
+        """Count the time since the last call, also if other models had it. `has_work`: background requests run or wait."""
         if not self._share:
             return
-        got_ns = duration_ns * counts.num_background_tokens / max(1, counts.num_tokens)
+        if has_work and self._counted_until_ns is not None:
+            self._owe(self._share * (now_ns - self._counted_until_ns))
+        elif not has_work:
+            self._owed_ns = 0.0
+        self._counted_until_ns = now_ns if has_work else None
+
+    def count(self, duration_ns: int, counts: StepCounts) -> None:
+        """Count a step. Its time is divided by tokens, which is about right."""
+        if self._share:
+            self._owe(-duration_ns * counts.num_background_tokens / max(1, counts.num_tokens))
+
+    def _owe(self, more_ns: float) -> None:
         limit_ns = self._share * MEMORY_NS
-        owed_ns = self._owed_ns + self._share * duration_ns - got_ns
-        self._owed_ns = min(max(owed_ns, -limit_ns), limit_ns) if has_work else 0.0
+        self._owed_ns = min(max(self._owed_ns + more_ns, -limit_ns), limit_ns)
+
+
+def serve_people(loads: Iterable[EngineLoad], now_ns: int) -> bool:
+    """Return whether one of these models has work other than that of the background, or had it within `PAUSE_NS`."""
+    return any(load.num_running or load.num_waiting or now_ns - load.served_ns < PAUSE_NS for load in loads)

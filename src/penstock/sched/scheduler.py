@@ -16,7 +16,7 @@ from penstock.kv.tiers import Tier
 from penstock.sched import progress
 from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
 from penstock.sched.ahead import Ahead
-from penstock.sched.background import Share
+from penstock.sched.background import PAUSE_NS, Share
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
@@ -60,10 +60,14 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         tier: Tier | None = None,
         most_step_ns: Callable[[], int] = lambda: 0,
+        others_serve: Callable[[int], bool] = lambda _: False,
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
-        """`most_step_ns` returns how long a step should take at most while other models wait for the machine. 0: no limit."""
+        """`most_step_ns` returns how long a step should take at most while other models wait for the machine. 0: no limit.
+
+        `others_serve` returns whether other models of the machine serve people now: a time, as for `schedule`.
+        """
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
         self.capacity = capacity
@@ -112,6 +116,8 @@ class Scheduler:
         self._puts_off_pause = False
         """The last plan, made ahead, found a request to pause, so the next one is not made ahead."""
         self._most_step_ns = most_step_ns
+        self._others_serve = others_serve
+        self._yields_until_ns: int | None = None
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
@@ -121,7 +127,9 @@ class Scheduler:
         return self._policies.guesser.is_on and self.capacity.checks_guesses and self._policies.gate.is_continuous
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        """Return when to schedule again if nothing else happens: the gate's time, or the end of a wait for an adapter."""
+        """Return when to schedule again if nothing else happens: for the gate, other models, or an adapter that is awaited."""
+        if self._yields_until_ns is not None:
+            return self._yields_until_ns
         gates_ns = self._joining.wakeup_ns, self._filling.wakeup_ns
         adapter_ns = self.adapters.wakeup_ns(now_ns) if self._queues.has_aside else None
         return min((at_ns for at_ns in (*gates_ns, adapter_ns) if at_ns is not None), default=None)
@@ -236,10 +244,23 @@ class Scheduler:
 
         Requests in `sitting_out` get no row if others have one. Those in `sitting_out_alone` get one only if no request has.
         """
+        self._share.pass_time(now_ns, has_work=self._has_background)
+        if self._yields_until_ns is not None:
+            self._last_commit_ns = now_ns  # the time since then was no step's
+        self._yields_until_ns = now_ns + PAUSE_NS if self._yields(now_ns) else None
+        if self._yields_until_ns is not None:
+            self.news = PlanNews(now_ns, WaitReason.NOTHING, (), ())
+            return None
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
         if self.adapters.seen:
             self.adapters.seen.clear()
         return plan
+
+    def _yields(self, now_ns: int) -> bool:
+        """Return whether to leave the machine to other models: they serve people, and this one has only the background."""
+        if not self._has_background or self._share.is_owed:
+            return False
+        return self.num_running + self.num_waiting == sum(self.num_background) and self._others_serve(now_ns)
 
     def _schedule(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
         if not self._flights:
@@ -545,7 +566,7 @@ class Scheduler:
         if self._guessing is not None:
             self._guessing.time(self._last_step)
         self._last_commit_ns = now_ns
-        self._share.count(duration_ns, counts, has_work=self._has_background)
+        self._share.count(duration_ns, counts)
         if not counts.num_decodes and num_prefill_tokens:
             self._running.learn_pace(num_prefill_tokens, duration_ns)
 

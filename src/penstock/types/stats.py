@@ -245,6 +245,7 @@ class EngineLoad(NamedTuple):
     adapters: AdapterCounts = AdapterCounts()
     num_background: int = 0  # background requests that run or wait
     num_blocks_background: int = 0  # held blocks that background requests allocated: others get them when they need them
+    served_ns: int = -1 << 62  # end of the last step while requests ran that are not of the background
 
     @property
     def num_blocks_held(self) -> int:
