@@ -403,6 +403,19 @@ def test_a_refused_line_holds_up_nobody(tmp_path, monkeypatch):
             assert sum(counted(ann, first).values()) == 320
 
 
+def test_not_all_lines_of_a_batch_are_refused_at_once(jobs, client, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REFUSED", 10)
+    with refusing(monkeypatch, jobs, Answered(429, 60.0, b"{}"), 1000) as asked:
+        batch = begun(client, lines_of(200))
+        (running,) = jobs.batches._running.values()
+        wait_until(lambda: len(running.refused) >= 10 and not running.under_way)
+        assert len(asked) < 10 + 2 * module.TAKEN_AT_ONCE
+        client.batches.cancel(batch.id)
+        batch = ended(client, batch)
+        assert counted(client, batch) == once(200)
+        assert not running.refused
+
+
 def test_answers_stay_when_their_books_are_lost(tmp_path, monkeypatch, gate):
     with serving(tmp_path, gate) as server, server.client() as client:
         batch = begun(client, lines_of(100))

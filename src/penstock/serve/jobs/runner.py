@@ -19,10 +19,9 @@ import re
 import sqlite3
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 import msgspec
@@ -55,7 +54,7 @@ GONE = 499
 REFUSALS = (429, 502, 503, 504)
 """Statuses after which a line is asked again."""
 MAX_REFUSED = 1000
-"""Lines of a batch that wait to be asked again. With so many, no others are asked."""
+"""Lines of a batch that wait to be asked again. With about so many, no others are asked."""
 TIDIED_EACH_S = 60.0
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 """Codes of the errors of lines that were not asked."""
@@ -78,8 +77,10 @@ class _Running:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no line is under way any more."""
     under_way: set[asyncio.Task[None]] = field(default_factory=set)
-    refused: list[tuple[float, int]] = field(default_factory=list)
-    """When to ask lines again, and their places: a heap."""
+    refused: set[asyncio.Task[None]] = field(default_factory=set)
+    """One for each line that waits until it is asked again."""
+    again: deque[int] = field(default_factory=deque)
+    """Places of lines that have waited."""
     answers: list[Answer] = field(default_factory=list)
     """Not written yet."""
     is_writable: asyncio.Event = field(default_factory=asyncio.Event)
@@ -362,7 +363,7 @@ class BatchRunner:
         await asyncio.wait([feeding, writing, waiting], return_when=asyncio.FIRST_COMPLETED)
         running.left.set()
         feeding.cancel()
-        await asyncio.wait([feeding, *running.under_way])
+        await asyncio.wait([feeding, *running.under_way, *running.refused])
         running.is_over.set()
         await writing
         if not feeding.cancelled():
@@ -385,35 +386,30 @@ class BatchRunner:
 
     async def _feed(self, running: _Running, lines: Lines) -> None:
         """Ask lines as their turns come, until all are answered."""
-        running.refused.clear()
-        taken, after, has_more = deque[Line](), 0, True
-        while True:
-            if running.refused and running.refused[0][0] <= time.monotonic():
-                _, place = heappop(running.refused)
-                [line] = await self.on_disk(lines.take, place - 1, 1, TAKEN_BYTES)
-            elif has_more and len(running.refused) < MAX_REFUSED:
-                if not taken:
-                    taken.extend(await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES))
-                    has_more = len(taken) > 0
-                    if not has_more:
-                        continue
-                line = taken.popleft()
-                after = line.place
-            elif running.under_way:
-                wait_s = running.refused[0][0] - time.monotonic() if running.refused else None
-                await asyncio.wait(running.under_way, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-                continue
-            elif running.refused:
-                await asyncio.sleep(running.refused[0][0] - time.monotonic())
-                continue
-            else:
-                return
+        async for line in self._to_ask(running, lines):
             await self._wait_for_hours()
             await running.is_writable.wait()
             await self._turns.take(running)
-            task = asyncio.create_task(self._ask(running, line))
-            running.under_way.add(task)
-            task.add_done_callback(running.under_way.discard)
+            _start(running.under_way, self._ask(running, line))
+
+    async def _to_ask(self, running: _Running, lines: Lines) -> AsyncIterator[Line]:
+        """Yield lines in their order and, between some of them and the next, those to be asked again."""
+        after = 0
+        running.again.clear()
+        while True:
+            has_room = len(running.refused) < MAX_REFUSED
+            taken = await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES) if has_room else []
+            again = [running.again.popleft() for _ in range(min(len(running.again), TAKEN_AT_ONCE))]
+            for line in taken:
+                yield line
+                after = line.place
+            for place in again:
+                [line] = await self.on_disk(lines.take, place - 1, 1, TAKEN_BYTES)
+                yield line
+            if not (taken or again):
+                if not (pending := running.under_way | running.refused):
+                    return
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def _wait_for_hours(self) -> None:
         while self._hours is not None and not is_within(self._hours, time.localtime(self._now()).tm_hour):  # noqa: ASYNC110
@@ -430,7 +426,7 @@ class BatchRunner:
                 running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in REFUSALS:
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
-                heappush(running.refused, (time.monotonic() + wait_s, line.place))
+                _start(running.refused, self._ask_again(running, line.place, wait_s))
             elif answered.status != GONE or not left.is_set():
                 running.answers.append(_answer(line, request, answered, name))
         except Exception:
@@ -438,6 +434,10 @@ class BatchRunner:
             running.answers.append(_failure(batch, line, "internal_error", "The server's log has the cause."))
         finally:
             self._turns.give_back(running)
+
+    async def _ask_again(self, running: _Running, place: int, wait_s: float) -> None:
+        if not await _is_set_within(running.left, wait_s):
+            running.again.append(place)
 
     async def _write(self, running: _Running, lines: Lines) -> None:
         """Write answers some times a second, until no more come. If the disk takes none, no more lines are asked."""
@@ -508,6 +508,13 @@ class _Turns:
     def _limit(self) -> int:
         loads = [running.engine.load() for running in self._deployment.running]
         return max([MIN_UNDER_WAY, *[2 * (load.num_running + load.num_rows_free) for load in loads]])
+
+
+def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    """Start a task, which is in the set until it ends."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
