@@ -237,6 +237,27 @@ def test_a_batch_is_cancelled_before_its_lines_are_checked(jobs, client, monkeyp
     assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
 
 
+def test_a_small_file_does_not_wait_for_the_check_of_a_large_one(jobs, client, monkeypatch):
+    checked, may_go_on, prepare = [], threading.Event(), module.prepare
+
+    def wait(path, source, *rest):
+        if (size := source.stat().st_size) > module.SMALL_BYTES:
+            checked.append(size)
+            assert may_go_on.wait(60)
+        return prepare(path, source, *rest)
+
+    monkeypatch.setattr(module, "prepare", wait)
+    monkeypatch.setattr(module, "SMALL_BYTES", 2000)
+    large = [begun(client, lines_of(100)) for _ in range(2)]
+    for _ in range(2):
+        assert ended(client, begun(client, lines_of(5))).status == "completed"
+    assert len(checked) == 1, "large ones are checked one at a time"
+    assert {client.batches.retrieve(batch.id).status for batch in large} == {"validating"}
+    may_go_on.set()
+    for batch in large:
+        assert counted(client, ended(client, batch)) == once(100)
+
+
 def test_a_cancelled_batch_keeps_its_answers(tmp_path, gate):
     with serving(tmp_path, gate) as server, server.client() as client:
         batch = begun(client, lines_of(100))

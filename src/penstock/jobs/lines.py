@@ -26,7 +26,7 @@ from penstock.jobs.disk import remove, sync
 from penstock.jobs.order import prefix_key
 
 MAX_LINES = 50_000_000
-"""Most lines of a file: ten minutes of checks, during which no other file is checked."""
+"""Most lines of a file: ten minutes of checks, for which other large files wait."""
 MAX_ERRORS = 50
 """Most errors of a file that are listed."""
 AT_ONCE = 250

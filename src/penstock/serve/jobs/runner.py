@@ -55,6 +55,8 @@ REFUSALS = (429, 502, 503, 504)
 """Statuses after which a line is asked again."""
 MAX_REFUSED = 1000
 """Lines of a batch that wait to be asked again. With about so many, no others are asked."""
+SMALL_BYTES = 1 << 24
+"""Files up to this size, a second's work to check, do not wait for larger ones."""
 TIDIED_EACH_S = 60.0
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 """Codes of the errors of lines that were not asked."""
@@ -135,8 +137,8 @@ class BatchRunner:
         self._lines = {"completed": 0, "failed": 0}
         self._tokens = {"input": 0, "cached": 0, "output": 0}
         self._closing = asyncio.Event()
-        self._checking = asyncio.Lock()
-        """Held while a file is checked, which takes memory: one at a time."""
+        self._checking = asyncio.Lock(), asyncio.Lock()
+        """Held while a small or a large file is checked, which takes memory: one of each at a time."""
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penstock-jobs")
         self._tidying: asyncio.Task[None] | None = None
 
@@ -299,8 +301,9 @@ class BatchRunner:
 
         urls = (batch.url,) if batch.url else URLS
         path, source = self.store.lines(batch), self.store.content(batch.input_file)
+        is_large = await self.on_disk(size_of, source) > SMALL_BYTES
         with contextlib.suppress(Stopped):
-            async with self._checking:
+            async with self._checking[is_large]:
                 try:
                     await self.on_disk(prepare, path, source, urls, self._max_line_bytes, is_stopped)
                 except BadLines as bad:
