@@ -380,7 +380,7 @@ def test_lines_begin_only_in_their_hours(tmp_path, monkeypatch):
         monkeypatch.setattr(module.time, "localtime", lambda _: SimpleNamespace(tm_hour=hour))
         with refusing(monkeypatch, server, None, 0) as asked:
             batch = begun(client, lines_of(5))
-            wait_until(lambda: server.batches._running[batch.id].is_writable.is_set())
+            wait_until(lambda: server.batches._running[batch.id].has_room.is_set())
             assert (asked, client.batches.retrieve(batch.id).status) == ([], "in_progress")
             hour = 22
             assert counted(client, ended(client, batch)) == once(5)
@@ -584,6 +584,46 @@ def test_a_disk_that_fails_for_a_while_holds_up_batches_alone(tmp_path, monkeypa
         assert (batch.status, batch.request_counts.completed) == ("completed", 150)
         assert counted(client, batch) == once(150)
         assert [*(tmp_path / "lines").iterdir()] == []
+
+
+ROOM = 500_000
+"""For the lines and answers of a batch of 600, of 160 and 600 bytes each, or for a part of them beside another file."""
+
+
+def waiting(client, server) -> tuple[openai.types.FileObject, openai.types.Batch]:
+    """Begin a batch for whose answers there is no room beside another file. Return both when it waits."""
+    other = client.files.create(file=file_of([line("other", user="a" * 200_000)]), purpose="batch")
+    batch = begun(client, lines_of(600))
+    wait_until(lambda: client.batches.retrieve(batch.id).errors)
+    (running,) = server.batches._running.values()
+    wait_until(lambda: not running.under_way and not running.answers)
+    told = client.batches.retrieve(batch.id)
+    assert (told.status, told.errors.data[0].code) == ("in_progress", "no_room")
+    assert "500000 are kept (--jobs-bytes). Delete some." in told.errors.data[0].message
+    assert ROOM <= server.batches.store.num_bytes(running.batch.owner) <= ROOM + 2 * server.batches._turns._limit() * 650
+    return other, batch
+
+
+def test_a_batch_waits_until_the_files_of_its_key_have_room_for_its_answers(tmp_path):
+    with serving(tmp_path, jobs_bytes=ROOM) as server, server.client() as client:
+        other, batch = waiting(client, server)
+        assert client.files.list().data[0].id == batch.input_file_id, "the server goes on"
+        client.files.delete(other.id)
+        batch = ended(client, batch)
+        assert (batch.status, batch.errors, batch.request_counts.completed) == ("completed", None, 600)
+        assert counted(client, batch) == once(600)
+
+
+def test_a_batch_that_waits_for_room_can_be_cancelled_also_after_a_restart(tmp_path):
+    with serving(tmp_path, jobs_bytes=ROOM) as server, server.client() as client:
+        _, batch = waiting(client, server)
+    with serving(tmp_path, jobs_bytes=ROOM) as server, server.client() as client:
+        wait_until(lambda: client.batches.retrieve(batch.id).errors)
+        num_completed = client.batches.retrieve(batch.id).request_counts.completed
+        client.batches.cancel(batch.id)
+        batch = ended(client, batch)
+        assert (batch.status, batch.errors, batch.request_counts.completed) == ("cancelled", None, num_completed)
+        assert counted(client, batch) == once(600)
 
 
 def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):

@@ -134,7 +134,7 @@ class Batch:
     usage: Mapping[str, int] = field(default_factory=dict)
     """Sums of the tokens that the answers report."""
     errors: Sequence[Mapping[str, Any]] = ()
-    """Why it could not begin."""
+    """Why it could not begin, or, while it runs, why it waits."""
     metadata: Mapping[str, str] | None = None
 
     @property
@@ -297,6 +297,11 @@ class Store:
         finally:
             upload.close()
 
+    def check_room(self, owner: Owner) -> None:
+        """Raise NoRoom unless the files of an owner's key may have more bytes."""
+        if (found := self.num_bytes(owner)) >= self.max_bytes:
+            raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). Delete some.")
+
     def claim(self, owner: Owner, num_bytes: int) -> None:
         """Count bytes that are being uploaded. Raises NoRoom."""
         with self._guard:
@@ -343,8 +348,7 @@ class Store:
         """Add a new batch. Raises NoRoom and NoFile."""
         with self._transaction() as base:
             self._check_number(batch.owner)
-            if (found := self.num_bytes(batch.owner)) >= self.max_bytes:
-                raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). Delete some.")
+            self.check_room(batch.owner)
             if len(self._unfinished_of(batch.owner)) >= MAX_UNFINISHED:
                 raise NoRoom(f"{MAX_UNFINISHED} batches have not ended yet. Wait for one, or cancel it.")
             if self.file(batch.input_file, batch.owner) is None:

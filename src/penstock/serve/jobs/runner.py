@@ -31,7 +31,7 @@ from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
 from penstock.jobs.disk import remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
-from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
+from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
 from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
@@ -85,8 +85,10 @@ class _Running:
     """Places of lines that have waited."""
     answers: list[Answer] = field(default_factory=list)
     """Not written yet."""
-    is_writable: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the disk takes answers."""
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the disk takes answers, and the key's files may have more bytes."""
+    waits_for: str = ""
+    """Why there is no room."""
     began_s: float = 0.0
     began_with: int = 0
     """Lines that had an answer then."""
@@ -111,6 +113,7 @@ class _Running:
             num_completed=done.num_completed,
             num_failed=done.num_failed,
             usage=done.usage,
+            errors=[_error("no_room", self.waits_for)] if self.waits_for else self.batch.errors,
         )
 
 
@@ -246,8 +249,7 @@ class BatchRunner:
                 _log.warning("batch %s waits, since the disk fails: %s", batch_id, error)
             except Exception:
                 _log.exception("batch %s fails", batch_id)
-                told = {"code": "internal_error", "line": None, "message": "The server's log has the cause.", "param": None}
-                running.batch = replace(running.batch, errors=[told])
+                running.batch = replace(running.batch, errors=[_error("internal_error", "The server's log has the cause.")])
             await _is_set_within(self._closing, TRIED_AGAIN_S)
         await self._let_go(running)
         if running.batch.is_ended:
@@ -391,7 +393,7 @@ class BatchRunner:
         """Ask lines as their turns come, until all are answered."""
         async for line in self._to_ask(running, lines):
             await self._wait_for_hours()
-            await running.is_writable.wait()
+            await running.has_room.wait()
             await self._turns.take(running)
             _start(running.under_way, self._ask(running, line))
 
@@ -443,7 +445,7 @@ class BatchRunner:
             running.again.append(place)
 
     async def _write(self, running: _Running, lines: Lines) -> None:
-        """Write answers some times a second, until no more come. If the disk takes none, no more lines are asked."""
+        """Write answers some times a second, until no more come. If there is no room for others, no more lines are asked."""
         while running.answers or not running.is_over.is_set():
             await _is_set_within(running.is_over, GATHERED_S)
             answers, running.answers = running.answers, []
@@ -451,15 +453,23 @@ class BatchRunner:
                 if answers:
                     await self.on_disk(lines.write, answers)
                     self._count(answers)
-                running.is_writable.set()
-            except (sqlite3.Error, OSError) as error:
+                if answers or not running.has_room.is_set():
+                    answers = []
+                    await self.on_disk(self.store.check_room, running.batch.owner)
+                running.has_room.set()
+                running.waits_for = ""
+            except (sqlite3.Error, OSError, NoRoom) as error:
                 running.answers = answers + running.answers
-                if running.is_writable.is_set():
-                    _log.warning("batch %s waits, since its answers can't be written: %s", running.batch.id, error)
-                running.is_writable.clear()
+                if not running.waits_for:
+                    _log.warning("batch %s waits, since there is no room for its answers: %s", running.batch.id, error)
+                running.waits_for = (
+                    str(error) if isinstance(error, NoRoom) else "The server's folder of files can't be written."
+                )
+                running.has_room.clear()
                 if await _is_set_within(self._closing, TRIED_AGAIN_S):
                     running.answers = []  # these lines are asked again
-                    return
+                    break
+        running.waits_for = ""
 
     async def _give_up(self, batch: Batch, lines: Lines, code: str, message: str) -> None:
         """Answer the lines that are left with an error."""
@@ -542,6 +552,11 @@ def _one_line(body: bytes) -> Any:
         return fast_json.Raw(msgspec.json.format(body, indent=-1))
     except msgspec.DecodeError:
         return body.decode("utf-8", "replace")
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    """Return an error of a batch as a whole."""
+    return {"code": code, "line": None, "message": message, "param": None}
 
 
 def _failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
