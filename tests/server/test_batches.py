@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from penstock.jobs.lines import Lines
-from penstock.jobs.store import Store
+from penstock.jobs.lines import Lines, Progress
+from penstock.jobs.store import Batch, Store
 from penstock.serve.jobs import runner as module
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
@@ -422,6 +422,22 @@ def test_a_refused_line_holds_up_nobody(tmp_path, monkeypatch):
             first = ended(ann, first)
             assert {one["error"]["code"] for one in answers(ann, first.error_file_id)} == {"batch_cancelled"}
             assert sum(counted(ann, first).values()) == 320
+
+
+def test_the_end_is_estimated_from_the_lines_that_were_answered_and_those_under_way(jobs):
+    """After 60 s 20 lines were answered, and a quarter of 40 counts, so the other 70 take 140 s."""
+    runner, now_s = jobs.batches, 1_000_060
+    runner._now = lambda: now_s
+    lines = SimpleNamespace(progress=Progress(110, 25, 5, 0, 0, {}))
+    batch = Batch(id="x", owner=("", ""), kind="openai", url=CHAT, input_file="file", window_s=3600, created_s=0)
+    running = module._Running(batch, lines=lines, began_s=1_000_000, began_with=10, under_way={*range(40)})
+    runner._running["x"] = running
+    try:
+        assert runner.ends_s(batch) == now_s + 140
+        running.began_with = 30
+        assert runner.ends_s(batch) is None, "none was answered since the start"
+    finally:
+        del runner._running["x"]
 
 
 def test_not_all_lines_of_a_batch_are_refused_at_once(jobs, client, monkeypatch):

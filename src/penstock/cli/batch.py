@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
+import sys
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ KIND, OWNER = "command", ("", "")
 MAX_WINDOW_S = 10 * 365 * 24 * 3600
 MAX_BYTES = 1 << 60
 _LOOKED_EACH_S = 0.2
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+"""Without the bar's own estimate, which follows the last second, in which lines may be short or long."""
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend", "sharing", "log")
 
 
@@ -159,10 +162,12 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
             batches.start()
             if is_new:
                 batch = await batches.create(batch)
-        with tqdm(desc="Lines", unit=" line", disable=None) as bar:
+        with tqdm(desc="Lines", bar_format=_FORMAT, mininterval=0.1 if sys.stderr.isatty() else 60.0) as bar:
             while batches.is_running(batch):
                 now = batches.current(batch)
                 bar.total = now.num_lines or None
+                if (ends_s := batches.ends_s(batch)) is not None:
+                    bar.set_postfix_str(time.strftime("ends %a %H:%M", time.localtime(ends_s)), refresh=False)
                 bar.update(now.num_completed + now.num_failed - bar.n)
                 if any(one.engine.state in (EngineState.FAILED, EngineState.STOPPED) for one in deployment.staying):
                     raise PenstockError(

@@ -220,7 +220,10 @@ class BatchRunner:
         return batch.id in self._running
 
     def ends_s(self, batch: Batch) -> int | None:
-        """Return when a batch ends if its lines go on as they did since the server's start. None: it is not known."""
+        """Return when a batch ends if its lines go on as they did since the server's start. None: it is not known.
+
+        A line under way counts a quarter: half of these lines run, and they are half done on average.
+        """
         running = self._running.get(batch.id)
         if running is None or running.lines is None:
             return None
@@ -228,7 +231,9 @@ class BatchRunner:
         num_answered = progress.num_answered - running.began_with
         if not num_answered:
             return None
-        return int(self._now() + progress.num_left * (self._now() - running.began_s) / num_answered)
+        num_half_done = len(running.under_way) / 4
+        now_s, num_left = self._now(), max(0.0, progress.num_left - num_half_done)
+        return int(now_s + num_left * (now_s - running.began_s) / (num_answered + num_half_done))
 
     def stats(self) -> BatchStats:
         progress = [one.lines.progress for one in self._running.values() if one.lines is not None]
