@@ -327,6 +327,7 @@ def test_they_get_a_quarter_of_the_time_that_a_prompt_could_have() -> None:
     assert fill_tokens(8, most_ns=13 * MS) == 3  # another model waits for the machine
     assert fill_tokens(50, slo_itl_ns=44 * MS) == 0, "the target is missed without them"
     assert taught().limits(BudgetView(512, 8, 0, None)).fill_tokens == UNLIMITED, "not computed where there are none"
+    assert HoldLatency().limits(BudgetView(512, 8, 0, None, has_background=True)).fill_tokens == 40, "a short first step"
 
 
 def test_a_decode_of_the_background_counts_as_long_as_it_takes() -> None:

@@ -22,7 +22,7 @@ DRIFT = 0.03
 MAX_DOUBT = 0.5
 """Limit of a coefficient's uncertainty through drift, as a share of it."""
 FIRST_TOKENS = 32
-"""A first step with fewer tokens counts as this many."""
+"""A first step with fewer tokens counts as this many. One of the background has no more."""
 MIN_CHUNK_TOKENS = 16
 """Prefill tokens that a step gets at least, whatever the latency."""
 MIN_PREFILL_NS = 1.0
@@ -200,7 +200,7 @@ class HoldLatency(Budget):
             limits.long_prefill_tokens = self.long_prefill_token_threshold
             limits.max_long_prefills = self.max_long_partial_prefills or UNLIMITED
             limits.long_prefill_share = max(1, num_prefill_tokens // 2)
-        if view.has_background and self.cost.is_known:
+        if view.has_background:
             self._fill(view, limits)
         return limits
 
@@ -211,6 +211,9 @@ class HoldLatency(Budget):
 
     def _fill(self, view: BudgetView, limits: StepLimits) -> None:
         """Limit background requests to a share of the time that a prompt could take of a step with decodes."""
+        if not self.cost.is_known:
+            limits.fill_tokens = view.num_decodes + FIRST_TOKENS
+            return
         least_ns, token_ns = self.cost.least_ns(view.num_decodes), self.cost.token_ns(view.prefill_context_len)
         most_ns = least_ns + self.fill_share * (self._target_ns(least_ns) - least_ns)
         if view.most_ns:
