@@ -22,8 +22,8 @@ from workloads import DEFAULT_TRACES, trace_file
 
 from penstock.lab.traces import read_conversations
 
-COUNT = 24
-"""Number of chats in a workload."""
+MOST = 64
+"""Most chats of a workload."""
 MAX_TOKENS = 200
 """Longest answer."""
 ROUTELLM_FILE = "routellm_open.jsonl.gz"
@@ -39,7 +39,7 @@ def texts() -> tuple[str, ...]:
     """Return prose: replies in English without lists or code."""
     replies = (reply for turns in read_conversations(trace_file(DEFAULT_TRACES)) for _, reply in turns)
     found = (reply for reply in replies if len(reply) in TEXT_CHARS and reply.isascii() and reply.count("\n") < 6)
-    return tuple(itertools.islice((reply for reply in found if not re.search(r"```|[*#<>|]", reply)), COUNT))
+    return tuple(itertools.islice((reply for reply in found if not re.search(r"```|[*#<>|]", reply)), MOST))
 
 
 # Answers that repeat the prompt
@@ -59,7 +59,8 @@ CHANGES = (
 
 
 def code_edit() -> Iterator[Chat]:
-    for name, change in zip(FUNCTIONS.split(), itertools.cycle(CHANGES), strict=False):
+    for shift, (number, name) in itertools.product(range(len(CHANGES)), enumerate(FUNCTIONS.split())):
+        change = CHANGES[(number + shift) % len(CHANGES)]
         module, _, function = name.rpartition(".")
         source = inspect.getsource(getattr(importlib.import_module(module), function))
         yield ask(f"{change} Answer with the complete function, otherwise unchanged.\n\n```python\n{source}```")
@@ -120,8 +121,7 @@ PHRASES = ("How do I {}?", "I want to {}. What must I do?", "Please explain to m
 
 def faq() -> Iterator[Chat]:
     rng = random.Random(2)
-    questions = [(topic, phrase) for phrase in PHRASES for topic in FACTS]
-    for topic, phrase in questions:
+    for phrase, topic in itertools.cycle(itertools.product(PHRASES, FACTS)):
         others = rng.sample([other for other in FACTS if other != topic], 2)
         passages = "\n\n".join(FACTS[one] for one in rng.sample([topic, *others], 3))
         yield ask(f"Answer from these passages.\n\n{passages}\n\nQuestion: {phrase.format(topic)}")
@@ -146,8 +146,8 @@ SERVICES = ("users", "orders", "search", "mail")
 
 
 def agent() -> Iterator[Chat]:
-    """Six agents, and four turns of each: their second read, second write, third read, third write."""
-    for task in range(6):
+    """Yield four turns of each agent: its second read, second write, third read, third write."""
+    for task in itertools.count():
         files = {f"conf/{name}.toml": CONFIG.format(host="10.0.0.5", port=8000 + task, name=name) for name in SERVICES}
         change = ("host", "10.0.0.5", f"192.168.1.{task}") if task % 2 else ("port", f"{8000 + task}", f"{9000 + task}")
         chat = [{"role": "system", "content": TOOLS}, *ask(f"Set {change[0]} to {change[2]} in {', '.join(files)}.")]
@@ -191,8 +191,8 @@ PLACES = ("in a town without rain", "on a slow train", "under the sea", "in the 
 
 
 def story() -> Iterator[Chat]:
-    for hero, place in itertools.product(HEROES, PLACES):
-        yield ask(f"Write a short story about {hero} {place}.")
+    for form, hero, place in itertools.product(("short story", "letter", "fairy tale"), HEROES, PLACES):
+        yield ask(f"Write a {form} about {hero} {place}.")
 
 
 WORKLOADS: Mapping[str, Callable[[], Iterator[Chat]]] = {
@@ -201,9 +201,9 @@ WORKLOADS: Mapping[str, Callable[[], Iterator[Chat]]] = {
 }
 
 
-def chats(name: str) -> list[Chat]:
-    """Return the workload's `COUNT` chats. Raises ValueError if it has fewer."""
-    found = list(itertools.islice(WORKLOADS[name](), COUNT))
-    if len(found) < COUNT:
+def chats(name: str, count: int) -> list[Chat]:
+    """Return the first chats of a workload. Raises ValueError if it has fewer."""
+    found = list(itertools.islice(WORKLOADS[name](), count))
+    if len(found) < count:
         raise ValueError(f"{name} has only {len(found)} chats.")
     return found

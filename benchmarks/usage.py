@@ -51,11 +51,11 @@ class OtherLoad:
     @staticmethod
     def _others_s() -> float:
         user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
-        ours = sum(_cpu_ticks(pid) for pid in family(os.getpid()))
+        ours = sum(cpu_ticks(pid) for pid in family(os.getpid()))
         return (user + nice + system + interrupts + soft + stolen - ours) / os.sysconf("SC_CLK_TCK")
 
 
-def _cpu_ticks(pid: int) -> int:
+def cpu_ticks(pid: int) -> int:
     """CPU time of a process and of its children that have ended."""
     with suppress(OSError):
         return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))

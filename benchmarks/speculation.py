@@ -1,0 +1,149 @@
+"""What does speculation gain, and where does it lose? Two servers, one with `--speculation off`, asked the same in turn.
+
+    python benchmarks/speculation.py
+    python benchmarks/speculation.py --model qwen2.5-coder:1.5b --clients 1 --requests 6
+    python benchmarks/speculation.py --workloads story sharegpt --clients 8
+
+Workloads are those of `guessable.py`. In each round every client asks for its next greedy answer when it has one, first from
+one server and then from the other; the first changes each round. A run has a cache salt of its own, so no run finds prompts or
+answers of an earlier one. The table has output tokens per second without and with speculation (medians of the rounds, with the
+time for prompts in them), their ratio and its range over the rounds, the processors' time without over that with speculation,
+how many guesses were made for each token, and how many of them were accepted.
+`differ` counts answers that are not the same. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+from checkable import Chat
+from guessable import MAX_TOKENS, WORKLOADS, chats
+from peaks import context, usable_threads
+from printed import origin, percent, table
+from processes import Contender, started
+from sessions import SERVED_NAME
+from usage import OtherLoad, cpu_ticks, family
+
+from penstock.models.catalog import DEFAULT_MODEL
+
+SIDES: Mapping[str, Sequence[str]] = {"off": ("--speculation", "off"), "on": ()}
+LEAST_REQUESTS = 12
+
+
+@dataclass(slots=True)
+class Run:
+    texts: list[str]
+    num_tokens: int
+    seconds: float
+    cpu_ticks: float
+    guessed: float
+    accepted: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Server:
+    """One side of the comparison."""
+
+    pid: int
+    url: str
+    http: httpx.Client
+    num_runs: int = 0
+
+    def run(self, asked: Sequence[Chat], clients: int) -> Run:
+        self.num_runs += 1
+        before = self._counters()
+        begin_s = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            answers = list(pool.map(partial(self._ask, f"run {self.num_runs}"), asked))
+        seconds = time.perf_counter() - begin_s
+        counted = [after - one for after, one in zip(self._counters(), before, strict=True)]
+        return Run([text for text, _ in answers], sum(num for _, num in answers), seconds, *counted)
+
+    def _ask(self, salt: str, chat: Chat) -> tuple[str, int]:
+        body = {"model": SERVED_NAME, "messages": chat, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt}
+        answer = self.http.post(f"{self.url}/v1/chat/completions", json=body).raise_for_status().json()
+        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+
+    def _counters(self) -> tuple[float, float, float]:
+        page = self.http.get(f"{self.url}/metrics").raise_for_status().text
+        guessed, accepted = (
+            sum(map(float, re.findall(rf"^penstock_{name}_tokens_total\S* (\S+)$", page, re.MULTILINE)))
+            for name in ("guessed", "accepted")
+        )
+        return sum(map(cpu_ticks, family(self.pid))), guessed, accepted
+
+
+def measure(servers: Mapping[str, Server], asked: Sequence[Chat], clients: int, rounds: int) -> dict[str, Any]:
+    runs: dict[str, list[Run]] = {side: [] for side in servers}
+    for number in range(rounds):
+        for side in sorted(servers, reverse=number % 2 == 1):
+            runs[side].append(servers[side].run(asked, clients))
+    off, on = runs["off"], runs["on"]
+    ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(on, off, strict=True)]
+    guessed = sum(run.guessed for run in on)
+    medians = {side: median(run.tokens_per_s for run in found) for side, found in runs.items()}
+    return {
+        **{side: round(value, 1) for side, value in medians.items()},
+        "ratio": round(medians["on"] / medians["off"], 3),
+        "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
+        "cpu": round(sum(run.cpu_ticks for run in off) / sum(run.cpu_ticks for run in on), 3),
+        "tokens": on[0].num_tokens,
+        "guesses_a_token": round(guessed / sum(run.num_tokens for run in on), 3),
+        "accepted": round(sum(run.accepted for run in on) / guessed, 3) if guessed else 0.0,
+        "differ": sum(text != off[0].texts[idx] for run in (*off, *on) for idx, text in enumerate(run.texts)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, help=f"of a run (default: twice the clients, at least {LEAST_REQUESTS})")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of both servers; the last argument here")
+    args = parser.parse_args()
+    command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}", "--served-model-name", SERVED_NAME]
+    results: list[dict[str, Any]] = []
+    others = OtherLoad()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        http = stack.enter_context(httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None)))
+        servers = {}
+        for side, options in SIDES.items():
+            contender = Contender(side, [*command, *options, *args.options], health="/ready")
+            process, port = stack.enter_context(started(contender, folder / f"{side}.log"))
+            servers[side] = Server(process.pid, f"http://127.0.0.1:{port}", http)
+            servers[side].run(chats("story", 2), 2)
+        for clients in args.clients:
+            for name in args.workloads:
+                asked = chats(name, args.requests or max(LEAST_REQUESTS, 2 * clients))
+                found = measure(servers, asked, clients, args.rounds)
+                results.append({"workload": name, "clients": clients, "requests": len(asked), **found})
+                print(results[-1], file=sys.stderr, flush=True)
+    shown = ("workload", "clients", *SIDES, "ratio", "range", "cpu", "guesses_a_token", "accepted", "differ")
+    print(origin(args.model, f"{usable_threads()} threads", f"others used {percent(others.share())} of the processors"))
+    print(table(shown, [[found[name] for name in shown] for found in results]))
+    print(json.dumps({"benchmark": "speculation", "model": args.model, "results": results, **context(usable_threads(), "")}))
+
+
+if __name__ == "__main__":
+    main()
