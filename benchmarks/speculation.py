@@ -8,8 +8,8 @@ Workloads are those of `guessable.py`. In each round every client asks for its n
 one server and then from the other; the first changes each round. A run has a cache salt of its own, so no run finds prompts or
 answers of an earlier one. The table has output tokens per second without and with speculation (medians of the rounds, with the
 time for prompts in them), their ratio and its range over the rounds, the processors' time without over that with speculation,
-how many guesses were made for each token, and how many of them were accepted.
-`differ` counts answers that are not the same. The last line is one JSON object.
+how many guesses were made for each token, and how many of them were accepted. `differ` counts
+answers that are not the same. The last line is one JSON object.
 """
 
 from __future__ import annotations
