@@ -43,7 +43,7 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_sta
         num_state_blocks=num_state_blocks,
         window=program.window,
         max_scored=max_scored,
-        checks_guesses=not (is_one_pass or program.state is not None or num_state_blocks),
+        checks_guesses=not (is_one_pass or program.state or program.paged_state),
         is_one_pass=is_one_pass,
     )
 
