@@ -84,6 +84,7 @@ def test_the_host_takes_longer_for_prompts() -> None:
     times = ModelledTimes(cost)
     assert times.host_ns(cost.counts(StepShape(((1, 9),) * 3, 3))) == 130
     assert times.host_ns(cost.counts(StepShape(((1, 9), (5, 0)), 2))) == 1120
+    assert times.host_ns(cost.counts(StepShape(((1, 9), (5, 0)), 6))) == 120, "four of the five tokens are guesses"
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])

@@ -8,7 +8,7 @@ import random
 import stat
 import threading
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from penstock.clock import VirtualClock
+from penstock.lab.perfetto import write_trace
+from penstock.lab.profiling import recording_lines
 from penstock.lab.recording import (
     Arrival,
     Departure,
@@ -29,6 +31,8 @@ from penstock.lab.recording import (
 )
 from penstock.obs import recording
 from penstock.obs.recording import NUM_PARTS, PrefixIds, Recorder, check_path, part_path
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.testing.driver import Driver
 from penstock.types.errors import ConfigError
@@ -36,6 +40,8 @@ from penstock.types.events import Add
 from penstock.types.plan import Capacity, PaddingId, RowPlan
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats
+from support.half_right import HalfRight
+from support.strategies import MODEL
 
 CAPACITY = Capacity(num_blocks=65, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=64)
 ABOUT = {
@@ -67,10 +73,10 @@ def ended(request_id: str, at_ns: int = 9, **fields: Any) -> RequestStats:
     return RequestStats(request_id=request_id, ended_ns=at_ns, **(values | fields))
 
 
-def serve(recorder: Recorder, requests: list[Any]) -> None:
+def serve(recorder: Recorder, requests: list[Any], policies: Policies | None = None, capacity: Capacity = CAPACITY) -> None:
     """With a real core, a step after another."""
-    core = make_core(CAPACITY, journal=recorder)
-    driver = Driver(core, HashExecutor(CAPACITY))
+    core = make_core(capacity, policies, journal=recorder)
+    driver = Driver(core, HashExecutor(capacity, model=MODEL))
     driver.stepper._turn_observer = recorder
     driver.turn(*map(Add, requests))
     while core.has_work:
@@ -215,6 +221,34 @@ def test_rows_that_go_on_are_told_by_their_number_alone(tmp_path: Path) -> None:
     numbers = {"a": 1, "b": 2, "p": -1}
     for step, rows in zip(steps, plans, strict=True):
         assert step.rows == tuple(Row(numbers[row.request_id[:]], row.query_len, row.context_len, row.samples) for row in rows)
+
+
+def test_how_many_guesses_were_right_is_told(tmp_path: Path) -> None:
+    capacity = replace(CAPACITY, max_step_tokens=32, max_scored=16, checks_guesses=True)
+    policies = make_policies(guesser=HalfRight(MODEL, capacity))
+    recorder = make_recorder(tmp_path / "r")
+    serve(recorder, [make_request(f"id{idx}", 9 + idx, max_tokens=30) for idx in range(3)], policies, capacity)
+    recorder.close()
+    recording = open_recording(tmp_path / "r")
+    rows: defaultdict[int, list[Row]] = defaultdict(list)
+    for step in recording.steps():
+        assert step.shape.num_samples == sum(row.samples for row in step.rows)
+        for row in step.rows:
+            rows[row.id].append(row)
+    for own in rows.values():
+        assert sum(1 + row.num_accepted for row in own if row.samples) == 30
+        decodes = own[[row.is_decode for row in own].index(True) :]
+        assert all(row.is_decode for row in decodes)
+        assert all(after.context_len == row.context_len + 1 + row.num_accepted for row, after in pairwise(decodes))
+    every = [row for own in rows.values() for row in own if row.samples > 1]
+    assert {row.num_accepted == row.samples - 1 for row in every} == {True, False}
+    num_guesses, num_right = sum(row.samples - 1 for row in every), sum(row.num_accepted for row in every)
+    assert any(f"are guesses, {num_right / num_guesses:.1%} of them right" in line for line in recording_lines(recording))
+    write_trace(recording, tmp_path / "t")
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    begun = [event["name"] for event in events if event["ph"] == "b" and event["id"] == 1]
+    assert begun == ["request", "waits", "prefill", "decodes"]
+    assert any("guesses" in event["name"] for event in events)
 
 
 def test_ends_come_in_the_order_in_which_they_happened(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenReco
 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:
     """Return the recording's header: facts of model, machine and settings."""
+    capacity = asdict(executor.capacity)
+    del capacity["checks_guesses"]  # a recording has no words to guess from, and older readers know no such key
     return {
         "penstock": __version__,
         "model": name,
@@ -73,7 +75,7 @@ def _about(settings: Mapping[str, object], name: str, backend: str | None, execu
         "variant": getattr(executor, "variant", None),
         "config": blake2b(json.dumps([name, settings], sort_keys=True, default=str).encode(), digest_size=6).hexdigest(),
         "settings": settings,
-        "capacity": asdict(executor.capacity),
+        "capacity": capacity,
         "depth": executor.depth,
     }
 

@@ -22,7 +22,7 @@ class Counts(NamedTuple):
     num_decodes: int
     """Rows that compute one token."""
     num_prefill_tokens: int
-    """Tokens in rows that compute several."""
+    """Tokens in rows that compute several. A row with guesses computes and costs what a short prompt does."""
     num_decode_reads: int
     """KV positions read by rows of one token."""
     num_prefill_reads: int
@@ -31,6 +31,11 @@ class Counts(NamedTuple):
     num_rows: int
     max_context_len: int
     """Context plus new tokens of the longest row."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether not every token is sampled after. A row with guesses samples after each of its tokens."""
+        return self.num_tokens > self.num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class _Table:
         self.parts = [*own, OTHER] if own else [TOTAL]
         if own:
             self.measured[OTHER] = total - sum(self.measured[name] for name in own)
-        self._has_prefill = np.array([float(one.num_prefill_tokens > 0) for one in self.counts])
+        self._has_prefill = np.array([float(one.has_prompts) for one in self.counts])
         self.measured[HOST] = np.array([np.nan if step.host_ns is None else float(step.host_ns) for step in steps])
 
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:

@@ -57,12 +57,14 @@ def _events(recording: Recording) -> Iterator[dict[str, object]]:
 
 
 def _step(step: StepDone) -> Iterator[dict[str, object]]:
-    decodes = sum(row.query_len == 1 for row in step.rows)
-    prefills = [row for row in step.rows if row.query_len > 1]
+    decodes = [row for row in step.rows if row.is_decode]
+    guesses = sum(row.samples - 1 for row in decodes)
+    prefills = [row for row in step.rows if not row.is_decode]
     name = " + ".join(
         words
         for words in (
-            f"{decodes} decodes" if decodes else "",
+            f"{len(decodes)} decodes" if decodes else "",
+            f"{guesses} guesses" if guesses else "",
             f"{sum(row.query_len for row in prefills)} prompt tokens" if prefills else "",
         )
         if words
@@ -89,7 +91,7 @@ def _move(step: StepDone, phases: dict[int, str]) -> Iterator[dict[str, object]]
         before = phases.get(row.id)
         if row.id == NOBODY or before is None:
             continue
-        now = "decodes" if row.query_len == 1 and (row.samples and before != "waits") else "prefill"
+        now = "decodes" if row.is_decode and before != "waits" else "prefill"
         if before != now:
             yield _phase(row.id, before, "e", step.planned_ns)
             yield _phase(row.id, now, "b", step.planned_ns)

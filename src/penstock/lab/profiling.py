@@ -58,7 +58,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
 def recording_lines(recording: Recording) -> Iterator[str]:
     header = recording.header
     parts_ns: defaultdict[str, int] = defaultdict(int)
-    num_steps = num_rows = num_tokens = num_padding = num_lost = num_arrivals = num_ended = 0
+    num_steps = num_rows = num_tokens = num_padding = num_guesses = num_accepted = num_lost = num_arrivals = num_ended = 0
     first_ns = last_ns = None
     for event in recording.events():
         match event:
@@ -67,6 +67,8 @@ def recording_lines(recording: Recording) -> Iterator[str]:
                 num_rows += len(event.rows)
                 num_tokens += sum(row.query_len for row in event.rows)
                 num_padding += sum(row.query_len for row in event.rows if row.id < 0)
+                num_guesses += sum(row.samples - 1 for row in event.rows if row.samples)
+                num_accepted += sum(row.num_accepted for row in event.rows)
                 first_ns = event.planned_ns if first_ns is None else first_ns
                 last_ns = event.ended_ns
                 for part, part_ns in event.parts_ns.items():
@@ -85,6 +87,9 @@ def recording_lines(recording: Recording) -> Iterator[str]:
     yield f"{num_rows / num_steps:.1f} rows and {num_tokens / num_steps:.1f} tokens a step"
     if num_padding:
         yield f"{num_padding / num_tokens:.1%} of the computed tokens are padding"
+    if num_guesses:
+        right = num_accepted / num_guesses
+        yield f"{num_guesses / num_tokens:.1%} of the computed tokens are guesses, {right:.1%} of them right"
     yield f"{span_ns / 1e9:.1f} s from the first step to the last:"
     yield from _shares(parts_ns, span_ns)
 

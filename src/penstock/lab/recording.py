@@ -109,6 +109,13 @@ class Row:
     query_len: int
     context_len: int
     samples: int
+    num_accepted: int = 0
+    """How many of its `samples - 1` guesses were right."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each of its tokens is one to sample after: the last one, and guesses. Also a prompt's last token alone."""
+        return self.query_len <= self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +263,9 @@ def _read_header(path: Path) -> Header:
         raise RecordingError(detail, remedy="Read it with the Penstock that wrote it.")
     try:
         settings = {key: tuple(value) if isinstance(value, list) else value for key, value in about["settings"].items()}
-        derived = {"capacity": Capacity(**about["capacity"]), "settings": settings, "about": about}
+        known = {one.name for one in fields(Capacity)}
+        capacity = Capacity(**{key: value for key, value in about["capacity"].items() if key in known})
+        derived = {"capacity": capacity, "settings": settings, "about": about}
         header = Header(**{one.name: about[one.name] for one in fields(Header) if one.name not in derived}, **derived)
         _checked(_checked(header).capacity)
         if not header.block_size:
@@ -310,7 +319,8 @@ class _Part:
     def _step(self, line: dict[str, Any]) -> StepDone:
         contexts = self._contexts
         rows = [Row(number, 1, contexts[number], 1) for number in line.get("on", ())]
-        rows += [Row(*row) for row in line.get("rows", ())]
+        accepted = iter(line.get("accepted", ()))
+        rows += [Row(*row, *([next(accepted, 0)] if row[3] > 1 else [])) for row in line.get("rows", ())]
         for row in rows:
             if row.id != NOBODY:
                 contexts[row.id] = row.context_len + row.query_len

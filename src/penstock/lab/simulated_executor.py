@@ -51,7 +51,7 @@ class ModelledTimes:
     def host_ns(self, counts: Counts) -> int:
         if not self._has_host:
             return 0
-        duration_ns = self._cost.host_ns(counts.num_rows, has_prefill=counts.num_prefill_tokens > 0)
+        duration_ns = self._cost.host_ns(counts.num_rows, has_prefill=counts.has_prompts)
         return duration_ns if self._host_noise is None else round(duration_ns * self._host_noise.draw(duration_ns))
 
 
@@ -122,7 +122,7 @@ class SimulatedExecutor(NoAdapters):
             if end > max_context_len:
                 max_context_len = end
             if row.samples:
-                num_samples += 1
+                num_samples += row.samples
                 request_id = row.request_id
                 token_ids[request_id] = _EOS if end >= last_positions.get(request_id, math.inf) else _TOKEN
         num_rows = len(plan.rows)

@@ -219,7 +219,7 @@ def measure_with_host(
     Steps with the same number of requests are a group of the fit.
     """
     told = _Told()
-    core = EngineCore(Scheduler(executor.capacity, make_policies()), observer=told)
+    core = EngineCore(Scheduler(executor.capacity, make_policies(guesser="off")), observer=told)
     output = OutputStage(make_detokenizer)
 
     def tell(events: Sequence[TokenEvent], now_ns: int) -> None:

@@ -364,6 +364,8 @@ class _Writer:
             line["on"] = goes_on
         if rows:
             line["rows"] = rows
+        if guesses := stats.counts.guesses:
+            line["accepted"] = [guesses.get(row.request_id, (0, 0))[1] for row in stats.rows if row.samples > 1]
         line["state"] = (stats.num_running, stats.num_waiting, stats.num_blocks_free, stats.num_blocks_cached)
         line["held"] = stats.counts.num_blocks_held
         if stats.waited_ns:
