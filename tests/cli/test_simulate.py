@@ -109,6 +109,17 @@ def test_it_repeats(simulate: Simulate, tmp_path: Path) -> None:
     assert first[0]["how"] == "simulated"
 
 
+def test_guesses_are_made_if_it_is_said_how_many_hold(simulate: Simulate) -> None:
+    note = "No tokens were guessed, which a server would do"
+    assert note in simulate(*SMALL)
+    assert note not in simulate(*SMALL, "--speculation", "off")
+    out = simulate(*SMALL, "--acceptance", "0.9")
+    assert note not in out
+    assert re.search(r"[\d,]+ guesses, [5-9]\d\.\d% of them right\.", out)
+    assert "a chance is from 0 to 1" in simulate(*SMALL, "--acceptance", "2")
+    assert "can't be read" in simulate(*SMALL, "--acceptance", "no.rec")
+
+
 def test_settings_are_compared_side_by_side(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--vary", "policy=fcfs,sjf", "--vary", "max-num-seqs=2,4")
     names = [f"{policy}, {rows}" for policy in ("fcfs", "sjf") for rows in (2, 4)]

@@ -98,6 +98,7 @@ class _Replicas(click.ParamType[_Bounds]):
     metavar="default|FILE",
     help="Cost model of a step. With --route: MODEL=FILE,MODEL=FILE.",
 )
+@click.option("--acceptance", metavar="FILE|CHANCE", help="Tokens guessed right: as in a recording, or the chance of each.")
 @route_options
 @click.option("--blocks", type=click.IntRange(min=1), help="KV blocks; then no model file is needed.")
 @click.option("--replicas", type=_Replicas(), default="1", show_default=True, help="Servers; in a split those that decode.")
@@ -240,6 +241,7 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
     from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
+    from penstock.lab.acceptance import acceptance_of
     from penstock.lab.links import Link
     from penstock.lab.scaling import Scaling
     from penstock.sched.routing.routers import find_router
@@ -264,6 +266,7 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
         make_router=find_router(asked["router"]),
         max_tokens=asked["max_tokens"],
         max_returns=asked["returns"],
+        acceptance=None if asked["acceptance"] is None else acceptance_of(asked["acceptance"], seed=seed),
         seed=seed,
     )
 

@@ -76,7 +76,12 @@ def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
             f"{counted(capacity.block_size, 'token')}, steps of up to {counted(capacity.max_step_tokens, 'token')}, "
             f"and requests of up to {capacity.max_model_len:,}."
         )
+    if any(one.outcome.settings.acceptance is None and one.outcome.settings.may_guess for one in simulated):
+        yield "No tokens were guessed, which a server would do: --acceptance says how many guesses hold."
     for one in simulated:
+        if num_guesses := one.outcome.num_guesses:
+            name, right = f"{one.name}: " if one.name else "", one.outcome.num_accepted / num_guesses
+            yield f"{name}{counted(num_guesses, 'guess', 'guesses', spec=',')}, {right:.1%} of them right."
         if (scaled := one.outcome.scaled) is not None:
             name, mean = f"{one.name}: " if one.name else "", scaled.replica_ns / max(1, one.outcome.duration_ns)
             yield (

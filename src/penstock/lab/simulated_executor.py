@@ -17,6 +17,8 @@ from penstock.types.result import StepResult, StepTiming
 EOS_TOKEN_ID = 0
 """Token that ends an output. Requests must have it among their `stop_token_ids`."""
 TOKEN_ID = 1
+WRONG_TOKEN_ID = 2
+"""A guess that never holds."""
 
 _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
@@ -109,7 +111,7 @@ class SimulatedExecutor(NoAdapters):
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = 0
         num_samples = max_context_len = 0
         token_ids: dict[str, tuple[int, ...]] = {}
-        for row in plan.rows:  # no calls in this loop, which runs for every row of every step
+        for row in plan.rows:  # no calls in this loop, which runs for every row of every step, but for rows with guesses
             context_len, query_len = row.context_len, row.query_len
             end = context_len + query_len
             if query_len == 1:
@@ -125,6 +127,8 @@ class SimulatedExecutor(NoAdapters):
                 num_samples += row.samples
                 request_id = row.request_id
                 token_ids[request_id] = _EOS if end >= last_positions.get(request_id, math.inf) else _TOKEN
+                if row.samples > 1:
+                    token_ids[request_id] = _checked(plan.guesses[request_id], last_positions[request_id] - context_len)
         num_rows = len(plan.rows)
         counts = Counts(
             num_decodes + num_prefill_tokens,
@@ -166,3 +170,11 @@ class SimulatedExecutor(NoAdapters):
 
     def close(self) -> None:
         self._last_positions.clear()
+
+
+def _checked(guesses: Sequence[int], num_left: int) -> tuple[int, ...]:
+    """Return the tokens that a row keeps: the answer's next, and those after guesses that hold. `num_left`: until its end."""
+    num_right = 0
+    while num_right < min(len(guesses), num_left - 1) and guesses[num_right] == TOKEN_ID:
+        num_right += 1
+    return _TOKEN * num_right + (_EOS if num_right + 1 >= num_left else _TOKEN)

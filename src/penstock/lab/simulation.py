@@ -50,6 +50,8 @@ class Outcome:
     timelines: Mapping[str, Timeline]
     num_outside: int = 0
     outside: Mapping[str, int] = field(default_factory=dict)
+    num_guesses: int = 0
+    num_accepted: int = 0
     scaled: Scaled | None = None
 
 
@@ -124,6 +126,8 @@ class Simulation(ServerSettings):
             timelines={name: server.timeline for name, server in fleet.servers.items()},
             num_outside=sum(server.times.num_outside for server in servers),
             outside=sum((Counter(server.times.outside) for server in servers), Counter[str]()),
+            num_guesses=sum(server.num_guesses for server in servers),
+            num_accepted=sum(server.num_accepted for server in servers),
             scaled=None if fleet.crew is None else fleet.crew.outcome(),
         )
 

@@ -78,6 +78,7 @@ class Call:
     record: Record
     gaps_ns: array[int]
     last_ns: int = 0
+    num_tokens: int = 0
     is_gone: bool = False
     is_away: bool = False
     num_returns: int = 0
@@ -138,6 +139,7 @@ class Traffic:
                 else:
                     call.record.first_ns = at_ns
                 call.last_ns = at_ns
+                call.num_tokens += len(event.token_ids)
                 if call.job.cancelled_after_tokens == len(call.gaps_ns) + 1:
                     self.agenda.note(at_ns, partial(self._leave, call))
 
@@ -148,7 +150,7 @@ class Traffic:
         record.gaps_ns = call.gaps_ns
         record.num_prompt_tokens = stats.num_prompt_tokens
         record.num_cached_tokens = stats.num_cached_tokens
-        record.num_output_tokens = len(call.gaps_ns) + (record.first_ns is not None)
+        record.num_output_tokens = call.num_tokens
         if stats.first_scheduled_ns is not None:
             record.queue_ns = stats.first_scheduled_ns - call.request.arrival_ns
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
@@ -14,6 +14,7 @@ from penstock.engine.ports import Executor, NullObserver
 from penstock.engine.stepper import Stepper, Tell
 from penstock.engine.thread import Inbox
 from penstock.engine.transfers import Transfers
+from penstock.lab.acceptance import Acceptance, Foreseeing
 from penstock.lab.agenda import NEVER_NS
 from penstock.lab.cost_model import CostModel
 from penstock.lab.machine import Seat
@@ -26,6 +27,8 @@ from penstock.types.request import Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
 MAX_SAMPLES = 2048
+MAX_GUESSES = 64
+"""Guesses of all rows in a step: as many as of a model with 128 Ki tokens in its vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,14 @@ class ServerSettings:
     queue_timeout_ns: int | None = None
     first_token_timeout_ns: int | None = None
     depth: int = 1
+    acceptance: Acceptance | None = None
+    """Which guesses hold. None: nothing is guessed."""
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether a server with these settings guesses tokens."""
+        policies, has_state = self.make_policies(), self.capacity.has_state or self.capacity.num_state_blocks
+        return policies.guesser.is_on and policies.gate.is_continuous and self.depth == 1 and not has_state
 
 
 class Timeline:
@@ -148,11 +159,15 @@ class Player:
 class VirtualServer(NullObserver):
     def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0, seat: Seat | None = None) -> None:
         """`seat`: at the machine, if other models share it."""
-        capacity, policies = settings.capacity, settings.make_policies()
+        policies, guesses = settings.make_policies(), settings.acceptance is not None and settings.may_guess
+        capacity = replace(settings.capacity, checks_guesses=guesses, max_scored=MAX_GUESSES)
+        if settings.acceptance is not None and guesses:
+            policies = replace(policies, guesser=Foreseeing(settings.acceptance))
         self.settings = settings
         self.ended: dict[str, RequestStats] = {}
         self.num_steps = 0
         self.busy_ns = 0
+        self.num_guesses = self.num_accepted = 0
         scheduler = Scheduler(
             capacity,
             policies,
@@ -218,6 +233,9 @@ class VirtualServer(NullObserver):
     def on_step(self, stats: StepStats) -> None:
         self.num_steps += 1
         self.busy_ns += stats.ended_ns - stats.started_ns
+        for num_guesses, num_accepted in stats.counts.guesses.values():
+            self.num_guesses += num_guesses
+            self.num_accepted += num_accepted
         if self.admission is not None:
             self.admission.on_step(stats)
         self.on_step_done(stats)
