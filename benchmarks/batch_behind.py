@@ -2,6 +2,7 @@
 
     python benchmarks/batch_behind.py                       # about 20 minutes
     python benchmarks/batch_behind.py --rounds 1 --load 0.3
+    python benchmarks/batch_behind.py --another             # the batch is for a second model of the server, from the same file
 
 In each round a server answers a closed loop of `--users`: the capacity. Then people ask at `--load` times that rate (Poisson),
 once alone and once with a batch behind; and the batch runs alone. Prompts and answers of all have the same lengths, and no two
@@ -46,7 +47,8 @@ ALONE_S = 20.0
 SETTLES_S = 3.0
 MANY_LINES = 5000
 _COMMAND = [sys.executable, "-m", "penstock", "serve"]
-_OPTIONS = ["--port", "{port}", "--served-model-name", SERVED_NAME, "--no-prefix-caching"]
+_OPTIONS = ["--port", "{port}", "--no-prefix-caching"]
+_OTHER_NAME = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,12 @@ class Server:
 
     @contextmanager
     def _running(self) -> Iterator[ServerSession]:
+        names = [SERVED_NAME, _OTHER_NAME] if self._args.another else [SERVED_NAME]
+        models = "".join(f'[[models]]\nmodel = "{self._model}"\nserved_model_name = ["{name}"]\n' for name in names)
+        config = self._folder / "models.toml"
+        config.write_text(models)
         with tempfile.TemporaryDirectory() as jobs:
-            command = [*_COMMAND, str(self._model), *_OPTIONS, "--jobs-dir", jobs, *self._args.options.split()]
+            command = [*_COMMAND, "--config", str(config), *_OPTIONS, "--jobs-dir", jobs, *self._args.options.split()]
             with running(Contender("penstock", command), self._folder / "server.log") as session:
                 assert isinstance(session, ServerSession)
                 yield session
@@ -125,12 +131,13 @@ class Server:
 
     def _begin_batch(self, session: ServerSession, nth: int) -> None:
         jobs = self._workload(MANY_LINES, rate=None, seed=2 * nth + 1).jobs
+        fixed = {"model": _OTHER_NAME if self._args.another else SERVED_NAME, "ignore_eos": True, "temperature": 0}
         lines = [
             {
                 "custom_id": str(number),
                 "method": "POST",
                 "url": "/v1/completions",
-                "body": {"prompt": job.prompt, "max_tokens": job.num_output_tokens, "ignore_eos": True, "temperature": 0},
+                "body": {"prompt": job.prompt, "max_tokens": job.num_output_tokens, **fixed},
             }
             for number, job in enumerate(jobs)
         ]
@@ -167,6 +174,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--input-tokens", default="256")
     parser.add_argument("--output-tokens", default="128")
+    parser.add_argument("--another", action="store_true", help="the batch is for a second model")
     parser.add_argument("--options", default="", help="more options of the servers, in one word")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -231,9 +231,9 @@ class BatchRunner:
         num_answered = progress.num_answered - running.began_with
         if not num_answered:
             return None
-        num_half_done = len(running.under_way) / 4
-        now_s, num_left = self._now(), max(0.0, progress.num_left - num_half_done)
-        return int(now_s + num_left * (now_s - running.began_s) / (num_answered + num_half_done))
+        in_part, now_s = len(running.under_way) / 4, self._now()
+        seconds_per_line = (now_s - running.began_s) / (num_answered + in_part)
+        return int(now_s + max(0.0, progress.num_left - in_part) * seconds_per_line)
 
     def stats(self) -> BatchStats:
         progress = [one.lines.progress for one in self._running.values() if one.lines is not None]
@@ -407,8 +407,8 @@ class BatchRunner:
         after = 0
         running.again.clear()
         while True:
-            has_room = len(running.refused) < MAX_REFUSED
-            taken = await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES) if has_room else []
+            is_full = len(running.refused) >= MAX_REFUSED
+            taken = [] if is_full else await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES)
             again = [running.again.popleft() for _ in range(min(len(running.again), TAKEN_AT_ONCE))]
             for line in taken:
                 yield line
