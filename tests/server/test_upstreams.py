@@ -330,7 +330,7 @@ async def test_comments_alone_are_silence(near) -> None:
 async def test_a_silent_stream_is_kept_alive(near, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_stream, "KEEPALIVE_S", 0.01)
     pause = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.1, pause.set)
+    asyncio.get_running_loop().call_later(0.5, pause.set)
     async with clients(near, streams(event("far"), END + DONE, pause=pause)) as (client, _):
         answer = await client.post(CHAT, json=BODY | {"stream": True})
         assert answer.text.count(": keepalive\n\n") > 1
