@@ -1,16 +1,18 @@
-"""Which type of KV cache is faster, at which shapes of step? int8 and bf16 in turn, straight through the executor.
+"""Which type of KV cache is faster, at which shapes of step? All types in turn, straight through the executor.
 
     python benchmarks/kv_dtypes.py                  # on a machine with nothing else to do
     python benchmarks/kv_dtypes.py --cpu-time       # one thread's time on a processor
+    python benchmarks/kv_dtypes.py --dtypes int8 int4 --model qwen2.5-coder:1.5b --steps 1x1@512 1x1@32768
 
-Two executors in one process, each with its own weights and KV, take steps in turn; a figure is the median of its steps. `ratio`
-is the time with int8 over that with bf16, the median of those of neighbouring rounds. Also printed: how many tokens a GiB
-holds. For the cost of the rounding in accuracy see `kv_rounding.py`. The last line is one JSON object.
+Executors in one process, each with its own weights and KV, take steps in turn; a figure is the median of its steps. `ratios`
+are the times over those with the next larger type, the quartiles of those of neighbouring rounds. Also printed: how many tokens
+a GiB holds. For the cost of the rounding in accuracy see `kv_rounding.py`. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -34,23 +36,24 @@ ROUND_MS = 30.0
 
 
 def compare(runners: dict[KvDtype, StepRunner], shape: StepShape, repeat: int, *, cpu_time: bool) -> dict[str, Any]:
-    """Medians of both types over `repeat` rounds of each, and of the ratios of their rounds."""
+    """Medians of all types over `repeat` rounds of each, and of the ratios of their rounds."""
     step = plan_shape(shape)
     for runner in runners.values():
         runner.run(step)  # touches the memory
-    per_round = max(1, round(ROUND_MS / ms_of(runners[KvDtype.BF16], step, cpu_time=cpu_time)))
+    per_round = max(1, round(ROUND_MS / ms_of(next(iter(runners.values())), step, cpu_time=cpu_time)))
     rounds: dict[KvDtype, list[float]] = {dtype: [] for dtype in runners}
     for idx in range(repeat):
         for dtype in list(runners)[:: 1 if idx % 2 else -1]:
             steps = [ms_of(runners[dtype], step, cpu_time=cpu_time) for _ in range(per_round)]
             rounds[dtype].append(statistics.median(steps))
-    ratios = [a / b for a, b in zip(rounds[KvDtype.INT8], rounds[KvDtype.BF16], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    ratios = {}
+    for larger, smaller in itertools.pairwise(runners):
+        found = [a / b for a, b in zip(rounds[smaller], rounds[larger], strict=True)]
+        ratios[f"{smaller.value}/{larger.value}"] = [round(quartile, 3) for quartile in statistics.quantiles(found, n=4)]
     return {
         "step": f"{shape.rows}x{shape.query_len}@{shape.context_len}",
         **{dtype.value: round(statistics.median(found), 3) for dtype, found in rounds.items()},
-        "ratio": round(middle, 3),
-        "ratio_quartiles": [round(low, 3), round(high, 3)],
+        "ratios": ratios,
     }
 
 
@@ -65,6 +68,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--steps", nargs="+", type=parse_step, default=[parse_step(step) for step in STEPS])
+    parser.add_argument(
+        "--dtypes", nargs="+", type=KvDtype, default=[KvDtype.BF16, KvDtype.INT8, KvDtype.INT4], help="largest first"
+    )
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--variant", default="")
@@ -73,7 +79,7 @@ def main() -> None:
     if args.cpu_time:
         args.threads = 1
     model = load_model(resolve(args.model, default_cache_dir()))
-    executors = {dtype: open_executor(model, args.steps, args.threads, args.variant, dtype) for dtype in KvDtype}
+    executors = {dtype: open_executor(model, args.steps, args.threads, args.variant, dtype) for dtype in args.dtypes}
     runners = {dtype: StepRunner(executor, model.spec.vocab_size) for dtype, executor in executors.items()}
     for dtype, executor in executors.items():
         wait_for_huge_pages(executor)
@@ -89,7 +95,7 @@ def main() -> None:
         "variant": first.variant,
         "threads": first.num_threads,
         "cpu_time": args.cpu_time,
-        "tokens_per_gib": {dtype.value: (1 << 30) // footprint.kv_bytes_per_token(model.spec, dtype) for dtype in KvDtype},
+        "tokens_per_gib": {dtype.value: (1 << 30) // footprint.kv_bytes_per_token(model.spec, dtype) for dtype in args.dtypes},
         "steps": results,
     }
     print(json.dumps(summary))

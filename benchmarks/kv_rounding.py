@@ -1,14 +1,15 @@
-"""What do keys and values in 8 bits cost? Perplexity and greedy choices of the native backend with each type of KV cache.
+"""What do keys and values in 8 and 4 bits cost? Perplexity and greedy choices of the native backend by type of KV cache.
 
 The text is cut into windows, each of which begins with an empty context.
 
     python benchmarks/kv_rounding.py --text tests/golden/sonnet_excerpt.txt --window 256
     python benchmarks/kv_rounding.py --text docs/architecture.md --model qwen2.5-coder:1.5b
     python benchmarks/kv_rounding.py --text sharegpt_1000.jsonl --windows 20       # replies, one after another
+    python benchmarks/kv_rounding.py --text docs/*.md --windows 20 --max-model-len 32768
 
 The last line printed is one JSON object: the perplexity with each type, how often the greedy choice is not that of bf16, and
-the root mean square by which the logits differ from those of bf16, mean taken off. The standard error is that of the
-logarithm of the ratio of perplexities, from the differences of single tokens.
+the root mean square by which the logits differ from those of bf16, mean taken off. Each ratio of perplexities has the standard
+error of its logarithm beside it, from the differences of single tokens.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def describe(model: LoadedModel, *, is_centred: bool) -> Program:
     return replace(program, ops=tuple(replace(op, bias=None) if isinstance(op, KvWrite) else op for op in program.ops))
 
 
-def open_executor(model: LoadedModel, program: Program, window: int, dtype: KvDtype) -> NativeExecutor:
+def open_executor(model: LoadedModel, program: Program, window: int, dtype: KvDtype, max_model_len: int) -> NativeExecutor:
     sizes = {"num_blocks": window // 16 + 2, "block_size": 16, "max_rows": 256, "max_step_tokens": 256}
-    return NativeExecutor(model, program, **sizes, max_model_len=window + 16, kv_dtype=dtype)
+    return NativeExecutor(model, program, **sizes, max_model_len=max_model_len or window + 16, kv_dtype=dtype)
 
 
 def log_likelihoods(logits: F32, token_ids: NDArray[np.int64]) -> Iterator[float]:
@@ -86,32 +87,39 @@ def mean_square_difference(a: F32, b: F32) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--windows", type=int, default=4, help="most windows of the text")
+    parser.add_argument("--max-model-len", type=int, default=0, help="decides what of the bias is centred; default: a window")
     parser.add_argument("--uncentred", action="store_true", help="keys with all that they share (models/rope.py)")
     args = parser.parse_args()
     model = load_model(resolve(args.model, default_cache_dir()))
+    max_chars = args.windows * args.window * CHARS_PER_TOKEN
     ids = np.array(
         load_tokenizer(model.tokenizer_source).encode(
-            read_text(args.text, args.windows * args.window * CHARS_PER_TOKEN), add_special_tokens=False
+            "".join(read_text(path, max_chars) for path in args.text)[:max_chars], add_special_tokens=False
         )
     )
     windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window + 1, args.window)][: args.windows]
     if not windows:
         parser.error(f"{args.text} has {len(ids)} tokens, fewer than a window of {args.window}")
     likelihoods: dict[KvDtype, list[float]] = {dtype: [] for dtype in KvDtype}
-    num_changed, square = 0, 0.0
+    num_changed = dict.fromkeys((KvDtype.INT8, KvDtype.INT4), 0)
+    square = dict.fromkeys(num_changed, 0.0)
     program = describe(model, is_centred=not args.uncentred)
-    executors = {dtype: open_executor(model, program, args.window, dtype) for dtype in KvDtype}
+    executors = {dtype: open_executor(model, program, args.window, dtype, args.max_model_len) for dtype in KvDtype}
     for window in windows:
         logits = {dtype: executor.forward_logits(window.tolist()) for dtype, executor in executors.items()}
         for dtype, found in logits.items():
             likelihoods[dtype] += log_likelihoods(found, window)
-        num_changed += int((logits[KvDtype.INT8].argmax(-1) != logits[KvDtype.BF16].argmax(-1)).sum())
-        square += mean_square_difference(logits[KvDtype.INT8], logits[KvDtype.BF16]) / len(windows)
-    lead = np.array(likelihoods[KvDtype.BF16]) - np.array(likelihoods[KvDtype.INT8])
+        for dtype in num_changed:
+            num_changed[dtype] += int((logits[dtype].argmax(-1) != logits[KvDtype.BF16].argmax(-1)).sum())
+            square[dtype] += mean_square_difference(logits[dtype], logits[KvDtype.BF16]) / len(windows)
+    leads = {
+        f"{one.value}/{other.value}": np.array(likelihoods[other]) - np.array(likelihoods[one])
+        for one, other in ((KvDtype.INT8, KvDtype.BF16), (KvDtype.INT4, KvDtype.INT8))
+    }
     perplexity = {dtype: float(np.exp(-np.mean(found))) for dtype, found in likelihoods.items()}
     result = {
         "benchmark": "kv_rounding",
@@ -119,10 +127,12 @@ def main() -> None:
         "variant": executors[KvDtype.INT8].variant,
         "tokens": len(windows) * args.window,
         "perplexity": {dtype: round(value, 4) for dtype, value in perplexity.items()},
-        "int8_to_bf16": round(float(np.exp(lead.mean())), 5),
-        "standard_error": round(float(lead.std() / np.sqrt(len(lead))), 5),
+        "ratios": {
+            pair: [round(float(np.exp(lead.mean())), 5), round(float(lead.std() / np.sqrt(len(lead))), 5)]
+            for pair, lead in leads.items()
+        },
         "choices_changed": num_changed,
-        "logits_rms": round(square**0.5, 4),
+        "logits_rms": {dtype: round(value**0.5, 4) for dtype, value in square.items()},
     }
     print(json.dumps(result))
 

@@ -453,7 +453,8 @@ void bind_engine(nb::module_& m) {
 
     nb::enum_<KvFormat>(m, "KvFormat", "How keys and values are stored; see kernels.h.")
         .value("INT8", KvFormat::kInt8)
-        .value("INT16", KvFormat::kInt16);
+        .value("INT16", KvFormat::kInt16)
+        .value("INT4", KvFormat::kInt4);
 
     nb::enum_<RowOpKind>(m, "RowOpKind")
         .value("EMBED", RowOpKind::kEmbed)

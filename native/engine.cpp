@@ -49,6 +49,9 @@ const EngineShape& checked(const EngineShape& s) {
         if (kv.num_latent != 0 && (kv.num_kv_heads != 1 || kv.num_latent < 0 || kv.num_latent % kGroup != 0 || kv.num_latent > kv.head_dim)) {
             throw std::invalid_argument("latents are whole groups of 32 columns of one head");
         }
+        if (s.kv_format == KvFormat::kInt4 && (kv.head_dim % kGroup != 0 || kv.num_latent != 0)) {
+            throw std::invalid_argument("keys and values of 4 bits have heads of whole groups of 32 columns and no latents");
+        }
     }
     if (!s.kv_shapes.empty() && s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
     if (s.num_states > 0 && (s.state_columns < 1 || s.state_columns > s.block_size || s.state_width < 1)) {
@@ -89,7 +92,7 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared
       attention_scratch_(team_->size()),
       gate_scratch_(team_->size()) {
     const KvShape widest = shape.widest();
-    for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(widest.head_dim, widest.num_latent));
+    for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.kv_format, widest.head_dim, widest.num_latent));
 }
 
 int Engine::add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len, bool per_sample) {

@@ -211,7 +211,7 @@ struct VectorProducts {
 
 void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
     const Scratch scratch = make_scratch(memory, kv.head_dim);
-    kv.format == KvFormat::kInt8 ? attend(kv, t, scratch, VectorProducts<Int8Kv>()) : attend(kv, t, scratch, VectorProducts<Int16Kv>());
+    kv.format == KvFormat::kInt16 ? attend(kv, t, scratch, VectorProducts<Int16Kv>()) : attend(kv, t, scratch, VectorProducts<Int8Kv>());
 }
 
 void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
@@ -222,11 +222,13 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
         const State next = partial(t, pairs.count, kv.value_dim(), begin);
         for_pairs(pairs, begin, [&](int at, int count) { merge(pairs, at, count, begin, kv.value_dim(), scratch.merged, next); });
     }
-    write_out(t, pairs, kv.value_dim(), scratch.merged);
+    write_out(kv, t, pairs, scratch.merged);
 }
 
 int64_t attention_partial_floats(int num_pairs, int head_dim) { return partial_floats(num_pairs, head_dim); }
 
-int64_t attention_scratch_floats(int head_dim, int num_latent) { return scratch_floats(head_dim, num_latent); }
+int64_t attention_scratch_floats(KvFormat format, int head_dim, int num_latent) {
+    return scratch_floats(format, head_dim, num_latent);
+}
 
 }  // namespace penstock::PENSTOCK_ISA

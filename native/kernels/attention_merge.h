@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention_scratch.h"
+#include "int4.h"
 #include "softmax.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -49,11 +50,13 @@ __attribute__((noinline)) void add_sinks(const AttentionTask& t, const Pairs& pa
     for (int p = 0; p < pairs.count; ++p) state.sum[p] += exp2f(t.sinks[pairs.head[p]] * kLog2E - state.max[p]);
 }
 
-void write_out(const AttentionTask& t, const Pairs& pairs, int head_dim, const State& state) {
+void write_out(const KvLayer& kv, const AttentionTask& t, const Pairs& pairs, const State& state) {
+    const int head_dim = kv.value_dim();
     if (t.sinks) add_sinks(t, pairs, state);
     for (int p = 0; p < pairs.count; ++p) {
         const vf inverse = set1(1.0f / state.sum[p]);
-        const float* o = state.o + p * head_dim;
+        float* o = state.o + p * head_dim;
+        if (kv.format == KvFormat::kInt4) rotate(o, o, head_dim);
         for (int d = 0; d < head_dim; d += kLanes) store(t.out + pairs.offset[p] + d, mul(load(o + d), inverse));
     }
 }

@@ -24,14 +24,14 @@ void round_to_int16(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, con
         const int count = pairs.count - at < kLanes ? pairs.count - at : kLanes;
         alignas(64) float squares[kLanes] = {}, largest[kLanes] = {};
         for (int p = 0; p < count; ++p) {
-            const Extent extent = extent_of(t.q + pairs.offset[at + p], kv.head_dim);
+            const Extent extent = extent_of(pairs.q[at + p], kv.head_dim);
             squares[p] = extent.squares;
             largest[p] = extent.largest;
         }
         IntegerScale scales[kLanes];
         integer_scales(squares, largest, scales);
         for (int p = 0; p < count; ++p) {
-            const float* x = t.q + pairs.offset[at + p];
+            const float* x = pairs.q[at + p];
             // Integers of zero: any factor serves, but what is masked must stay so.
             pairs.factor[at + p] = scales[p].scale < kSmallest ? 1.0f : scales[p].scale * t.scale * kLog2E;
             uint8_t* out = integers_of(scratch, at + p, kv.head_dim, 2);
@@ -54,7 +54,7 @@ void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, cons
     const auto for_fours = [&](auto f) PENSTOCK_LAMBDA {
         for (int at = 0; at < pairs.count; at += 4) {
             const float* x[4];
-            for (int i = 0; i < 4; ++i) x[i] = t.q + pairs.offset[at + i < pairs.count ? at + i : at];
+            for (int i = 0; i < 4; ++i) x[i] = pairs.q[at + i < pairs.count ? at + i : at];
             for (int g = 0; g < groups; ++g) {
                 const int begin = g * kGroup, columns = kv.head_dim - begin < kGroup ? kv.head_dim - begin : kGroup;
                 f((at / kPairs * groups + g) * kPairs + at % kPairs, x, begin, columns > kLanes);

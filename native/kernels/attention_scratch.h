@@ -19,6 +19,7 @@ constexpr int kStateFloats = kTaskPairs + kLanes;  // of the numbers of each pai
 
 // (query, head) pairs of a task, ordered query-major.
 struct Pairs {
+    const float* q[kTaskPairs];
     int64_t offset[kTaskPairs];    // floats from the task's q and out
     int32_t last[kTaskPairs];      // position that a pair sees
     int32_t first[kTaskPairs];     // likewise
@@ -47,6 +48,7 @@ struct Scratch {
     int32_t* q_starts;    // likewise: what the sums of integers start at
     uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
     uint8_t* latents;     // [kSegment / 4][num_latent] fours: a segment's latents as values, whose keys lie otherwise
+    uint8_t* wide;        // likewise in place of latents: a segment's tiles of kInt4 as kInt8, keys and scales, then values
     State merged;         // of kTaskPairs
     State next;           // of kTaskPairs
 };
@@ -55,10 +57,11 @@ constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegmen
 
 PENSTOCK_INLINE int64_t partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
-PENSTOCK_INLINE int64_t scratch_floats(int head_dim, int num_latent) {
+PENSTOCK_INLINE int64_t scratch_floats(KvFormat format, int head_dim, int num_latent) {
+    const int groups = (head_dim + kGroup - 1) / kGroup, wide = format == KvFormat::kInt4 ? 2 * (head_dim + groups + 1) : 0;
     return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
-           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup) +
-           kSegment / 2 * num_latent;
+           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * groups +
+           kSegment / 4 * (2 * num_latent + wide);
 }
 
 PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
@@ -91,7 +94,7 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += head_dim;
     scratch.merged = take_state(memory, head_dim);
     scratch.next = take_state(memory, head_dim);
-    scratch.latents = reinterpret_cast<uint8_t*>(memory);
+    scratch.latents = scratch.wide = reinterpret_cast<uint8_t*>(memory);
     return scratch;
 }
 

@@ -9,6 +9,7 @@
 
 #include "attention_queries.h"
 #include "attention_scratch.h"
+#include "int4.h"
 #include "integers.h"
 #include "softmax.h"
 #include "tile_readers.h"
@@ -150,6 +151,22 @@ PENSTOCK_TILE_READER(__attribute__((noinline))) void lay_out_latents(const KvLay
                 }
             }
         }
+    }
+}
+
+// The tiles [from, count) of kInt4 as kInt8, which the segment's tiles then are. The values ahead are fetched here, as there are half as
+// many bytes of them as are read later. Keys are fetched where others are: with them comes what lies behind them.
+PENSTOCK_TILE_READER(__attribute__((noinline))) void widen(const KvLayer& kv, Segment& segment, int from, int count, const Scratch& scratch) {
+    const int64_t key_bytes = kv.widened().tile_stride(), value_bytes = int64_t{kKvTile} * kv.head_dim;
+    uint8_t *const keys = scratch.wide, *const values = keys + kSegmentTiles * key_bytes;
+    for (int i = from; i < count; ++i) {
+        for (int at = 0; at < kKvTile * kv.value_bytes(); at += 64) prefetch(segment.ahead.values[i] + at);
+        widen_keys(kv, keys + i * key_bytes, segment.tiles.keys[i]);
+        widen_values(kv, values + i * value_bytes, segment.tiles.values[i]);
+    }
+    for (int i = 0; i < count; ++i) {
+        segment.tiles.keys[i] = keys + i * key_bytes;
+        segment.ahead.values[i] = segment.tiles.values[i] = values + i * value_bytes;
     }
 }
 

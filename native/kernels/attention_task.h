@@ -50,6 +50,7 @@ Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
     for (int p = 0; p < count; ++p) {
         const int last = t.first_position + query;
         pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
+        pairs.q[p] = t.q + pairs.offset[p];
         pairs.last[p] = last;
         pairs.first[p] = first_seen(t, last);
         pairs.head[p] = head;
@@ -101,12 +102,23 @@ PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
     }
 }
 
+// Puts them to `out`.
+void rotate_queries(const KvLayer& kv, Pairs& pairs, float* out) {
+    for (int p = 0; p < pairs.count; ++p, out += kv.head_dim) {
+        rotate(out, pairs.q[p], kv.head_dim);
+        pairs.q[p] = out;
+    }
+}
+
 // Up to kTaskPairs pairs, kPairs at a time within every segment. Products multiplies their integers: see VectorProducts.
 template <typename Products>
-void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch, Products& products) {
+void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch, Products& products) {
     using Kv = typename Products::Kv;
+    const bool is_rotated = Kv::kIsInt8 && stored.format == KvFormat::kInt4;
+    const KvLayer kv = is_rotated ? stored.widened() : stored;  // as it is read
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
     if constexpr (Kv::kIsInt8) {
+        if (is_rotated) rotate_queries(kv, pairs, scratch.next.o);
         round_to_int8<Products>(kv, t, pairs, scratch);
     } else {
         round_to_int16(kv, t, pairs, scratch);
@@ -115,11 +127,12 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
     Segment segment;
     const Range range = range_of(t, pairs.first[0], pairs.last[num_pairs - 1] + 1);
     for (int begin = range.begin; begin < range.end; begin += kSegment) {
-        const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
-        find_ahead(kv, t, range, begin, num_tiles, segment);
-        tell_seen(kv, segment.tiles.keys, segment.tiles.values, pairs.first[0] > begin ? pairs.first[0] - begin : 0,
+        const int num_tiles = find_tiles(stored, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
+        find_ahead(stored, t, range, begin, num_tiles, segment);
+        tell_seen(stored, segment.tiles.keys, segment.tiles.values, pairs.first[0] > begin ? pairs.first[0] - begin : 0,
                   range.end - begin < kSegment ? range.end - begin : kSegment);
         if constexpr (Kv::kIsInt8) {
+            if (is_rotated) widen(stored, segment, pairs.first[0] > begin ? (pairs.first[0] - begin) / kKvTile : 0, num_tiles, scratch);
             load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
         }
         if (kv.num_latent > 0) lay_out_latents<Kv>(kv, segment.tiles, num_tiles, scratch);
@@ -129,7 +142,7 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
             if (!t.partials) merge(pairs, at, count, begin, kv.value_dim(), scratch.merged, state);
         });
     }
-    if (!t.partials) write_out(t, pairs, kv.value_dim(), scratch.merged);
+    if (!t.partials) write_out(stored, t, pairs, scratch.merged);
 }
 
 template <typename Products>

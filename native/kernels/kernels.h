@@ -101,16 +101,20 @@ struct Epilogue {
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2, kBf16Tiles = 3 };
 
 // kInt8: 8-bit integers, keys with a scale per 32 columns and values with one per head. kInt16: keys as 16-bit integers with a scale
-// per head, values as bf16.
-enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1 };
+// per head, values as bf16. kInt4: rotated (int4.h), keys of 5 bits and values of 4, each with a scale of 8 bits per head; heads
+// have a multiple of 32 columns, and there are no latents.
+enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1, kInt4 = 2 };
 
 // Keys and values of one layer, per block and KV head; key = integer * scale, and so is a value of kInt8. First, for every 16
 // positions, a tile of keys and scales:
 //   kInt8    keys [head_dim / 4][16][4] uint8, 128 more than the integer, their scales [key_groups][16] bf16, the scales of the
 //            values [16] bf16
 //   kInt16   keys [head_dim / 2][16][2] int16, their scales [16] float32
-// Then the values as [block_size / 4][head_dim][4] int8 or [block_size / 2][head_dim][2] bf16. All are laid out for instructions
-// that multiply and add pairs, or four bytes. With `num_latent`, whole groups of columns, there are no values: they are the keys' first
+//   kInt4    keys [head_dim / 8][16][4] bytes, whose low halves are columns 8c.. and high halves 8c+4.., the fifth bits of keys
+//            [head_dim / 32][16][4], bit j of byte i being of column 32g+4j+i, codes of their scales [16] and of those of the values [16]
+// Then the values as [block_size / 4][head_dim][4] int8, [block_size / 2][head_dim][2] bf16 or [block_size / 4][head_dim / 32][16][4]
+// bytes, whose low halves are columns 32g.. and high halves 32g+16... All are laid out for instructions that multiply and add
+// pairs, or four bytes. With `num_latent`, whole groups of columns, there are no values: they are the keys' first
 // so many columns, whose scales in kInt8 are those of the value.
 // Strides are in bytes. Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
 struct KvLayer {
@@ -122,15 +126,29 @@ struct KvLayer {
     int32_t num_latent = 0;
     int64_t block_stride = 0;  // from a block to the next one: other layers lie between
 
-    __attribute__((always_inline)) int width() const { return format == KvFormat::kInt8 ? 1 : 2; }
+    // As kInt4 is read: widened to kInt8.
+    __attribute__((always_inline)) KvLayer widened() const {
+        KvLayer wide = *this;
+        wide.format = KvFormat::kInt8;
+        return wide;
+    }
+    __attribute__((always_inline)) int width() const { return format == KvFormat::kInt16 ? 2 : 1; }  // of what lies beside other positions'
+    __attribute__((always_inline)) int key_bytes() const { return format == KvFormat::kInt4 ? head_dim * 5 / 8 : head_dim * width(); }
+    __attribute__((always_inline)) int value_bytes() const { return format == KvFormat::kInt4 ? head_dim / 2 : head_dim * width(); }
     __attribute__((always_inline)) int value_dim() const { return num_latent > 0 ? num_latent : head_dim; }
     __attribute__((always_inline)) int value_positions() const { return 4 / width(); }  // whose values are beside each other
     __attribute__((always_inline)) int key_groups() const { return (head_dim + kGroup - 1) / kGroup; }
-    __attribute__((always_inline)) int scale_bytes() const { return format == KvFormat::kInt8 ? 2 * (key_groups() + 1) : 4; }
-    __attribute__((always_inline)) int64_t scales_offset() const { return int64_t{kKvTile} * head_dim * width(); }
+    __attribute__((always_inline)) int scale_width() const {
+        return format == KvFormat::kInt8 ? 2 : format == KvFormat::kInt16 ? 4 : 1;
+    }
+    __attribute__((always_inline)) int num_scales() const {
+        return format == KvFormat::kInt8 ? key_groups() + 1 : format == KvFormat::kInt16 ? 1 : 2;
+    }
+    __attribute__((always_inline)) int scale_bytes() const { return scale_width() * num_scales(); }
+    __attribute__((always_inline)) int64_t scales_offset() const { return int64_t{kKvTile} * key_bytes(); }
     __attribute__((always_inline)) int64_t tile_stride() const { return scales_offset() + kKvTile * scale_bytes(); }
     __attribute__((always_inline)) int64_t values_offset() const { return block_size / kKvTile * tile_stride(); }
-    __attribute__((always_inline)) int64_t value_stride() const { return num_latent > 0 ? 0 : int64_t{head_dim} * width(); }  // of a position
+    __attribute__((always_inline)) int64_t value_stride() const { return num_latent > 0 ? 0 : value_bytes(); }  // of a position
     __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + block_size * value_stride(); }
     __attribute__((always_inline)) int64_t bytes_of_block() const { return num_kv_heads * head_stride(); }  // in this layer
 };
@@ -306,12 +324,12 @@ struct KernelTable {
     void (*lora_shrink)(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next);
     // out[r, panels] += h[r] B^T for rows [row0, row1) and panels [begin, end); out is [., ld] and has `channels` columns.
     void (*lora_expand)(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
-    // `scratch` is at least attention_scratch_floats(head_dim, num_latent) floats
+    // `scratch` is at least attention_scratch_floats(format, head_dim, num_latent) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their
     // pairs are at most attention_queries.
     void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
-    int64_t (*attention_scratch_floats)(int head_dim, int num_latent);
+    int64_t (*attention_scratch_floats)(KvFormat format, int head_dim, int num_latent);
     int64_t (*attention_partial_floats)(int num_pairs, int head_dim);
     // `scratch` is at least text_attention_scratch_floats(num_tokens, head_dim) floats
     void (*text_attention)(const TextAttentionTask& task, float* scratch);

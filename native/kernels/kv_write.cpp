@@ -1,5 +1,6 @@
 // Keys and values of a step's tokens on their way into the KV cache (`KvLayer` in kernels.h).
 
+#include "int4.h"
 #include "integers.h"
 #include "parts.h"
 #include "simd.h"
@@ -169,6 +170,20 @@ void write_int16(const KvLayer& kv, const Head<kCentred>& head) {
     }
 }
 
+__attribute__((noinline)) void write_int4(const KvLayer& kv, const Head<true>& head) {
+    alignas(64) float rotated[kLargestHeadDim];
+    alignas(64) uint8_t levels[kLargestHeadDim];
+    for (int d = 0; d < kv.head_dim; d += kLanes) store(rotated + d, head.centre ? head.key(d) : load(head.k + d));
+    rotate(rotated, rotated, kv.head_dim);
+    const uint8_t key_scale = round_to_levels(levels, rotated, kv.head_dim, 32);
+    pack_key(head.keys, levels, kv.head_dim);
+    rotate(rotated, head.v, kv.head_dim);
+    const uint8_t value_scale = round_to_levels(levels, rotated, kv.head_dim, 16);
+    pack_value(head.values, levels, kv.head_dim);
+    head.scales[0] = value_scale == kBrokenScale ? kBrokenScale : key_scale;  // as in kInt8
+    head.scales[kKvTile] = value_scale;
+}
+
 // The first head of the token at a slot.
 template <bool kCentred>
 PENSTOCK_INLINE Head<kCentred> first_head(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre) {
@@ -180,8 +195,8 @@ PENSTOCK_INLINE Head<kCentred> first_head(const KvLayer& kv, int64_t slot, const
             v,
             centre,
             tile + 4 * lane,
-            head + kv.values_offset() + (offset / beside * beside * kv.head_dim + offset % beside) * kv.width(),
-            tile + kv.scales_offset() + lane * (kv.format == KvFormat::kInt8 ? 2 : 4)};
+            head + kv.values_offset() + offset / beside * beside * kv.value_bytes() + offset % beside * kv.width(),
+            tile + kv.scales_offset() + lane * kv.scale_width()};
 }
 
 template <bool kCentred>
@@ -217,6 +232,8 @@ void write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const fl
                     write_int8(kv, heads, waiting);
                     waiting = 0;
                 }
+            } else if (kv.format == KvFormat::kInt4) {
+                write_int4(kv, {head.k, head.v, kCentred ? head.centre : nullptr, head.keys, head.values, head.scales});
             } else {
                 write_int16(kv, head);
             }

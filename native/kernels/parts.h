@@ -30,7 +30,7 @@ void lora_shrink(const LoraFactors& f, const Activation& x, int row0, int row1, 
 void lora_expand(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
 void attention_merge(const KvLayer& kv, const AttentionTask& task, float* scratch);
-int64_t attention_scratch_floats(int head_dim, int num_latent);
+int64_t attention_scratch_floats(KvFormat format, int head_dim, int num_latent);
 int64_t attention_partial_floats(int num_pairs, int head_dim);
 void text_attention(const TextAttentionTask& task, float* scratch);
 int64_t text_attention_scratch_floats(int num_tokens, int head_dim);

@@ -266,6 +266,14 @@ PENSTOCK_INLINE vb high_nibbles(vb a) {
     const __m256i m = _mm256_set1_epi8(0x0F);
     return {_mm256_and_si256(_mm256_srli_epi16(a.l, 4), m), _mm256_and_si256(_mm256_srli_epi16(a.h, 4), m)};
 }
+PENSTOCK_INLINE vb bit_xor(vb a, vb b) { return {_mm256_xor_si256(a.l, b.l), _mm256_xor_si256(a.h, b.h)}; }
+template <int kApart>
+PENSTOCK_INLINE vf swap_lanes(vf a) {
+    constexpr int order = kApart == 1 ? 0xB1 : 0x4E;
+    if constexpr (kApart == 8) return {a.h, a.l};
+    if constexpr (kApart == 4) return {_mm256_permute2f128_ps(a.l, a.l, 1), _mm256_permute2f128_ps(a.h, a.h, 1)};
+    return {_mm256_permute_ps(a.l, order), _mm256_permute_ps(a.h, order)};
+}
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
     return {_mm256_shuffle_epi8(t, a.l), _mm256_shuffle_epi8(t, a.h)};

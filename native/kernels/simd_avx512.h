@@ -116,6 +116,13 @@ PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_gf2p8affine_epi64_epi8(a.
 #else
 PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
 #endif
+PENSTOCK_INLINE vb bit_xor(vb a, vb b) { return {_mm512_xor_si512(a.v, b.v)}; }
+// Lane i of what was lane i ^ kApart: 1, 2, 4 or 8.
+template <int kApart>
+PENSTOCK_INLINE vf swap_lanes(vf a) {
+    if constexpr (kApart < 4) return {_mm512_permute_ps(a.v, kApart == 1 ? 0xB1 : 0x4E)};
+    return {_mm512_shuffle_f32x4(a.v, a.v, kApart == 4 ? 0xB1 : 0x4E)};
+}
 // table[a] of sixteen bytes
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};

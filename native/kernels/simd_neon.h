@@ -143,6 +143,13 @@ PENSTOCK_INLINE vb load64(const uint8_t* p) { return PENSTOCK_FOUR(vb, vld1q_u8(
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { PENSTOCK_UNROLL for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { return PENSTOCK_FOUR(vb, vandq_u8(a.v[i], vdupq_n_u8(0x0F))); }
 PENSTOCK_INLINE vb high_nibbles(vb a) { return PENSTOCK_FOUR(vb, vshrq_n_u8(a.v[i], 4)); }
+PENSTOCK_INLINE vb bit_xor(vb a, vb b) { return PENSTOCK_FOUR(vb, veorq_u8(a.v[i], b.v[i])); }
+template <int kApart>
+PENSTOCK_INLINE vf swap_lanes(vf a) {
+    if constexpr (kApart >= 4) return PENSTOCK_FOUR(vf, a.v[i ^ kApart / 4]);
+    if constexpr (kApart == 2) return PENSTOCK_FOUR(vf, vextq_f32(a.v[i], a.v[i], 2));
+    return PENSTOCK_FOUR(vf, vrev64q_f32(a.v[i]));
+}
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     const uint8x16_t t = vld1q_u8(table);
     return PENSTOCK_FOUR(vb, vqtbl1q_u8(t, a.v[i]));

@@ -137,6 +137,9 @@ PENSTOCK_INLINE vb load64(const uint8_t* p) { vb r; memcpy(r.v, p, 64); return r
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
 PENSTOCK_INLINE vb high_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] >>= 4; return a; }
+PENSTOCK_INLINE vb bit_xor(vb a, vb b) { for (int i = 0; i < 64; ++i) a.v[i] ^= b.v[i]; return a; }
+template <int kApart>
+PENSTOCK_INLINE vf swap_lanes(vf a) { vf r; PENSTOCK_LANES r.v[i] = a.v[i ^ kApart]; return r; }
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) { for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]]; return a; }
 PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) {
     PENSTOCK_LANES {

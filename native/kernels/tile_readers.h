@@ -29,14 +29,13 @@ constexpr int kApart = 4;
 inline void tell(const uint8_t* begin, int bytes) { __tsan_read_range(const_cast<uint8_t*>(begin), bytes); }
 
 inline void tell_position(const KvLayer& kv, const uint8_t* keys, const uint8_t* values, int lane) {
-    const int beside = kv.value_positions(), width = kv.width(), row_bytes = kv.head_dim * width;
-    for (int i = 0; i < row_bytes; i += kApart) tell(keys + i * kKvTile + lane * kApart, kApart);
-    const int scale_bytes = kv.format == KvFormat::kInt8 ? 2 : 4;
+    const int beside = kv.value_positions(), width = kv.width(), scale_bytes = kv.scale_width();
+    for (int i = 0; i < kv.key_bytes(); i += kApart) tell(keys + i * kKvTile + lane * kApart, kApart);
     const uint8_t* const scales = keys + kv.scales_offset() + lane * scale_bytes;
     for (int i = 0; i < kv.scale_bytes(); i += scale_bytes) tell(scales + i * kKvTile, scale_bytes);
     if (kv.num_latent > 0) return;
-    const uint8_t* const value = values + lane / beside * beside * row_bytes + lane % beside * width;
-    for (int d = 0; d < kv.head_dim; ++d) tell(value + d * kApart, width);
+    const uint8_t* const value = values + lane / beside * beside * kv.value_bytes() + lane % beside * width;
+    for (int i = 0; i < kv.value_bytes(); i += width) tell(value + i / width * kApart, width);
 }
 
 // Positions [begin, end) of tiles that follow each other.

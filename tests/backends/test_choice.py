@@ -99,7 +99,7 @@ def test_a_variant_that_passes_is_tested_once(tmp_path: Path) -> None:
 BITS = [
     "q4_0 08c7e058",
     "q4_1 9d46e919",
-    "q5_1 b5c01713",
+    "q5_1 d72e47f2",
     "q8_0 3f1ae47e",
     "iq4_nl abd01f8d",
     "bf16 cce92605",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.backends.native._native import KvFormat, RowOp, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import ACTIVATION_KINDS
 from penstock.backends.reference.interpreter import activate, gated
-from penstock.backends.reference.kv_cache import round_to_int8
+from penstock.backends.reference.kv_cache import rotate, round_rotated, round_to_int8
 from penstock.models.weights import WeightFormat, dequantize
 from penstock.types.kv_dtype import KEY_GROUP
 from penstock.types.model_spec import Activation
@@ -584,10 +584,17 @@ def rounded_queries(q: F32, heads: int, head_dim: int) -> F32:
 def rounded(
     q: F32, k: F32, v: F32, *, heads: int = 1, kv_heads: int = 1, head_dim: int, kv_format: KvFormat
 ) -> tuple[F32, F32, F32]:
-    """The inputs of an attention oracle: with 8 bits queries as they are multiplied and what is stored, else all as it is."""
+    """The inputs of an attention oracle: with 16 bits all as it is, else queries as they are multiplied and what is stored."""
     if kv_format is KvFormat.INT16:
         return q, k, v
     by_head = (len(k), kv_heads, head_dim)
+    if kv_format is KvFormat.INT4:
+        turned = rotate(q.reshape(len(q), heads, head_dim)).reshape(q.shape)
+        return (
+            rotate(rounded_queries(turned, heads, head_dim).reshape(len(q), heads, head_dim)).reshape(q.shape),
+            round_rotated(k.reshape(by_head), 32).reshape(k.shape),
+            round_rotated(v.reshape(by_head), 16).reshape(v.shape),
+        )
     return (
         rounded_queries(q, heads, head_dim),
         round_to_int8(k.reshape(by_head), KEY_GROUP).reshape(k.shape),
@@ -621,16 +628,16 @@ def test_attention_of_samples_alone_is_theirs_among_all(variant: str, num_thread
 
 
 KV_FORMATS = pytest.mark.parametrize("kv_format", list(KvFormat), ids=lambda kv_format: kv_format.name.lower())
-SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16), (4, 2, 128), (2, 1, 256)]
+SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16), (4, 2, 128), (2, 1, 256), (2, 1, 96)]
+CASES = [(kind, *shape) for kind in KvFormat for shape in SHAPES if kind is not KvFormat.INT4 or shape[-1] % 32 == 0]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(("kv_format", "heads", "kv_heads", "head_dim"), CASES)
 @pytest.mark.parametrize(
     "options",
     [{}, {"window": 19}, {"softcap": 5.0}, {"block_size": 32}, {"block_size": 48}],
     ids=["plain", "window", "softcap", "block32", "block48"],
 )
-@KV_FORMATS
 def test_attention_in_shuffled_blocks_whole_and_in_chunks(
     variant: str, heads: int, kv_heads: int, head_dim: int, options: dict[str, float], kv_format: KvFormat
 ) -> None:
@@ -663,19 +670,19 @@ SINKS = np.array([-30.0, -1.0, 0.0, 3.0, 6.0, 30.0], np.float32)
 @KV_FORMATS
 def test_a_sink_is_one_more_term_of_its_heads_softmax(variant: str, window: int, kv_format: KvFormat) -> None:
     """From one that weighs nothing to one that weighs all, in one segment and in two, whole and in chunks."""
-    length, shape = 300, {"heads": 6, "kv_heads": 2, "head_dim": 16, "window": window}
+    length, shape = 300, {"heads": 6, "kv_heads": 2, "head_dim": 32, "window": window}
     rng = np.random.default_rng(21)
-    q, k, v = (random_rows(rng, length, n * 16) for n in (6, 2, 2))
+    q, k, v = (random_rows(rng, length, n * 32) for n in (6, 2, 2))
     table = (1 + rng.permutation(55)).astype(np.int32)[None, :20]
     run = {"query_lens": [length], "block_tables": table}
     made = {"kv_format": kv_format, "sinks": SINKS, **shape}
     whole = attention_probe(q, k, v, variant, **made).run(range(length), **run)
-    expected = attention_of(*rounded(q, k, v, heads=6, kv_heads=2, head_dim=16, kv_format=kv_format), **shape, sinks=SINKS)
+    expected = attention_of(*rounded(q, k, v, heads=6, kv_heads=2, head_dim=32, kv_format=kv_format), **shape, sinks=SINKS)
     assert np.abs(whole - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert np.abs(whole - expected).mean() < (5e-4 if kv_format is KvFormat.INT16 else 1.5e-3)
     without = attention_probe(q, k, v, variant, kv_format=kv_format, **shape).run(range(length), **run)
-    assert (whole[:, :16] == without[:, :16]).all()
-    assert np.abs(whole[:, 16:32] - without[:, 16:32]).max() > 0.05
+    assert (whole[:, :32] == without[:, :32]).all()
+    assert np.abs(whole[:, 32:64] - without[:, 32:64]).max() > 0.05
     probe = attention_probe(q, k, v, variant, **made)
     for begin in range(0, length, 7):
         tokens = range(begin, min(begin + 7, length))
@@ -687,20 +694,22 @@ def test_a_sink_is_one_more_term_of_its_heads_softmax(variant: str, window: int,
 def test_a_sink_far_above_or_below_all_scores_breaks_nothing(variant: str, kv_format: KvFormat) -> None:
     """Scores of tens of thousands, and a sink of 1e30: the values get all of the weight, or none."""
     rng = np.random.default_rng(22)
-    q, k, v = (random_rows(rng, 40, 32) for _ in range(3))
-    shape = {"heads": 2, "kv_heads": 2, "head_dim": 16, "kv_format": kv_format}
+    q, k, v = (random_rows(rng, 40, 64) for _ in range(3))
+    shape = {"heads": 2, "kv_heads": 2, "head_dim": 32, "kv_format": kv_format}
     run = {"query_lens": [40], "block_tables": np.arange(1, 4, dtype=np.int32)[None]}
     sinks = np.array([-1e30, 1e30], np.float32)
     for factor in (1.0, 2.0**16):
         found = attention_probe(q * np.float32(factor), k, v, variant, **shape, sinks=sinks).run(range(40), **run)
         without = attention_probe(q * np.float32(factor), k, v, variant, **shape).run(range(40), **run)
-        assert (found[:, :16] == without[:, :16]).all()
-        assert (found[:, 16:] == 0).all()
+        assert (found[:, :32] == without[:, :32]).all()
+        assert (found[:, 32:] == 0).all()
 
 
-@pytest.mark.parametrize("which", ["key", "value", "latent"])
+@pytest.mark.parametrize(
+    ("which", "kv_format"),
+    [(which, kind) for which in ("key", "value", "latent") for kind in KvFormat if (which, kind) != ("latent", KvFormat.INT4)],
+)
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-@KV_FORMATS
 def test_what_is_broken_spoils_what_sees_it_and_nothing_before(
     variant: str, which: str, broken: float, kv_format: KvFormat
 ) -> None:
@@ -743,7 +752,7 @@ def test_attention_scores_of_16_bits_are_finer_than_bf16(variant: str) -> None:
 @pytest.mark.parametrize("size", [1, 32, 256])
 def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_format: KvFormat, size: float) -> None:
     """A leader's weight is at most one, however large its score: one unit more than a byte holds would make it zero."""
-    length, head_dim = 100, 16
+    length, head_dim = 100, 32 if kv_format is KvFormat.INT4 else 16
     rng = np.random.default_rng(7)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
     q *= np.float32(size)
@@ -755,14 +764,17 @@ def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_fo
     expected = attention_of(*seen, heads=1, kv_heads=1, head_dim=head_dim)
     # A query is rounded, too, for keys of 16 bits to 2^-16 of its length, and a score by as much of itself.
     # Weights of 8 bits are off by up to a step.
-    assert np.abs(found - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) + size * 2e-3
+    assert (
+        np.abs(found - expected).max()
+        < {KvFormat.INT16: 2**-8, KvFormat.INT8: 2**-7, KvFormat.INT4: 2**-6}[kv_format] + size * 2e-3
+    )
 
 
 @KV_FORMATS
 @pytest.mark.parametrize("size", [1e3, 1e4, 3e4, 1e6, 1e8])
 def test_absurd_but_finite_scores_give_the_leaders_value(variant: str, kv_format: KvFormat, size: float) -> None:
     """The leader has the whole weight, however far it is ahead: never nothing, never NaN."""
-    length, head_dim = 20, 16
+    length, head_dim = 20, 32
     rng = np.random.default_rng(1)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
     q, k = bf16(q * np.float32(size)), bf16(k * np.float32(size))
@@ -790,7 +802,7 @@ def test_what_is_not_seen_weighs_nothing_however_low_all_scores_are(variant: str
 @pytest.mark.parametrize("window", [0, 7])
 def test_a_query_of_next_to_nothing_sees_no_future(variant: str, kv_format: KvFormat, size: float, window: int) -> None:
     """All that it sees weighs the same; what it does not see weighs nothing, and chunks give the bits of the whole."""
-    length, head_dim, cut = 20, 16, 6
+    length, head_dim, cut = 20, 32, 6
     rng = np.random.default_rng(1)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
     q[cut - 1] = bf16(q[cut - 1 : cut] * np.float32(size))[0]
@@ -972,8 +984,8 @@ def test_what_all_keys_share_is_not_stored(variant: str, kv_format: KvFormat) ->
         table = np.arange(1, 8, dtype=np.int32)[None]
         found = probe.run(range(length), query_lens=[length], block_tables=table)
         error[is_centred] = np.abs(found - expected).mean()
-    assert error[True] < (0.01 if kv_format is KvFormat.INT8 else 1e-3)
-    assert error[True] < error[False] / (10 if kv_format is KvFormat.INT8 else 1)
+    assert error[True] < {KvFormat.INT8: 0.01, KvFormat.INT16: 1e-3, KvFormat.INT4: 0.05}[kv_format]
+    assert error[True] < error[False] / {KvFormat.INT8: 10, KvFormat.INT16: 1, KvFormat.INT4: 10}[kv_format]
 
 
 def test_attention_rows_of_a_mixed_step_do_not_see_each_other(variant: str) -> None:
@@ -1006,18 +1018,18 @@ def test_long_attention_split_over_threads_gives_the_same_bits(
     """One decode, or a few queries, that see six segments: one thread computes them in turn, several divide them."""
     length, num_blocks = 1500, 100
     rng = np.random.default_rng(13)
-    q, k, v = (random_rows(rng, length, n * 16) for n in (6, 2, 2))
+    q, k, v = (random_rows(rng, length, n * 32) for n in (6, 2, 2))
     table = (1 + rng.permutation(num_blocks - 1)).astype(np.int32)[None]
     results = []
     for num_threads in (1, 2, 3):
-        shape = {"heads": 6, "kv_heads": 2, "head_dim": 16, "num_blocks": num_blocks, "window": window}
+        shape = {"heads": 6, "kv_heads": 2, "head_dim": 32, "num_blocks": num_blocks, "window": window}
         probe = attention_probe(q, k, v, variant, num_threads=num_threads, kv_format=kv_format, sinks=sinks, **shape)
         probe.run(range(length - 6), query_lens=[length - 6], block_tables=table)
         chunk = probe.run(range(length - 6, length - 1), query_lens=[5], context_lens=[length - 6], block_tables=table)
         decode = probe.run([length - 1], query_lens=[1], context_lens=[length - 1], block_tables=table)
         results.append(np.concatenate([chunk, decode]))
-    seen = rounded(q, k, v, heads=6, kv_heads=2, head_dim=16, kv_format=kv_format)
-    expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=16, window=window, sinks=sinks)[length - 6 :]
+    seen = rounded(q, k, v, heads=6, kv_heads=2, head_dim=32, kv_format=kv_format)
+    expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=32, window=window, sinks=sinks)[length - 6 :]
     assert np.abs(results[0] - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()

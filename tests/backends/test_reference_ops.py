@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.reference.interpreter import PRODUCT_TILE, Interpreter, RowRun, gated, product
-from penstock.backends.reference.kv_cache import KvCache, round_to_bf16, round_to_int8
+from penstock.backends.reference.kv_cache import KvCache, rotate, round_rotated, round_to_bf16, round_to_int8
 from penstock.models.program import (
     Act,
     Add,
@@ -190,6 +190,33 @@ def test_kv_write_stores_int8_keys_by_group_and_values_by_head():
         integers = stored / ((bits + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
         assert np.array_equal(integers, np.rint(integers))
         assert np.abs(integers).max() <= 127
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+@pytest.mark.parametrize("num_levels", [16, 32])
+def test_int4_is_odd_integers_of_a_rotated_head_times_one_scale_of_a_byte(head_dim, num_levels):
+    x = values(NUM_TOKENS, NUM_KV_HEADS, head_dim)
+    x[:, :, 7] *= 100
+    turned, stored = rotate(x), rotate(round_rotated(x, num_levels))
+    assert rotate(turned) == pytest.approx(x, abs=1e-4)
+    assert np.linalg.norm(turned, axis=-1) == pytest.approx(np.linalg.norm(x, axis=-1), rel=1e-6)
+    largest = np.abs(turned).max(-1, keepdims=True)
+    wanted = largest / np.float32(num_levels - 1)
+    exponent = np.floor(np.log2(wanted)).astype(int) - 3  # of the last bit of the mantissa
+    scale = np.ldexp(np.ceil(np.ldexp(wanted, -exponent)), exponent)
+    integers = stored / scale
+    assert np.abs(integers - np.rint(integers)).max() < 1e-3
+    assert (np.rint(integers) % 2 == 1).all()
+    assert np.abs(integers).max() < num_levels
+    assert (np.abs(stored - turned) <= scale * 1.001).all()
+
+
+def test_int4_of_what_is_broken_is_nan_and_of_zeros_next_to_zero():
+    x = np.zeros((3, 64), np.float32)
+    x[1, 3], x[2, 40] = np.nan, np.inf
+    rounded = round_rotated(x, 32)
+    assert np.abs(rounded[0]).max() < 2**-17
+    assert np.isnan(rounded[1:]).all()
 
 
 def test_int8_of_zeros_is_zero_and_of_what_is_broken_is_nan():

@@ -125,6 +125,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
     ("given", "words"),
     [
         (lambda: settle("cuda", threads=2), "--threads, or set --device cpu"),
+        (lambda: settle("cuda", kv=KvConfig(kv_cache_dtype="int4")), "--kv-cache-dtype int4, or set --device cpu"),
         (lambda: settle("cuda", pin_threads=True), "--pin-threads, or set --device cpu"),
         (lambda: settle("cuda", kernels="avx2"), "--kernels, or set --device cpu"),
         (

@@ -178,6 +178,14 @@ def test_eight_bits_hold_nearly_twice_the_tokens(head_dim: int) -> None:
     assert int8 / bf16 == pytest.approx(1.94, abs=0.005)
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_four_bits_hold_more_than_one_and_three_quarters_of_the_tokens_of_eight(head_dim: int) -> None:
+    """Four bits of a value, five of a key, and two scales of a byte."""
+    int8, int4 = (dtype.head_bytes(head_dim) for dtype in (KvDtype.INT8, KvDtype.INT4))
+    assert int4 == head_dim * 9 / 8 + 2
+    assert int8 / int4 > (1.8 if head_dim >= 64 else 1.78)
+
+
 def test_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len 4096 is longer than the model's own 2048"):
         plan(max_model_len=4096)

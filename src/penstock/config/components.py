@@ -126,8 +126,8 @@ class KvConfig(Component):
     )
     kv_cache_dtype: str | None = choice(
         None,
-        "Type of the stored keys and values; bf16 takes twice the memory.",
-        choices=("int8", "bf16"),
+        "Type of the stored keys and values; bf16 takes twice the memory, int4 (CPU only) 55% of it.",
+        choices=("int8", "bf16", "int4"),
         default_doc="int8, on a GPU bf16",
     )
     prefix_caching: bool = flag(True, "Reuse the KV of prompts that begin alike.")

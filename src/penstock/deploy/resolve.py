@@ -223,6 +223,7 @@ def _cpu_flags(config: Config) -> Iterator[str]:
     """Yield the flags in use that only work on the CPU, such as `--threads`."""
     backend = config.backend
     for flag, is_set in (
+        ("--kv-cache-dtype int4", config.kv.kv_cache_dtype == KvDtype.INT4),
         ("--threads", backend.threads is not None),
         ("--pin-threads", backend.pin_threads),
         ("--kernels", backend.kernels is not None),
@@ -440,6 +441,7 @@ def plan_on_cpu(
             "takes many, without which the others are of no use.",
             remedy="Leave out --kv-host-size and --kv-disk-size.",
         )
+    footprint.check_format(program.kv_shapes, compute.kv_dtype)
     block_bytes = footprint.block_bytes(spec, compute.kv_dtype, compute.block_size)
     return sizing.plan_kv(
         replace(

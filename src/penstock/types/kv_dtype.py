@@ -11,6 +11,7 @@ class KvDtype(StrEnum):
     INT8 = "int8"  # keys have a bf16 scale per head and 32 columns, values one per head
     BF16 = "bf16"
     """The native backend keeps keys as 16-bit integers with a float32 scale per head, which is finer still."""
+    INT4 = "int4"  # rotated heads, keys of 5 bits and values of 4, each with a scale of 8 bits per head
 
     def head_bytes(self, head_dim: int, *, has_values: bool = True) -> int:
         """Return the bytes of one position's key and value in one head of the native backend.
@@ -19,6 +20,8 @@ class KvDtype(StrEnum):
         """
         columns = padded_head_dim(head_dim)
         numbers = 2 * columns if has_values else columns
+        if self is KvDtype.INT4:
+            return columns * 5 // 8 + columns // 2 + 2
         if self is KvDtype.INT8:
             return numbers + 2 * (-(-columns // KEY_GROUP) + 1)
         return 2 * numbers + 4

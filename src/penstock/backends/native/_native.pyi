@@ -48,6 +48,7 @@ def why_no_tiles() -> str: ...
 class KvFormat(Enum):
     INT8 = 0
     INT16 = 1
+    INT4 = 2
 
 class ProbeKind(Enum):
     INT8 = 0

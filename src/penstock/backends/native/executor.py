@@ -25,7 +25,7 @@ from penstock.backends.native._native import (
     Team,
 )
 from penstock.backends.native.blocks import NativeBlocks, new_file
-from penstock.backends.native.footprint import num_state_lines, state_line
+from penstock.backends.native.footprint import check_format, num_state_lines, state_line
 from penstock.backends.native.lowering import lower
 from penstock.machine import find_cores
 from penstock.models.adapter import AdapterFactors, AdapterPacker
@@ -39,7 +39,7 @@ from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import PARAMETERS, SamplingParams
 
-KV_FORMATS = {KvDtype.INT8: KvFormat.INT8, KvDtype.BF16: KvFormat.INT16}
+KV_FORMATS = {KvDtype.INT8: KvFormat.INT8, KvDtype.BF16: KvFormat.INT16, KvDtype.INT4: KvFormat.INT4}
 TIME_PARTS = ("rows", "linear", "attention", "sampling")
 
 
@@ -101,6 +101,7 @@ class NativeExecutor:
         state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
         kv_shapes = () if is_one_pass else program.kv_shapes  # models that read texts keep no keys and values
+        check_format(kv_shapes, kv_dtype)
         paged = program.paged_state
         line = state_line(paged) if paged else 0
         self._kv_file = new_file() if shares_kv else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.models.program import KvShape, PagedState
 from penstock.types.errors import ModelError
-from penstock.types.kv_dtype import KvDtype, padded_latent
+from penstock.types.kv_dtype import KEY_GROUP, KvDtype, padded_latent
 from penstock.types.kv_dtype import state_bytes as bytes_of_columns
 from penstock.types.model_spec import AttentionSpec, ExpertsMlp, ModelSpec, ShortConvSpec
 
@@ -21,6 +23,20 @@ def state_bytes(spec: ModelSpec) -> int:
 
 def block_bytes(spec: ModelSpec, dtype: KvDtype, block_size: int) -> int:
     return block_size * kv_bytes_per_token(spec, dtype) + state_bytes(spec)
+
+
+def check_format(shapes: Iterable[KvShape], dtype: KvDtype) -> None:
+    """Raise ModelError if the native backend can't store keys and values of these shapes in this format."""
+    if dtype is not KvDtype.INT4:
+        return
+    for shape in shapes:
+        why = ""
+        if shape.num_latent:
+            why = "the model's keys are latents (latent attention)"
+        elif shape.head_dim % KEY_GROUP:
+            why = f"the model's heads have {shape.head_dim} columns, and multiples of {KEY_GROUP} are supported"
+        if why:
+            raise ModelError(f"the KV cache can't be int4: {why}.", remedy="Set --kv-cache-dtype int8.")
 
 
 LINES = (64, 48, 32, 16)

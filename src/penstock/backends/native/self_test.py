@@ -22,6 +22,7 @@ Bytes = NDArray[np.uint8]
 # No width is a multiple of all variants' tiles, and the prompt ends within a block of the KV cache.
 HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
 HIDDEN = HEADS * HEAD_DIM
+ROTATED_DIM = 32  # of heads in `KvFormat.INT4`
 WIDE_INNER = 1056  # more columns than `kMergedCols`: outliers are added row by row
 PROMPT, ROWS, BLOCK = 37, 6, 32
 STATE_HEADS, VALUE_DIM, STATE_LINE = 4, 96, 64  # of linear attention
@@ -30,7 +31,7 @@ SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
 MODELS = {
     "q4_0": (SourceFormat.Q4_0, KvFormat.INT8, INNER),
     "q4_1": (SourceFormat.Q4_1, KvFormat.INT16, WIDE_INNER),
-    "q5_1": (SourceFormat.Q5_1, KvFormat.INT8, INNER),
+    "q5_1": (SourceFormat.Q5_1, KvFormat.INT4, INNER),
     "q8_0": (SourceFormat.Q8_0, KvFormat.INT8, INNER),
     "iq4_nl": (SourceFormat.IQ4_NL, KvFormat.INT8, INNER),
     "bf16": (SourceFormat.BF16, KvFormat.INT16, INNER),
@@ -78,9 +79,11 @@ def _compare(variant: str, reference: str) -> Iterator[tuple[str, F32, F32]]:
     yield "states", _states(variant), _states(reference)
 
 
-def _engine(variant: str, num_layers: int, kv_format: KvFormat, num_state_lines: int = 0) -> Engine:
+def _engine(
+    variant: str, num_layers: int, kv_format: KvFormat, num_state_lines: int = 0, *, head_dim: int = HEAD_DIM
+) -> Engine:
     return Engine(
-        kv_shapes=[(KV_HEADS, HEAD_DIM)] * num_layers,
+        kv_shapes=[(KV_HEADS, head_dim)] * num_layers,
         vocab_size=VOCAB,
         num_blocks=2 * ROWS + 1,
         block_size=BLOCK,
@@ -96,7 +99,8 @@ def _engine(variant: str, num_layers: int, kv_format: KvFormat, num_state_lines:
 
 def _logits(variant: str, source: SourceFormat, kv_format: KvFormat, inner_width: int) -> F32:
     """Return the logits of two steps: a prompt beside short ones, then one token of each row. [tokens, VOCAB]"""
-    rng, engine = np.random.default_rng(1), _engine(variant, 1, kv_format)
+    head_dim = ROTATED_DIM if kv_format is KvFormat.INT4 else HEAD_DIM
+    rng, engine = np.random.default_rng(1), _engine(variant, 1, kv_format, head_dim=head_dim)
     is_integer = source is not SourceFormat.BF16 and not engine.has_tiles
 
     def matrix(rows: int, cols: int) -> int:
@@ -110,22 +114,25 @@ def _logits(variant: str, source: SourceFormat, kv_format: KvFormat, inner_width
 
     hidden, normed, q, k, v, attended, gated, logits = (
         engine.add_buffer(width, per_sample=False)
-        for width in (HIDDEN, HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, inner_width, VOCAB)
+        for width in (HIDDEN, HIDDEN, HIDDEN, KV_HEADS * head_dim, KV_HEADS * head_dim, HIDDEN, inner_width, VOCAB)
     )
     wide, inner = activation(HIDDEN), activation(inner_width)
     factors = rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
     factors[7::31] = 40  # columns with outliers
     norm = engine.add_vector(factors)
-    rope = engine.add_rope(np.geomspace(1, 1e-3, HEAD_DIM // 2).astype(np.float32), 1.0)
+    rope = engine.add_rope(np.geomspace(1, 1e-3, head_dim // 2).astype(np.float32), 1.0)
     normalise = RowOp(RowOpKind.RMS_NORM, out=normed, x=hidden, weight=norm, n=HIDDEN, value=1e-5)
     embedding = engine.add_matrix(SourceFormat.BF16, VOCAB, HIDDEN, _weights(rng, SourceFormat.BF16, VOCAB, HIDDEN))
     embed = RowOp(RowOpKind.EMBED, out=hidden, weight=embedding, value=8.0)
     engine.add_rows([RowOp(RowOpKind.ANGLES, weight=rope), embed, normalise, convert(normed, wide)], samples=False)
-    products = [(matrix(HIDDEN, HIDDEN), q), (matrix(KV_HEADS * HEAD_DIM, HIDDEN), k), (matrix(KV_HEADS * HEAD_DIM, HIDDEN), v)]
+    products = [(matrix(HIDDEN, HIDDEN), q), (matrix(KV_HEADS * head_dim, HIDDEN), k), (matrix(KV_HEADS * head_dim, HIDDEN), v)]
     engine.add_linear([(weight, wide, out, -1, -1) for weight, out in products], samples=False)
-    turns = [RowOp(RowOpKind.ROPE, x=x, weight=rope, n=heads, head_dim=HEAD_DIM) for x, heads in ((q, HEADS), (k, KV_HEADS))]
+    turns = [
+        RowOp(RowOpKind.ROPE, x=x, weight=rope, n=heads, head_dim=head_dim)
+        for x, heads in ((q, HIDDEN // head_dim), (k, KV_HEADS))
+    ]
     engine.add_rows([*turns, RowOp(RowOpKind.KV_WRITE, x=k, y=v, n=0)], samples=False)
-    engine.add_attention(q, attended, 0, HEADS, HEAD_DIM**-0.5, 0, 0.0)
+    engine.add_attention(q, attended, 0, HIDDEN // head_dim, head_dim**-0.5, 0, 0.0)
     engine.add_rows([convert(attended, wide)], samples=False)
     engine.add_linear([(matrix(HIDDEN, HIDDEN), wide, hidden, -1, hidden)], samples=False)
     engine.add_rows([normalise, convert(normed, wide)], samples=False)

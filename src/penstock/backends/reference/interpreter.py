@@ -184,7 +184,7 @@ class Interpreter:
         k = row.buffers[op.k]
         assert row.cache is not None, "programs that write KV have a cache"
         # bf16 is rounded as by the checkpoints' own implementation, which stores whole keys.
-        if op.bias is not None and row.cache.dtype is KvDtype.INT8:
+        if op.bias is not None and row.cache.dtype is not KvDtype.BF16:
             bias = self._weights[op.bias].dequantize().reshape(-1)
             k = k - key_centre(op, bias, self._program.kv_shapes[op.layer].head_dim, self._num_positions)
         row.cache.write(op.layer, row.slots, k, row.buffers[op.v])

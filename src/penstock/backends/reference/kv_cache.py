@@ -66,6 +66,8 @@ class KvCache:
         k, v = k.reshape(-1, *shape), v.reshape(-1, *shape)
         if self.dtype is KvDtype.INT8:
             k, v = round_to_int8(k, KEY_GROUP), round_to_int8(v, v.shape[-1])
+        elif self.dtype is KvDtype.INT4:
+            k, v = round_rotated(k, num_levels=32), round_rotated(v, num_levels=16)
         else:
             k, v = round_to_bf16(k), round_to_bf16(v)
         for cache, new in zip(self._layers[layer], (k, v), strict=True):
@@ -165,6 +167,39 @@ def round_to_int8(x: F32, group: int) -> F32:
         integers = np.rint(np.where(is_sound, part, 0) * (1 / scale))
         rounded[..., begin : begin + group] = np.where(is_sound, integers * scale, np.nan)
     return rounded
+
+
+def round_rotated(x: F32, num_levels: int) -> F32:
+    """Round each rotated head to odd integers below `num_levels` in size, times one scale, and rotate it back.
+
+    The scale is the least that reaches the largest column, rounded up to 3 bits of mantissa, within [2^-21, 2^10 * 1.75].
+    """
+    rotated = rotate(x)
+    largest = np.abs(rotated).max(-1, keepdims=True)
+    is_sound = np.isfinite(largest)
+    bits = np.where(is_sound, largest / np.float32(num_levels - 1), 1).astype(np.float32).view(np.int32)
+    scale = (((bits + 0xFFFFF) >> 20).clip(106 << 3, (106 << 3) + 254) << 20).view(np.float32)
+    levels = np.rint(np.where(is_sound, rotated, 0) * (np.float32(0.5) / scale) + np.float32((num_levels - 1) / 2))
+    integers = 2 * levels.clip(0, num_levels - 1) + np.float32(1 - num_levels)
+    return np.where(is_sound, rotate(integers * scale), np.float32(np.nan))
+
+
+def rotate(x: F32) -> F32:
+    """Multiply columns by a Hadamard matrix, which is its own inverse.
+
+    A group has as many columns as the largest power of two that divides their number.
+    """
+    columns = x.shape[-1]
+    size = columns & -columns
+    rotated: F32 = x.reshape(*x.shape[:-1], columns // size, size)
+    apart = 1
+    while apart < size:
+        pairs = rotated.reshape(*rotated.shape[:-1], size // (2 * apart), 2, apart)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        rotated = np.stack([first + second, first - second], axis=-2).reshape(rotated.shape)
+        apart *= 2
+    rotated = rotated.reshape(x.shape) / np.sqrt(np.float32(size))
+    return rotated
 
 
 def round_to_bf16(x: F32) -> F32:
