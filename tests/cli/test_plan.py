@@ -77,6 +77,19 @@ def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: 
     assert rates[1] < rates[0]
 
 
+def test_right_guesses_meet_a_latency_that_no_single_step_meets(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    save_cost(tmp_path / "cost.json", SavedCost(cost=CostModel(), source="profile"))
+    answers = ("--requests", "40", "--input-tokens", "20", "--output-tokens", "60", "--slo", "tpot=2.5ms", "--goal", "90%")
+    rates = []
+    for flags in ((), ("--acceptance", "1")):
+        result = penstock("plan", tiny_model, *answers, "--cost", "cost.json", "--json", "plan.json", *flags)
+        assert result.returncode == 0, result.stderr
+        assert ("No guesses of tokens" in result.stdout) == (not flags)
+        rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
+    assert not rates[0]
+    assert rates[1] > 0
+
+
 def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
     penstock: Penstock, tiny_model: Path, tmp_path: Path
 ) -> None:

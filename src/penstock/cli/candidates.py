@@ -14,6 +14,7 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.deploy.forecast import Outline
+    from penstock.lab.acceptance import Acceptance
     from penstock.lab.cost_files import SavedCost
     from penstock.lab.hardware import Hardware
     from penstock.lab.plan import Candidate
@@ -117,7 +118,9 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
     return saved
 
 
-def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:
+def make_candidate(
+    config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None, acceptance: Acceptance | None = None
+) -> Candidate:
     """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises ConfigError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
     from penstock.deploy.policies import choose_policies
@@ -141,8 +144,11 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
         isolates_tenants=config.kv.prefix_sharing == "tenant",
         max_tokens=None,
         depth=expected.compute.depth,
+        acceptance=acceptance,
     )
     doubts = list(_doubts(outline, hardware, saved))
+    if acceptance is None and simulation.may_guess:
+        doubts.append("No guesses of tokens (--speculation) are simulated.")
     return Candidate(simulation=simulation, size=size, rates=rates, is_fitted=saved is not None, doubts=doubts)
 
 

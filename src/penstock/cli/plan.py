@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 )
 @click.option("--plots", "folder", type=FOLDER, metavar="FOLDER", help="Draw batch sizes and rates there, as PNG.")
 @hardware_options
+@click.option("--acceptance", metavar="FILE|CHANCE", help="Tokens guessed right: as in a recording, or the chance of each.")
 @click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, instead of the table's.")
 @click.option(
     "--headroom",
@@ -76,6 +77,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     """
     from penstock.config.units import parse_share
     from penstock.lab import plan_report
+    from penstock.lab.acceptance import acceptance_of
     from penstock.lab.figures import parse_slos
     from penstock.lab.plan import Requirements
     from penstock.lab.plan import plan as size_deployment
@@ -103,12 +105,13 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     machines = find_machines(values["hardware"], values["hardware_table"])
     saved = read_cost(values["cost"], machines)
     workload = make_workload(choice)
+    acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
     some, outlines = [], dict[bool, "Outline"]()
     for hardware in machines:
         try:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
-            candidate = make_candidate(config, outlines[hardware.is_gpu], hardware, saved)
+            candidate = make_candidate(config, outlines[hardware.is_gpu], hardware, saved, acceptance)
             some.append(size_deployment(candidate, hardware, workload, asked))
         except PenstockError as error:
             if len(machines) == 1:
