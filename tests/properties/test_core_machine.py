@@ -203,7 +203,8 @@ class CoreMachine(RuleBasedStateMachine):
     def collect(self, ticket: Ticket) -> StepResult:
         result = self.executor.collect(ticket)
         if f"r{self.failed}" in result.token_ids:
-            result = replace(result, failures={f"r{self.failed}": "no logit is a number"})
+            tokens = {name: token_ids for name, token_ids in result.token_ids.items() if name != f"r{self.failed}"}
+            result = replace(result, token_ids=tokens, failures={f"r{self.failed}": "no logit is a number"})
         return result
 
     def record(self, events: list[TokenEvent]) -> None:

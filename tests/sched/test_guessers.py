@@ -89,10 +89,22 @@ def test_memory_is_bounded(monkeypatch) -> None:
         found(guesser, request)
         guesser.ended(request)
     assert not guesser._readers
-    sizes = [len(text.tokens) for text in guesser._recent.values()]
+    sizes = [len(text.tokens) for _, text in guesser._recent.values()]
     assert sum(sizes) == guesser._num_recent <= 800
     assert max(sizes) <= 100
-    assert [*guesser._recent][-1] == ("t49", b""), "the tenants that had an answer last are kept"
+    assert [*guesser._recent][-1] == "t49", "the tenants that had an answer last are kept"
+
+
+def test_a_tenant_with_many_salts_takes_no_more_than_others(monkeypatch) -> None:
+    monkeypatch.setattr(guessers, "RECENT_TOKENS", 800)
+    guesser = Suffix()
+    for number in range(40):
+        request = asked([number], range(number, number + 30), f"r{number}", tenant="many" if number > 4 else f"t{number}")
+        request.cache_salt = bytes([number]) if number > 4 else b""
+        found(guesser, request)
+        guesser.ended(request)
+    assert [*guesser._recent] == ["t0", "t1", "t2", "t3", "t4", "many"]
+    assert guesser._num_recent == 6 * 31
 
 
 def test_a_request_that_was_never_asked_about_leaves_nothing() -> None:

@@ -8,17 +8,19 @@ from dataclasses import replace
 import pytest
 
 from penstock.sched.guessing import MOST_GUESSES, Record
-from penstock.sched.policies.base import Guess, Guesser
+from penstock.sched.policies.base import Guess, Guesser, Policies
+from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.scheduler import Scheduler
 from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
-from penstock.types.plan import Capacity, StepPlan
+from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, StepTiming
 from penstock.types.sampling import BeamParams
+from penstock.types.stats import StepCounts
 
 MODEL = HashModel(vocab_size=90)
 CAPACITY = Capacity(
@@ -50,20 +52,31 @@ def answer_of(request: Request) -> tuple[int, ...]:
 class Timed:
     """Commits made-up steps to a scheduler: each takes `fixed_ns` and `each_ns` for each of its positions."""
 
-    def __init__(self, num_rows: int, fixed_ns: int, each_ns: int, guesser: Guesser, capacity: Capacity = CAPACITY) -> None:
-        self.scheduler = Scheduler(capacity, make_policies(guesser=guesser), enable_prefix_caching=False)
+    def __init__(
+        self,
+        num_rows: int,
+        fixed_ns: int,
+        each_ns: int,
+        guesser: Guesser,
+        capacity: Capacity = CAPACITY,
+        policies: Policies | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(capacity, policies or make_policies(guesser=guesser), enable_prefix_caching=False)
         self.fixed_ns, self.each_ns, self.now_ns = fixed_ns, each_ns, 0
         self.requests = [make_request(f"r{idx}", [idx + 1], max_tokens=150) for idx in range(num_rows)]
         for request in self.requests:
             self.scheduler.add(request, 0)
 
-    def step(self) -> StepPlan:
+    def step(self, counts: list[StepCounts] | None = None) -> StepPlan:
         plan = self.scheduler.schedule(self.now_ns)
         assert plan is not None
         by_id = {request.request_id: request for request in self.requests}
         tokens = {row.request_id: self.tokens(by_id[row.request_id], row.samples) for row in plan.rows if row.samples}
         start_ns, self.now_ns = self.now_ns, self.now_ns + self.fixed_ns + self.each_ns * plan.num_tokens
-        self.scheduler.commit(plan, StepResult(plan.step_id, tokens, StepTiming(start_ns, self.now_ns)), self.now_ns)
+        result = StepResult(plan.step_id, tokens, StepTiming(start_ns, self.now_ns))
+        outcome = self.scheduler.commit(plan, result, self.now_ns)
+        if counts is not None:
+            counts.append(outcome.counts)
         return plan
 
     @staticmethod
@@ -111,7 +124,7 @@ class TestRecord:
             record.learn(2, 1, 0)
         assert record.weight(5) == pytest.approx(4.0)
 
-    def test_a_row_whose_guesses_are_wrong_gets_fewer_and_at_last_none(self) -> None:
+    def test_a_row_whose_guesses_are_wrong_gets_fewer(self) -> None:
         record, weights = Record(), [Record().weight(4)]
         for _ in range(20):
             record.learn(4, 3, 0)
@@ -136,12 +149,30 @@ class TestLimits:
             assert tuple(outcome.token_ids) == answer_of(request)[: request.sampling.max_tokens]
             assert outcome.finish_reason is FinishReason.LENGTH
 
-    @pytest.mark.parametrize(("field", "most"), [("max_scored", 7), ("max_step_tokens", 11)])
-    def test_a_step_has_room_for_so_many(self, field: str, most: int) -> None:
+    @pytest.mark.parametrize(("field", "most"), [("max_scored", 11), ("max_step_tokens", 16)])
+    def test_rows_share_the_room_of_a_step(self, field: str, most: int) -> None:
         timed = Timed(5, 20_000_000, 10_000, Knowing(), replace(CAPACITY, max_rows=6, **{field: most}))
         plans = [timed.step() for _ in range(12)]
-        nums = [sum(map(len, plan.guesses.values())) for plan in plans]
-        assert max(nums) == (most if field == "max_scored" else most - 5)
+        assert [len(token_ids) for token_ids in plans[-1].guesses.values()] == [2] * 5
+
+    def test_guesses_keep_to_the_budget(self) -> None:
+        budget = HoldLatency(slo_itl_ns=24_000_000)
+        timed = Timed(4, 20_000_000, 200_000, Knowing(), policies=make_policies(guesser=Knowing(), budget=budget))
+        plans = [timed.step() for _ in range(30)]
+        durations_ns = [20_000_000 + 200_000 * plan.num_tokens for plan in plans[10:]]
+        assert max(durations_ns) < 25_000_000
+        assert any(plan.guesses for plan in plans[10:])
+
+    def test_those_of_the_background_count_as_its_tokens(self) -> None:
+        timed = Timed(3, 20_000_000, 100_000, Knowing())
+        for request in timed.requests[1:]:
+            request.background = True
+        counts: list[StepCounts] = []
+        for _ in range(12):
+            timed.step(counts)
+        nums = [sum(num + 1 for name, (num, _) in each.guesses.items() if name != "r0") for each in counts[-2:]]
+        assert [each.num_background_tokens for each in counts[-2:]] == nums
+        assert min(nums) > 2
 
     def test_guesses_preempt_nobody_and_leave_others_their_memory(self) -> None:
         capacity = replace(CAPACITY, num_blocks=13)  # 12 that can be used: what they need in the end
@@ -186,6 +217,25 @@ class TestEnds:
         first = answer_of(request).index(stop)
         assert tuple(outcomes["r"].token_ids) == answer_of(request)[: first + 1]
         assert outcomes["r"].last.stop_reason == stop
+
+    def test_a_row_that_fails_among_its_guesses_ends_alone(self) -> None:
+        class Failing(HashExecutor):
+            def collect(self, ticket: Ticket) -> StepResult:
+                result = super().collect(ticket)
+                if ticket.step_id != 3:
+                    return result
+                tokens = {name: token_ids for name, token_ids in result.token_ids.items() if name != "r1"}
+                return replace(result, token_ids=tokens, failures={"r1": "no logit is a number"})
+
+        drivers: list[Driver] = []
+        core = make_core(CAPACITY, make_policies(guesser=Knowing()))
+        requests = [make_request(f"r{idx}", [idx + 1], max_tokens=100) for idx in range(3)]
+        executor = Failing(CAPACITY, model=MODEL)
+        outcomes = run_to_completion(core, executor, *map(Add, requests), after_turn=drivers.append)
+        assert "r1" in drivers[0].plans[3].guesses
+        assert outcomes["r1"].finish_reason is FinishReason.ERROR
+        for request in (requests[0], requests[2]):
+            assert tuple(outcomes[request.request_id].token_ids) == answer_of(request)[:100]
 
     def test_nothing_is_left_of_requests_however_they_end(self) -> None:
         guesser = Knowing()

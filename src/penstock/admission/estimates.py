@@ -63,7 +63,8 @@ class Pace:
         self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
         # A row's last token samples like a decode; padding is not a prompt.
         counts = stats.counts
-        num_prefill_tokens = counts.num_tokens - counts.num_padding_tokens - counts.num_rows
+        num_guesses = sum([num for num, _ in counts.guesses.values()]) if counts.guesses else 0
+        num_prefill_tokens = counts.num_tokens - counts.num_padding_tokens - counts.num_rows - num_guesses
         # Other steps show how many prompts came, not how fast they could be computed. Where background requests got tokens, a
         # prompt would have got them.
         is_full = not counts.num_background_tokens and (

@@ -1,12 +1,12 @@
 """How many guesses each row of a step checks (speculative decoding).
 
 A step costs little more with a few more positions, as long as reading the weights takes most of its time. So each guess has a
-price: what the step would give in the time of one more position. A guess is made if its chance to be accepted is higher. The
-time is learned from earlier steps.
+price: the tokens that the step would give in the time of one more position. A guess is made if its chance to be accepted is
+higher. The times are learned from earlier steps.
 
-The chance: a token that followed when the last `m` tokens were seen before is right in `m - 1` of `m` cases, and that makes a
-match of `m + 1` tokens. So the next `j` guesses are all right in `(m - 1) / (m - 1 + j)` of the cases. Rows differ: in place of
-1 stands how many misses a row had for each that was expected.
+The chance: the token that followed when the last `m` tokens were seen before is right in `m - 1` of `m` cases, and is then part
+of a match of `m + 1` tokens. So the next `j` guesses are all right in `(m - 1) / (m - 1 + j)` of the cases. A row whose guesses
+fail twice as often as that has 2 in place of the 1.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from penstock.sched.policies.base import Guess, Guesser, StepRecord
 from penstock.sched.policies.budgets import StepCost
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
+from penstock.types.result import StepResult
 
 MOST_GUESSES = 15
 """Guesses of a row in a step. With its own token they are a tile of 16 rows."""
 PLAIN_PERIOD = 32
-"""One in this many steps at least has no guesses. Else nobody could tell what they cost."""
+"""At least one in this many steps has no guesses: only the difference tells what guesses cost."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,8 @@ class Guessing:
     def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
         """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
         self._made.clear()
-        num_left = min(self._capacity.max_step_tokens - draft.counts.num_tokens, draft.num_scored_left)
+        max_tokens = min(self._capacity.max_step_tokens, draft.limits.max_tokens)  # guesses keep to the budget, as prompts do
+        num_left = min(max_tokens - draft.counts.num_tokens, draft.num_scored_left)
         is_plain = self._num_with_guesses >= PLAIN_PERIOD - 1
         if not draft.num_decode_rows or num_left <= 0 or not self._cost.is_known or is_plain:
             self._num_with_guesses = 0
@@ -91,7 +93,7 @@ class Guessing:
         price = guess_ns * num_useful / step_ns
         for _ in range(2):  # Dinkelbach (1967): the price rises with what the guesses give
             if price >= 1.0:
-                return []
+                return [0] * len(found)
             nums = [min(len(guess.token_ids), int(weight * (1 / price - 1))) for _, guess, weight in found]
             num_right = sum(
                 [weight * log((weight + num + 0.5) / (weight + 0.5)) for num, (_, _, weight) in zip(nums, found, strict=True)]
@@ -107,28 +109,33 @@ class Guessing:
         nums: Sequence[int],
         num_left: int,
     ) -> dict[str, tuple[int, ...]]:
-        kv, counts, guesses = self._kv, draft.counts, dict[str, tuple[int, ...]]()
+        kv, counts, guesses, num_wanted = self._kv, draft.counts, dict[str, tuple[int, ...]](), sum(nums)
         num_spare = kv.pool.num_available - draft.num_promised_blocks - len(running)
-        for (idx, guess, _), wanted in zip(found, nums, strict=False):
-            row = draft.rows[idx]
+        for (idx, guess, _), wanted in zip(found, nums, strict=True):
+            row, request = draft.rows[idx], running[draft.rows[idx].request_id]
+            if num_wanted > num_left:
+                wanted = wanted * num_left // num_wanted
             num_slots = kv.num_slots[row.request_id] + max(0, num_spare) * kv.block_size
-            end = min(row.context_len + 1 + min(wanted, num_left), num_slots)
+            end = min(row.context_len + 1 + wanted, num_slots)
             blocks, num = kv.extend(row.request_id, row.context_len, end), end - row.context_len - 1
             if blocks is None or num <= 0:
                 continue
             num_spare -= len(blocks)
-            num_left -= num
             draft.rows[idx] = RowPlan(row.request_id, row.context_len, 1 + num, (*row.new_block_ids, *blocks), 1 + num)
-            progress.plan(running[row.request_id], 1 + num)
+            progress.plan(request, 1 + num)
             guesses[row.request_id] = tuple(guess.token_ids[:num])
             self._made[row.request_id] = guess.num_matched, num
             counts.num_decodes += num
             counts.num_tokens += num
+            counts.num_background_tokens += num * request.background
         return guesses
 
-    def learn(self, sampled: Mapping[str, Sequence[int]]) -> None:
-        """Take over what the model sampled for the requests with guesses."""
-        for request_id, token_ids in sampled.items():
+    def learn(self, guessed: Sequence[str], result: StepResult) -> None:
+        """Note how many guesses were accepted. `guessed`: ids of the requests that had some."""
+        for request_id in guessed:
+            token_ids = result.token_ids.get(request_id)
+            if token_ids is None:  # the row failed
+                continue
             record = self._records.get(request_id)
             if record is None:
                 record = self._records[request_id] = Record()

@@ -459,7 +459,7 @@ class Scheduler:
         if result.prompt_logprobs:
             self._score(rows, result)
         if plan.guesses and self._guessing is not None:
-            self._guessing.learn({row.request_id: result.token_ids[row.request_id] for row in rows if row.samples > 1})
+            self._guessing.learn([row.request_id for row in rows if row.samples > 1], result)
         advances = progress.advance(
             self._running.requests,
             rows,

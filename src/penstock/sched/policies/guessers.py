@@ -16,6 +16,8 @@ LONGEST_MATCH = 32
 """Longer matches are no likelier to go on."""
 RECENT_TOKENS = 1 << 16
 """Tokens of recent answers, of all tenants together. A tenant has at most an eighth."""
+MOST_PROMPT_TOKENS = 1 << 13
+"""Guesses are looked for in the last tokens of a prompt, so that nobody waits long for its table of pairs."""
 _END = -1
 """Between two answers."""
 
@@ -56,7 +58,7 @@ class _Text:
     def find(self, last: Sequence[int], *, is_own: bool) -> tuple[int, int]:
         """Return (the place after the longest match with the end of `last`, the length of the match), or (0, 0).
 
-        `is_own`: `last` are this text's tokens.
+        `is_own`: `last` are the tokens of this text itself, so that their end does not count as a match.
         """
         tokens, before, num_last = self.tokens, self._before, len(last)
         if num_last < 2:
@@ -95,21 +97,21 @@ class Suffix(Guesser):
     """
 
     _readers: dict[str, _Reader] = field(default_factory=dict)
-    _recent: OrderedDict[tuple[str, bytes], _Text] = field(default_factory=OrderedDict)
-    """Tenant and salt -> its answers, whoever had one last at the end."""
+    _recent: OrderedDict[str, tuple[bytes, _Text]] = field(default_factory=OrderedDict)
+    """Tenant -> the salt of its last request, and the answers to those with it. The tenant that had one last is at the end."""
     _num_recent: int = 0
 
     def guess(self, request: Request, most: int) -> Guess | None:
         reader, output = self._readers.get(request.request_id), request.output_token_ids
         if reader is None:
-            reader = self._readers[request.request_id] = _Reader(_Text(request.prompt_token_ids))
+            reader = self._readers[request.request_id] = _Reader(_Text(request.prompt_token_ids[-MOST_PROMPT_TOKENS:]))
         new, reader.num_output = output[reader.num_output :], len(output)
         reader.text.extend(new)
         source, end = reader.source, reader.place + len(new)
         if source is not None and source.tokens[reader.place : end] == new:
             reader.place, reader.num_matched = end, min(LONGEST_MATCH, reader.num_matched + len(new))
         else:
-            self._search(reader, self._recent.get((request.tenant, request.cache_salt)))
+            self._search(reader, self._recent_of(request))
             source = reader.source
         if source is None:
             return None
@@ -119,6 +121,10 @@ class Suffix(Guesser):
         elif found and len(found) < most:  # the answer repeats itself
             found = (found * most)[:most]
         return Guess(found, reader.num_matched) if found else None
+
+    def _recent_of(self, request: Request) -> _Text | None:
+        salt, text = self._recent.get(request.tenant, (b"", None))
+        return text if salt == request.cache_salt else None
 
     @staticmethod
     def _search(reader: _Reader, recent: _Text | None) -> None:
@@ -134,19 +140,19 @@ class Suffix(Guesser):
     def ended(self, request: Request) -> None:
         if self._readers.pop(request.request_id, None) is None:
             return
-        tenant = request.tenant, request.cache_salt
-        answer = [*request.output_token_ids[: RECENT_TOKENS // 8], _END]
-        recent = self._recent.get(tenant)
-        if recent is not None and len(recent.tokens) + len(answer) <= RECENT_TOKENS // 8:
+        most = RECENT_TOKENS // 8
+        answer, recent = [*request.output_token_ids[: most // 2], _END], self._recent_of(request)
+        if recent is not None and len(recent.tokens) + len(answer) <= most:
             recent.extend(answer)
             self._num_recent += len(answer)
         else:  # those that still follow the old text keep it
-            kept = [] if recent is None else recent.tokens[-RECENT_TOKENS // 16 :]
-            self._num_recent += len(kept) + len(answer) - (0 if recent is None else len(recent.tokens))
-            self._recent[tenant] = _Text([*kept, *answer])
-        self._recent.move_to_end(tenant)
+            text = _Text([*([] if recent is None else recent.tokens[1 - most // 2 :]), *answer])
+            _, old = self._recent.get(request.tenant, (b"", None))
+            self._num_recent += len(text.tokens) - (0 if old is None else len(old.tokens))
+            self._recent[request.tenant] = request.cache_salt, text
+        self._recent.move_to_end(request.tenant)
         while self._num_recent > RECENT_TOKENS and len(self._recent) > 1:
-            _, forgotten = self._recent.popitem(last=False)
+            _, (_, forgotten) = self._recent.popitem(last=False)
             self._num_recent -= len(forgotten.tokens)
 
 
