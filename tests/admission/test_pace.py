@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.admission.estimates import Pace
 from penstock.types.stats import StepCounts, StepStats, WaitReason
 
 MILLISECOND = 1_000_000
 
 
-def step(pace: Pace, num_rows: int, num_tokens: int, **counted: int) -> None:
+def step(pace: Pace, num_rows: int, num_tokens: int, **counted: Any) -> None:
     """A step of 50 ms, while prompts wait for tokens."""
     counts = StepCounts(num_rows=num_rows, num_tokens=num_tokens, waits_for=WaitReason.TOKENS, **counted)
     pace.on_step(StepStats(0, 0, 50 * MILLISECOND, 8, 1, 100, 50, 0, counts))
@@ -25,6 +27,12 @@ def test_padding_is_no_prompt():
     step(pace, num_rows=2, num_tokens=8, num_padding_tokens=6)  # decodes, and rows that have ended
     assert pace.prefill_ns(200) == 0
     step(pace, num_rows=8, num_tokens=128, num_padding_tokens=20)  # the padding before a prompt costs its time, too
+    assert pace.prefill_ns(200) == 100 * MILLISECOND
+
+
+def test_guesses_are_no_prompts():
+    pace = Pace(128)
+    step(pace, num_rows=8, num_tokens=128, guesses={"a": (15, 4), "b": (5, 0)})
     assert pace.prefill_ns(200) == 100 * MILLISECOND
 
 
