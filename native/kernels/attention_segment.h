@@ -28,6 +28,8 @@ struct KvTiles {
 // computed, values while values are.
 struct Segment {
     KvTiles tiles, ahead;
+    const KvLayer* narrow = nullptr;  // whose values are yet to be widened, from the tile `first` to `end`
+    int first, end;
 };
 
 // The integers of kPairs pairs from one of them on, and of every group of columns their scales and what sums start at.
@@ -154,20 +156,27 @@ PENSTOCK_TILE_READER(__attribute__((noinline))) void lay_out_latents(const KvLay
     }
 }
 
-// The tiles [from, count) of kInt4 as kInt8, which the segment's tiles then are. The values ahead are fetched here, as there are half as
-// many bytes of them as are read later. Keys are fetched where others are: with them comes what lies behind them.
-PENSTOCK_TILE_READER(__attribute__((noinline))) void widen(const KvLayer& kv, Segment& segment, int from, int count, const Scratch& scratch) {
-    const int64_t key_bytes = kv.widened().tile_stride(), value_bytes = int64_t{kKvTile} * kv.head_dim;
-    uint8_t *const keys = scratch.wide, *const values = keys + kSegmentTiles * key_bytes;
-    for (int i = from; i < count; ++i) {
+// The keys of the tiles [from, end) of kInt4 as kInt8, which the segment's keys then are. No query sees a position of those before.
+PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_keys(const KvLayer& kv, KvTiles& tiles, int from, int end, const Scratch& scratch) {
+    const int64_t bytes = kv.widened().tile_stride();
+    for (int i = 0; i < from; ++i) tiles.keys[i] = scratch.wide;
+    for (int i = from; i < end; ++i) {
+        uint8_t* const keys = scratch.wide + i * bytes;
+        widen_keys(kv, keys, tiles.keys[i]);
+        tiles.keys[i] = keys;
+    }
+}
+
+// Likewise of values, once the keys were read: both would not fit the first-level cache. There are half as many bytes of them as are read
+// later, so those ahead are fetched here.
+PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_values(const KvLayer& kv, Segment& segment, int from, int end, const Scratch& scratch) {
+    uint8_t* values = scratch.wide + kSegmentTiles * kv.widened().tile_stride();
+    for (int i = from; i < end; ++i, values += kKvTile * kv.head_dim) {
         for (int at = 0; at < kKvTile * kv.value_bytes(); at += 64) prefetch(segment.ahead.values[i] + at);
-        widen_keys(kv, keys + i * key_bytes, segment.tiles.keys[i]);
-        widen_values(kv, values + i * value_bytes, segment.tiles.values[i]);
+        widen_values(kv, values, segment.tiles.values[i]);
+        segment.ahead.values[i] = segment.tiles.values[i] = values;
     }
-    for (int i = 0; i < count; ++i) {
-        segment.tiles.keys[i] = keys + i * key_bytes;
-        segment.ahead.values[i] = segment.tiles.values[i] = values + i * value_bytes;
-    }
+    segment.narrow = nullptr;
 }
 
 // Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores;
@@ -227,7 +236,7 @@ PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, 
 
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
 template <typename Products>
-void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Segment& segment,
+void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, Segment& segment,
                     const KvLayer& kv, const Scratch& scratch, const State& out, Products& products) {
     using Kv = typename Products::Kv;
     const int head_dim = kv.head_dim, value_dim = kv.value_dim();
@@ -252,6 +261,9 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
         }
     }
     keys.fetch(num_tiles);
+    if constexpr (Kv::kIsInt8) {
+        if (segment.narrow) widen_all_values(*segment.narrow, segment, segment.first, segment.end, scratch);
+    }
     products.weigh(segment, count, from, end, value_dim, scratch, out.o + at * value_dim);
 }
 

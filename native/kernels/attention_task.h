@@ -132,7 +132,12 @@ void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, 
         tell_seen(stored, segment.tiles.keys, segment.tiles.values, pairs.first[0] > begin ? pairs.first[0] - begin : 0,
                   range.end - begin < kSegment ? range.end - begin : kSegment);
         if constexpr (Kv::kIsInt8) {
-            if (is_rotated) widen(stored, segment, pairs.first[0] > begin ? (pairs.first[0] - begin) / kKvTile : 0, num_tiles, scratch);
+            if (is_rotated) {
+                segment.narrow = &stored;
+                segment.first = pairs.first[0] > begin ? step_below(pairs.first[0] - begin) / kKvTile : 0;
+                segment.end = num_tiles;
+                widen_all_keys(stored, segment.tiles, segment.first, num_tiles, scratch);
+            }
             load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
         }
         if (kv.num_latent > 0) lay_out_latents<Kv>(kv, segment.tiles, num_tiles, scratch);

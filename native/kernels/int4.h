@@ -1,8 +1,8 @@
 // Keys of 5 bits and values of 4 (KvFormat::kInt4): how they are rotated, rounded and widened again.
 //
-// A head is multiplied by a Hadamard matrix, which spreads what is large in one column over all of them, so that few levels serve:
-// queries alike, which leaves scores as they were, and the sum of the values once more, which turns it back. A number is an odd integer
-// times the scale, so that all levels are used: none is zero.
+// A head is multiplied by a Hadamard matrix, which spreads a large column over all of them, so that a few levels are enough. Queries are
+// multiplied too, which leaves scores as they were, and so is the sum of the values, which turns it back. A number is an odd integer
+// times the scale: so there are as many levels above zero as below, and none is lost.
 
 #pragma once
 
@@ -21,8 +21,8 @@ PENSTOCK_INLINE vf add_and_subtract(vf a) {
     return fma(a, load(signs), swap_lanes<kApart>(a));
 }
 
-// The head at x, multiplied by a symmetric orthogonal matrix; columns of as many as the largest power of two that divides their
-// number mix. `out` may be `x`.
+// The head at x times a Hadamard matrix, in groups of as many columns as the largest power of two that divides their number. `out` may
+// be `x`.
 [[maybe_unused]] __attribute__((noinline)) void rotate(float* out, const float* x, int columns) {
     const int size = columns & -columns;
     const vf factor = set1(1.0f / sqrtf(static_cast<float>(size)));

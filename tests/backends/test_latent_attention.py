@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
+from penstock.config import Config, KvConfig
+from penstock.deploy.resolve import decide, plan_on_cpu
 from penstock.lab.sizing import size_of
 from penstock.models import architectures
 from penstock.models.checks import weight_shapes
@@ -95,8 +97,12 @@ def test_native_computes_what_the_reference_does(name: str, dtype: KvDtype, vari
 
 
 def test_latents_in_4_bits_are_refused_with_what_helps() -> None:
-    with pytest.raises(ModelError, match=r"can't be int4: the model's keys are latents .* Set --kv-cache-dtype int8"):
-        open_executor(make_model("small"), NativeExecutor, kv_dtype=KvDtype.INT4)
+    model, config = make_model("small"), Config(kv=KvConfig(kv_cache_dtype="int4"))
+    words = r"can't be int4: the model's keys are latents .* Set --kv-cache-dtype int8"
+    with pytest.raises(ModelError, match=words):
+        open_executor(model, NativeExecutor, kv_dtype=KvDtype.INT4)
+    with pytest.raises(ModelError, match=words):  # before a weight is read
+        plan_on_cpu(config, decide(config), model.spec, num_weight_bytes=0, available_bytes=1 << 34)
 
 
 def test_large_rotated_keys_cost_the_latents_nothing() -> None:
