@@ -23,6 +23,7 @@ from penstock.sched.policies.budgets import StepCost
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 from penstock.types.result import StepResult
+from penstock.types.stats import StepCounts
 
 MOST_GUESSES = 15
 """Guesses of a row in a step. With its own token they are a tile of 16 rows."""
@@ -66,7 +67,8 @@ class Guessing:
         max_tokens = min(self._capacity.max_step_tokens, draft.limits.max_tokens)  # guesses keep to the budget, as prompts do
         num_left = min(max_tokens - draft.counts.num_tokens, draft.num_scored_left)
         is_plain = self._num_with_guesses >= PLAIN_PERIOD - 1
-        if not draft.num_decode_rows or num_left <= 0 or not self._cost.is_known or is_plain:
+        is_possible = draft.num_decode_rows and num_left > 0 and self._cost.is_known
+        if not is_possible or is_plain or self._price(draft.counts) >= 1.0:
             self._num_with_guesses = 0
             return {}
         found: list[tuple[int, Guess, float]] = []
@@ -81,24 +83,26 @@ class Guessing:
                 weight = record.weight(guess.num_matched)
                 if weight > 0:
                     found.append((idx, guess, weight))
-        guesses = self._plan(draft, running, found, self._nums(draft, found), num_left)
+        guesses = self._plan(draft, running, found, self._nums(draft.counts, found), num_left)
         self._num_with_guesses = self._num_with_guesses + 1 if guesses else 0
         return guesses
 
-    def _nums(self, draft: StepDraft, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
-        """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
-        counts, guess_ns = draft.counts, max(1.0, self._cost.decode_ns)
+    def _price(self, counts: StepCounts, num_guesses: int = 0, num_right: float = 0.0) -> float:
+        """Return the tokens that a step gives in the time of one more position. Prompts' tokens count, too."""
         step = StepRecord(counts.num_decodes, counts.num_tokens - counts.num_decodes, 0, counts.num_prefill_pairs)
-        step_ns, num_useful, nums = max(1.0, self._cost.estimate_ns(step)), float(counts.num_tokens), list[int]()
-        price = guess_ns * num_useful / step_ns
-        for _ in range(2):  # Dinkelbach (1967): the price rises with what the guesses give
-            if price >= 1.0:
-                return [0] * len(found)
-            nums = [min(len(guess.token_ids), int(weight * (1 / price - 1))) for _, guess, weight in found]
+        guess_ns = max(1.0, self._cost.decode_ns)
+        step_ns = max(1.0, self._cost.estimate_ns(step)) + guess_ns * num_guesses
+        return guess_ns * (counts.num_tokens + num_right) / step_ns
+
+    def _nums(self, counts: StepCounts, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
+        """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
+        nums, price = [0] * len(found), self._price(counts)
+        for _ in range(2):  # the price rises with what the guesses give (Dinkelbach, 1967)
+            nums = [min(len(guess.token_ids), max(0, int(weight * (1 / price - 1)))) for _, guess, weight in found]
             num_right = sum(
                 [weight * log((weight + num + 0.5) / (weight + 0.5)) for num, (_, _, weight) in zip(nums, found, strict=True)]
             )
-            price = guess_ns * (num_useful + num_right) / (step_ns + guess_ns * sum(nums))
+            price = self._price(counts, sum(nums), num_right)
         return nums
 
     def _plan(
