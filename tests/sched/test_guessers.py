@@ -137,3 +137,16 @@ def match_length(text: Sequence[int], at: int) -> int:
     while length < min(at, LONGEST_MATCH) and text[at - 1 - length] == text[len(text) - 1 - length]:
         length += 1
     return length
+
+
+def test_answers_of_jobs_push_out_nobodys() -> None:
+    guesser = Suffix()
+    first = asked([7], [1, 2, 3, 4, 5], "first")
+    job = asked([7], [1, 2, 9, 9, 9], "job")
+    job.background = True
+    for request in (first, job):
+        found(guesser, request)
+        guesser.ended(request)
+    assert found(guesser, asked([8], [6, 1, 2, 3], "second"))[0] == [4, 5]
+    assert guesser._num_recent == 6
+    assert not guesser._readers

@@ -83,6 +83,11 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
             "A static or dynamic batch runs until it has ended, so a higher class can't pause a request in it.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
+    if chosen.speculation not in (None, "off") and not policies.gate.is_continuous:
+        raise ConfigError(
+            "The rows of a static or dynamic batch go on in step, one token at a time, so --speculation would change nothing.",
+            remedy="Set --batching continuous, or leave --speculation out.",
+        )
     if chosen.background_share and not policies.gate.is_continuous:
         raise ConfigError(
             "A static or dynamic batch has background requests only where no other waits, so --background-share would change "

@@ -28,7 +28,7 @@ from penstock.types.stats import StepCounts
 MOST_GUESSES = 15
 """Guesses of a row in a step. With its own token they are a tile of 16 rows."""
 PLAIN_PERIOD = 32
-"""At least one in this many steps has no guesses: only the difference tells what guesses cost."""
+"""At least one in this many steps has no guesses. Otherwise their cost could not be measured."""
 
 
 @dataclass(slots=True)
@@ -49,13 +49,15 @@ class Record:
 
 
 class Guessing:
+    """Adds guesses to steps, and learns what they cost and how often they are right."""
+
     def __init__(self, guesser: Guesser, kv: KVManager, capacity: Capacity) -> None:
         self._guesser = guesser
         self._kv = kv
         self._capacity = capacity
         self._cost = StepCost()
         self._num_steps = 0
-        self._num_with_guesses = 0
+        self._steps_since_plain = 0
         """Steps since the last without guesses."""
         self._records: dict[str, Record] = {}
         self._made: dict[str, tuple[int, int]] = {}
@@ -66,10 +68,10 @@ class Guessing:
         self._made.clear()
         max_tokens = min(self._capacity.max_step_tokens, draft.limits.max_tokens)  # guesses keep to the budget, as prompts do
         num_left = min(max_tokens - draft.counts.num_tokens, draft.num_scored_left)
-        is_plain = self._num_with_guesses >= PLAIN_PERIOD - 1
+        is_plain = self._steps_since_plain >= PLAIN_PERIOD - 1
         is_possible = draft.num_decode_rows and num_left > 0 and self._cost.is_known
         if not is_possible or is_plain or self._price(draft.counts) >= 1.0:
-            self._num_with_guesses = 0
+            self._steps_since_plain = 0
             return {}
         found: list[tuple[int, Guess, float]] = []
         for idx, row in enumerate(draft.rows[: draft.num_decode_rows]):
@@ -84,7 +86,7 @@ class Guessing:
                 if weight > 0:
                     found.append((idx, guess, weight))
         guesses = self._plan(draft, running, found, self._nums(draft.counts, found), num_left)
-        self._num_with_guesses = self._num_with_guesses + 1 if guesses else 0
+        self._steps_since_plain = self._steps_since_plain + 1 if guesses else 0
         return guesses
 
     def _price(self, counts: StepCounts, num_guesses: int = 0, num_right: float = 0.0) -> float:
@@ -99,6 +101,7 @@ class Guessing:
         nums, price = [0] * len(found), self._price(counts)
         for _ in range(2):  # the price rises with what the guesses give (Dinkelbach, 1967)
             nums = [min(len(guess.token_ids), max(0, int(weight * (1 / price - 1)))) for _, guess, weight in found]
+            # About the sum of the chances: w / (w + j) from j = 1 to num.
             num_right = sum(
                 [weight * log((weight + num + 0.5) / (weight + 0.5)) for num, (_, _, weight) in zip(nums, found, strict=True)]
             )
@@ -114,6 +117,7 @@ class Guessing:
         num_left: int,
     ) -> dict[str, tuple[int, ...]]:
         kv, counts, guesses, num_wanted = self._kv, draft.counts, dict[str, tuple[int, ...]](), sum(nums)
+        # Each running row may need a block for its next token.
         num_spare = kv.pool.num_available - draft.num_promised_blocks - len(running)
         for (idx, guess, _), wanted in zip(found, nums, strict=True):
             row, request = draft.rows[idx], running[draft.rows[idx].request_id]

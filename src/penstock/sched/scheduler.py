@@ -470,6 +470,10 @@ class Scheduler:
             is_last=not self._flights,
             apart={*grouped, *failures} if grouped or failures else (),
         )
+        for request_id, (_, num_accepted) in flight.counts.guesses.items():
+            request = self._running.requests[request_id]
+            if num_accepted and not request.background:
+                self._policies.order.gained(request, num_accepted)
         if self.capacity.num_state_blocks:
             self._publish_states(plan, failures)
         for advance in advances:

@@ -154,11 +154,15 @@ class Order(Protocol):
         """Update the order's accounts for a planned step. The first `num_decodes` rows are all decodes."""
         del rows, requests, last_step, num_decodes
 
+    def gained(self, request: Request, num_tokens: int) -> None:
+        """Note that a step gave a request so many tokens more than one, since its guesses were right."""
+        del request, num_tokens
+
 
 @dataclass(slots=True)
 class StepRecord:
     num_decodes: int
-    """Tokens of decodes: one each, and forced ones."""
+    """Tokens of decodes: one each, forced ones, and guesses."""
     num_prefill_tokens: int
     duration_ns: int
     """From the previous commit, or without decodes from its plan if that was later. Without `waited_ns`."""
@@ -312,7 +316,8 @@ class Guess:
 
     token_ids: Sequence[int]
     num_matched: int
-    """How many tokens before them led to them. The more, the likelier they are."""
+    """At least 2. The first token is taken to be right in `num_matched - 1` of `num_matched` cases, as if so many tokens before
+    it were seen before; for a chance `p` give `1 / (1 - p)`."""
 
 
 class Guesser(Protocol):

@@ -178,6 +178,12 @@ class FairShares(Order):
             self._charge(row, requests[row.request_id])
         self._joined.clear()
 
+    def gained(self, request: Request, num_tokens: int) -> None:
+        account = self._account(request.tenant)
+        charge = num_tokens * account.output_charge
+        account.counter += charge
+        self._raise_level(charge)
+
     def _charge(self, row: RowPlan, request: Request) -> None:
         account = self._account(request.tenant)
         if row.request_id not in self._joined:

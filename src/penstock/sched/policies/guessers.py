@@ -98,7 +98,7 @@ class Suffix(Guesser):
 
     _readers: dict[str, _Reader] = field(default_factory=dict)
     _recent: OrderedDict[str, tuple[bytes, _Text]] = field(default_factory=OrderedDict)
-    """Tenant -> the salt of its last request, and the answers to those with it. The tenant that had one last is at the end."""
+    """Tenant -> the salt of its last request, and the answers to those with it. Least recent first."""
     _num_recent: int = 0
 
     def guess(self, request: Request, most: int) -> Guess | None:
@@ -138,14 +138,14 @@ class Suffix(Guesser):
                 reader.source, reader.place, reader.num_matched = recent, place, num_matched
 
     def ended(self, request: Request) -> None:
-        if self._readers.pop(request.request_id, None) is None:
+        if self._readers.pop(request.request_id, None) is None or request.background:  # a job's would push out all others
             return
         most = RECENT_TOKENS // 8
         answer, recent = [*request.output_token_ids[: most // 2], _END], self._recent_of(request)
         if recent is not None and len(recent.tokens) + len(answer) <= most:
             recent.extend(answer)
             self._num_recent += len(answer)
-        else:  # those that still follow the old text keep it
+        else:  # a new text, since readers may still follow the old one
             text = _Text([*([] if recent is None else recent.tokens[1 - most // 2 :]), *answer])
             _, old = self._recent.get(request.tenant, (b"", None))
             self._num_recent += len(text.tokens) - (0 if old is None else len(old.tokens))

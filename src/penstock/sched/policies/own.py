@@ -320,7 +320,7 @@ def _check_guess(answer: Any, request: Request, most: int) -> str:
         return ""
     is_guess = isinstance(answer, Guess) and len(answer.token_ids) <= most and type(answer.num_matched) is int
     is_possible = is_guess and answer.num_matched >= 1 and all(type(token) is int and token >= 0 for token in answer.token_ids)
-    return "" if is_possible else f"a Guess of at most {most} tokens after at least one that matched, or None"
+    return "" if is_possible else f"a Guess of at most {most} token ids with a whole num_matched of at least 1, or None"
 
 
 def _of_type(kind: type, words: str) -> Callable[..., str]:
