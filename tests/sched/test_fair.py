@@ -14,11 +14,12 @@ from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.queue import WaitingQueue
-from penstock.testing import Driver, HashExecutor, make_core, make_request, run_to_completion
+from penstock.testing import Driver, HashExecutor, HashModel, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request, RequestStatus
+from support.half_right import HalfRight
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 MAX_PROMPT = 30
@@ -320,12 +321,16 @@ def test_who_has_been_given_more_is_not_lowered() -> None:
     assert (stand.order.counter("a"), stand.order.counter("b")) == (20, 20)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int) -> None:
-    """Also where those who reach their limits in the step in flight have no row in the next, which is planned meanwhile."""
-    capacity = Capacity(num_blocks=200, block_size=4, max_rows=5, max_step_tokens=16, max_model_len=60)
+@pytest.mark.parametrize(("depth", "guesses"), [(1, False), (2, False), (1, True)])
+def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guesses: bool) -> None:
+    """Also where those who reach their limits in the step in flight have no row in the next, which is planned meanwhile, and
+    where guesses give a row several tokens."""
+    capacity = Capacity(
+        num_blocks=200, block_size=4, max_rows=5, max_step_tokens=16, max_model_len=60, max_scored=9, checks_guesses=guesses
+    )
     order = FairShares()
-    core = make_core(capacity, make_policies(order=order), enable_prefix_caching=False)
+    policies = make_policies(order=order, guesser=HalfRight(HashModel(), capacity))
+    core = make_core(capacity, policies, enable_prefix_caching=False)
     requests = [
         make_request(f"r{idx}", 3 + idx % 15, max_tokens=1 + idx * 7 % 9, tenant="abc"[idx % 3], arrival_ns=idx)
         for idx in range(40)

@@ -149,4 +149,4 @@ def test_answers_of_jobs_push_out_nobodys() -> None:
         guesser.ended(request)
     assert found(guesser, asked([8], [6, 1, 2, 3], "second"))[0] == [4, 5]
     assert guesser._num_recent == 6
-    assert not guesser._readers
+    assert [*guesser._readers] == ["second"]
