@@ -140,7 +140,7 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
         (["--policy", "lifo"], "or a class of your own, as package.module:Class or ./file.py:Class."),
         (["--policy-args", "3"], "3 is an integer, not a table."),
         (["--device", "tpu"], "'tpu' is not available; available: auto, cpu, cuda."),
-        (["--kv-cache-dtype", "fp8"], "available: int8, bf16."),
+        (["--kv-cache-dtype", "fp8"], "available: int8, bf16, int4."),
         (["--port", "x"], "Invalid value for '--port': 'x' is not a port number (0 to 65535)."),
         (["--port", "4k"], "'4k' is not a port number"),
         (["--port", "70000"], "Invalid value for '--port': '70000' is not a port number (0 to 65535)."),

@@ -47,10 +47,11 @@ class _Text:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        first = max(1, len(self.tokens))
+        place = max(1, len(self.tokens))
         self.tokens += tokens
         newest, add = self._newest, self._before.append
-        for place, (one, other) in enumerate(pairwise(self.tokens[first - 1 :]), first + 1):
+        for one, other in pairwise(self.tokens[place - 1 :]):
+            place += 1
             pair = one << 32 ^ other
             add(newest.get(pair, 0))
             newest[pair] = place
