@@ -16,8 +16,9 @@ import pytest
 from penstock.storage.block_file import FILE_NAME
 from support.e2e.process import COMPLETIONS, RealServer, penstock, serving, stream, stream_async, until
 
-SMALL = ("--kv-cache-memory", "12MB", "--max-model-len", "700", "--kv-disk-size", "200MB", "--kv-headroom", "0")
-"""Sixty blocks: two or three of these stories at a time."""
+SIZES = ("--kv-cache-memory", "12MB", "--max-model-len", "700", "--kv-disk-size", "200MB", "--kv-headroom", "0")
+SMALL = (*SIZES, "--speculation", "off")
+"""Sixty blocks: two or three of these stories at a time. With guesses they would end sooner."""
 NUM_STORIES = 8
 
 

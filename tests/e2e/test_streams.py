@@ -161,6 +161,8 @@ def test_metrics_count_what_was_done(server: RealServer) -> None:
     num_prompt = sum(answer.usage["prompt_tokens"] for answer in answers)
     num_cached = sum(answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers)
     assert num_cached == 2 * (first.usage["prompt_tokens"] - 1) > 0
-    assert counted.growth() == [1, 2, num_generated, num_prompt, num_cached, 3, num_generated - 3, 3]
+    *others, num_gaps, num_ends = counted.growth()
+    assert [*others, num_ends] == [1, 2, num_generated, num_prompt, num_cached, 3, 3]
+    assert 3 <= num_gaps <= num_generated - 3  # a step with guesses may give several tokens at once
     assert server.metric("requests_running") == server.metric("requests_waiting") == 0
     assert server.metric("kv_usage_ratio") == 0

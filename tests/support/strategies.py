@@ -255,7 +255,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         reserve=draw(reserves()),
         victim=draw(st.sampled_from(sorted(TABLES["victim"]))),
         eviction=draw(st.sampled_from(sorted(TABLES["eviction"]))),
-        guesser=draw(st.sampled_from(["suffix", HalfRight(MODEL, capacity)])),
+        guesser=HalfRight(MODEL, capacity) if draw(st.booleans()) else "suffix",
         background_share=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
     is_caching = draw(st.sampled_from([True, True, False]))

@@ -284,6 +284,8 @@ class Scheduler:
         self._joining.wakeup_ns = self._filling.wakeup_ns = None
         if fills and self._share.is_owed:
             self._fill(draft, sitting_out, sitting_out_alone)
+            others = self._running.of_class(background=False)
+            draft.counts.rested = [*draft.counts.rested, *[request.request_id for request in others]]
             if not draft.rows:  # what it promised to background requests binds no others
                 admissions = draft.admissions  # of requests preempted since
                 draft = self._begin_draft(now_ns, after=draft)

@@ -109,7 +109,8 @@ class StepCounts:
     num_adapters: int = 0
     num_adapter_rows: int = 0
     rested: Sequence[str] = ()
-    """Ids of background requests that decode, and for which the step had no time."""
+    """Ids of requests that decode and got no row: of the background, as the step had no time; or all others, as it was the
+    background's."""
     sat_out: Sequence[str] = ()
     forced: dict[str, int] = field(default_factory=dict)
     """Request id -> tokens that its grammar forced after the sampled one; included in `num_sampled_tokens`."""
