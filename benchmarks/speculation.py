@@ -1,4 +1,4 @@
-"""What does speculation gain, and where does it lose? Two servers, one with `--speculation off`, asked the same in turn.
+"""What does speculation gain, and where does it lose? Two servers, one with `--speculation off`, get the same requests in turn.
 
     python benchmarks/speculation.py
     python benchmarks/speculation.py --model qwen2.5-coder:1.5b --clients 1 --requests 6

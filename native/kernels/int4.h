@@ -88,7 +88,8 @@ PENSTOCK_INLINE vb upper_bits(vb a) {
 #endif
 }
 
-// Columns as numbers from 0 to levels - 1, of which i is the odd integer 2 i + 1 - levels; returns the code of their scale.
+// Rounds each column to one of `levels` levels, numbered from 0: level i stands for the odd integer 2 i + 1 - levels. Returns the
+// code of their common scale.
 [[maybe_unused]] __attribute__((noinline)) uint8_t round_to_levels(uint8_t* out, const float* x, int columns, int levels) {
     const float top = static_cast<float>(levels - 1);
     vf largest = set1(0.0f), broken = set1(0.0f);

@@ -228,6 +228,34 @@ def test_a_row_that_failed_does_not_go_on() -> None:
         table.plan((RowPlan("a", 3, 1, (), True),))
 
 
+@pytest.mark.parametrize(
+    ("sampled", "num_appended"),
+    [([8, 9, 10, 11], 4), ([8, 9, 11, 12], 3), ([9, 9, 10, 11], 1), ([8, -1, 10, 11], 1), ([8, 9, -1, 11], 2)],
+)
+def test_a_row_grows_up_to_the_first_token_that_was_not_guessed(sampled: list[int], num_appended: int) -> None:
+    """A guess after which no logit is usable counts for nothing: the next step meets that place again."""
+    table = RowTable(**sizes_of(CAPACITY), vocab_size=VOCAB_SIZE, window=0, max_scored=4)
+    table.admit(admit("a", 3, (1, 2, 3)))
+    table.plan((RowPlan("a", 0, 3, (), 1),))
+    table.append([7])
+    table.plan((RowPlan("a", 3, 4, (), 4),), (), {"a": (8, 9, 10)})
+    assert table.arrays()[3] == [7, 8, 9, 10]
+    assert table.arrays()[6] == [0, 1, 2, 3]
+    table.append(sampled)
+    assert table.sampled_logits() == [(0, num_appended)]
+    table.plan((RowPlan("a", 3 + num_appended, 1, (), 1),))
+    assert table.arrays()[3] == [sampled[num_appended - 1]]
+
+
+def test_more_guesses_than_there_are_logits_for_are_refused() -> None:
+    table = RowTable(**sizes_of(CAPACITY), vocab_size=VOCAB_SIZE, window=0, max_scored=4)
+    table.admit(admit("a", 3, (1, 2, 3)))
+    table.plan((RowPlan("a", 0, 3, (), 1),))
+    table.append([7])
+    with pytest.raises(ValueError, match="more guesses than max_scored"):
+        table.plan((RowPlan("a", 3, 6, (), 6),), (), {"a": (8,) * 5})
+
+
 def test_an_engine_of_another_shape_is_refused() -> None:
     sizes = {"kv_shapes": [(1, 16)], "vocab_size": VOCAB_SIZE, "team": Team(1)}
     engine = Engine(num_blocks=60, block_size=16, max_rows=4, max_step_tokens=24, **sizes)

@@ -152,7 +152,7 @@ class BatchBuilder:
         self.num_tokens[slots] += 1
 
     def append(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Append the tokens that a step sampled for a row, the last of which was not computed."""
+        """Append the tokens that a step sampled for a row. The last one has no KV yet."""
         begin = int(self.num_tokens[slot])
         self.tokens[slot, begin : begin + len(token_ids)] = token_ids
         self.num_tokens[slot] += len(token_ids)

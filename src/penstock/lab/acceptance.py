@@ -16,13 +16,13 @@ from random import Random
 from penstock.lab.recording import Recording, StepDone, open_recording
 from penstock.lab.simulated_executor import TOKEN_ID, WRONG_TOKEN_ID
 from penstock.sched.policies.base import Guess, Guesser
+from penstock.sched.policies.guessers import LONGEST_MATCH
 from penstock.types.errors import ConfigError
 from penstock.types.request import Request
 
 RIGHT, WRONG, NONE = b"rw-"
 LEAST_MATCH = 2
 """Matched tokens before the first of a run of right guesses; `Suffix` guesses nothing after fewer."""
-LONGEST_MATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,17 @@ def acceptance_of(words: str, *, seed: int = 0) -> Acceptance:
     try:
         chance = float(words)
     except ValueError:
-        answers = marked_answers(open_recording(Path(words)))
-        if not any(RIGHT in answer or WRONG in answer for answer in answers):
-            raise ConfigError(f"{words} has no guesses.", remedy="Record a server with --speculation suffix.") from None
-        return Acceptance(answers, seed=seed)
+        return Acceptance(_recorded_answers(words), seed=seed)
     if not 0 <= chance <= 1:
         raise ConfigError(f"--acceptance is {words}, and a chance is from 0 to 1.", remedy="Or name a recording.")
     return Acceptance(chance=chance, seed=seed)
+
+
+def _recorded_answers(path: str) -> list[bytes]:
+    answers = marked_answers(open_recording(Path(path)))
+    if not any(RIGHT in answer or WRONG in answer for answer in answers):
+        raise ConfigError(f"{path} has no guesses.", remedy="Record a server with --speculation suffix.")
+    return answers
 
 
 def marked_answers(recording: Recording) -> list[bytes]:

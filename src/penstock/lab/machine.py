@@ -86,4 +86,4 @@ class Seat:
     used_ns: Callable[[], int]
     """Returns the time that the model had the machine."""
     others_serve: Callable[[int], bool] = lambda _: False
-    """As for `Scheduler`. Simulated requests are all of people."""
+    """As for `Scheduler`. No simulated request is one of the background."""

@@ -342,7 +342,7 @@ class ReferenceExecutor:
         return result
 
     def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> list[Sample]:
-        """Sample a token from each row of logits, as long as the tokens before are those that were guessed."""
+        """Sample a token from each row of logits, up to the first token that is not the next guess."""
         num_tokens, num_prompt = int(self._batches.num_tokens[slot]), int(self._batches.num_prompt_tokens[slot])
         token_ids: list[int] = self._batches.tokens[slot, : num_tokens + len(logits) - 1].tolist()
         drawn: list[Sample] = []

@@ -316,8 +316,8 @@ class Guess:
 
     token_ids: Sequence[int]
     num_matched: int
-    """At least 2. The first token is taken to be right in `num_matched - 1` of `num_matched` cases, as if so many tokens before
-    it were seen before; for a chance `p` give `1 / (1 - p)`."""
+    """How many tokens before them were seen before. The first guess is taken to be right in `num_matched - 1` of `num_matched`
+    cases: with 1 it is not tried, and for a chance `p` give about `1 / (1 - p)`."""
 
 
 class Guesser(Protocol):

@@ -13,7 +13,7 @@ from penstock.types.request import Request
 MOST_PLACES = 8
 """Places looked at for the longest match, the newest first."""
 LONGEST_MATCH = 32
-"""Longer matches are no likelier to go on."""
+"""A longer match is no more likely to go on."""
 RECENT_TOKENS = 1 << 16
 """Tokens of recent answers, of all tenants together. A tenant has at most an eighth."""
 MOST_PROMPT_TOKENS = 1 << 13

@@ -450,7 +450,7 @@ class BatchRunner:
             running.again.append(place)
 
     async def _write(self, running: _Running, lines: Lines) -> None:
-        """Write answers some times a second, until no more come. If there is no room for others, no more lines are asked."""
+        """Write answers several times a second, until no more come. If there is no room for others, no more lines are asked."""
         while running.answers or not running.is_over.is_set():
             await _is_set_within(running.is_over, GATHERED_S)
             answers, running.answers = running.answers, []
