@@ -12,7 +12,7 @@ MILLISECOND = 1_000_000
 
 def step(pace: Pace, num_rows: int, num_tokens: int, **counted: Any) -> None:
     """A step of 50 ms, while prompts wait for tokens."""
-    counts = StepCounts(num_rows=num_rows, num_tokens=num_tokens, waits_for=WaitReason.TOKENS, **counted)
+    counts = StepCounts(num_rows=num_rows, num_tokens=num_tokens, **({"waits_for": WaitReason.TOKENS} | counted))
     pace.on_step(StepStats(0, 0, 50 * MILLISECOND, 8, 1, 100, 50, 0, counts))
 
 
@@ -33,6 +33,8 @@ def test_padding_is_no_prompt():
 def test_guesses_are_no_prompts():
     pace = Pace(128)
     step(pace, num_rows=8, num_tokens=128, guesses={"a": (15, 4), "b": (5, 0)})
+    assert pace.prefill_ns(200) == 100 * MILLISECOND
+    step(pace, num_rows=8, num_tokens=68, guesses={"a": (15, 4)}, waits_for=WaitReason.NOTHING)  # not full without them
     assert pace.prefill_ns(200) == 100 * MILLISECOND
 
 

@@ -63,12 +63,12 @@ class Pace:
         self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
         # A row's last token samples like a decode; padding is not a prompt.
         counts = stats.counts
-        num_guesses = sum([num for num, _ in counts.guesses.values()]) if counts.guesses else 0
-        num_prefill_tokens = counts.num_tokens - counts.num_padding_tokens - counts.num_rows - num_guesses
+        num_tokens = counts.num_tokens - sum([num for num, _ in counts.guesses.values()])
+        num_prefill_tokens = num_tokens - counts.num_padding_tokens - counts.num_rows
         # Other steps show how many prompts came, not how fast they could be computed. Where background requests got tokens, a
         # prompt would have got them.
         is_full = not counts.num_background_tokens and (
-            counts.waits_for is WaitReason.TOKENS or counts.num_tokens >= self._half_step_tokens
+            counts.waits_for is WaitReason.TOKENS or num_tokens >= self._half_step_tokens
         )
         if is_full and num_prefill_tokens > 0:
             self._prefill_tokens = PREFILL_DECAY * self._prefill_tokens + num_prefill_tokens
