@@ -1,11 +1,13 @@
-"""What does it save to compute forced tokens at once? Steps and time of answers to a JSON schema, with the default model.
+"""What do several tokens in a step save where a JSON schema fixes many? Steps and time of answers to a schema.
 
     python benchmarks/forced_tokens.py
+    python benchmarks/forced_tokens.py --model qwen2.5-coder:1.5b --rounds 3
 
-The answers follow a schema of six fields and an object inside (`SCHEMA`) and are greedy. They are the same with and without:
-where nothing is forced, the masks of these places allow one token each. Both kinds of run alternate, in pairs; `time_ratio` is
-the median of their ratios, which other work on the machine changes little, and `steps_ratio` does not depend on the machine. In
-process, without a prefix cache. The last line printed is one JSON object.
+The answers follow a schema of six fields and an object inside (`SCHEMA`) and are greedy. Three ways take turns:
+one token a step; with the tokens that the grammar forces in the step of the one before; and with guesses as well. The answers
+are the same: where nothing is forced, the masks of these places allow one token each. `faster` is the median of the rounds'
+ratios to one token a step. In process, without a prefix cache; a round has prompts of its own, so that no guess is found in
+earlier answers to the same prompt. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+TOPICS = ("a bakery", "a florist", "a book shop", "a chemist", "a toy shop", "a garage")
+
 
 @dataclass(slots=True)
 class Run:
@@ -78,10 +82,10 @@ def counted() -> Iterator[list[int]]:
         yield step_ids
 
 
-def run(llm: LLM, num_answers: int, *, forces: bool) -> Run:
+def run(llm: LLM, num_answers: int, topic: str, *, forces: bool) -> Run:
     asked = StructuredOutputsParams(json=SCHEMA)
     params = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=asked)
-    prompts = [f"Order number {number} of a customer, as JSON:\n" for number in range(num_answers)]
+    prompts = [f"Order number {number} of {topic}, as JSON:\n" for number in range(num_answers)]
     max_forced = Scheduler.max_forced if forces else lambda _scheduler, _request_id: 0
     with counted() as steps, patch.object(Scheduler, "max_forced", max_forced):
         began = time.perf_counter()
@@ -94,24 +98,33 @@ def run(llm: LLM, num_answers: int, *, forces: bool) -> Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2:135m")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=len(TOPICS) - 1)
+    parser.add_argument("--answers", type=int, nargs="+", default=[1, 8, 32], help="at a time")
     args = parser.parse_args()
     found = {}
-    with LLM(args.model, prefix_caching=False) as llm:
-        for num_answers in (1, 8, 32):
-            run(llm, num_answers, forces=True)
-            pairs = [[run(llm, num_answers, forces=forces) for forces in (True, False)] for _ in range(args.pairs)]
-            assert all(one.answers == other.answers for one, other in pairs), "the answers are the same"
-            ratios = [one.seconds / other.seconds for one, other in pairs]
-            one, other = pairs[0]
+    with (
+        LLM(args.model, prefix_caching=False, speculation="off") as plain,
+        LLM(args.model, prefix_caching=False) as guessing,
+    ):
+        ways = {"one": (plain, False), "forced": (plain, True), "guesses": (guessing, True)}
+        for llm in (plain, guessing):
+            run(llm, 8, "a customer", forces=True)
+        for num_answers in args.answers:
+            rounds: list[dict[str, Run]] = []
+            for number in range(args.rounds):
+                order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+                topic = TOPICS[number % len(TOPICS)]
+                rounds.append({way: run(ways[way][0], num_answers, topic, forces=ways[way][1]) for way in order})
+            differ = sum(one[way].answers != one["one"].answers for one in rounds for way in ways)
             found[num_answers] = {
-                "tokens": one.num_tokens,
-                "steps": [one.num_steps, other.num_steps],
-                "seconds": [statistics.median(pair[nth].seconds for pair in pairs) for nth in (0, 1)],
-                "time_ratio": statistics.median(ratios),
-                "time_ratios": [min(ratios), max(ratios)],
-                "steps_ratio": one.num_steps / other.num_steps,
-            }
+                way: {
+                    "steps": sum(one[way].num_steps for one in rounds),
+                    "seconds": round(statistics.median(one[way].seconds for one in rounds), 3),
+                    "faster": round(statistics.median(one["one"].seconds / one[way].seconds for one in rounds), 2),
+                    "range": [round(bound(one["one"].seconds / one[way].seconds for one in rounds), 2) for bound in (min, max)],
+                }
+                for way in ways
+            } | {"tokens": sum(one["one"].num_tokens for one in rounds), "differ": differ}
             print(num_answers, found[num_answers], flush=True)
     print(json.dumps({"benchmark": "forced_tokens", "model": args.model, "answers": found, **context(usable_threads(), "")}))
 

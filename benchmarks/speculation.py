@@ -6,10 +6,13 @@
 
 Workloads are those of `guessable.py`. In each round every client asks for its next greedy answer when it has one, first from
 one server and then from the other; the first changes each round. A run has a cache salt of its own, so no run finds prompts or
-answers of an earlier one. The table has output tokens per second without and with speculation (medians of the rounds, with the
-time for prompts in them), their ratio and its range over the rounds, the processors' time without over that with speculation,
-how many guesses were made for each token, and how many of them were accepted. `differ` counts
-answers that are not the same. The last line is one JSON object.
+answers of an earlier one. It is measured until the first client finds no more requests: after that fewer run at a time, and
+with guesses answers of one length end at different times.
+
+The table has output tokens per second without and with speculation (medians of the rounds, with the time for prompts in them),
+their ratio and its range over the rounds, the processors' time for a token without over that with speculation, how many guesses
+were made for each token, and how many of them were accepted. `differ` counts answers that are not the same. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import re
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,7 +50,7 @@ LEAST_REQUESTS = 12
 @dataclass(slots=True)
 class Run:
     texts: list[str]
-    num_tokens: int
+    num_tokens: float
     seconds: float
     cpu_ticks: float
     guessed: float
@@ -69,26 +72,40 @@ class Server:
 
     def run(self, asked: Sequence[Chat], clients: int) -> Run:
         self.num_runs += 1
+        salt, left, texts = f"run {self.num_runs}", deque(enumerate(asked)), [""] * len(asked)
         before = self._counters()
-        begin_s = time.perf_counter()
-        with ThreadPoolExecutor(clients) as pool:
-            answers = list(pool.map(partial(self._ask, f"run {self.num_runs}"), asked))
-        seconds = time.perf_counter() - begin_s
-        counted = [after - one for after, one in zip(self._counters(), before, strict=True)]
-        return Run([text for text, _ in answers], sum(num for _, num in answers), seconds, *counted)
 
-    def _ask(self, salt: str, chat: Chat) -> tuple[str, int]:
+        def ask_until_none_is_left() -> list[float]:
+            while True:
+                try:
+                    idx, chat = left.popleft()
+                except IndexError:
+                    return self._counters()
+                texts[idx] = self._ask(salt, chat)
+
+        with ThreadPoolExecutor(clients) as pool:
+            calls = [pool.submit(ask_until_none_is_left) for _ in range(clients)]
+            after = next(as_completed(calls)).result()
+            wait(calls)
+        return Run(texts, *(one - other for one, other in zip(after, before, strict=True)))
+
+    def _ask(self, salt: str, chat: Chat) -> str:
         body = {"model": SERVED_NAME, "messages": chat, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt}
         answer = self.http.post(f"{self.url}/v1/chat/completions", json=body).raise_for_status().json()
-        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+        text: str = answer["choices"][0]["message"]["content"]
+        return text
 
-    def _counters(self) -> tuple[float, float, float]:
+    def _counters(self) -> list[float]:
         page = self.http.get(f"{self.url}/metrics").raise_for_status().text
-        guessed, accepted = (
+        num_tokens, guessed, accepted = (
             sum(map(float, re.findall(rf"^penstock_{name}_tokens_total\S* (\S+)$", page, re.MULTILINE)))
-            for name in ("guessed", "accepted")
+            for name in ("generation", "guessed", "accepted")
         )
-        return sum(map(cpu_ticks, family(self.pid))), guessed, accepted
+        return [num_tokens, time.perf_counter(), sum(map(cpu_ticks, family(self.pid))), guessed, accepted]
+
+
+def cpu_ticks_a_token(runs: Sequence[Run]) -> float:
+    return sum(run.cpu_ticks for run in runs) / sum(run.num_tokens for run in runs)
 
 
 def measure(servers: Mapping[str, Server], asked: Sequence[Chat], clients: int, rounds: int) -> dict[str, Any]:
@@ -104,8 +121,8 @@ def measure(servers: Mapping[str, Server], asked: Sequence[Chat], clients: int, 
         **{side: round(value, 1) for side, value in medians.items()},
         "ratio": round(medians["on"] / medians["off"], 3),
         "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
-        "cpu": round(sum(run.cpu_ticks for run in off) / sum(run.cpu_ticks for run in on), 3),
-        "tokens": on[0].num_tokens,
+        "cpu": round(cpu_ticks_a_token(off) / cpu_ticks_a_token(on), 3),
+        "tokens": round(on[0].num_tokens),
         "guesses_a_token": round(guessed / sum(run.num_tokens for run in on), 3),
         "accepted": round(sum(run.accepted for run in on) / guessed, 3) if guessed else 0.0,
         "differ": sum(text != off[0].texts[idx] for run in (*off, *on) for idx, text in enumerate(run.texts)),
