@@ -57,6 +57,7 @@ BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
 PLAIN = {COMPLETIONS: oracle("Hello", max_tokens=3), CHAT: oracle(HI_PROMPT, max_tokens=3)}
 EPHEMERAL = {"type": "ephemeral"}
+FIELDS = Path(__file__).parents[2] / "docs" / "notes" / "fields.md"
 
 
 async def check_plain(client, path, fields):
@@ -111,8 +112,8 @@ async def test_defaults_of_other_servers_are_taken(client, path, fields):
 
 
 def test_the_docs_show_every_value_that_asks_for_nothing():
-    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
-    section = text[text.index("## Unknown and unsupported fields") : text.index("## Limits")]
+    text = FIELDS.read_text(encoding="utf-8")
+    section = text[text.index("## Unknown and unsupported fields") :]
     rows = [row.split("|") for row in section.splitlines() if row.startswith("|")]
     for body_type in (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs):
         for name, field in body_type.unsupported.items():
@@ -123,9 +124,9 @@ def test_the_docs_show_every_value_that_asks_for_nothing():
 
 
 def test_the_docs_name_every_unsupported_field():
-    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
-    section = text[text.index("## Unknown and unsupported fields") : text.index("## Limits")]
-    table, _, _ = section.partition("`--ignore-unknown-parameters`")
+    text = FIELDS.read_text(encoding="utf-8")
+    section = text[text.index("## Unknown and unsupported fields") :]
+    table, _, _ = section.partition("On encoders' routes")
     body_types = (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs)
     for name in set().union(*(body_type.unsupported for body_type in body_types)):
         assert f"{name}`" in table or name.startswith("guided_"), name
@@ -140,7 +141,7 @@ def bodies_of(body_type=Body):
 
 def test_the_docs_list_every_field_without_effect():
     """Each item of the list stands for some bodies, and names exactly their fields with the mark."""
-    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    text = FIELDS.read_text(encoding="utf-8")
     section = text[text.index("## Fields without effect") : text.index("## Unknown and unsupported fields")]
     rows = dict(re.findall(r"^- \*\*(.+?)\*\*: (`.+?)(?=\n- |\n\n)", section, re.MULTILINE | re.DOTALL))
     told = {place: set(re.findall(r"`([\w.]+)`", fields)) for place, fields in rows.items()}
