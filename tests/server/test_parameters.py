@@ -57,7 +57,7 @@ BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
 PLAIN = {COMPLETIONS: oracle("Hello", max_tokens=3), CHAT: oracle(HI_PROMPT, max_tokens=3)}
 EPHEMERAL = {"type": "ephemeral"}
-FIELDS = Path(__file__).parents[2] / "docs" / "notes" / "fields.md"
+FIELDS = Path(__file__).parents[2] / "docs" / "fields.md"
 
 
 async def check_plain(client, path, fields):

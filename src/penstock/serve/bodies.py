@@ -105,7 +105,7 @@ class NotYet:
 
 
 class NoEffect:
-    """Marks a field that does not change the answer. docs/notes/fields.md lists them."""
+    """Marks a field that does not change the answer. docs/fields.md lists them."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "description": "No effect on the answer."}
