@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.sched.guessing import MOST_GUESSES, Record
+from penstock.sched.guessing import MOST_GUESSES, Record, StepLine
 from penstock.sched.policies.base import Guess, Guesser, Policies
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.presets import make_policies
@@ -113,6 +113,44 @@ class TestPrice:
     def test_the_first_step_has_none(self) -> None:
         timed = Timed(1, 20_000_000, 300_000, Knowing())
         assert not timed.step().guesses, "nobody knows what a step takes"
+
+
+def ns_on_a_cpu(num_positions: int) -> float:
+    """Flat while memory bounds a step, steep from 10 positions on."""
+    return max(28e6, 5e6 + 2.25e6 * num_positions)
+
+
+class TestStepLine:
+    def test_the_slope_is_that_of_steps_like_the_latest(self) -> None:
+        line = StepLine()
+        for num in [*[1] * 100, *range(1, 32), *[32, 33, 35] * 80]:
+            line.learn(num, ns_on_a_cpu(num))
+        assert line.position_ns == pytest.approx(2.25e6, rel=0.08), "a line through all would say 1.5e6"
+        for num in [1, 4, 7] * 100:
+            line.learn(num, ns_on_a_cpu(num))
+        assert line.position_ns < 0.1e6
+
+    def test_equal_steps_show_no_slope_and_are_supposed_to_be_flat(self) -> None:
+        line = StepLine()
+        for _ in range(10):
+            line.learn(32, 80e6)
+        assert line.position_ns == pytest.approx(80e6 / 64)
+
+    def test_a_steep_slope_is_forgotten_so_that_guesses_are_tried_again(self) -> None:
+        line, slopes = StepLine(), []
+        for num in [32, 36] * 20 + [32] * 1000:
+            line.learn(num, ns_on_a_cpu(num))
+            slopes.append(line.position_ns)
+        assert slopes[40] == pytest.approx(2.25e6, rel=0.05)
+        assert slopes[60] > 2e6, "not at once"
+        assert slopes[-1] == pytest.approx(77e6 / 64, rel=0.05)
+
+    def test_a_stalled_step_changes_little(self) -> None:
+        line = StepLine()
+        for num in [1, 9, 17] * 40:
+            line.learn(num, 20e6 + 1e6 * num)
+        line.learn(17, 5000e6)
+        assert line.position_ns == pytest.approx(1e6, rel=0.25)
 
 
 class TestRecord:

@@ -19,7 +19,6 @@ from penstock.kv.manager import KVManager
 from penstock.sched import progress
 from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import Guess, Guesser, StepRecord
-from penstock.sched.policies.budgets import StepCost
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 from penstock.types.result import StepResult
@@ -29,6 +28,52 @@ MOST_GUESSES = 15
 """Guesses of a row in a step. With its own token they are a tile of 16 rows."""
 PLAIN_PERIOD = 32
 """At least one in this many steps has no guesses. Otherwise their cost could not be measured."""
+LINE_STEPS = 32
+"""A step counts for the line in about so many that follow."""
+MOST_POSITIONS_READ = 64
+"""A step of fewer positions is supposed to take most of its time for reading the weights."""
+DOUBT = 0.1
+"""What is supposed of the slope counts as much as steps whose positions have this variance."""
+MOST_LATE = 2
+"""A step counts as no longer than this many times what was expected."""
+
+
+@dataclass(slots=True)
+class StepLine:
+    """How long steps without prompts take by their positions: a line through the latest ones, in nanoseconds.
+
+    The line is steep where products take most of the time, and flat where reading the weights does. So only steps like the next
+    one may count, and the latest are. If all have as many positions they show no slope. Then it is taken to be small, so that
+    guesses are made, which show it.
+    """
+
+    num_steps: int = 0
+    mean_positions: float = 0.0
+    mean_ns: float = 0.0
+    variance: float = 0.0
+    """Of the positions."""
+    covariance: float = 0.0
+
+    def learn(self, num_positions: int, duration_ns: float) -> None:
+        if self.num_steps >= LINE_STEPS:  # the system may have stopped the process for a while
+            duration_ns = min(duration_ns, MOST_LATE * (self.fixed_ns + self.position_ns * num_positions))
+        self.num_steps += 1
+        share = 1 / min(self.num_steps, LINE_STEPS)
+        more, longer = num_positions - self.mean_positions, duration_ns - self.mean_ns
+        self.mean_positions += share * more
+        self.mean_ns += share * longer
+        self.variance = (1 - share) * (self.variance + share * more * more)
+        self.covariance = (1 - share) * (self.covariance + share * more * longer)
+
+    @property
+    def position_ns(self) -> float:
+        supposed = self.mean_ns / max(MOST_POSITIONS_READ, self.mean_positions)
+        slope = (self.covariance + DOUBT * supposed) / (self.variance + DOUBT)
+        return min(max(slope, 0.01 * supposed), self.mean_ns / self.mean_positions)
+
+    @property
+    def fixed_ns(self) -> float:
+        return self.mean_ns - self.position_ns * self.mean_positions
 
 
 @dataclass(slots=True)
@@ -55,8 +100,7 @@ class Guessing:
         self._guesser = guesser
         self._kv = kv
         self._capacity = capacity
-        self._cost = StepCost()
-        self._num_steps = 0
+        self._line = StepLine()
         self._steps_since_plain = 0
         """Steps since the last without guesses."""
         self._records: dict[str, Record] = {}
@@ -69,7 +113,7 @@ class Guessing:
         max_tokens = min(self._capacity.max_step_tokens, draft.limits.max_tokens)  # guesses keep to the budget, as prompts do
         num_left = min(max_tokens - draft.counts.num_tokens, draft.num_scored_left)
         is_plain = self._steps_since_plain >= PLAIN_PERIOD - 1
-        is_possible = draft.num_decode_rows and num_left > 0 and self._cost.is_known
+        is_possible = draft.num_decode_rows and num_left > 0 and self._line.num_steps
         if not is_possible or is_plain or self._price(draft.counts) >= 1.0:
             self._steps_since_plain = 0
             return {}
@@ -91,10 +135,9 @@ class Guessing:
 
     def _price(self, counts: StepCounts, num_guesses: int = 0, num_right: float = 0.0) -> float:
         """Return the tokens that a step gives in the time of one more position. Prompts' tokens count, too."""
-        step = StepRecord(counts.num_decodes, counts.num_tokens - counts.num_decodes, 0, counts.num_prefill_pairs)
-        guess_ns = max(1.0, self._cost.decode_ns)
-        step_ns = max(1.0, self._cost.estimate_ns(step)) + guess_ns * num_guesses
-        return guess_ns * (counts.num_tokens + num_right) / step_ns
+        position_ns = self._line.position_ns
+        step_ns = self._line.fixed_ns + position_ns * (counts.num_tokens + num_guesses)
+        return position_ns * (counts.num_tokens + num_right) / step_ns
 
     def _nums(self, counts: StepCounts, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
         """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
@@ -150,10 +193,9 @@ class Guessing:
             record.learn(*self._made[request_id], len(token_ids) - 1)
 
     def time(self, step: StepRecord) -> None:
-        """Note how long a step took. One that was expected teaches little, and learning takes as long as some guesses."""
-        self._num_steps += 1
-        if not self._cost.is_as_expected(step) or self._num_steps % 8 == 1:
-            self._cost.learn(step)
+        """Note how long a step took."""
+        if step.num_decodes and not step.num_prefill_tokens and step.duration_ns > 0:
+            self._line.learn(step.num_decodes, step.duration_ns)
 
     def ended(self, request: Request) -> None:
         self._guesser.ended(request)
