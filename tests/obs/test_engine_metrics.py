@@ -16,6 +16,9 @@ from penstock.engine.thread import Engine
 from penstock.obs.metrics import Metrics
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import Signals
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.gates import Static
+from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
@@ -46,13 +49,13 @@ class SlowExecutor(HashExecutor):
 
 
 class Server:
-    def __init__(self, max_queue: int = 4) -> None:
+    def __init__(self, max_queue: int = 4, policies: Policies | None = None) -> None:
         self.clock = VirtualClock()
         self.metrics, self.admission = Metrics("m"), Admission(AdmissionLimits(max_queue=max_queue), CAPACITY)
         self.signals = Signals(CAPACITY.max_rows, self.admission.drain.rate)
         group = ObserverGroup([self.metrics, self.admission, self.signals])
         self.engine = Engine(
-            make_core(CAPACITY, observer=group),
+            make_core(CAPACITY, policies, observer=group),
             SlowExecutor(self.clock),
             OutputStage(lambda skip_special_tokens: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
             clock=self.clock,
@@ -180,3 +183,33 @@ def test_an_announced_retry_finds_a_place():
         server.engine.turn()
     assert server.admission.decide(PATIENT, server.engine.load(), server.clock.now_ns())
     assert abs(server.read()["drain_rate_requests_per_second"] - 4) < 0.5
+
+
+def test_the_time_at_a_gate_is_told_apart_from_that_for_a_row():
+    """Batches of two: the first request waits at the gate for the second, the third for their end and for a fourth."""
+    server = Server(policies=make_policies(gate=Static(max_batch_size=2)))
+    server.submit("a", 8, max_tokens=3)
+    server.engine.turn()
+    server.clock.advance(300_000_000)
+    for name in "bc":  # that do not begin like the first, or they would wait for its prefix
+        server.submit(name, [ord(name)] * 8, max_tokens=3)
+    server.run_steps(4)  # and the attempt after the last
+    server.clock.advance(2_000_000_000)
+    server.run()
+    values = server.read()
+    waits = {name.removeprefix("queue_wait_seconds_total"): value for name, value in values.items() if "queue_wait" in name}
+    assert values["queue_time_seconds_count"] == 3
+    assert abs(sum(waits.values()) - values["queue_time_seconds_sum"]) < 1e-9
+    assert {reason: round(wait_s, 9) for reason, wait_s in waits.items() if wait_s} == {"gate": 0.3 + 2.0, "rows": 0.3}
+
+
+def test_requests_that_find_no_row_wait_for_one():
+    server = Server()
+    for idx in range(CAPACITY.max_rows + 2):
+        server.submit(f"r{idx}", 3, max_tokens=4)
+    server.run()
+    values = server.read()
+    assert abs(values["queue_wait_seconds_totalrows"] - values["queue_time_seconds_sum"]) < 1e-9
+    assert abs(values["queue_time_seconds_sum"] - 2 * 0.4) < 1e-9
+    assert (values["steps_totalrows"], values["steps_totalstep"]) == (4, 4)
+    assert values["request_seconds_totalqueue"] == values["queue_time_seconds_sum"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,32 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.ports import ObserverGroup
 from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics, Residence
-from penstock.obs.prometheus import expose
+from penstock.obs.prometheus import OPEN_METRICS, expose
 from penstock.obs.signals import SustainedLoad
+from penstock.obs.table import METRICS, PREFIX, SERIES
+from penstock.obs.vllm_names import NAMES
 from penstock.types.errors import RejectReason
-from penstock.types.request import FinishReason, Request
+from penstock.types.plan import RowPlan
+from penstock.types.request import FinishReason, Request, WaitTimes
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
-from penstock.types.stats import EngineLoad, RequestStats, StepCounts, StepStats, TierStats, WaitReason
+from penstock.types.stats import (
+    AdapterCounts,
+    AdapterStats,
+    BatchStats,
+    EngineLoad,
+    ReplicaLoad,
+    RequestStats,
+    StepCounts,
+    StepStats,
+    TierStats,
+    UpstreamStats,
+    WaitReason,
+)
 
 MS = 1_000_000
 
@@ -282,14 +299,6 @@ def test_times_of_loads_and_turns_are_seconds(metrics):
     assert value(metrics, "step_seconds_sum", part="turn") == pytest.approx(0.003)
 
 
-def test_every_series_is_listed_in_the_documentation(metrics):
-    metrics.tier = TierStats(num_slots=1)
-    metrics.read_residence = lambda: RESIDENCE
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    families = {line.split(" ")[2] for line in expose(metrics).decode().splitlines() if line.startswith("# TYPE")}
-    assert not {name for name in families if f"`{name}`" not in page}
-
-
 def test_the_prompt_of_a_beam_search_counts_once_and_its_tokens_have_no_gaps() -> None:
     metrics = Metrics("m")
     beams = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER, num_logprobs=None)
@@ -303,3 +312,239 @@ def test_the_prompt_of_a_beam_search_counts_once_and_its_tokens_have_no_gaps() -
     assert metrics.num_computed_prompt_tokens == 4 * 50
     buckets, _sum = metrics.tpot_ns.snapshot()
     assert buckets[-1] == ("+Inf", 1.0)
+
+
+# Batches: how large, why no larger, and what that costs
+
+
+def test_a_step_is_counted_by_what_kept_its_batch_from_being_larger(metrics):
+    metrics.on_step(make_step())
+    metrics.on_step(make_step(waits_for=WaitReason.MEMORY))
+    metrics.on_step(make_step(waits_for=WaitReason.MEMORY))
+    assert value(metrics, "steps_total", limit="step") == 1
+    assert value(metrics, "steps_total", limit="memory") == 2
+    assert value(metrics, "steps_total", limit="gate") == 0
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(1, "1"), (2, "2"), (3, "4"), (4, "4"), (5, "8"), (64, "64"), (65, "128")])
+def test_a_step_is_timed_by_its_rows_without_the_turns_of_other_models(metrics, num_rows, rows):
+    metrics.on_step(replace(make_step(num_rows=num_rows), waited_ns=10 * MS))
+    assert value(metrics, "step_size_seconds_count", rows=rows, prompts="no") == 1
+    assert value(metrics, "step_size_seconds_sum", rows=rows, prompts="no") == pytest.approx(0.02)
+
+
+def test_a_step_with_prompts_is_timed_apart(metrics):
+    metrics.on_step(make_step(prefills=[RowPlan("a", 0, 40, (), 1)]))
+    assert value(metrics, "step_size_seconds_count", rows="4", prompts="yes") == 1
+
+
+def test_the_limits_of_a_step_are_shown(metrics):
+    metrics.connect(load=EngineLoad, signals=SustainedLoad, max_rows=32, max_step_tokens=512)
+    assert (value(metrics, "batch_limit_rows"), value(metrics, "batch_limit_tokens")) == (32, 512)
+    metrics.disconnect()
+    assert (value(metrics, "batch_limit_rows"), value(metrics, "batch_limit_tokens")) == (0, 0)
+
+
+# Latencies whose parts add up
+
+
+def test_the_first_token_comes_after_the_queue_and_the_prompt(metrics):
+    metrics.on_tokens([make_request()], ())
+    assert value(metrics, "queue_time_seconds_sum") == pytest.approx(0.01)
+    assert value(metrics, "prefill_time_seconds_sum") == pytest.approx(0.09)
+    assert value(metrics, "time_to_first_token_seconds_sum") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("times", "parts"),
+    [
+        ({}, (0.01, 0.09, 0.4)),
+        ({"first_token_ns": None}, (0.01, 0.49, 0)),
+        ({"first_token_ns": None, "first_scheduled_ns": None}, (0.5, 0, 0)),
+    ],
+)
+def test_the_parts_of_a_request_add_up_wherever_it_ended(metrics, times, parts):
+    metrics.on_finish(make_end(finish_reason=FinishReason.ABORT, **times))
+    found = [value(metrics, "request_seconds_total", part=part) for part in ("queue", "prefill", "decode")]
+    assert found == pytest.approx(parts)
+    assert sum(found) == pytest.approx(value(metrics, "e2e_request_latency_seconds_sum"))
+    assert value(metrics, "decode_time_seconds_count") == (times == {})
+
+
+def test_the_wait_in_the_queue_is_divided_by_what_it_lacked(metrics):
+    metrics.on_step(replace(make_step(waits_for=WaitReason.ROWS), planned_ns=4 * MS, ended_ns=6 * MS))
+    metrics.on_step(replace(make_step(waited_for=WaitReason.GATE), planned_ns=9 * MS, ended_ns=10 * MS))
+    metrics.on_tokens([make_request(waits=WaitTimes(model=2 * MS, grammar=MS))], ())
+    waits = {reason: value(metrics, "queue_wait_seconds_total", reason=reason) * 1e3 for reason in metrics.wait_ns}
+    found = {reason: ms for reason, ms in waits.items() if ms}
+    assert found == pytest.approx({"model": 2, "grammar": 1, "step": 1 + 1, "rows": 2, "gate": 3})
+    assert sum(waits.values()) == pytest.approx(value(metrics, "queue_time_seconds_sum") * 1e3)
+
+
+def test_requests_are_counted_by_their_lengths(metrics):
+    metrics.on_finish(make_end())
+    assert value(metrics, "request_prompt_tokens_sum") == 50
+    assert value(metrics, "request_generation_tokens_sum") == 5
+
+
+# OpenMetrics, with examples
+
+
+def exemplars(metrics: Metrics, name: str) -> list[tuple[float, str, float]]:
+    """(Upper edge, request, value) of the examples of a histogram."""
+    text = expose(metrics, content_type=OPEN_METRICS).decode()
+    assert text.endswith("# EOF\n")
+    [family] = [family for family in open_metrics(text) if family.name == f"penstock_{name}"]
+    found = [(float(sample.labels["le"]), sample.exemplar) for sample in family.samples if sample.exemplar]
+    return [(edge, example.labels["request_id"], example.value) for edge, example in found]
+
+
+def test_a_bucket_names_its_last_request(metrics):
+    for name, token_ms in (("one/1.0", 100), ("two/2.0", 90), ('"odd"/3.0', 3)):
+        metrics.on_tokens([replace_id(make_request(first_token_ns=token_ms * MS, first_scheduled_ns=0), name)], ())
+    found = exemplars(metrics, "time_to_first_token_seconds")
+    assert found == [(0.005, '"odd"', 0.003), (0.1, "two", 0.09)]
+    assert "# {" not in expose(metrics).decode(), "the plain format has none"
+
+
+def replace_id(request: Request, request_id: str) -> Request:
+    request.request_id = request_id
+    return request
+
+
+def test_an_id_that_no_example_may_have_is_left_out(metrics):
+    metrics.on_finish(make_end(request_id="x" * 117 + "/1.0"))
+    assert exemplars(metrics, "e2e_request_latency_seconds") == []
+    metrics.on_finish(make_end(request_id="x" * 116 + "/1.0"))
+    assert exemplars(metrics, "e2e_request_latency_seconds") == [(0.5, "x" * 116, 0.5)]
+
+
+def test_open_metrics_have_the_same_values(metrics):
+    metrics.on_step(make_step())
+    metrics.on_finish(make_end())
+    samples = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in open_metrics(expose(metrics, content_type=OPEN_METRICS).decode())
+        for sample in family.samples
+    }
+    plain = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(expose(metrics).decode())
+        for sample in family.samples
+    }
+    assert samples == plain
+
+
+# The table
+
+
+def everything() -> tuple[Metrics, dict[str, object]]:
+    """Metrics with every kind of series, and what else `expose` takes."""
+    metrics = Metrics("m")
+    metrics.tier = TierStats(num_slots=1, failures={"io": 1})
+    metrics.read_residence = lambda: RESIDENCE
+    metrics.read_adapters = AdapterStats
+    metrics.read_replicas = lambda: [ReplicaLoad("r", "", EngineLoad(), 0, 0, 0, 0)]
+    metrics.read_moves = lambda: {"lost": 1}
+    metrics.tenants, metrics.num_shared_texts = frozenset({"t"}), 0
+    metrics.count_routed("route")
+    metrics.on_step(make_step(guesses={"a": (2, 1)}))
+    metrics.on_finish(make_end(tenant="t"))
+    upstream = UpstreamStats(name="u", results={"ok": 1}, tokens={"prompt": 1}, is_resting=False)
+    return metrics, {"upstreams": [upstream], "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1})}
+
+
+def test_the_server_writes_what_the_table_has_and_nothing_else():
+    metrics, more = everything()
+    found = {
+        family.name.removeprefix(PREFIX): family for family in text_string_to_metric_families(expose(metrics, **more).decode())
+    }
+    assert found.keys() == {name for name in METRICS if not name.startswith("kv_host")}
+    for name, family in found.items():
+        spec = METRICS[name]
+        assert (family.type, family.documentation) == (spec.kind, spec.help)
+        assert family.samples, name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert labels == set(spec.labels), name
+
+
+def test_every_metric_of_the_table_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    names = {PREFIX + name + spec.suffixes[0] * (spec.kind == "counter") for name, spec in METRICS.items()}
+    missing = {name for name in names if f"`{name}`" not in page and "kv_host" not in name}
+    assert not missing
+
+
+def test_the_process_is_shown_beside_the_models(metrics):
+    text = expose(metrics, process=True).decode()
+    for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_start_time_seconds"):
+        assert re.search(rf"^{name} [\d.e+]+$", text, re.MULTILINE)
+        assert name in SERIES
+
+
+# vLLM's names
+
+BOARD_OF_VLLM = """
+e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count prompt_tokens_total
+generation_tokens_total inter_token_latency_seconds_bucket inter_token_latency_seconds_sum inter_token_latency_seconds_count
+num_requests_running num_requests_waiting time_to_first_token_seconds_bucket time_to_first_token_seconds_sum
+time_to_first_token_seconds_count kv_cache_usage_perc request_prompt_tokens_bucket request_generation_tokens_bucket
+request_success_total request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+request_max_num_generation_tokens_sum
+"""
+"""The series that vLLM's board asks for: examples/observability/prometheus_grafana/grafana.json, read in November 2026."""
+OF_GATEWAYS = "num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc lora_requests_info"
+"""Those of the model server protocol of the Gateway API inference extension, read in November 2026."""
+
+
+def vllm_samples(metrics: Metrics) -> dict[str, list]:
+    samples: dict[str, list] = {}
+    for family in text_string_to_metric_families(expose(metrics, vllm=True).decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample)
+    return samples
+
+
+def test_every_series_of_vllms_board_and_of_gateways_is_there():
+    metrics, _ = everything()
+    samples = vllm_samples(metrics)
+    for name in (BOARD_OF_VLLM + OF_GATEWAYS).split():
+        assert f"vllm:{name}" in samples, name
+        if name != "lora_requests_info":
+            assert {sample.labels["model_name"] for sample in samples[f"vllm:{name}"]} == {"m"}
+    assert b"vllm:" not in expose(metrics)
+    text = expose(metrics, vllm=True, content_type=OPEN_METRICS).decode()
+    assert {family.name for family in open_metrics(text)} > {f"vllm:{name}" for name in NAMES}
+
+
+def test_values_under_vllms_names_are_the_sums_of_ours(metrics):
+    metrics.on_step(make_step(num_preemptions=3, num_swaps=1))
+    metrics.on_tokens([make_request()], [20 * MS])
+    metrics.on_finish(make_end())
+    metrics.connect(load=lambda: EngineLoad(num_waiting=5, waits_for=WaitReason.ROWS), signals=SustainedLoad)
+    samples = vllm_samples(metrics)
+    for name, expected in (
+        ("num_preemptions_total", 3),
+        ("num_requests_waiting", 5),
+        ("prompt_tokens_total", 50),
+        ("request_queue_time_seconds_sum", 0.01),
+        ("time_to_first_token_seconds_count", 1),
+    ):
+        [sample] = samples[f"vllm:{name}"]
+        assert sample.value == pytest.approx(expected), name
+    ends = {sample.labels["finished_reason"]: sample.value for sample in samples["vllm:request_success_total"]}
+    assert ends == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+    ours, theirs = samples["penstock_time_to_first_token_seconds_bucket"], samples["vllm:time_to_first_token_seconds_bucket"]
+    assert [(one.labels["le"], one.value) for one in ours] == [(one.labels["le"], one.value) for one in theirs]
+
+
+def test_a_gateway_learns_which_adapters_are_ready():
+    metrics, _ = everything()
+    metrics.max_adapters = 4
+    metrics.read_adapter_names = lambda numbers: [
+        name for name, number in {"b": 2, "a": 1, "c": 3}.items() if number in numbers
+    ]
+    metrics.connect(load=lambda: EngineLoad(adapters=AdapterCounts(numbers={1, 2})), signals=SustainedLoad)
+    [sample] = vllm_samples(metrics)["vllm:lora_requests_info"]
+    assert sample.labels == {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": ""}
+    assert sample.value > 1.7e9

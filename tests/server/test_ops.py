@@ -6,11 +6,12 @@ from html import unescape
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
 from support.server.completions import events
-from support.server.harness import make_runtime
+from support.server.harness import make_client, make_runtime
 
 COUNTED = (
     "penstock_request_success_total",
@@ -50,6 +51,27 @@ async def test_metrics_count_what_was_served(client):
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
     [generated] = families["penstock_generation_tokens"].samples
     assert generated.value == 5
+
+
+async def test_a_scraper_of_open_metrics_gets_examples_that_lead_to_explanations(live):
+    accepts = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"}
+    async with httpx.AsyncClient(base_url=live.url, timeout=20) as client:
+        await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5}, headers={"X-Request-Id": "an/example"})
+        response = await client.get("/metrics", headers=accepts)
+        assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+        families = {family.name: family for family in open_metrics(response.text)}
+        assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+        samples = families["penstock_time_to_first_token_seconds"].samples
+        assert "an/example" in {sample.exemplar.labels["request_id"] for sample in samples if sample.exemplar}
+        assert (await client.get("/v1/requests/an/example")).json()["id"] == "an/example"
+
+
+async def test_the_names_of_vllm_are_there_if_they_are_asked_for(runtime, client):
+    await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+    assert "vllm:" not in (await client.get("/metrics")).text
+    async with make_client(runtime, metrics_compat="vllm") as other:
+        text = (await other.get("/metrics")).text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="toy"} 5.0' in text
 
 
 @pytest.mark.parametrize("limits", [{"max_tokens": 5}, {"max_tokens": 500, "stop": list("aeio")}], ids=["length", "stop"])

@@ -88,7 +88,9 @@ def _front(
     admission = Admission(
         lasting.limits, info.capacity, reads_priority=blueprint.policies.reads_priority, tenants=lasting.tenants
     )
-    connect(fleet, bridge, admission, metrics, max_running=blueprint.policies.max_running(info.capacity))
+    max_running = blueprint.policies.max_running(info.capacity)
+    connect(fleet, bridge, admission, metrics, max_running=max_running)
+    metrics.max_rows, metrics.max_step_tokens = max_running, info.capacity.max_step_tokens
     if (adapters := lasting.adapters) is not None:
         connect_adapters(adapters, blueprint, model)
         fleet.use_adapters(adapters)

@@ -510,6 +510,9 @@ class ServerConfig(Component):
         "A line for each request, at its end, on standard output: client, path, status, times and tokens.",
         choices=tuple(AccessLogKind),
     )
+    metrics_compat: str = choice(
+        "none", "GET /metrics also has the names of this server, for its boards and for gateways.", choices=("none", "vllm")
+    )
     ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
     ssl_keyfile: str | None = path(None, "TLS private key (PEM).")
     max_connections: int | None = count(

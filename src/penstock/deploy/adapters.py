@@ -14,7 +14,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -345,6 +345,12 @@ class Adapters:
             return replace(
                 self._counts, num_registered=len(self._names), num_in_memory=len(self._in_memory), num_bytes=self._num_bytes
             )
+
+    def names_of(self, numbers: Collection[int]) -> list[str]:
+        """Return the names of these adapters. O(names)."""
+        with self._changed:
+            named = [(name, entry.adapter) for name, entry in self._names.items() if entry.adapter is not None]
+        return [name for name, adapter in named if adapter.number in numbers]
 
     def close(self) -> None:
         """Stop loading, and drop the model and all adapters in memory. Idempotent.

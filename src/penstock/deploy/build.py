@@ -74,6 +74,7 @@ class Lasting:
         self.adapters = adapters
         if adapters is not None:
             self.metrics.read_adapters = lambda: adapters.stats
+            self.metrics.read_adapter_names = adapters.names_of
 
     @cached_property
     def journal(self) -> Journal | None:
@@ -166,6 +167,7 @@ class EngineMaker:
         self.metrics, self.journal, self.sources = lasting.metrics, lasting.journal, lasting.sources
         self.adapters = lasting.adapters
         self.metrics.settings_hash = blueprint.settings_hash
+        self.metrics.max_adapters = blueprint.lora.max_loras
         self.metrics.tier.medium = "host" if blueprint.cache.kv_host_size_bytes else "disk"
         self.admission = Admission(
             lasting.limits,
@@ -311,7 +313,11 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
     )
     maker.bridge.attach(engine)
     metrics.connect(
-        load=engine.load, signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()), waste=engine.kv_waste_ratio
+        load=engine.load,
+        signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()),
+        waste=engine.kv_waste_ratio,
+        max_rows=maker.signals.num_rows,
+        max_step_tokens=executor.capacity.max_step_tokens,
     )
     with contextlib.ExitStack() as undone:
         undone.callback(engine.close, 0.0)

@@ -9,30 +9,36 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.obs.signals import SustainedLoad
+from penstock.obs.waits import REASONS, Waits
 from penstock.types.errors import RejectReason
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import NO_WAITS, FinishReason, Request, WaitTimes
 from penstock.types.stats import AdapterStats, EngineLoad, ReplicaLoad, RequestStats, ScalingDecision, StepStats, TierStats
 
 
 class Histogram:
-    """Counts of observed values in buckets, in the unit of its bounds."""
+    """Counts of observed values in buckets, in the unit of its bounds, and an example for each bucket."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_examples", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds` are the upper edges of the buckets, ascending. A bucket for larger values is added."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        self._examples: dict[int, tuple[str, float]] = {}
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, request_id: str = "") -> None:
+        """Count a value. With a `request_id`, its request becomes the example of its bucket."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self._sum += value
+        if request_id:
+            self._examples[bucket] = request_id, value
 
     def snapshot(self, unit: float = 1.0) -> tuple[list[tuple[str, float]], float]:
         """Return [(upper edge as Prometheus writes it, values at or below it)] and the values' sum, both divided by `unit`."""
@@ -43,6 +49,10 @@ class Histogram:
             num_below += count
             buckets.append((edge, float(num_below)))
         return buckets, self._sum / unit
+
+    def examples(self, unit: float = 1.0) -> dict[int, tuple[str, float]]:
+        """Return index of a bucket -> (id of the engine of its last request, value divided by `unit`)."""
+        return {bucket: (request_id, value / unit) for bucket, (request_id, value) in self._examples.items()}
 
 
 _MS = 1_000_000
@@ -61,6 +71,9 @@ MAX_NOTED = 128
 
 SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 """Reasons counted by `request_success_total`. `requests_rejected_total` counts refused requests."""
+
+NO_WAIT = "step"
+"""The label of a wait for nothing but the step under way, and of the work before the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +116,15 @@ class Metrics:
         self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
         self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
         self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.prefill_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.decode_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.prompt_tokens = Histogram(TOKEN_COUNT_BOUNDS)
+        self.generated_tokens = Histogram(TOKEN_COUNT_BOUNDS)
+        self.request_ns: Counter[str] = Counter(queue=0, prefill=0, decode=0)
+        """Time of requests that ended, by part. The sum is that of `e2e_ns`."""
+        self.wait_ns: Counter[str] = Counter(dict.fromkeys((*WaitTimes._fields, NO_WAIT, *filter(None, REASONS)), 0))
+        """Time of first tokens in the queue, by what the queue lacked. The sum is that of `queue_ns`."""
+        self._waits = Waits()
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
@@ -122,6 +144,13 @@ class Metrics:
         self.num_generated_tokens = 0
         self.batch_size = Histogram(SIZE_BOUNDS)
         self.batch_tokens = Histogram(TOKEN_COUNT_BOUNDS)
+        self.steps: Counter[str] = Counter(dict.fromkeys((NO_WAIT, *filter(None, REASONS)), 0))
+        """By what the first waiting request lacked."""
+        self.steps_by_size: dict[tuple[int, bool], list[int]] = {}
+        """(Bits of one less than its rows, whether it computed prompts) -> [steps, their nanoseconds]."""
+        self.max_rows = 0
+        """Most rows and tokens of a step; 0: not known."""
+        self.max_step_tokens = 0
         self.step_ns: dict[str, Histogram] = {}
         """By part of the step. `total` starts with the plan, or with the end of the previous step if that was later."""
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
@@ -148,6 +177,10 @@ class Metrics:
         self.read_waste: Callable[[], float] = float
         self.read_adapters: Callable[[], AdapterStats] | None = None
         """None for a model served without adapters."""
+        self.read_adapter_names: Callable[[Collection[int]], Sequence[str]] = lambda _: ()
+        """Returns the names of adapters, given their numbers."""
+        self.max_adapters = 0
+        """Most adapters of one step."""
         self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
         """None for a model that this process computes."""
         self.read_moves: Callable[[], Mapping[str, int]] = dict
@@ -165,8 +198,11 @@ class Metrics:
         load: Callable[[], EngineLoad],
         signals: Callable[[], SustainedLoad],
         waste: Callable[[], float] = float,
+        max_rows: int = 0,
+        max_step_tokens: int = 0,
     ) -> None:
-        """Set the functions that gauges are read from: current load, recent load, and wasted share of KV memory."""
+        """Set the functions that gauges are read from (current load, recent load, wasted share of KV memory), and limits."""
+        self.max_rows, self.max_step_tokens = max_rows, max_step_tokens
         self.read_load = load
         self.read_signals = signals
         self.read_waste = waste
@@ -249,6 +285,12 @@ class Metrics:
             self.guesses.update(stats.counts.guesses.values())
         self.batch_size.observe(stats.counts.num_rows)
         self.batch_tokens.observe(stats.counts.num_tokens)
+        self._waits.on_step(stats)
+        self.steps[stats.counts.waits_for or NO_WAIT] += 1
+        key = (max(0, stats.counts.num_rows - 1).bit_length(), bool(stats.counts.prefills))
+        same = self.steps_by_size.setdefault(key, [0, 0])
+        same[0] += 1
+        same[1] += stats.ended_ns - stats.started_ns - stats.waited_ns
         self._observe_part("total", stats.ended_ns - stats.started_ns)
         if stats.waited_ns:
             self._observe_part("turn", stats.waited_ns)
@@ -270,11 +312,23 @@ class Metrics:
             return
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
-            self.ttft_ns.observe(ttft_ns)
+            self.ttft_ns.observe(ttft_ns, request.request_id)
             if request.slo_ttft_ns is not None:
                 self.slo["ttft", ttft_ns <= request.slo_ttft_ns] += 1
         if request.first_scheduled_ns is not None:
-            self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns)
+            self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns, request.request_id)
+            if request.first_token_ns is not None:
+                self.prefill_ns.observe(request.first_token_ns - request.first_scheduled_ns, request.request_id)
+            self._count_wait(request, request.first_scheduled_ns)
+
+    def _count_wait(self, request: Request, scheduled_ns: int) -> None:
+        queued_ns = request.arrival_ns
+        if request.waits is not NO_WAITS:
+            for name, part_ns in zip(WaitTimes._fields, request.waits, strict=True):
+                self.wait_ns[name] += part_ns
+                queued_ns += part_ns
+        for reason, part_ns in self._waits.split(queued_ns, scheduled_ns).items():
+            self.wait_ns[reason or NO_WAIT] += part_ns
 
     def _count_itl(self, is_met: bool) -> None:
         self.slo["itl", is_met] += 1
@@ -290,9 +344,22 @@ class Metrics:
         self.success[stats.finish_reason] += 1
         if stats.background:
             return
-        self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
+        self._count_times(stats)
+        self.prompt_tokens.observe(stats.num_prompt_tokens)
+        self.generated_tokens.observe(stats.num_generated_tokens)
         if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
             self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
+
+    def _count_times(self, stats: RequestStats) -> None:
+        ended_ns = stats.ended_ns
+        scheduled_ns = ended_ns if stats.first_scheduled_ns is None else stats.first_scheduled_ns
+        token_ns = ended_ns if stats.first_token_ns is None else stats.first_token_ns
+        self.e2e_ns.observe(ended_ns - stats.arrival_ns, stats.request_id)
+        if stats.first_token_ns is not None:
+            self.decode_ns.observe(ended_ns - token_ns, stats.request_id)
+        self.request_ns["queue"] += scheduled_ns - stats.arrival_ns
+        self.request_ns["prefill"] += token_ns - scheduled_ns
+        self.request_ns["decode"] += ended_ns - token_ns
 
     def _count_tenant(self, stats: RequestStats) -> None:
         is_rejected = bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED

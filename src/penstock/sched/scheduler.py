@@ -305,6 +305,7 @@ class Scheduler:
         capacity, limits = self.capacity, StepLimits(self.capacity.max_step_tokens)
         draft = StepDraft(now_ns, limits, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
         draft.counts.most_ns = self._most_step_ns()
+        draft.counts.waited_for = self.news.waits_for
         if after is not None:
             draft.preemptions, draft.set_aside = after.preemptions, after.set_aside
             draft.counts.num_preemptions, draft.counts.num_swaps = after.counts.num_preemptions, after.counts.num_swaps

@@ -104,6 +104,8 @@ class StepCounts:
     """How long the step should take at most, since other models want the machine. 0: no limit."""
     max_prefill_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
+    waited_for: WaitReason = WaitReason.NOTHING
+    """The reason at the last attempt to plan before this step, which may have made no plan."""
     num_blocks_held: int = 0
     """Blocks held by requests and adapters while the step is computed, including requests that end with it."""
     num_adapters: int = 0

@@ -13,7 +13,9 @@ from penstock.serve.shapes import Status, Success, Version
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    status, requests = StatusEndpoint(parts.deployment, parts.upstreams, parts.batches), RequestsEndpoint(parts.in_flight)
+    has_vllm_names = parts.config.metrics_compat == "vllm"
+    status = StatusEndpoint(parts.deployment, parts.upstreams, parts.batches, has_vllm_names=has_vllm_names)
+    requests = RequestsEndpoint(parts.in_flight)
     pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts)
     by_id, accepted = "/v1/requests/{request_id:path}", {202: "The model will be loaded"}
     return [

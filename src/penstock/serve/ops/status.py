@@ -78,8 +78,16 @@ class Load(TypedDict):
 
 
 class StatusEndpoint:
-    def __init__(self, deployment: Deployment, upstreams: Mapping[str, Upstream], batches: BatchRunner | None) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        upstreams: Mapping[str, Upstream],
+        batches: BatchRunner | None,
+        *,
+        has_vllm_names: bool = False,
+    ) -> None:
         self._deployment, self._upstreams, self._batches = deployment, upstreams, batches
+        self._has_vllm_names = has_vllm_names
 
     async def health(self, _http: HttpRequest) -> Status:
         """Report whether the process is alive. 503 means that a restart of the process is needed."""
@@ -155,12 +163,30 @@ class StatusEndpoint:
     async def version(self, _http: HttpRequest) -> Version:
         return {"version": penstock.__version__}
 
-    async def metrics(self, _http: HttpRequest) -> Response:
-        """Return metrics in Prometheus' text format."""
+    async def metrics(self, http: HttpRequest) -> Response:
+        """Return metrics in Prometheus' text format, or as OpenMetrics if the scraper accepts that."""
         # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         upstreams = [one.stats() for one in self._upstreams.values()]
         batches = None if self._batches is None else self._batches.stats()
-        return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served], upstreams, batches)
+        models = [served.metrics for served in self._deployment.served]
+        is_open = "application/openmetrics-text" in http.headers.get("accept", "")
+        return await asyncio.to_thread(self._render, models, upstreams, batches, is_open)
+
+    def _render(
+        self, metrics: Sequence[Metrics], upstreams: Sequence[UpstreamStats], batches: BatchStats | None, is_open: bool
+    ) -> Response:
+        from penstock.obs.prometheus import OPEN_METRICS, PLAIN, expose
+
+        content_type = OPEN_METRICS if is_open else PLAIN
+        body = expose(
+            *metrics,
+            upstreams=upstreams,
+            batches=batches,
+            process=True,
+            vllm=self._has_vllm_names,
+            content_type=content_type,
+        )
+        return Response(body, headers={"content-type": content_type})
 
 
 def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:
@@ -201,9 +227,3 @@ def _replica(one: ReplicaLoad) -> Replica:
         "kv_blocks": one.load.num_blocks_total,
         "silent_s": round(one.silent_ns / 1e9, 3),
     }
-
-
-def _render(metrics: Sequence[Metrics], upstreams: Sequence[UpstreamStats], batches: BatchStats | None) -> Response:
-    from penstock.obs.prometheus import CONTENT_TYPE, expose
-
-    return Response(expose(*metrics, upstreams=upstreams, batches=batches), headers={"content-type": CONTENT_TYPE})
