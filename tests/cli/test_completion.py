@@ -66,7 +66,7 @@ def completed(folder: Path, *words: str) -> list[str]:
     [
         (["ser"], ["serve"]),
         (["serve", "--ssl-"], ["--ssl-certfile", "--ssl-keyfile"]),
-        (["serve", "--access-log", ""], ["off", "text", "json"]),
+        (["serve", "--log-format", ""], ["text", "json"]),
         (["serve", "--policy", "s"], ["sjf", "srpf"]),
         (["serve", "smoll"], ["smollm2:135m"]),
         (["run", "--model", "gemma3:270"], ["gemma3:270m"]),

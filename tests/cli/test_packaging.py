@@ -35,7 +35,9 @@ def test_the_lock_has_what_the_project_requires() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, extras = settings["project"], settings["project"]["optional-dependencies"]
     required = project["dependencies"] + settings["build-system"]["requires"] + settings["dependency-groups"]["wheels"]
-    required += [line for extra in ("hf", "lab", "test", "docs") for line in extras[extra] if not line.startswith("penstock")]
+    required += [
+        line for extra in ("hf", "lab", "otel", "test", "docs") for line in extras[extra] if not line.startswith("penstock")
+    ]
     locked = re.findall(r"^(\S+)==(\S+)", (PACKAGING / "requirements-dev.lock").read_text(encoding="utf-8"), re.MULTILINE)
     for requirement in map(Requirement, required):
         versions = [version for name, version in locked if name == requirement.name]

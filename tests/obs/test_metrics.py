@@ -451,7 +451,11 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     metrics.on_step(make_step(guesses={"a": (2, 1)}))
     metrics.on_finish(make_end(tenant="t"))
     upstream = UpstreamStats(name="u", results={"ok": 1}, tokens={"prompt": 1}, is_resting=False)
-    return metrics, {"upstreams": [upstream], "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1})}
+    return metrics, {
+        "upstreams": [upstream],
+        "traces": {"exported": 1},
+        "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1}),
+    }
 
 
 def test_the_server_writes_what_the_table_has_and_nothing_else():

@@ -503,10 +503,11 @@ def test_a_line_that_breaks_the_server_is_an_error(jobs, client, monkeypatch):
     assert counted(client, batch) == once(20)
 
 
-def test_lines_pass_the_access_log(tmp_path, capsys):
-    with serving(tmp_path, access_log="text") as server, server.client() as client:
+def test_lines_pass_the_log_of_requests(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with serving(tmp_path, log_requests=1.0) as server, server.client() as client:
         assert ended(client, begun(client, lines_of(3))).request_counts.completed == 3
-    assert capsys.readouterr().out.count(f"POST {CHAT}") == 3
+    assert caplog.text.count(f"POST {CHAT}") == 3
 
 
 # stops and faults

@@ -244,16 +244,6 @@ async def test_who_asks_for_a_request_in_vain_is_told_why(client):
     assert "is running" not in message
 
 
-@pytest.mark.parametrize(("limit_s", "num_lines"), [(None, 0), (100.0, 0), (0.0, 1)])
-async def test_slow_requests_are_explained_in_the_log(runtime, caplog, limit_s, num_lines):
-    caplog.set_level("WARNING", "penstock.calls.in_flight")  # who asks for these lines may not want all others
-    async with make_client(runtime, slow_request_s=limit_s) as client:
-        await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 5}, headers={"X-Request-Id": "r"})
-    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.calls.in_flight"]
-    assert len(lines) == num_lines
-    assert all(line.startswith("slow request r: Took ") and "prompt of 37 tokens" in line for line in lines)
-
-
 async def test_an_ended_choice_that_is_forgotten_does_not_wait():
     gate = GatedExecutor(replace(CAPACITY, max_rows=1))
     with running(gate, max_explained=1) as server:

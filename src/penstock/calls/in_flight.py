@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Protocol, Self, TypeVar
 
@@ -28,8 +27,6 @@ from penstock.obs.explain.journal import History
 from penstock.obs.explain.lives import Life
 from penstock.text.answers import AnswerForm
 from penstock.types.request import NO_WAITS, FinishReason, Request, RequestStatus, WaitTimes
-
-_log = logging.getLogger(__name__)
 
 _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
@@ -280,7 +277,6 @@ class InFlight:
             # A failed core may not have reported their ends.
             call.running.admission.forget([request.request_id for request in call.requests])
         self._remember(call)
-        self._log_slow(call)
         _take(self._calls, call.terms.request_id, call)
         call.running.end_use()
 
@@ -299,6 +295,13 @@ class InFlight:
         calls: list[CallInFlight | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
         calls = [call for call in reversed(calls) if call.terms.owner == owner]
         return lambda: next(filter(None, map(self._tell, calls)), None)
+
+    def explaining(self, call: CallInFlight) -> Callable[[], Sequence[Explanation]]:
+        """Return a function, for any thread, that explains the choices of a call, as far as the journal has them."""
+        running, ids = call.running, call.engine_ids
+        if running.journal is None:
+            return tuple
+        return partial(running.journal.explain_all, ids, running.clock.now_ns)
 
     def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
         """Return a function, for any thread, that explains the owner's unfinished calls, those not in the engine yet last."""
@@ -345,24 +348,6 @@ class InFlight:
         age_ns = now_ns - choices[0][1].arrival_ns
         num_forgotten = len(call.engine_ids) - len(choices)
         return Told(call.terms.request_id, landed.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices, num_forgotten)
-
-    def _log_slow(self, call: CallInFlight) -> None:
-        limit_s = self.config.slow_request_s
-        if limit_s is None or call.terms.background:  # lines of batches wait as long as it takes
-            return
-        elapsed_s = (call.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
-        if elapsed_s < limit_s:
-            return
-        if call.running.journal is not None and call.running.journal.is_elsewhere:
-            asyncio.get_running_loop().run_in_executor(None, self._tell_slow, call, elapsed_s)
-        else:
-            self._tell_slow(call, elapsed_s)
-
-    def _tell_slow(self, call: CallInFlight, elapsed_s: float) -> None:
-        told = self._tell(call)
-        cause = "because --explained-requests is 0" if call.running.journal is None else "since its replica has gone"
-        why = f"took {elapsed_s:.1f} s; the cause is unknown {cause}" if told is None else told.summary
-        _log.warning("slow request %s: %s", call.terms.request_id, why)
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)

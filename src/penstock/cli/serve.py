@@ -131,6 +131,10 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
             read_hours(config.batch_hours)
         if config.webhook_url is not None:
             key_of(config.webhook_url, config.webhook_secret or "")
+    if config.otlp_endpoint or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        from penstock.serve.tracing import collector_of
+
+        collector_of(config)
     if config.ssl_certfile:
         from penstock.serve.http.tls import server_context
 
@@ -154,7 +158,10 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        if (fields := getattr(record, "fields", None)) is not None:  # of a request, in place of the same as text
+            entry = entry | {"message": "request"} | fields
+        # ASCII, so that text of a client moves no terminal's cursor. Python's `json` would leave the control character DEL.
+        return json.dumps(entry).replace("\x7f", "\\u007f")
 
 
 class TextFormatter(logging.Formatter):

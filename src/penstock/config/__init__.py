@@ -1,7 +1,6 @@
 """Settings and their defaults, for `deploy`, `cli` and programs that start Penstock from Python."""
 
 from penstock.config.components import (
-    AccessLogKind,
     AdmissionConfig,
     AttentionKernels,
     Backend,
@@ -22,7 +21,6 @@ from penstock.config.components import (
 )
 
 __all__ = [
-    "AccessLogKind",
     "AdmissionConfig",
     "AttentionKernels",
     "Backend",

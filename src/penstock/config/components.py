@@ -467,14 +467,6 @@ class BackendConfig(Component):
     )
 
 
-class AccessLogKind(StrEnum):
-    """Format of the access log."""
-
-    OFF = "off"
-    TEXT = "text"
-    JSON = "json"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(Component):
     """Settings of the HTTP server."""
@@ -505,11 +497,6 @@ class ServerConfig(Component):
         is_multiple=True,
     )
     page: bool = flag(True, "The page at /, to chat in a browser and to watch the server.")
-    access_log: str = choice(
-        AccessLogKind.OFF.value,
-        "A line for each request, at its end, on standard output: client, path, status, times and tokens.",
-        choices=tuple(AccessLogKind),
-    )
     metrics_compat: str = choice(
         "none", "GET /metrics also has the names of this server, for its boards and for gateways.", choices=("none", "vllm")
     )
@@ -555,8 +542,25 @@ class ServerConfig(Component):
         minimum=0,
         maximum=100_000,
     )
+    log_requests: float = share(
+        0.0,
+        "Share of the requests with a line in the log, at their end: client, path, status, times and tokens.",
+        minimum=0.0,
+        maximum=1.0,
+    )
     slow_request_s: float | None = duration(
-        None, "The log explains each request that took longer.", key="log_slow_requests", minimum=0.0
+        None, "Each request that took longer has such a line, which explains it.", key="log_slow_requests", minimum=0.0
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces of requests.",
+        default_doc="OTEL_EXPORTER_OTLP_ENDPOINT, without which there are none",
+    )
+    trace_sample: float = share(
+        1.0,
+        "Share of the requests that are traced, of those whose client does not say.",
+        minimum=0.0,
+        maximum=1.0,
     )
     request_timeout_s: float | None = duration(
         None, "Longest time that a request may take, its wait included; a client may ask for less.", minimum=0.001

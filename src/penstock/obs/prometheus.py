@@ -47,6 +47,7 @@ def expose(
     *models: Metrics,
     upstreams: Sequence[UpstreamStats] = (),
     batches: BatchStats | None = None,
+    traces: Mapping[str, int] | None = None,
     process: bool = False,
     vllm: bool = False,
     content_type: str = PLAIN,
@@ -62,6 +63,8 @@ def expose(
         registry.register(_Families(_of_upstreams(upstreams)))
     if batches is not None:
         registry.register(_Families(_of_batches(batches)))
+    if traces is not None:
+        registry.register(_Families([_family("traced_requests", [((result,), number) for result, number in traces.items()])]))
     if process:
         ProcessCollector(registry=registry)
     write: Callable[..., bytes] = generate_open_metrics if content_type == OPEN_METRICS else generate_latest

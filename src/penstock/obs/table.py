@@ -102,11 +102,12 @@ counter adapter_loads model result | Adapters read from files.
 counter adapter_load_seconds model | Time to read, check and pack adapters.
 counter adapter_placements model | Adapters copied into the KV cache.
 counter adapter_evictions model place | Evicted adapters.
-# Routes, batches, replicas
+# Routes, traces, batches, replicas
 counter routed_requests model route | Requests for which a route chose this model.
 counter upstream_requests upstream result | Requests to a model of another server, by how they ended.
 counter upstream_tokens upstream kind | Tokens of prompts and answers, as the upstream counts them.
 gauge upstream_resting upstream | 1 while the upstream is left alone, since it failed.
+counter traced_requests result | Requests to be traced, by whether the collector got them.
 counter job_lines result | Lines of batches, by how they ended.
 counter job_tokens kind | Tokens of batches: input, those of them that were cached, and output.
 gauge job_lines_left | Lines that have no answer.

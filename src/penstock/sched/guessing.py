@@ -33,7 +33,7 @@ LINE_STEPS = 32
 MOST_POSITIONS_READ = 64
 """A step of fewer positions is supposed to take most of its time for reading the weights."""
 DOUBT = 0.1
-"""What is supposed of the slope counts as much as steps whose positions have this variance."""
+"""The supposed slope counts as much as steps whose positions have this variance."""
 MOST_LATE = 2
 """A step counts as no longer than this many times what was expected."""
 
@@ -51,7 +51,7 @@ class StepLine:
     mean_positions: float = 0.0
     mean_ns: float = 0.0
     variance: float = 0.0
-    """Of the positions."""
+    """That of the positions."""
     covariance: float = 0.0
 
     def learn(self, num_positions: int, duration_ns: float) -> None:

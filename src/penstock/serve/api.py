@@ -72,6 +72,8 @@ class Parts:
     own: OwnRequests
     batches: BatchRunner | None = None
     """None if the server keeps no files."""
+    count_traces: Callable[[], Mapping[str, int]] | None = None
+    """Returns how many requests were to be traced, by what became of them. None if no collector is named."""
 
     @property
     def off_loop(self) -> OffLoop:

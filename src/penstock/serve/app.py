@@ -21,12 +21,11 @@ from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
-from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits
+from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits, finish_entry
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
 from penstock.serve.errors import ApiError, from_http_exception, shorten, unavailable
-from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import (
     OPEN_PATHS,
     JsonEndpoint,
@@ -39,6 +38,8 @@ from penstock.serve.http.checks import (
     words_of,
 )
 from penstock.serve.http.cors import Cors
+from penstock.serve.http.entries import NotedRequests
+from penstock.serve.http.request_log import RequestLog
 from penstock.serve.jobs.routes import API as JOBS
 from penstock.serve.llama_cpp.routes import api as llama_cpp
 from penstock.serve.ollama.routes import API as OLLAMA
@@ -57,6 +58,7 @@ from penstock.serve.routes import RouteChooser
 from penstock.serve.tei.routes import API as TEI
 from penstock.serve.texts.endpoint import TextsEndpoint
 from penstock.serve.tgi.routes import API as TGI
+from penstock.serve.tracing import Tracer
 from penstock.serve.vllm.routes import API as VLLM
 from penstock.types.errors import ConfigError, ModelAway
 
@@ -72,9 +74,10 @@ APIS: Sequence[Api] = (OPENAI, RESPONSES, JOBS, ANTHROPIC, _LLAMA_CPP, TEI, COHE
 def create_app(
     deployment: Deployment,
     config: ServerConfig,
-    access_log: AccessLog | None = None,
+    request_log: RequestLog | None = None,
     keys: KeyRing | None = None,
     apis: Sequence[Api] = APIS,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """Return the ASGI application that serves started models. Raises `ConfigError` for unusable key files and origins."""
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
@@ -97,6 +100,7 @@ def create_app(
         lifetime=lifetime,
         own=own,
         batches=_batches(deployment, config, own, lifetime),
+        count_traces=None if tracer is None else tracer.counts,
     )
     operations = _operations(apis, parts)
     routes = [
@@ -108,7 +112,7 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            *([Middleware(LoggedRequests, log=access_log)] if access_log else []),
+            *_noted(deployment, request_log, tracer),
             Middleware(
                 RequestChecks,
                 new_request_id=deployment.sources.new_request_id,
@@ -130,6 +134,14 @@ def create_app(
     app.state.batches, app.state.lifetime = parts.batches, parts.lifetime
     own.app = app
     return app
+
+
+def _noted(deployment: Deployment, request_log: RequestLog | None, tracer: Tracer | None) -> Sequence[Middleware]:
+    takers = [part.add for part in (request_log, tracer) if part is not None]
+    if not takers:
+        return []
+    read_clock = deployment.clock.now_ns
+    return [Middleware(NotedRequests, read_clock=read_clock, takers=takers, finish=finish_entry, tracing=tracer)]
 
 
 def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lifetime: Lifetime) -> BatchRunner | None:

@@ -28,7 +28,7 @@ from starlette.types import Scope
 from penstock.admission.ask import TenantLimits
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Owner, Terms
 from penstock.calls.check import make_call
-from penstock.calls.in_flight import Arrival, InFlight, RunningCall
+from penstock.calls.in_flight import Arrival, CallInFlight, InFlight, RunningCall
 from penstock.calls.run import run
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
@@ -43,7 +43,6 @@ from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, from_rejected, inva
 from penstock.serve.http.checks import (
     JsonEndpoint,
     add_header,
-    entry_of,
     headers_of,
     identity_of,
     key_name,
@@ -51,6 +50,7 @@ from penstock.serve.http.checks import (
     unless_gone,
     values_of,
 )
+from penstock.serve.http.entries import Entry, Part, entry_of, note_model
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
@@ -605,12 +605,15 @@ class Waits:
 
     def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
         waits: WaitTimes = http.scope.get(WAITED_KEY, NO_WAITS)
-        waited_ns = getattr(waits, name) + self._deployment.clock.now_ns() - since_ns
-        http.scope[WAITED_KEY] = waits._replace(**{name: waited_ns})
+        now_ns = self._deployment.clock.now_ns()
+        http.scope[WAITED_KEY] = waits._replace(**{name: getattr(waits, name) + now_ns - since_ns})
+        if (entry := entry_of(http.scope)) is not None:
+            entry.parts.append(Part(name=name, began_ns=since_ns, ended_ns=now_ns))
 
     async def _ask_upstream(self, name: str, data: bytes, http: HttpRequest) -> Response:
+        note_model(http.scope, "text_completion" if http.url.path.endswith("/v1/completions") else "chat", name)
         if (entry := entry_of(http.scope)) is not None:
-            entry.model = name
+            entry.explain = tuple  # of the small model of a cascade
         terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
         return await self._upstreams[name].answer(data, http, terms)
 
@@ -813,9 +816,23 @@ _Made = tuple[Call, NewWriter]
 """A call, and a function that makes the writer of its answer."""
 
 
+def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
+    """Note the call that answers a request, to explain it once it has ended."""
+    if (entry := entry_of(scope)) is not None:
+        entry.explain = in_flight.explaining(call)
+
+
+def finish_entry(scope: Scope, entry: Entry) -> None:
+    """Note what only the scope of an ended request has."""
+    routed: Routed | None = scope.get(ROUTED_KEY)
+    entry.route = "" if routed is None else routed.header.decode()
+    entry.is_background = scope.get(BACKGROUND_KEY, False)
+
+
 async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
     """Run a call. In a cascade, wait until its first tokens have decided. Raises `ApiError`, `Rejected` and `Unsure`."""
     opened = await unless_gone(http, run(call, in_flight))
+    note_call(http.scope, in_flight, opened)
     routed: Routed | None = http.scope.get(ROUTED_KEY)
     if routed is not None and routed.trial is not None:
         with opened:
@@ -852,6 +869,6 @@ class CallEndpoint:
         """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
         asked = Asked(self.reader, data, http.scope)
         call, new_writer = await self._off_loop.run(len(data), lambda: read(asked), limit=INLINE_MAX_BYTES)
-        if (entry := entry_of(http.scope)) is not None:
-            entry.model = call.answer.model_name
+        operation = "chat" if isinstance(call.request, ChatRequest) else "text_completion"
+        note_model(http.scope, operation, call.answer.model_name)
         return await respond(http, await begin(call, self._in_flight, http), new_writer)

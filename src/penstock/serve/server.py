@@ -25,19 +25,20 @@ from typing import Any
 
 import penstock
 from penstock import fast_json
-from penstock.config import AccessLogKind, ServerConfig
+from penstock.config import ServerConfig
 from penstock.config.keys import ApiKey, api_keys, exposed_paths, key_paths
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app, key_ring
 from penstock.serve.http.acceptor import Acceptor
-from penstock.serve.http.access_log import AccessLog
 from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import bind_socket, connection_limit
+from penstock.serve.http.request_log import RequestLog
 from penstock.serve.http.tls import server_context
 from penstock.serve.http.watch import FileWatch, Watched
+from penstock.serve.tracing import make_tracer
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, counted
 
@@ -93,10 +94,11 @@ class Server:
     ) -> None:
         if config.ssl_keyfile and not config.ssl_certfile:
             raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
-        kind = AccessLogKind(config.access_log)
-        self._access_log = None if kind is AccessLogKind.OFF else AccessLog(as_json=kind is AccessLogKind.JSON)
+        logs = config.log_requests or config.slow_request_s is not None
+        self._request_log = RequestLog(config.log_requests, config.slow_request_s) if logs else None
+        self._tracer = make_tracer(config, deployment.clock)
         self._keys = key_ring(config)
-        self._app = create_app(deployment, config, self._access_log, self._keys)
+        self._app = create_app(deployment, config, self._request_log, self._keys, tracer=self._tracer)
         self._max_connections = connection_limit(config)
         self._deployment = deployment
         self._config = config
@@ -117,8 +119,9 @@ class Server:
                 # docs/notes/2026-11-20-threads.md says why the event loop is asyncio's own.
                 asyncio.run(self._serve())
         finally:
-            if self._access_log is not None:
-                self._access_log.close()
+            for part in (self._request_log, self._tracer):
+                if part is not None:
+                    part.close()
 
     async def _serve(self) -> None:
         self._loop, config = asyncio.get_running_loop(), self._config
@@ -126,7 +129,7 @@ class Server:
             HttpConnection,
             self._app,
             max_body_bytes=config.max_body_bytes,
-            access_log=self._access_log,
+            request_log=self._request_log,
             cors=Cors(config.allowed_origins) if config.allowed_origins else None,
         )
         with self._listener:

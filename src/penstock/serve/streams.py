@@ -31,7 +31,8 @@ from penstock.serve.errors import (
     from_rejected,
     internal,
 )
-from penstock.serve.http.checks import CLIENT_LEFT, client_watch, entry_of
+from penstock.serve.http.checks import CLIENT_LEFT, client_watch
+from penstock.serve.http.entries import entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageTold
 from penstock.text.answers import (

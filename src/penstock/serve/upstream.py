@@ -14,7 +14,7 @@ import math
 import re
 import ssl
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -36,6 +36,7 @@ from penstock.serve.breaker import Breaker, Turn
 from penstock.serve.errors import ApiError, overloaded, past_deadline, shorten, unavailable
 from penstock.serve.events import Garbage, as_object
 from penstock.serve.http.checks import key_name, unless_gone
+from penstock.serve.http.entries import Part, asked_elsewhere
 from penstock.serve.upstream_stream import UpstreamStream
 from penstock.types.errors import Rejected
 from penstock.types.stats import UpstreamStats
@@ -139,6 +140,9 @@ class Upstream:
         question = await self._off_loop.run(len(data), partial(_question, data, self.config.model), limit=INLINE_MAX_BYTES)
         with contextlib.ExitStack() as held:
             exchange = held.enter_context(self._open(terms, question))
+            exchange.part, exchange.headers = held.enter_context(
+                asked_elsewhere(http.scope, self.config.name, self.clock.now_ns)
+            )
             answer = await unless_gone(http, exchange.begin(http.url.path))
             if isinstance(answer, UpstreamStream):
                 answer.hold(held.pop_all())
@@ -173,6 +177,8 @@ class Upstream:
             self._num_open -= 1
             turn.close()
             self.results[exchange.result] += 1
+            if exchange.part is not None:
+                exchange.part.result = exchange.result
             if account is not None:
                 self._tenants.release(account, demand)
                 now_ns, name = self.clock.now_ns(), str(id(exchange))
@@ -184,7 +190,7 @@ class Upstream:
     def may_retry(self) -> bool:
         return self._breaker.may_retry()
 
-    async def send(self, path: str, question: Question) -> httpx2.Response:
+    async def send(self, path: str, question: Question, headers_of_trace: Mapping[str, str]) -> httpx2.Response:
         """Send a request, and return the head of its answer."""
         if self._client is None:
             config = self.config
@@ -199,7 +205,9 @@ class Upstream:
         silence_s = self.config.max_silence_s if question.is_streamed else self.config.max_answer_s
         timeout = httpx2.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
         url = self.config.url + path.removeprefix("/v1")
-        request = self._client.build_request("POST", url, content=question.content, timeout=timeout)
+        request = self._client.build_request(
+            "POST", url, content=question.content, headers=dict(headers_of_trace), timeout=timeout
+        )
         return await self._client.send(request, stream=True)
 
     async def parse(self, data: bytes) -> dict[str, Any]:
@@ -229,6 +237,10 @@ class Exchange:
         self.num_tokens = 0
         """Tokens that the request's key pays for."""
         self._turn = turn
+        self.part: Part | None = None
+        """Is told how it ends."""
+        self.headers: Mapping[str, str] = {}
+        """They continue the trace of the request."""
 
     @property
     def max_silence_s(self) -> float:
@@ -274,7 +286,7 @@ class Exchange:
         """Return the head of the answer: of the second one if the first attempt fails and another is allowed."""
         upstream = self.upstream
         try:
-            response = await upstream.send(path, self.question)
+            response = await upstream.send(path, self.question, self.headers)
             if response.status_code not in _AGAIN or not upstream.may_retry():
                 return response
             await response.aclose()
@@ -283,7 +295,7 @@ class Exchange:
             if isinstance(error, (httpx2.ReadTimeout, httpx2.ConnectTimeout)) or not upstream.may_retry():
                 raise self.failed(error) from None
         try:
-            return await upstream.send(path, self.question)
+            return await upstream.send(path, self.question, self.headers)
         except (httpx2.HTTPError, OSError) as error:
             raise self.failed(error) from None
 
@@ -332,6 +344,8 @@ class Exchange:
             told = {kind: usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")}
             known = {kind: number for kind, number in told.items() if isinstance(number, int) and 0 <= number < 2**53}
             self.upstream.tokens.update(known)
+            if self.part is not None:
+                self.part.num_prompt_tokens, self.part.num_generated_tokens = known.get("prompt"), known.get("completion")
             self.num_tokens = sum(known.values()) or self.num_tokens
 
     def look(self, event: dict[str, Any]) -> None:

@@ -238,13 +238,16 @@ class LiveServer:
     config: ServerConfig = field(default_factory=lambda: ServerConfig(port=0))
     others: tuple[RunningModel, ...] = ()
     """Models beside the first."""
+    more: dict[str, object] = field(default_factory=dict)
+    """Routes and upstreams of its deployment."""
 
     def __enter__(self):
         announced: queue.Queue[str] = queue.Queue()
         self.listener = bind_socket("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(deployment_of(self.runtime, *self.others), self.config, self.listener, announce=announced.put)
+        deployment = deployment_of(self.runtime, *self.others, **self.more)
+        self.server = Server(deployment, self.config, self.listener, announce=announced.put)
         self.thread = threading.Thread(target=self.server.run, name="test-server")
         self.thread.start()
         self.ready_text = announced.get(timeout=30)
@@ -277,11 +280,11 @@ def wait_until(condition, timeout_s=20.0) -> None:
 
 
 @contextlib.contextmanager
-def running(executor=None, *, config=None, others=(), **fields):
+def running(executor=None, *, config=None, others=(), more=None, **fields):
     """A live server over a fresh runtime."""
     runtime = make_runtime(executor, **fields)
     try:
-        with LiveServer(runtime, config or ServerConfig(port=0, shutdown_timeout_s=0.0), others) as server:
+        with LiveServer(runtime, config or ServerConfig(port=0, shutdown_timeout_s=0.0), others, more or {}) as server:
             yield server
     finally:
         runtime.close()

@@ -132,6 +132,10 @@ class Explanation:
     pauses: Sequence[PauseTold]
     route: Route | None = None
     """None unless a cluster computed it."""
+    first_step: int | None = None
+    """The engine's number of the first step that computed its prompt."""
+    last_step: int | None = None
+    """That of the last step before it ended, or before now."""
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
@@ -182,6 +186,8 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         sat_out_ns=life.sat_out_ns,
         longest_gap=decodes.longest,
         pauses=[_pause(pause, life.arrival_ns, end) for pause in life.pauses],
+        first_step=life.first_step,
+        last_step=life.last_step,
     )
 
 
@@ -200,6 +206,7 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
         num_hit_tokens=first.num_hit_tokens,
         stop=first.stop,
         evicted_ago_ns=first.evicted_ago_ns,
+        first_step=first.first_step,
         num_prefill_steps=first.num_prefill_steps,
         num_prefill_tokens=first.num_prefill_tokens,
         num_resume_steps=last.num_prefill_steps,
@@ -281,6 +288,13 @@ _WAITS = {
     WaitReason.LOADING.value: "for its prefix to be loaded",
     WaitReason.PREFIX.value: "for a prefix that another request computes",
     WaitReason.ADAPTER.value: "for its adapter",
+}
+END_WORDS: Mapping[FinishReason, str] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "cancelled",
+    FinishReason.ERROR: "error",
+    FinishReason.REJECTED: "refused",
 }
 _ENDS = {FinishReason.ABORT: "It was cancelled", FinishReason.ERROR: "It failed", FinishReason.REJECTED: "It was refused"}
 _PAUSES = {

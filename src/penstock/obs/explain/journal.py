@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from penstock.obs.explain.explanation import Explanation, explain
@@ -29,6 +30,7 @@ from penstock.obs.explain.lives import (
     WaitClock,
     WaitMark,
 )
+from penstock.obs.explain.window import Window
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats
@@ -73,6 +75,8 @@ class Journal:
         self._unwatched: set[str] = set()
         """Ids of requests in flight that are not watched, since another of their call is."""
         self._lock = threading.Lock()
+        self._window: Window | None = None
+        """Hears what the journal hears, while somebody asks for a trace."""
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
@@ -88,6 +92,8 @@ class Journal:
         self._clock = WaitClock()
         self._turns = Turns()
         self._log = StepLog()
+        self._last_step = 0
+        """The engine's number of the last step."""
 
     # For the engine thread.
 
@@ -162,9 +168,25 @@ class Journal:
         turn = life.turn if life.began is not None or life.ticket is None or life.end else self._turn(life, life.ticket)
         decodes = Span()
         decodes.add(life.decodes)
+        if life.end is None and life.first_step is not None:
+            life.last_step = self._last_step
         if life.phase is Phase.DECODE:
             decodes.add(self._log.span(life.decodes_from, self._log.next))
         return explain(life, now, turn, decodes, self._clock.reason)
+
+    @contextmanager
+    def watched(self, read_clock: Callable[[], int]) -> Iterator[Window]:
+        """Yield a window that hears all until the block ends. One at a time."""
+        with self._lock:
+            self._settle()
+            assert self._window is None, "one at a time"
+            window = self._window = Window(read_clock(), self._lives.values())
+        try:
+            yield window
+        finally:
+            with self._lock:
+                self._settle()
+                self._window = None
 
     # With the lock held, on either thread.
 
@@ -189,6 +211,8 @@ class Journal:
             life.num_before -= sum(beam.arrival_ns <= life.arrival_ns for beam in beams)  # they start together
             beams.append(life)
         life.queued = self._clock.mark(now_ns)
+        if self._window is not None:
+            self._window.queued(life)
 
     def _plan(self, news: PlanNews) -> None:
         now = self._clock.mark(news.planned_ns)
@@ -201,12 +225,17 @@ class Journal:
             if life is not None and life.aside is None and life.began is None:
                 life.aside, life.aside_for = now, reason
         self._clock.lack(news.waits_for, news.planned_ns)
+        if self._window is not None:
+            self._window.planned(news)
 
     def _step(self, stats: StepStats) -> None:
+        if self._window is not None:
+            self._window.step(stats)
         number = self._log.next
         if self._sitting_out or stats.counts.sat_out or stats.counts.rested:
             self._sit_out(stats, number)
         self._log.append(self._step_note(stats), stats.ended_ns)
+        self._last_step = stats.step_id
         last_pieces, self._last_pieces = self._last_pieces, []
         for life, num_pauses in last_pieces:
             if life.phase is Phase.PREFILL and len(life.pauses) == num_pauses:
@@ -276,6 +305,8 @@ class Journal:
         life = self._lives.get(request_id)
         if life is None or life.phase is not Phase.PREFILL:  # a decode that was repeated because its blocks were copied
             return
+        if life.first_step is None:
+            life.first_step = stats.step_id
         if life.first_token_ns is None:
             life.num_prefill_steps += 1
             life.num_prefill_tokens += query_len
@@ -325,6 +356,8 @@ class Journal:
             life.decodes_from = stop
 
     def _finish(self, stats: RequestStats) -> None:
+        if self._window is not None:
+            self._window.finish(stats)
         life = self._lives.get(stats.request_id)
         if life is None:  # refused, and never queued
             life = Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens)
@@ -334,6 +367,8 @@ class Journal:
             self._end(life, stats, self._log.next)
 
     def _end(self, life: Life, stats: RequestStats, stop: int) -> None:
+        if life.first_step is not None:
+            life.last_step = self._last_step
         self._close_decodes(life, stop)
         if life.began is None and life.ticket is not None:
             life.turn = self._turn(life, life.ticket)

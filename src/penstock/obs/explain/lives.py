@@ -342,6 +342,9 @@ class Life:
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int = 0
     first_token_ns: int | None = None
+    first_step: int | None = None
+    """The engine's numbers of the first step that computed its prompt, and of the last step that it may have been in."""
+    last_step: int | None = None
     pauses: list[Pause] = field(default_factory=list)
     end: RequestStats | None = None
     left: WaitMark | None = None

@@ -52,7 +52,6 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
-ENTRY_KEY = "penstock.access_entry"
 """Keys of a scope for facts about the request."""
 SENDER_KEY = "penstock.sender"
 """Key of a scope: the `Sender` of a request that the server sends itself. No client can set it."""
@@ -154,37 +153,6 @@ def require_admin(scope: Scope) -> None:
             raise invalid_api_key("This needs an admin's key. Send the header 'Authorization: Bearer <key>'.")
         message = "This needs an admin's key: one that the server was started with as --admin-api-key."
         raise ApiError(403, message, code="admin_key_required", error_type="permission_error")
-
-
-@dataclass(slots=True, kw_only=True)
-class Entry:
-    """The access log's facts about one request. None means unknown."""
-
-    client: str
-    method: str
-    path: str
-    """Without the query, which may contain a secret."""
-    ended_unix_s: float = 0.0
-    key: str = ""
-    """Name of the API key."""
-    status: int | None = None
-    num_bytes: int = 0
-    """Bytes of the answer's body handed to the connection."""
-    duration_s: float | None = None
-    """From the end of the request's head to the end of its answer."""
-    ttft_s: float | None = None
-    model: str | None = None
-    count_tokens: Callable[[], tuple[int, int]] | None = None
-    """Returns the numbers of prompt tokens and of answer tokens."""
-    request_id: str = ""
-    client_left: bool = False
-    """The client closed its connection before the end of the answer."""
-
-
-def entry_of(scope: Scope) -> Entry | None:
-    """Return the request's entry, or None without an access log."""
-    entry: Entry | None = scope.get(ENTRY_KEY)
-    return entry
 
 
 class RequestChecks:

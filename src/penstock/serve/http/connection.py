@@ -33,9 +33,10 @@ from penstock.serve.errors import (
     version_not_supported,
 )
 from penstock.serve.http.acceptor import Acceptor
-from penstock.serve.http.access_log import AccessLog, refusal
-from penstock.serve.http.checks import OPEN_PATHS, entry_of
+from penstock.serve.http.checks import OPEN_PATHS
 from penstock.serve.http.cors import Cors, Headers
+from penstock.serve.http.entries import entry_of, refusal
+from penstock.serve.http.request_log import RequestLog
 from penstock.serve.http.tls import Encryption
 
 _log = logging.getLogger(__name__)
@@ -85,14 +86,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         *,
         max_body_bytes: int,
         cors: Cors | None = None,
-        access_log: AccessLog | None = None,
+        request_log: RequestLog | None = None,
     ) -> None:
         self._app = app
         self._acceptor = acceptor
         self._encryption = encryption
         self._max_body_bytes = max_body_bytes
         self._cors = cors
-        self._access_log = access_log
+        self._request_log = request_log
         self._loop = asyncio.get_running_loop()
         self._parser: httptools.HttpRequestParser | None = self._new_parser()
         self.exchanges: deque[Exchange] = deque()
@@ -506,7 +507,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         headers = {**dict(response.raw_headers), b"connection": b"close"}
         cors = self._cors.headers(dict(reversed(self._headers))) if self._cors is not None else []
         self.write(answer_head(response.status_code, [date_header(), *cors, *headers.items()]) + bytes(response.body))
-        if self._access_log is None:
+        if self._request_log is None:
             return
         if reading is not None:
             # The app has the request: its own line has the status.
@@ -516,7 +517,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             assert self._parser is not None
             method = self._parser.get_method() if self._url else b""
-            self._access_log.add(refusal(self._address("peername"), method, self._url, error.status_code, len(response.body)))
+            entry = refusal(self._address("peername"), method, self._url, error.status_code, len(response.body))
+            self._request_log.add(entry)
 
 
 class Exchange:

@@ -14,7 +14,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_allowed
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import invalid
-from penstock.serve.http.checks import entry_of
+from penstock.serve.http.entries import note_model
 from penstock.serve.ollama.read import (
     OllamaBody,
     OllamaChatBody,
@@ -69,9 +69,7 @@ class OllamaEndpoint:
         served, _ = find_allowed(name_of(body.model, self._deployment), self._deployment, http.scope)
         leaves = keep_ns(body) == 0
         if not leaves:
-            running = served.answerer()
-            if (entry := entry_of(http.scope)) is not None:
-                entry.model = running.name
+            note_model(http.scope, "load", served.answerer().name)
         if not keep(body, served, self._deployment, http.scope) and leaves:
             raise invalid(
                 "'keep_alive' is 0, but clients can't unload this model: that needs --idle-unload, and an admin's key if the "

@@ -12,16 +12,13 @@ from typing_extensions import TypedDict
 
 from penstock import fast_json
 from penstock.calls.in_flight import InFlight, Told
-from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
+from penstock.obs.explain.explanation import END_WORDS, Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
 from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.shapes import Count
-from penstock.serve.streams import FINISH_WORDS
-from penstock.types.request import FinishReason
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "rerank-", "score-", "classify-", "pool-")
-_ENDS = {**FINISH_WORDS, FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
 
 
 TimesMs = dict[str, float]
@@ -185,7 +182,7 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
     choice: RequestChoice = {
         "index": index,
         "state": told.phase.value,
-        "finish_reason": None if told.finish_reason is None else _ENDS[told.finish_reason],
+        "finish_reason": None if told.finish_reason is None else END_WORDS[told.finish_reason],
         "summary": summary(told),
         "prompt_tokens": told.num_prompt_tokens,
         "completion_tokens": told.num_generated_tokens,

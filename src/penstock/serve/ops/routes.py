@@ -9,14 +9,14 @@ from penstock.serve.ops.models import LifeEndpoint, LoadModelBody, UnloadModelBo
 from penstock.serve.ops.pool import Pool, PoolEndpoint
 from penstock.serve.ops.requests import Request, RequestCancelled, RequestList, RequestsEndpoint
 from penstock.serve.ops.status import Load, StatusEndpoint
+from penstock.serve.ops.trace import Trace, TraceEndpoint
 from penstock.serve.shapes import Status, Success, Version
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    has_vllm_names = parts.config.metrics_compat == "vllm"
-    status = StatusEndpoint(parts.deployment, parts.upstreams, parts.batches, has_vllm_names=has_vllm_names)
-    requests = RequestsEndpoint(parts.in_flight)
+    status, requests = StatusEndpoint(parts), RequestsEndpoint(parts.in_flight)
     pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts)
+    trace = TraceEndpoint(parts.deployment)
     by_id, accepted = "/v1/requests/{request_id:path}", {202: "The model will be loaded"}
     return [
         Route("POST /models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),
@@ -29,6 +29,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
         Route("GET /ready", "Can it take work?", status.ready, returns=Status),
         Route("GET /load", "How busy is it?", status.load, returns=Load, query="model"),
         Route("GET /kv", "What is in the KV cache?", pool.kv, returns=Pool, query="model"),
+        Route("GET /debug/trace", "Watch the engine", trace.trace, returns=Trace, query="model seconds"),
         Route("GET /version", "Version", status.version, returns=Version),
         Route("GET /metrics", "Metrics", status.metrics, returns=PlainText),
     ]

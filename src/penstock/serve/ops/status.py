@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NotRequired
+from typing import NotRequired
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
+from penstock.serve.api import Parts
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, UpstreamStats
-
-if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
-    from penstock.serve.jobs.runner import BatchRunner
-    from penstock.serve.upstream import Upstream
 
 
 class ModelLoad(TypedDict):
@@ -78,16 +74,10 @@ class Load(TypedDict):
 
 
 class StatusEndpoint:
-    def __init__(
-        self,
-        deployment: Deployment,
-        upstreams: Mapping[str, Upstream],
-        batches: BatchRunner | None,
-        *,
-        has_vllm_names: bool = False,
-    ) -> None:
-        self._deployment, self._upstreams, self._batches = deployment, upstreams, batches
-        self._has_vllm_names = has_vllm_names
+    def __init__(self, parts: Parts) -> None:
+        self._deployment, self._upstreams, self._batches = parts.deployment, parts.upstreams, parts.batches
+        self._count_traces = parts.count_traces
+        self._has_vllm_names = parts.config.metrics_compat == "vllm"
 
     async def health(self, _http: HttpRequest) -> Status:
         """Report whether the process is alive. 503 means that a restart of the process is needed."""
@@ -168,12 +158,18 @@ class StatusEndpoint:
         # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         upstreams = [one.stats() for one in self._upstreams.values()]
         batches = None if self._batches is None else self._batches.stats()
-        models = [served.metrics for served in self._deployment.served]
+        traces = None if self._count_traces is None else self._count_traces()
+        metrics = [served.metrics for served in self._deployment.served]
         is_open = "application/openmetrics-text" in http.headers.get("accept", "")
-        return await asyncio.to_thread(self._render, models, upstreams, batches, is_open)
+        return await asyncio.to_thread(self._render, metrics, upstreams, batches, traces, is_open)
 
     def _render(
-        self, metrics: Sequence[Metrics], upstreams: Sequence[UpstreamStats], batches: BatchStats | None, is_open: bool
+        self,
+        metrics: Sequence[Metrics],
+        upstreams: Sequence[UpstreamStats],
+        batches: BatchStats | None,
+        traces: Mapping[str, int] | None,
+        is_open: bool,
     ) -> Response:
         from penstock.obs.prometheus import OPEN_METRICS, PLAIN, expose
 
@@ -182,6 +178,7 @@ class StatusEndpoint:
             *metrics,
             upstreams=upstreams,
             batches=batches,
+            traces=traces,
             process=True,
             vllm=self._has_vllm_names,
             content_type=content_type,

@@ -24,7 +24,8 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import BACKGROUND_KEY, Asked, begin, read_owner, repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
-from penstock.serve.http.checks import add_header, entry_of, identity_of
+from penstock.serve.http.checks import add_header, identity_of
+from penstock.serve.http.entries import note_model
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
 from penstock.serve.responses.read import NAME_KEY, Question, read, references
@@ -98,8 +99,7 @@ class ResponsesEndpoint:
             lambda: read(body, past, Asked(self._reader, data, http.scope), keeps=keeps),
             limit=INLINE_MAX_BYTES,
         )
-        if (entry := entry_of(http.scope)) is not None:
-            entry.model = call.answer.model_name
+        note_model(http.scope, "chat", call.answer.model_name)
         opened = await begin(call, self._in_flight, http)
         if question.tools.left_out:
             self._tell_left_out(question.tools.left_out, http)

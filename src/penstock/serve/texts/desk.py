@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -58,11 +58,16 @@ class Urgency(NamedTuple):
         return all(mine is not None and mine <= its for mine, its in limits)
 
 
-async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) -> TextResults:
+async def run(
+    call: TextsCall,
+    desk: Desk,
+    in_flight: InFlight | None = None,
+    on_open: Callable[[RunningTexts], object] = lambda _: None,
+) -> TextResults:
     """Return the encoder's outputs for all texts of a call. Cancelling this coroutine cancels the texts.
 
-    `in_flight` lists the call until it ends. Raises `Rejected` if the call is not admitted or a text does not fit, and
-    `ApiError` if the call ends early.
+    `in_flight` lists the call until it ends. `on_open` gets it when it is admitted. Raises `Rejected` if the call is not
+    admitted or a text does not fit, and `ApiError` if the call ends early.
     """
     running = call.running
     ask = _ask(call)
@@ -73,6 +78,7 @@ async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) ->
                 num_chars = sum([_size(text) for text in call.texts])
                 running.admission.lengths.on_prompt(num_chars, sum([text.num_tokens for text in found]))
             texts = RunningTexts(call, desk, found, place)
+            on_open(texts)
             if in_flight is not None:
                 in_flight.add(texts)
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,13 +17,15 @@ from starlette.responses import Response
 from penstock.calls.in_flight import InFlight
 from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Asked, Reader
+from penstock.serve.asking import Asked, Reader, note_call
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, check_body, load_json
-from penstock.serve.http.checks import JsonEndpoint, entry_of, unless_gone
+from penstock.serve.http.checks import JsonEndpoint, unless_gone
+from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.tokens import work_size
 from penstock.serve.texts.write import write_json
+from penstock.types.encoder import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,9 @@ class TextsEndpoint:
     async def _respond(self, answer: Answer, http: HttpRequest) -> Response:
         call = answer.call
         entry = entry_of(http.scope)
-        if entry is not None:
-            entry.model = call.running.name
-        results = await unless_gone(http, run(call, self.desk(call.running), self._in_flight))
+        note_model(http.scope, _operation(call), call.running.name)
+        work = run(call, self.desk(call.running), self._in_flight, partial(note_call, http.scope, self._in_flight))
+        results = await unless_gone(http, work)
         if entry is not None:
             num_tokens = results.num_tokens
             entry.count_tokens = lambda: (num_tokens, 0)
@@ -92,6 +94,11 @@ class TextsEndpoint:
             content = await call.running.off_loop.finish(num_bytes, lambda: write_json(answer.write(results)))
         headers = {"Server-Timing": results.server_timing} if results.server_timing else None
         return Response(content, media_type="application/json", headers=headers)
+
+
+def _operation(call: TextsCall) -> str:
+    encoder = call.running.model.encoder
+    return "embeddings" if encoder is None or encoder.task is Task.EMBED else encoder.task.value
 
 
 def _size(call: TextsCall, results: TextResults) -> int:

@@ -2,35 +2,51 @@
 
 import asyncio
 import json
+import logging
 import queue
 import threading
 
 import httpx
 import pytest
 
+from penstock.cli.serve import JsonFormatter, TextFormatter
 from penstock.config import ServerConfig
 from penstock.serve.app import create_app
-from penstock.serve.http import access_log
-from penstock.serve.http.access_log import AccessLog, json_line, text_line
-from penstock.serve.http.checks import Entry
+from penstock.serve.http import entries, request_log
+from penstock.serve.http.entries import Entry
+from penstock.serve.http.request_log import RequestLog, fields_of, line_of
 from support.deployments import deployment_of
-from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, running, until, wait_until
+from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, running, until
 from support.server.waits import set_waits
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
 
 
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(JsonFormatter())
+        self.written: queue.Queue[str] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.written.put(self.format(record))
+
+
 @pytest.fixture
-def lines(monkeypatch):
-    """The queue of the lines that are written to standard output."""
-    written = queue.Queue()
-    monkeypatch.setattr(access_log, "_to_stdout", lambda text: [written.put(line) for line in text.splitlines()])
-    return written
+def lines():
+    """The queue of the lines about requests, as the log with `--log-format json` has them."""
+    handler, logger = Lines(), logging.getLogger(request_log.__name__)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield handler.written
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def config(**fields):
-    return ServerConfig(port=0, access_log="json", shutdown_timeout_s=0.0, **fields)
+    return ServerConfig(port=0, shutdown_timeout_s=0.0, **{"log_requests": 1.0, **fields})
 
 
 def told(lines):
@@ -43,21 +59,50 @@ def test_a_chat_is_told_with_its_times_and_tokens(lines, stream):
         answer = httpx.post(server.url + CHAT, json=ASK | {"stream": stream}, headers={"X-Request-Id": "mine"})
         line = told(lines)
     assert line.pop("client").startswith("127.0.0.1:")
-    assert line.pop("time").endswith("+00:00")
-    duration_s, ttft_s = line.pop("duration_s"), line.pop("ttft_s")
-    assert 0 < ttft_s <= duration_s < 20
+    assert line.pop("time")
+    duration_ms, ttft_ms = line.pop("duration_ms"), line.pop("ttft_ms")
+    assert 0 < ttft_ms <= duration_ms < 20_000
+    assert line["queue_ms"] + line["prefill_ms"] == pytest.approx(ttft_ms, abs=0.01)
+    assert 0 <= line.pop("queue_ms") + line.pop("prefill_ms") + line.pop("decode_ms") <= duration_ms
     assert line.pop("prompt_tokens") > 5
+    assert set(line.pop("waited_for_ms")) <= {"intake", "step", "order"}
     assert line == {
+        "level": "info",
+        "logger": request_log.__name__,
+        "message": "request",
         "key": None,
         "method": "POST",
         "path": CHAT,
         "status": 200,
         "bytes": len(answer.content),
         "completion_tokens": 3,
+        "cached_tokens": 0,
+        "preemptions": 0,
         "model": "toy",
         "request_id": "mine",
+        "trace_id": None,
         "client_left": False,
+        "slow": False,
+        "summary": None,
     }
+
+
+@pytest.mark.parametrize(("slow_s", "is_told"), [(100.0, False), (0.0, True)])
+def test_slow_requests_are_always_told_and_explained(lines, slow_s, is_told):
+    with running(config=config(log_requests=0.0, slow_request_s=slow_s)) as server:
+        httpx.post(server.url + CHAT, json=ASK)
+    assert lines.empty() is not is_told
+    if is_told:
+        line = told(lines)
+        assert (line["level"], line["slow"]) == ("warning", True)
+        assert line["summary"].startswith("Took ")
+
+
+def test_a_share_of_the_requests_is_told(lines):
+    with running(config=config(log_requests=0.3)) as server, httpx.Client(base_url=server.url) as client:
+        for number in range(20):
+            client.get("/version", headers={"X-Request-Id": f"r{number}"})
+    assert lines.qsize() == 6
 
 
 def test_keys_are_told_by_name_and_never_as_they_are(lines):
@@ -153,77 +198,82 @@ async def test_a_body_that_does_not_come_is_told_once_with_the_status_that_was_s
     assert lines.empty()
 
 
-ENTRY = Entry(client="127.0.0.1:1", method="GET", path="/a", ended_unix_s=0.0)
+def entry_of(**fields):
+    return Entry(**{"client": "127.0.0.1:1", "method": "GET", "path": "/a", **fields})
+
+
+def record_of(entry, told=()):
+    fields = fields_of(entry, told)
+    record = logging.LogRecord("penstock", logging.INFO, "", 0, "%s", (line_of(fields),), None)
+    record.fields = fields
+    return record
+
+
 HOSTILE = '\n2026 "\x1b[2J\x7f\x9b\u2028\ud800'
 
 
-@pytest.mark.parametrize("write", [text_line, json_line])
-@pytest.mark.parametrize("field", ["path", "model", "method", "request_id"])
-def test_no_client_begins_a_line_or_moves_a_terminals_cursor(write, field):
-    setattr(entry := Entry(client="c", method="GET", path="/a"), field, HOSTILE * 1000)
-    line = write(entry)
-    assert line.endswith("\n")
-    assert all(" " <= char <= "~" for char in line[:-1])
-    if field in ("path", "model") and write is json_line:
+@pytest.mark.parametrize("formatter", [TextFormatter("%(message)s"), JsonFormatter()])
+@pytest.mark.parametrize("field", ["path", "model", "method", "request_id", "key"])
+def test_no_client_begins_a_line_or_moves_a_terminals_cursor(formatter, field):
+    entry = entry_of(key="alice")
+    if field != "key":  # keys have names of the operator
+        setattr(entry, field, HOSTILE * 1000)
+    line = formatter.format(record_of(entry))
+    assert all(" " <= char <= "~" for char in line)
+    if field in ("path", "model") and isinstance(formatter, JsonFormatter):
         assert json.loads(line)[field].startswith(HOSTILE[:6])
 
 
-def test_a_line_of_text_has_everything_or_a_dash():
-    assert text_line(ENTRY) == (
-        '1970-01-01T00:00:00.000+00:00 127.0.0.1:1 - "GET /a" - bytes=0 duration_s=- ttft_s=- prompt_tokens=- '
-        "completion_tokens=- model=- request_id=-\n"
-    )
-    entry = Entry(client="[::1]:2", method="POST", path="/b", key="alice", status=200, num_bytes=7, duration_s=0.5, ttft_s=0.25)
+def test_a_line_of_text_leaves_out_what_is_unknown():
+    assert line_of(fields_of(entry_of(), ())) == '127.0.0.1:1 - "GET /a" - bytes=0'
+    entry = entry_of(client="[::1]:2", method="POST", path="/b", key="alice", status=200, num_bytes=7, ttft_s=0.25)
     entry.model, entry.request_id, entry.client_left, entry.count_tokens = "toy", "id1", True, lambda: (3, 4)
-    assert text_line(entry) == (
-        '1970-01-01T00:00:00.000+00:00 [::1]:2 alice "POST /b" 200 bytes=7 duration_s=0.500000 ttft_s=0.250000 prompt_tokens=3 '
-        'completion_tokens=4 model="toy" request_id="id1" client_left\n'
+    entry.began_ns, entry.ended_ns = 10**9, 10**9 + 500_000_000
+    assert line_of(fields_of(entry, ())) == (
+        '[::1]:2 alice "POST /b" 200 bytes=7 duration_ms=500.0 ttft_ms=250.0 prompt_tokens=3 completion_tokens=4 model="toy" '
+        'request_id="id1" client_left=yes'
     )
 
 
 def test_a_reader_that_is_too_slow_holds_up_nobody_and_what_is_lost_is_counted(monkeypatch, caplog):
-    monkeypatch.setattr(access_log, "MAX_QUEUED", 3)
-    is_called, is_free, written = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(entries, "MAX_QUEUED", 3)
+    is_called, is_free = threading.Event(), threading.Event()
 
-    def write(text):
+    def explain():
         is_called.set()
         is_free.wait(20)
-        written.append(text)
+        return ()
 
-    log = AccessLog(as_json=True, write=write)
-    log.add(Entry(client="c", method="GET", path="/first"))
+    caplog.set_level(logging.INFO)
+    log = RequestLog(1.0, None)
+    log.add(entry_of(path="/first", explain=explain))
     assert is_called.wait(20)
     for _ in range(5):
-        log.add(Entry(client="c", method="GET", path="/a"))
+        log.add(entry_of())
     is_free.set()
     log.close()
-    assert "".join(written).count("\n") == 4
-    assert "too slow or gone: 2" in caplog.text
+    assert sum(record.getMessage().startswith("127.0.0.1") for record in caplog.records) == 4
+    assert "too slow: 2" in caplog.text
 
 
-def test_a_reader_that_is_gone_ends_the_log_and_not_the_server(caplog):
-    def write(text):
-        raise BrokenPipeError("nobody reads")
+def test_a_request_that_cannot_be_told_ends_neither_the_log_nor_the_server(caplog):
+    def explain():
+        raise RuntimeError("no journal")
 
-    log = AccessLog(as_json=False, write=write)
-    log.add(Entry(client="c", method="GET", path="/a"))
-    wait_until(lambda: log._is_broken)
-    log.add(Entry(client="c", method="GET", path="/a"))
+    caplog.set_level(logging.INFO)
+    log = RequestLog(1.0, None)
+    log.add(entry_of(explain=explain))
+    log.add(entry_of(path="/b"))
     log.close()
-    assert "the access log ends" in caplog.text
-    assert "too slow or gone: 2" in caplog.text
+    assert "could not be logged" in caplog.text
+    assert '"GET /b"' in caplog.text
 
 
 def test_without_the_setting_no_layer_and_no_thread_are_made():
     runtime = make_runtime()
     try:
-        app = create_app(runtime_deployment(runtime), ServerConfig())
+        app = create_app(deployment_of(runtime), ServerConfig())
         assert len(app.user_middleware) == 1
-        assert not [thread for thread in threading.enumerate() if thread.name == "access-log"]
+        assert not {"request-log", "traces"} & {thread.name for thread in threading.enumerate()}
     finally:
         runtime.close()
-
-
-def runtime_deployment(runtime):
-
-    return deployment_of(runtime)

@@ -1,0 +1,83 @@
+"""Sends spans to a collector by OTLP over HTTP. The only file that imports OpenTelemetry, if a collector is named.
+
+The SDK's tracer is left out: it would make spans while requests run, and ids of its own. Here they have ended, and their
+ids were sent to other servers. The SDK encodes and sends them (`ReadableSpan`, `OTLPSpanExporter`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+import penstock
+from penstock.obs.spans import Span
+from penstock.obs.trace_context import TraceContext
+
+_log = logging.getLogger(__name__)
+logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log each batch that a lost collector does not take
+
+TIMEOUT_S = 5.0
+"""Time in which a collector must take a batch, attempts included."""
+_SCOPE = InstrumentationScope("penstock", penstock.__version__)
+
+
+class SpanSender:
+    """A connection to a collector. For one thread, but for `close`."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: of the collector, to which `/v1/traces` is added. OpenTelemetry's variables say the rest, such as headers."""
+        self._url = url
+        self._exporter = OTLPSpanExporter(endpoint=url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=TIMEOUT_S)
+        about = {"service.name": "penstock", "service.version": penstock.__version__}
+        about["service.instance.id"] = f"{socket.gethostname()}-{os.getpid()}"
+        self._resource = Resource.create(about).merge(OTELResourceDetector().detect())
+        self._is_lost = False
+
+    def send(self, traces: Sequence[tuple[TraceContext, Sequence[Span], int]]) -> bool:
+        """Send the spans of requests, and return whether the collector has taken them.
+
+        `traces` has of each request its context, its spans, and the difference of Unix time and the server's clock.
+        """
+        made = [one for context, spans, shift_ns in traces for one in self._made(context, spans, shift_ns)]
+        is_sent = self._exporter.export(made) is SpanExportResult.SUCCESS
+        if is_sent == self._is_lost:
+            self._is_lost = not is_sent
+            if is_sent:
+                _log.info("the collector at %s takes traces again", self._url)
+            else:
+                _log.warning("the collector at %s takes no traces: those of now are lost, and counted", self._url)
+        return is_sent
+
+    def close(self) -> None:
+        """Give up what is being sent."""
+        self._exporter.shutdown()
+
+    def _made(self, context: TraceContext, spans: Sequence[Span], shift_ns: int) -> Iterator[ReadableSpan]:
+        trace_id, flags = int(context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
+        state = TraceState.from_header([context.state]) if context.state else None
+
+        def place(span_id: str, *, is_remote: bool = False) -> SpanContext:
+            return SpanContext(trace_id, int(span_id, 16), is_remote, flags, state)
+
+        for span in spans:
+            yield ReadableSpan(
+                span.name,
+                context=place(span.span_id),
+                parent=place(span.parent_id, is_remote=span.is_server) if span.parent_id else None,
+                resource=self._resource,
+                attributes=span.attributes,
+                kind=SpanKind.SERVER if span.is_server else SpanKind.CLIENT if span.is_client else SpanKind.INTERNAL,
+                status=Status(StatusCode.ERROR if span.has_failed else StatusCode.UNSET),
+                start_time=span.began_ns + shift_ns,
+                end_time=max(span.began_ns, span.ended_ns) + shift_ns,
+                instrumentation_scope=_SCOPE,
+            )

@@ -1,0 +1,315 @@
+"""Traces as a collector gets them: one for each request, whatever it passes, without texts, and never more than the bound."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import httpx
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.config import ServerConfig
+from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.routes import Route
+from penstock.serve import tracing
+from penstock.serve.http import entries
+from penstock.serve.http.entries import Entry
+from penstock.serve.tracing import EXPORTED, LIMITED, LOST, MAX_PER_S, Tracer, collector_of
+from penstock.types.errors import ConfigError
+from support.cluster import cluster
+from support.server.harness import LiveServer, make_text_runtime, running, wait_until
+
+pytest.importorskip("opentelemetry.proto", reason="the extra otel is not installed")
+from support.server.collector import Collector, Span, collecting
+
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+SECRET = "a word that nobody guesses"
+ASK = {"model": "toy", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "temperature": 0}
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
+UNSAMPLED = {"traceparent": f"00-{TRACE}-{SPAN}-00"}
+SERVER, CLIENT = 2, 3
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_PAUSE_S", 0.01)
+    monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
+
+
+@pytest.fixture
+def collector():
+    with collecting() as collector:
+        yield collector
+
+
+def config(collector: Collector, **fields) -> ServerConfig:
+    return ServerConfig(port=0, shutdown_timeout_s=0.0, otlp_endpoint=collector.url, **fields)
+
+
+def root_of(spans: list[Span]) -> Span:
+    [root] = [span for span in spans if span.kind == SERVER]
+    return root
+
+
+def results(server: LiveServer) -> Counter[str]:
+    shown = httpx.get(server.url + "/metrics").text
+    found = re.findall(r'^penstock_traced_requests_total{result="(\w+)"} (\S+)$', shown, re.MULTILINE)
+    return Counter({result: int(float(number)) for result, number in found})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_is_one_trace_below_its_callers_span(collector, stream):
+    with running(config=config(collector)) as server:
+        answer = httpx.post(server.url + CHAT, json=ASK | {"stream": stream}, headers={**SAMPLED, "X-Request-Id": "mine"})
+        spans = collector.wait_for(1)
+        assert results(server) == Counter({EXPORTED: 1})
+    assert answer.status_code == 200
+    root = root_of(spans)
+    assert (root.name, root.parent_id) == ("chat toy", SPAN)
+    assert {span.trace_id for span in spans} == {TRACE}
+    assert {span.state for span in spans} == {"vendor=1"}
+    assert [span.name for span in spans if span.parent_id == root.span_id] == ["queue", "prefill", "decode"]
+    told = root.attributes
+    assert told["gen_ai.operation.name"] == "chat"
+    assert told["gen_ai.request.model"] == "toy"
+    assert told["gen_ai.usage.input_tokens"] > len(SECRET)
+    assert told["gen_ai.usage.output_tokens"] == 3
+    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    assert 0 < told["gen_ai.response.time_to_first_chunk"] < 20
+    assert (told["http.response.status_code"], told["penstock.request_id"]) == (200, "mine")
+    assert all(root.began_ns <= span.began_ns <= span.ended_ns <= root.ended_ns for span in spans)
+    assert root.resource["service.name"] == "penstock"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/messages", "/v1/responses", "/api/chat", "/completion", "/generate"])
+def test_each_api_that_generates_continues_the_trace(collector, path):
+    messages = {"messages": ASK["messages"]}
+    bodies = {
+        CHAT: messages | {"max_tokens": 2},
+        TEXTS: {"prompt": SECRET, "max_tokens": 2},
+        "/v1/messages": messages | {"max_tokens": 2},
+        "/v1/responses": {"input": SECRET, "max_output_tokens": 2},
+        "/api/chat": messages | {"options": {"num_predict": 2}},
+        "/completion": {"prompt": SECRET, "n_predict": 2},
+        "/generate": {"inputs": SECRET, "parameters": {"max_new_tokens": 2}},
+    }
+    body = bodies[path] | ({} if path in ("/completion", "/generate") else {"model": "toy"})
+    with running(config=config(collector)) as server:
+        assert httpx.post(server.url + path, json=body, headers=SAMPLED).status_code == 200
+        spans = collector.wait_for(1)
+    assert root_of(spans).trace_id == TRACE
+    assert {"queue", "prefill", "decode"} <= {span.name for span in spans}
+    assert SECRET.encode() not in b"".join(collector.bodies)
+
+
+def test_texts_are_traced_too(collector):
+    runtime = make_text_runtime()
+    try:
+        with LiveServer(runtime, config(collector)) as server:
+            assert httpx.post(server.url + "/v1/embeddings", json={"input": [SECRET, "b"]}, headers=SAMPLED).status_code == 200
+            spans = collector.wait_for(1)
+    finally:
+        runtime.close()
+    assert root_of(spans).name == "embeddings toy"
+    assert [span.name for span in spans if span.kind != SERVER] == ["queue", "prefill"]
+    assert SECRET.encode() not in b"".join(collector.bodies)
+
+
+def test_choices_have_spans_each(collector):
+    with running(config=config(collector)) as server:
+        httpx.post(server.url + CHAT, json=ASK | {"n": 2})
+        spans = collector.wait_for(1)
+    assert root_of(spans).attributes["gen_ai.request.choice.count"] == 2
+    assert Counter(span.attributes.get("penstock.choice") for span in spans) == Counter({None: 1, 0: 3, 1: 3})
+
+
+def test_who_samples_nothing_is_asked_by_the_callers_flag_alone(collector):
+    with running(config=config(collector, trace_sample=0.0)) as server:
+        httpx.post(server.url + CHAT, json=ASK)
+        httpx.post(server.url + CHAT, json=ASK, headers=UNSAMPLED)
+        httpx.post(server.url + CHAT, json=ASK, headers={"traceparent": "00-nonsense"})
+        httpx.post(server.url + CHAT, json=ASK, headers=SAMPLED)
+        spans = collector.wait_for(1)
+        assert results(server) == Counter({EXPORTED: 1})
+    assert root_of(spans).trace_id == TRACE
+
+
+def test_a_callers_flag_keeps_a_request_out(collector):
+    with running(config=config(collector)) as server:
+        httpx.post(server.url + CHAT, json=ASK, headers=UNSAMPLED)
+        httpx.post(server.url + CHAT, json=ASK)
+        spans = collector.wait_for(1)
+    assert root_of(spans).trace_id != TRACE
+    assert root_of(spans).parent_id == ""
+
+
+def test_nobody_without_a_key_or_a_model_is_traced(collector):
+    with running(config=config(collector, api_keys=("key",))) as server:
+        assert httpx.post(server.url + CHAT, json=ASK, headers=SAMPLED).status_code == 401
+        key = {"Authorization": "Bearer key"}
+        assert httpx.post(server.url + CHAT, json=ASK | {"model": "nope"}, headers=SAMPLED | key).status_code == 404
+        assert httpx.get(server.url + "/health", headers=SAMPLED).status_code == 200
+        assert httpx.post(server.url + CHAT, json=ASK, headers=key).status_code == 200
+        spans = collector.wait_for(1)
+    assert root_of(spans).trace_id != TRACE
+    assert b"Bearer" not in b"".join(collector.bodies)
+
+
+def test_a_refused_request_is_traced_with_its_status(collector):
+    with running(config=config(collector)) as server:
+        server.runtime.engine.drain()
+        assert httpx.post(server.url + CHAT, json=ASK, headers=SAMPLED).status_code == 503
+        [root] = collector.wait_for(1)
+    assert root.has_failed
+    assert (root.attributes["error.type"], root.attributes["http.response.status_code"]) == ("503", 503)
+
+
+def test_a_chat_through_a_route_an_upstream_and_a_cluster_is_one_trace(collector):
+    with cluster(otlp_endpoint=collector.url) as made:
+        upstream = UpstreamConfig(name="far", url=f"{made.server.url}/v1", model="toy")
+        more = {"upstreams": [upstream], "routes": [Route(name="auto", models=("far", "toy"))]}
+        with running(config=config(collector), more=more) as near:
+            ask = ASK | {"model": "auto", "stream": True, "stream_options": {"include_usage": True}}
+            answer = httpx.post(near.url + CHAT, json=ask, headers=SAMPLED, timeout=60)
+            assert answer.status_code == 200, answer.text
+            spans = collector.wait_for(2)
+    by_id = {span.span_id: span for span in spans}
+    assert {(span.trace_id, span.state) for span in spans} == {(TRACE, "vendor=1")}
+    [near_root] = [span for span in spans if span.parent_id == SPAN]
+    [hop] = [span for span in spans if span.kind == CLIENT]
+    [far_root] = [span for span in spans if span.kind == SERVER and span is not near_root]
+    assert (by_id[hop.parent_id], by_id[far_root.parent_id]) == (near_root, hop)
+    assert hop.attributes["penstock.result"] == "ok"
+    assert hop.attributes["gen_ai.usage.output_tokens"] == 3
+    assert near_root.attributes["penstock.route"].startswith("auto; model=far")
+    [prefill] = [span for span in spans if span.name == "prefill"]
+    assert by_id[prefill.parent_id] is far_root
+    assert prefill.attributes["penstock.replica"] in ("r0", "r1")
+    assert "route" in {span.name for span in spans}
+
+
+def test_an_upstream_is_told_that_a_request_is_not_traced(collector):
+    with running(config=config(collector)) as far:
+        upstream = UpstreamConfig(name="far", url=f"{far.url}/v1", model="toy")
+        more = {"upstreams": [upstream], "routes": [Route(name="auto", models=("far", "toy"))]}
+        with running(config=config(collector, trace_sample=0.0), more=more) as near:
+            for headers in ({}, UNSAMPLED):
+                assert httpx.post(near.url + CHAT, json=ASK | {"model": "auto"}, headers=headers, timeout=60).status_code == 200
+            httpx.post(far.url + CHAT, json=ASK)
+            spans = collector.wait_for(1)
+    assert root_of(spans).trace_id != TRACE
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_collector_that_takes_nothing_costs_its_traces_and_no_answer(collector, is_there, monkeypatch, caplog):
+    from penstock.obs import otlp
+
+    caplog.set_level("INFO", otlp.__name__)
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 0.5)
+    collector.status = 400
+    url = collector.url if is_there else "http://127.0.0.1:9"
+    with running(config=ServerConfig(port=0, shutdown_timeout_s=0.0, otlp_endpoint=url)) as server:
+        for _ in range(3):
+            assert httpx.post(server.url + CHAT, json=ASK).status_code == 200
+        wait_until(lambda: results(server)[LOST] == 3)
+        assert caplog.text.count("takes no traces") == 1
+        if is_there:
+            collector.status = 200
+            httpx.post(server.url + CHAT, json=ASK)
+            collector.wait_for(1)
+            wait_until(lambda: results(server)[EXPORTED] == 1)
+            assert "takes traces again" in caplog.text
+
+
+# without a server
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.num_sent = 0
+
+    def send(self, traces) -> bool:
+        self.num_sent += len(traces)
+        return True
+
+    def close(self) -> None: ...
+
+
+def scope(**headers: str) -> dict:
+    return {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+
+
+def traced(tracer: Tracer, **headers: str) -> bool:
+    return tracer.begin(scope(**headers)).is_sampled
+
+
+def test_no_client_can_have_more_traced_than_the_bound():
+    clock = VirtualClock()
+    tracer = Tracer(Sender, share=0.0, clock=clock)
+    try:
+        assert sum(traced(tracer, **SAMPLED) for _ in range(3 * MAX_PER_S)) == MAX_PER_S
+        assert tracer.counts()[LIMITED] == 2 * MAX_PER_S
+        clock.advance(500_000_000)
+        assert sum(traced(tracer, **SAMPLED) for _ in range(3 * MAX_PER_S)) == MAX_PER_S // 2
+        clock.advance(3_600_000_000_000)
+        assert sum(traced(tracer, **SAMPLED) for _ in range(3 * MAX_PER_S)) == MAX_PER_S, "what was not used is not saved"
+    finally:
+        tracer.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_share_of_those_without_a_caller_is_traced(share):
+    clock = VirtualClock()
+    tracer = Tracer(Sender, share=share, clock=clock)
+    try:
+        number = 0
+        for _ in range(2000):
+            clock.advance(1_000_000_000)
+            number += traced(tracer)
+    finally:
+        tracer.close()
+    assert number == pytest.approx(2000 * share, abs=0 if share in (0, 1) else 150)
+
+
+def test_what_waits_for_a_slow_collector_is_bounded_and_counted(monkeypatch):
+    monkeypatch.setattr(entries, "MAX_QUEUED", 3)
+    sender = Sender()
+    monkeypatch.setattr(tracing, "_PAUSE_S", 0.2)
+    tracer = Tracer(lambda: sender, share=1.0, clock=VirtualClock())
+    for _ in range(10):
+        entry = Entry(client="c", method="POST", path="/a", operation="chat", model="m", status=200)
+        entry.trace = tracer.begin(scope())
+        tracer.add(entry)
+    tracer.close()
+    counts = tracer.counts()
+    assert counts[LOST] + counts[EXPORTED] == 10
+    assert counts[EXPORTED] == sender.num_sent
+    assert counts[LOST] >= 6
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="no URL of http"):
+        collector_of(ServerConfig(otlp_endpoint="localhost:4318"))
+
+
+def test_opentelemetrys_own_variable_names_the_collector_too(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://other:4318")
+    assert collector_of(ServerConfig()) == "http://other:4318"
+    assert collector_of(ServerConfig(otlp_endpoint="http://this:4318")) == "http://this:4318"
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert collector_of(ServerConfig()) is None
+
+
+def test_without_the_packages_the_remedy_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "penstock.obs.otlp", None)
+    with pytest.raises(ConfigError, match="not installed"):
+        collector_of(ServerConfig(otlp_endpoint="http://127.0.0.1:4318"))
+
+
+def test_a_server_without_a_collector_imports_nothing_of_it():
+    code = "import sys, penstock.serve.server; print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
