@@ -19,6 +19,7 @@ from penstock.machine import (
     claim_cpus,
     cpu_identity,
     cpu_name,
+    cpu_wait_ns,
     data_cache_bytes,
     find_cores,
     give_back_free_memory,
@@ -376,3 +377,12 @@ print(resident_mib() - before)
 def test_large_blocks_go_back_to_the_system_when_they_are_freed():
     done = subprocess.run([sys.executable, "-c", LARGE_BLOCKS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 10, "of 50 MiB"
+
+
+def test_threads_that_wait_for_a_cpu(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    assert cpu_wait_ns(proc=machine.proc) is None
+    machine.write("proc/self/task/7/schedstat", "100 2000 3\n")
+    machine.write("proc/self/task/8/schedstat", "100 30 3\n")
+    machine.write("proc/self/task/9/schedstat", "")
+    assert cpu_wait_ns(proc=machine.proc) == 2030

@@ -192,6 +192,13 @@ def cpu_identity(*, proc: Path = _PROC) -> str:
     return " ".join(values.get(name, "") for name in (*_X86_IDENTITY, *_ARM_IDENTITY))
 
 
+def cpu_wait_ns(*, proc: Path = _PROC) -> int | None:
+    """Return how long this process's threads were ready to run while others had the CPUs, or None if Linux does not say."""
+    waits = [_read(thread / "schedstat").split() for thread in (proc / "self/task").glob("*")]
+    told = [int(parts[1]) for parts in waits if len(parts) > 1]  # a thread may have ended meanwhile
+    return sum(told) if told else None
+
+
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
     """Return the bytes of all data caches of this process's CPUs, shared ones counted once; 0 if unknown."""
     return sum(

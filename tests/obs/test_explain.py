@@ -298,7 +298,7 @@ def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
     assert told.longest_gap.step.largest.request_id == "b"
     assert told.longest_gap.step.largest.num_prompt_tokens == 14
     assert (told.max_batch, round(told.mean_batch * 12)) == (2, 13)
-    assert told.decode_with_prompts_ns == 6 * MS
+    assert (told.decode_with_prompts_ns, told.num_steps_with_prompts) == (6 * MS, 1)
 
 
 def test_time_that_the_machine_was_another_models_is_told() -> None:
@@ -440,6 +440,18 @@ class TestPrefixes:
         assert self.told_stop(bench, "b") == (num_common, PrefixEnd.DIFFERS, num_common)
         assert f"token {num_common} differs from the cache" in summary(bench.told("b"))
         assert f"; {'1 was' if num_common == 1 else f'{num_common} were'} in the cache (" in summary(bench.told("b"))
+
+    @pytest.mark.parametrize(("changed", "num_same"), [((2,), 11), ((2, 3), 10), ((9,), 4), ((1, 5), 3), ((2, 4), 1)])
+    def test_tokens_that_are_the_same_again_are_counted(self, changed: tuple[int, ...], num_same: int) -> None:
+        """Up to another difference in a later block. Blocks have 4 tokens."""
+        bench = Bench()
+        bench.add("a", 14, max_tokens=1)
+        bench.run()
+        bench.add("b", [99 if idx in changed else idx + 1 for idx in range(14)], max_tokens=1)
+        bench.run()
+        stop = bench.told("b").stop
+        assert stop is not None
+        assert (stop.reason, stop.position, stop.num_same_after) == (PrefixEnd.DIFFERS, changed[0], num_same)
 
     @pytest.mark.parametrize("num_common", [13, 16, 18])
     def test_a_history_without_the_answer_that_was_generated(self, num_common: int) -> None:

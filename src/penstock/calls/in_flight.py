@@ -43,6 +43,7 @@ class _Landed:
     journal: History
     clock: Clock
     unix_time_s: Callable[[], int]
+    model: str
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Arrival:
     waits_for: str = MODEL
     waits: WaitTimes = NO_WAITS
     """Its waits that are over."""
+    model: str = ""
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
@@ -66,7 +68,7 @@ class Arrival:
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
-        arrival.waits = terms.waits
+        arrival.waits, arrival.model = terms.waits, call.running.name
         return arrival
 
     def told(self) -> Told:
@@ -80,7 +82,7 @@ class Arrival:
             life.waits = self.waits._replace(**{self.waits_for: waited_ns})
         age_ns = now_ns - self.arrival_ns
         choices = [(0, explain_arrival(life, now_ns, self.waits_for))]
-        return Told(self.request_id, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)
+        return Told(self.request_id, self.model, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Told:
     """An explanation for the client of where a call's time goes."""
 
     request_id: str
+    model: str
     created_unix_s: int
     age_ns: int
     choices: list[tuple[int, Explanation]]
@@ -347,7 +350,8 @@ class InFlight:
             return None
         age_ns = now_ns - choices[0][1].arrival_ns
         num_forgotten = len(call.engine_ids) - len(choices)
-        return Told(call.terms.request_id, landed.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices, num_forgotten)
+        created_s = landed.unix_time_s() - age_ns // 1_000_000_000
+        return Told(call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten)
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)
@@ -379,4 +383,4 @@ def _landed(call: CallInFlight) -> _Landed | None:
     running = call.running
     if running.journal is None:
         return None
-    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, running.sources.unix_time_s)
+    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, running.sources.unix_time_s, running.name)

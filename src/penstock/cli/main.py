@@ -36,6 +36,7 @@ _COMMANDS = {
     "route": ("penstock.cli.route:route", "Learn which questions need the large model, and what that saves."),
     "index": ("penstock.cli.index:index", "Index a folder of documents, for a pipeline that answers from them."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
+    "doctor": ("penstock.cli.doctor:doctor", "Say why a server is slow, and which setting to change."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
     "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),
     "completion": ("penstock.cli.completion:completion", "Print a script by which a shell completes all this."),

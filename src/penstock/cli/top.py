@@ -27,7 +27,7 @@ from penstock.types.errors import PenstockError
 
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-_OTHER_SERVER = "Is it a Penstock server, and of this version?"
+OTHER_SERVER = "Is it a Penstock server, and of this version?"
 _OWNER_COLOURS = (33, 208, 40, 201, 226, 51, 196, 141, 118, 214, 45, 203)
 _OWNER_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _GLYPHS = {"free": ".", "cached": ":", "shared": "+", "adapter": "@", "null": ".", "held": "#"}
@@ -72,7 +72,7 @@ def top(
     interval_s = _interval_s(interval)
     # Like `serve`, accept several keys in the environment. Each of them is valid.
     reader = Reader(
-        _server_url(url, port, is_tls=insecure or cafile is not None),
+        server_url(url, port, is_tls=insecure or cafile is not None),
         api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key),
         model,
         tls=client_tls(cafile, insecure=insecure),
@@ -85,7 +85,7 @@ def top(
     print("\n".join(_lines(before, reader.read(), Look(width=110, height=1000))))
 
 
-def _server_url(url: str | None, port: int | None, *, is_tls: bool) -> str:
+def server_url(url: str | None, port: int | None, *, is_tls: bool) -> str:
     if url is None:
         return f"{'https' if is_tls else 'http'}://127.0.0.1:{port or 8000}"
     if port is not None:
@@ -120,7 +120,7 @@ def _lines(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     try:
         return render(before, now, look)
     except (LookupError, TypeError, ValueError) as error:
-        raise PenstockError(f"{now.url} sent an answer that can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
+        raise PenstockError(f"{now.url} sent an answer that can't be shown: {error!r}.", remedy=OTHER_SERVER) from error
 
 
 def _end(number: int, _frame: object) -> NoReturn:
@@ -170,50 +170,53 @@ class Reader:
         self._url = url
         self._target = Target(url=url, api_key=None if api_key is None else _checked(api_key), tls=tls)
         try:
-            self.names = [str(line["name"]) for line in self._json("/load")["models"]]
-            self._model = model or self.names[0]
+            self.names = [str(line["name"]) for line in self.get_json("/load")["models"]]
+            self.model = model or self.names[0]
         except (LookupError, TypeError) as error:
-            raise PenstockError(f"{self._url}/load names no model.", remedy=_OTHER_SERVER) from error
-        if self._model not in self.names:
-            raise PenstockError(f"{self._url} serves no {self._model}.", remedy=f"It serves: {', '.join(self.names)}.")
+            raise PenstockError(f"{self._url}/load names no model.", remedy=OTHER_SERVER) from error
+        if self.model not in self.names:
+            raise PenstockError(f"{self._url} serves no {self.model}.", remedy=f"It serves: {', '.join(self.names)}.")
 
     def load(self, model: str | None = None) -> Mapping[str, Any]:
-        return cast("Mapping[str, Any]", self._json(f"/load?model={quote(model or self._model, safe='')}"))
+        return cast("Mapping[str, Any]", self.get_json(f"/load?model={quote(model or self.model, safe='')}"))
 
     def read(self) -> Snapshot:
-        of_model = f"?model={quote(self._model, safe='')}"
+        of_model = f"?model={quote(self.model, safe='')}"
         try:
-            all_models = self._json("/load")
+            all_models = self.get_json("/load")
             return Snapshot(
                 url=self._url,
-                model=self._model,
+                model=self.model,
                 at_s=time.monotonic(),
                 load=self.load(),
-                pool=self._json("/kv" + of_model, can_be_away=True),
-                requests=self._json("/v1/requests")["data"],
-                totals=counters(self._get("/metrics").decode()),
+                pool=self.get_json("/kv" + of_model, can_be_away=True),
+                requests=self.get_json("/v1/requests")["data"],
+                totals=counters(self.metrics()),
                 models=all_models["models"],
                 memory=all_models["memory"],
             )
         except (LookupError, TypeError, ValueError) as error:
             cause = f"{self._url} sent an answer that can't be shown: {error!r}."
-            raise PenstockError(cause, remedy=_OTHER_SERVER) from error
+            raise PenstockError(cause, remedy=OTHER_SERVER) from error
 
-    def _json(self, path: str, *, can_be_away: bool = False) -> Any:
-        body = self._get(path, can_be_away=can_be_away)
+    def metrics(self) -> str:
+        return self.get("/metrics").decode()
+
+    def get_json(self, path: str, *, can_be_away: bool = False) -> Any:
+        body = self.get(path, can_be_away=can_be_away)
         try:
             return json.loads(body) if body else None
         except ValueError as error:
-            raise PenstockError(f"{self._url}{path} is not JSON.", remedy=_OTHER_SERVER) from error
+            raise PenstockError(f"{self._url}{path} is not JSON.", remedy=OTHER_SERVER) from error
 
-    def _get(self, path: str, *, can_be_away: bool = False) -> bytes:
+    def get(self, path: str, *, can_be_away: bool = False) -> bytes:
         with Questions(self._target, timeout_s=10) as questions:
             status, body = questions.ask("GET", path)
         if status == 503 and can_be_away:
             return b""
         if status != 200:
             remedies = {401: "Give --api-key.", 503: "Ask again when it is ready."}
-            raise PenstockError(f"{self._url}{path} answered {status}.", remedy=remedies.get(status, _OTHER_SERVER))
+            raise PenstockError(f"{self._url}{path} answered {status}.", remedy=remedies.get(status, OTHER_SERVER))
         return body
 
 

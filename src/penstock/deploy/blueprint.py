@@ -6,6 +6,7 @@ blueprint, and replaces a failed engine with the same blueprint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -139,6 +140,8 @@ class Blueprint:
     open_recorder: OpenRecorder | None
     """None: nothing is recorded."""
     settings_hash: str
+    shown_settings: Mapping[str, object]
+    """As in `ModelInfo.settings`."""
     shares_kv: bool = False
     """Other processes on this machine may read the KV cache."""
 

@@ -417,6 +417,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, temp
         vocab_size=model.spec.vocab_size,
         is_priority_scheduled=blueprint.policies.reads_priority,
         encoder=None if model.encoder is None else replace(model.encoder, max_tokens=capacity.max_model_len),
+        settings=blueprint.shown_settings,
     )
 
 

@@ -36,12 +36,7 @@ def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenReco
 
     path, has_names = Path(server.record), server.record_tenant_names
     check_path(path)
-    settings = {
-        item.key: _recorded(item.key, value, has_names)
-        for part in parts
-        for item in settings_of(type(part))
-        if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
-    }
+    settings = shown_settings(parts, has_names=has_names)
 
     def open_recorder(name: str, backend: str | None, executor: Executor, clock: Clock) -> Recorder:
         from penstock.obs.recording import Recorder
@@ -60,6 +55,16 @@ def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenReco
             raise ConfigError(f"The recording {path} can't be written: {error}.", remedy=remedy) from error
 
     return open_recorder
+
+
+def shown_settings(parts: Sequence[Component], *, has_names: bool) -> dict[str, object]:
+    """Return the settings of these configs that are not the defaults, without paths, as others may see them."""
+    return {
+        item.key: _recorded(item.key, value, has_names)
+        for part in parts
+        for item in settings_of(type(part))
+        if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
+    }
 
 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:

@@ -27,7 +27,7 @@ from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.packed import PackedWeights
 from penstock.deploy.policies import choose_policies
-from penstock.deploy.recorder import plan_recording
+from penstock.deploy.recorder import plan_recording, shown_settings
 from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.tiers import tier_folder
 from penstock.machine import address_space
@@ -114,6 +114,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         packed=packed_weights(config, source.path),
         open_recorder=open_recorder,
         settings_hash=settings_hash(config),
+        shown_settings=shown_settings((config.kv, config.scheduler, config.admission, compute.options), has_names=False),
     )
     return blueprint, model
 

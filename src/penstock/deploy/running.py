@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -60,6 +60,8 @@ class ModelInfo:
     """The waiting order looks at `Request.priority`. Otherwise a priority is refused."""
     encoder: EncoderInfo | None = None
     """Facts of a model that answers with numbers. None: it writes text."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings of KV cache, scheduling, admission and compute that are not the defaults, without paths and names."""
 
     @property
     def name(self) -> str:

@@ -228,9 +228,27 @@ class PrefixCache:
         else:
             differs = position > 0 and self.index.goes_on(table.parent(idx))
         if differs:
-            is_answer = self._answer_before(block_id, position) is not None
-            return PrefixStop(PrefixEnd.ANSWER if is_answer else PrefixEnd.DIFFERS, position)
+            if self._answer_before(block_id, position) is not None:
+                return PrefixStop(PrefixEnd.ANSWER, position)
+            num_same = self._num_same_after(request, block_id, position) if position > idx * self._block_size else 0
+            return PrefixStop(PrefixEnd.DIFFERS, position, num_same_after=num_same)
         return PrefixStop(PrefixEnd.SALT if has_other_root and position == 0 else PrefixEnd.UNSEEN, position)
+
+    def _num_same_after(self, request: Request, block_id: int, position: int) -> int:
+        """Return how many tokens after `position` a cached prompt has at the same places: in this block, which holds another
+        token there, and in blocks that follow it. A date at the beginning of a prompt leaves many."""
+        size = self._block_size
+        start = position - position % size + size
+        num_same = self.index.num_equal(block_id, pack(token_slice(request, start - size, start)), position % size)
+        parent = self.index.hash_of(block_id)
+        while parent is not None and start < request.num_tokens:
+            content = pack(token_slice(request, start, min(start + size, request.num_tokens)))
+            block_id, num_equal = self.index.lookup_child(parent, content)
+            num_same += num_equal
+            if num_equal < size:
+                break
+            parent, start = self.index.hash_of(block_id), start + size
+        return num_same
 
     def _begin(self, request: Request) -> bool:
         """Record the request's first block. Return whether its tenant last sent these tokens with another salt or adapter."""
@@ -391,6 +409,12 @@ class PrefixIndex:
 
     def has_more(self, block_id: int, num_tokens: int) -> bool:
         return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
+
+    def num_equal(self, block_id: int, content: bytes, first: int) -> int:
+        """Return how many tokens from the `first` on the block has in common with `content`, place by place."""
+        own, other = self._contents[block_id][START:], content
+        places = range(first * TOKEN_BYTES, min(len(own), len(other)), TOKEN_BYTES)
+        return sum(own[at : at + TOKEN_BYTES] == other[at : at + TOKEN_BYTES] for at in places)
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
         """Return (block, number of equal tokens) of the block after `parent` that begins most like `content`, or (0, 0)."""

@@ -18,7 +18,8 @@ from penstock.obs.recording import BEGINNING, FORMAT, NOBODY, VERSION
 from penstock.types.adapter import BASE
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, StepShape
-from penstock.types.request import FinishReason
+from penstock.types.request import NO_WAITS, FinishReason, WaitTimes
+from penstock.types.stats import WaitReason
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -85,6 +86,9 @@ class Arrival:
     """Whether an earlier file of the recording has this event, too. That file may be lost."""
     adapter: int = BASE
     """Number that identifies the LoRA adapter."""
+    waits: WaitTimes = NO_WAITS
+    """Waits before it was queued. Older recordings have neither this nor the next field."""
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,8 @@ class StepDone:
     num_blocks_cached: int
     num_blocks_held: int | None = None
     waited_ns: int = 0
+    waits_for: WaitReason = WaitReason.NOTHING
+    """The resource that the first waiting request lacked. Older recordings do not have it."""
 
     @property
     def shape(self) -> StepShape:
@@ -337,6 +343,7 @@ class _Part:
             num_blocks_cached=cached,
             num_blocks_held=line.get("held"),
             waited_ns=line.get("waited", 0),
+            waits_for=WaitReason(line.get("lacks", "")),
         )
 
 
@@ -354,6 +361,8 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
         adapter=line.get("adapter", BASE),
+        waits=WaitTimes(**line.get("waits", {})),
+        background=line.get("background", False),
     )
 
 

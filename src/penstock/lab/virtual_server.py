@@ -10,7 +10,7 @@ from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
-from penstock.engine.ports import Executor, NullObserver
+from penstock.engine.ports import Executor, NullObserver, RequestJournal
 from penstock.engine.stepper import Stepper, Tell
 from penstock.engine.thread import Inbox
 from penstock.engine.transfers import Transfers
@@ -157,8 +157,17 @@ class Player:
 
 
 class VirtualServer(NullObserver):
-    def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0, seat: Seat | None = None) -> None:
-        """`seat`: at the machine, if other models share it."""
+    def __init__(
+        self,
+        settings: ServerSettings,
+        clock: Clock,
+        *,
+        tell: Tell,
+        seed: int = 0,
+        seat: Seat | None = None,
+        journal: RequestJournal | None = None,
+    ) -> None:
+        """`seat`: at the machine, if other models share it. `journal`: gets the reports that a real server's would."""
         policies, guesses = settings.make_policies(), settings.acceptance is not None and settings.may_guess
         capacity = replace(settings.capacity, checks_guesses=guesses, max_scored=MAX_GUESSES)
         if settings.acceptance is not None and guesses:
@@ -175,7 +184,7 @@ class VirtualServer(NullObserver):
             most_step_ns=(lambda: 0) if seat is None else seat.most_step_ns,
             others_serve=(lambda _: False) if seat is None else seat.others_serve,
         )
-        self.core = EngineCore(scheduler, observer=self)
+        self.core = EngineCore(scheduler, observer=self, journal=journal)
         self.times = ModelledTimes(settings.cost, seed=seed)
         self.timeline = Timeline(scheduler.kv.num_total_blocks)
         self._clock = clock

@@ -156,6 +156,8 @@ class Metrics:
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
         self.model_wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self.grammar_wait_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.client_wait_ns = 0
+        """Time in which streams had to wait for their clients."""
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Reports to count: a function and its arguments. Taken with the lock held."""
         self.tier = TierStats()
@@ -228,6 +230,11 @@ class Metrics:
         """Count the time a call waited for its grammar to be compiled, successfully or not. Thread-safe."""
         with self.lock:
             self.grammar_wait_ns.observe(wait_ns)
+
+    def count_client_wait(self, wait_ns: int) -> None:
+        """Count the time a stream waited for its client to read. Thread-safe."""
+        with self.lock:
+            self.client_wait_ns += wait_ns
 
     def count_rejected(self, reason: str, tenant: str = "") -> None:
         """Count a request refused before it reached the engine. `reason` is a `RejectReason` value. Thread-safe."""

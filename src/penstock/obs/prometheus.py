@@ -48,13 +48,15 @@ def expose(
     upstreams: Sequence[UpstreamStats] = (),
     batches: BatchStats | None = None,
     traces: Mapping[str, int] | None = None,
+    cpu_wait_ns: int | None = None,
     process: bool = False,
     vllm: bool = False,
     content_type: str = PLAIN,
 ) -> bytes:
     """Return all metrics of the models, in the format `PLAIN` or `OPEN_METRICS`. Each model's numbers are consistent.
 
-    `process` adds those of this process, `vllm` the names that vLLM has for some. Thread-safe.
+    `cpu_wait_ns` is as `machine.cpu_wait_ns` returns it. `process` adds those of this process, `vllm` the names that vLLM has
+    for some. Thread-safe.
     """
     registry = CollectorRegistry(auto_describe=False)
     families = _merged([_Snapshot(metrics).families for metrics in models])
@@ -65,6 +67,8 @@ def expose(
         registry.register(_Families(_of_batches(batches)))
     if traces is not None:
         registry.register(_Families([_family("traced_requests", [((result,), number) for result, number in traces.items()])]))
+    if cpu_wait_ns is not None:
+        registry.register(_Families([_family("cpu_wait_seconds", [((), cpu_wait_ns / _SECOND_NS)])]))
     if process:
         ProcessCollector(registry=registry)
     write: Callable[..., bytes] = generate_open_metrics if content_type == OPEN_METRICS else generate_latest
@@ -240,6 +244,7 @@ def _of_steps(metrics: Metrics) -> dict[str, Value]:
         "prefill_chunk_tokens": metrics.max_prefill_tokens,
         "padding_tokens": metrics.num_padding_tokens,
         "grammar_rows_sat_out": metrics.num_rows_sat_out,
+        "client_wait_seconds": metrics.client_wait_ns / _SECOND_NS,
         "engine_restarts": metrics.num_restarts,
     }
 

@@ -308,6 +308,10 @@ class _Writer:
             "priority": request.priority,
             "blocks": blocks,
         }
+        if any(request.waits):
+            line["waits"] = {name: wait_ns for name, wait_ns in request.waits._asdict().items() if wait_ns}
+        if request.background:
+            line["background"] = True
         if request.deadline_ns is not None:
             line["deadline"] = request.deadline_ns - self._start_ns
         if sampling.beams is not None:
@@ -368,6 +372,8 @@ class _Writer:
             line["accepted"] = [guesses.get(row.request_id, (0, 0))[1] for row in stats.rows if row.samples > 1]
         line["state"] = (stats.num_running, stats.num_waiting, stats.num_blocks_free, stats.num_blocks_cached)
         line["held"] = stats.counts.num_blocks_held
+        if stats.counts.waits_for:
+            line["lacks"] = stats.counts.waits_for.value
         if stats.waited_ns:
             line["waited"] = stats.waited_ns
         self._pending = (line, stats.parts_ns)

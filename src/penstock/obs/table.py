@@ -59,6 +59,8 @@ counter steps model limit | Steps, by what the first waiting request lacked: why
 summary step_size_seconds model rows prompts | Duration of steps by rows (at most), with and without prompts.
 histogram step_seconds model part | Duration of a step and of its parts.
 gauge prefill_chunk_tokens model | Most prompt tokens for the last step.
+counter client_wait_seconds model | Time in which streams waited for their clients to read.
+counter cpu_wait_seconds | Time in which threads of this process could run and others had the CPUs.
 counter padding_tokens model | Positions computed as padding.
 counter grammar_rows_sat_out model | Rows left out of a step because their grammar masks were not ready.
 counter machine_seconds model | Time in which the model's steps used the CPU; 0 if steps take no turns.

@@ -637,7 +637,8 @@ class Waits:
         owner, request_id = read_owner(http.scope, config), identity_of(http.scope).request_id
         unix_time_s = self._deployment.sources.unix_time_s
         waits = http.scope.get(WAITED_KEY, NO_WAITS)
-        with self._in_flight.arriving(Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=waits)):
+        arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=waits, model=served.name)
+        with self._in_flight.arriving(arrival):
             await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
         self._count_wait("model", asked_ns, http)
         served.metrics.count_model_wait(clock.now_ns() - asked_ns)

@@ -321,6 +321,7 @@ class EventStream(Response):
         self._writer = writer
         self._is_silent = False
         """Whether no event was sent since the last `_look`."""
+        self._client_wait_ns = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -338,6 +339,7 @@ class EventStream(Response):
             finally:
                 if self._timer is not None:
                     self._timer.cancel()
+                self._call.running.metrics.count_client_wait(self._client_wait_ns)
                 self._call.close()
 
     def _look(self) -> None:
@@ -348,7 +350,7 @@ class EventStream(Response):
         self._timer = asyncio.get_running_loop().call_later(self.keepalive_s, self._look)
 
     async def _send_events(self, send: Send) -> None:
-        stream = self._call.stream
+        stream, now_ns = self._call.stream, self._call.running.clock.now_ns
         await send(_piece(self._writer.open(), more=True))
         chunks = await self._next_chunks(send)
         data = self._begin(chunks[0]) if chunks else b""
@@ -363,7 +365,9 @@ class EventStream(Response):
                 return
             if data:
                 self._is_silent = False
+                began_ns = now_ns()
                 await send(_piece(data, more=True))
+                self._client_wait_ns += now_ns() - began_ns
                 data = b""
             chunks = await self._next_chunks(send)
         # The client has left. Nothing is sent, but ASGI requires an end.

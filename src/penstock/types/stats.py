@@ -44,6 +44,7 @@ class PrefixStop:
     reason: PrefixEnd
     position: int  # the first token not found; for `differs` and `answer differs`, the first that differs
     evicted_ns: int | None = None  # when that token's block was evicted
+    num_same_after: int = 0  # for `differs`: later tokens that the cached prompt has at the same positions
 
 
 @dataclass(slots=True)

@@ -119,6 +119,8 @@ class Explanation:
     """Guesses that the model agreed with, which gave tokens without a step of their own."""
     decode_with_prompts_ns: int
     """The part of `decode_ns` in steps that also computed prompts."""
+    num_steps_with_prompts: int
+    """Number of those steps."""
     other_models_ns: int
     """The part of its steps in which another model used the machine."""
     mean_batch: float
@@ -128,6 +130,8 @@ class Explanation:
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int
     """The part of `decode_ns` in steps that the request sat out."""
+    rested_ns: int
+    """The part of `decode_ns` in steps that were the background's."""
     longest_gap: Gap | None
     pauses: Sequence[PauseTold]
     route: Route | None = None
@@ -179,11 +183,13 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         num_guesses=life.num_guesses,
         num_accepted=life.num_accepted,
         decode_with_prompts_ns=decodes.prompts_ns,
+        num_steps_with_prompts=decodes.num_prompt_steps,
         other_models_ns=steps.waited_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
         max_batch=steps.max_rows,
         num_sat_out_steps=life.num_sat_out,
         sat_out_ns=life.sat_out_ns,
+        rested_ns=life.rested_ns,
         longest_gap=decodes.longest,
         pauses=[_pause(pause, life.arrival_ns, end) for pause in life.pauses],
         first_step=life.first_step,
@@ -213,6 +219,7 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
         num_resume_tokens=last.num_prefill_tokens,
         num_decode_steps=first.num_decode_steps + last.num_decode_steps,
         decode_with_prompts_ns=first.decode_with_prompts_ns + last.decode_with_prompts_ns,
+        num_steps_with_prompts=first.num_steps_with_prompts + last.num_steps_with_prompts,
         pauses=[*first.pauses, *last.pauses],
         route=replace(last.route, move_ns=max(0, last.queue_ns - ran_ns)),
     )

@@ -268,6 +268,8 @@ class Journal:
             if request_id in stats.counts.sat_out:
                 life.num_sat_out += 1
                 life.sat_out_ns += stats.ended_ns - last_ended_ns
+            else:
+                life.rested_ns += stats.ended_ns - last_ended_ns
             if life.last_token_ns is None:
                 life.last_token_ns = last_ended_ns
         for life in went_on.values():

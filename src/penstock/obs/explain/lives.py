@@ -65,6 +65,7 @@ class Span:
     max_rows: int = 0
     prompts_ns: int = 0
     """Time of steps that also computed prompts."""
+    num_prompt_steps: int = 0
     waited_ns: int = 0
     """Time in which another model used the machine."""
     longest: Gap | None = None
@@ -74,6 +75,7 @@ class Span:
         self.num_rows += other.num_rows
         self.max_rows = max(self.max_rows, other.max_rows)
         self.prompts_ns += other.prompts_ns
+        self.num_prompt_steps += other.num_prompt_steps
         self.waited_ns += other.waited_ns
         self.note_gap(other.longest)
 
@@ -118,10 +120,11 @@ class StepLog:
         if not notes:
             return Span()
         rows = [note.num_rows for note in notes]
-        prompts_ns = sum([gap_ns for gap_ns, note in zip(gaps_ns, notes, strict=True) if note.num_prefills])
+        beside_ns = [gap_ns for gap_ns, note in zip(gaps_ns, notes, strict=True) if note.num_prefills]
         longest_ns = max(gaps_ns)
         longest = Gap(longest_ns, notes[gaps_ns.index(longest_ns)])
-        return Span(len(rows), sum(rows), max(rows), prompts_ns, sum([note.waited_ns for note in notes]), longest)
+        waited_ns = sum([note.waited_ns for note in notes])
+        return Span(len(rows), sum(rows), max(rows), sum(beside_ns), len(beside_ns), waited_ns, longest)
 
 
 REASONS = tuple(WaitReason)
@@ -341,6 +344,8 @@ class Life:
     num_sat_out: int = 0
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int = 0
+    rested_ns: int = 0
+    """Time of steps without it that were the background's."""
     first_token_ns: int | None = None
     first_step: int | None = None
     """The engine's numbers of the first step that computed its prompt, and of the last step that it may have been in."""

@@ -31,13 +31,22 @@ class Prefix(TypedDict):
     hit_tokens: Count
     stopped_at: Count
     because: str
+    same_after: NotRequired[Count]
     evicted_ms_before: NotRequired[float]
 
 
 Steps = TypedDict("Steps", {"steps": Count, "tokens": Count})
 DecodeSteps = TypedDict(
     "DecodeSteps",
-    {"steps": Count, "forced_tokens": Count, "guessed_tokens": Count, "accepted_tokens": Count, "with_prompts_ms": float},
+    {
+        "steps": Count,
+        "forced_tokens": Count,
+        "guessed_tokens": Count,
+        "accepted_tokens": Count,
+        "with_prompts_ms": float,
+        "with_prompts_steps": Count,
+        "rested_ms": float,
+    },
 )
 SatOut = TypedDict("SatOut", {"steps": Count, "ms": float})
 BatchSize = TypedDict("BatchSize", {"mean": float, "max": Count})
@@ -89,6 +98,7 @@ class RequestChoice(TypedDict):
 class Request(TypedDict):
     id: str
     object: Literal["request"]
+    model: str
     created: int
     age_ms: float
     summary: str
@@ -160,10 +170,11 @@ def _max_ended(text: str | None) -> int:
 
 
 def _call(told: Told) -> Request:
-    choices = [_choice(choice, index) for index, choice in told.choices]
+    choices = [choice_of(choice, index) for index, choice in told.choices]
     return {
         "id": told.request_id,
         "object": "request",
+        "model": told.model,
         "created": told.created_unix_s,
         "age_ms": _ms(told.age_ns),
         "summary": told.summary,
@@ -177,8 +188,8 @@ def _candidates(request_id: str) -> list[str]:
     return [request_id, *(request_id.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if request_id.startswith(prefix))]
 
 
-def _choice(told: Explanation, index: int) -> RequestChoice:
-    """Return the explanation of one choice. Times are milliseconds."""
+def choice_of(told: Explanation, index: int) -> RequestChoice:
+    """Return the explanation of one choice as JSON. Times are milliseconds."""
     choice: RequestChoice = {
         "index": index,
         "state": told.phase.value,
@@ -208,6 +219,8 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
             "guessed_tokens": told.num_guesses,
             "accepted_tokens": told.num_accepted,
             "with_prompts_ms": _ms(told.decode_with_prompts_ns),
+            "with_prompts_steps": told.num_steps_with_prompts,
+            "rested_ms": _ms(told.rested_ns),
         },
         "sat_out": {"steps": told.num_sat_out_steps, "ms": _ms(told.sat_out_ns)},
         "batch": {"mean": round(told.mean_batch, 2), "max": told.max_batch},
@@ -237,6 +250,8 @@ def _prefix(told: Explanation) -> Prefix | None:
         "stopped_at": told.stop.position,
         "because": told.stop.reason.value,
     }
+    if told.stop.num_same_after:
+        found["same_after"] = told.stop.num_same_after
     if told.evicted_ago_ns is not None:
         found["evicted_ms_before"] = _ms(told.evicted_ago_ns)
     return found

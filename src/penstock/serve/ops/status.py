@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NotRequired
+from typing import Any, NotRequired
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
+from penstock import machine
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
@@ -19,6 +20,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
+from penstock.types.plan import Capacity
 from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, UpstreamStats
 
 
@@ -69,6 +71,8 @@ class Load(TypedDict):
     desired_replicas: Count
     replicas: NotRequired[list[Replica]]
     scaling: NotRequired[list[Decision]]
+    settings: NotRequired[dict[str, Any]]
+    capacity: NotRequired[dict[str, Count]]
     models: NotRequired[list[ModelLoad]]
     memory: NotRequired[Memory]
 
@@ -100,7 +104,8 @@ class StatusEndpoint:
     async def load(self, http: HttpRequest) -> Load:
         """Report the load of a model, now and over half a minute. `server_load` is vLLM's name.
 
-        Without `model`, report the default model, and list all models with their memory.
+        Without `model`, report the default model, and list all models with their memory. With it, report the settings that
+        are not the defaults, and what they come to.
         """
         name = http.query_params.get("model")
         served = find_served(name, self._deployment)
@@ -136,6 +141,8 @@ class StatusEndpoint:
                 {"age_s": round(one.age_ns / 1e9, 1), "replicas": one.num_replicas, "reason": one.reason}
                 for one in metrics.read_decisions()
             ]
+        if name is not None and served.running is not None:
+            load["settings"], load["capacity"] = dict(served.running.model.settings), _capacity(served.running.model.capacity)
         if name is None:
             memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
             load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
@@ -179,11 +186,22 @@ class StatusEndpoint:
             upstreams=upstreams,
             batches=batches,
             traces=traces,
+            cpu_wait_ns=machine.cpu_wait_ns(),
             process=True,
             vllm=self._has_vllm_names,
             content_type=content_type,
         )
         return Response(body, headers={"content-type": content_type})
+
+
+def _capacity(capacity: Capacity) -> dict[str, int]:
+    return {
+        "blocks": capacity.num_blocks - 1,
+        "block_size": capacity.block_size,
+        "rows": capacity.max_rows,
+        "step_tokens": capacity.max_step_tokens,
+        "model_len": capacity.max_model_len,
+    }
 
 
 def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:

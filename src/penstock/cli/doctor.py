@@ -1,0 +1,317 @@
+"""`penstock doctor`: says why a server is slow, and what to change, from its pages or from a recording.
+
+`lab.evidence` has what it looks at, `lab.doctor` the rules. This file reads the pages, and simulates changes of settings.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import client_tls, is_given, printable, setting_keys, tls_options, warn_of_unknown_variables
+from penstock.cli.top import OTHER_SERVER, Reader, server_url
+from penstock.config.components import config_from
+from penstock.config.sources import all_settings, parse_settings
+from penstock.lab.doctor import Diagnosis, Gain, Verdict, diagnose
+from penstock.lab.evidence import Evidence, Scrape, visits_of
+from penstock.types.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.lab.cost_model import CostModel
+    from penstock.lab.simulation import Simulation
+    from penstock.lab.workload import Workload
+
+EXIT_CODES = {Verdict.HEALTHY: 0, Verdict.ILL: 1, Verdict.UNKNOWN: 2}
+_RECENT_S = 600.0
+_MAX_ENDED = 100
+"""The most ended requests that a server lists."""
+_WIDTH = 100
+_NOT_SIMULATED = ("kv_cache_memory", "kv_disk_size", "kv_host_size")
+
+
+@click.command()
+@click.argument("source", required=False, metavar="URL|RECORDING")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="N", help="Port of a server on this machine, instead of the URL."
+)
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
+@click.option("--model", metavar="NAME", help="Model to examine, of several.  [default: the first]")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Time for which a server is watched."
+)
+@click.option("--cost", metavar="FILE", help="Cost model for the simulator.  [default: guessed from the requests]")
+@click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as one JSON object.")
+@tls_options
+def doctor(
+    source: str | None,
+    port: int | None,
+    api_key: str | None,
+    model: str | None,
+    seconds: float,
+    cost: str | None,
+    cafile: str | None,
+    *,
+    as_json: bool,
+    insecure: bool,
+) -> None:
+    """Say why a server is slow, and which setting to change, with the figures that show it.
+
+    URL is http://127.0.0.1:8000 unless given. A RECORDING is a file of `penstock serve --record`.
+
+    \b
+    Exit status: 0 healthy, 1 a cause was found, 2 it can't tell.
+    """
+    warn_of_unknown_variables()
+    context = click.get_current_context()
+    try:
+        if source is not None and not source.startswith(("http://", "https://")) and Path(source).is_file():
+            workload, evidence, costs = _read_recording(Path(source))
+        else:
+            key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
+            url = server_url(source, port, is_tls=insecure or cafile is not None)
+            evidence = _watch(Reader(url, key, model, tls=client_tls(cafile, insecure=insecure)), seconds)
+            workload, costs = workload_of(evidence), None
+        if cost is not None:
+            from penstock.lab.cost_files import load_cost
+
+            costs = load_cost(Path(cost)).cost
+        predictor = Predictor(evidence, workload, costs)
+        diagnosis = diagnose(evidence, predictor.gain)
+    except PenstockError as error:
+        click.echo(f"error: {printable(str(error))}", err=True)
+        context.exit(EXIT_CODES[Verdict.UNKNOWN])
+    click.echo(json.dumps(_as_json(diagnosis), indent=2) if as_json else printable("\n".join(_lines(diagnosis))))
+    context.exit(EXIT_CODES[diagnosis.verdict])
+
+
+# What it reads
+
+
+def _watch(reader: Reader, seconds: float) -> Evidence:
+    """Read a server's pages twice. Raises PenstockError."""
+    try:
+        began_s, before = time.monotonic(), reader.metrics()
+        time.sleep(seconds)
+        window_s, after = time.monotonic() - began_s, reader.metrics()
+        load, explained = reader.load(), reader.get_json(f"/v1/requests?ended={_MAX_ENDED}")["data"]
+        return Evidence.of(
+            visits_of(explained, reader.model, max(_RECENT_S, seconds)),
+            Scrape(before, reader.model),
+            Scrape(after, reader.model),
+            window_s,
+            settings=load.get("settings", {}),
+            capacity=load.get("capacity", {}),
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise PenstockError(f"The server sent an answer that can't be read: {error!r}.", remedy=OTHER_SERVER) from error
+
+
+def _read_recording(path: Path) -> tuple[Workload, Evidence, CostModel | None]:
+    from penstock.lab.fitting import fit
+    from penstock.lab.recording import open_recording
+    from penstock.lab.replayed import show
+    from penstock.lab.steps import steps_of
+    from penstock.lab.traces import read_workload
+    from penstock.serve.ops.requests import choice_of
+
+    recording = open_recording(path)
+    header, shown = recording.header, show(recording)
+    explained = [
+        {"model": header.model, "age_ms": (shown.end_ns - told.arrival_ns) / 1e6, "choices": [choice_of(told, 0)]}
+        for told in shown.explanations
+    ]
+    window_s = (shown.end_ns - shown.begin_ns) / 1e9
+    evidence = Evidence.of(
+        visits_of(explained, header.model, window_s),
+        Scrape(shown.before, header.model),
+        Scrape(shown.after, header.model),
+        window_s,
+        settings=header.settings,
+        capacity={
+            "blocks": header.capacity.num_blocks - 1,
+            "block_size": header.capacity.block_size,
+            "rows": header.capacity.max_rows,
+            "step_tokens": header.capacity.max_step_tokens,
+            "model_len": header.capacity.max_model_len,
+        },
+    )
+    try:
+        cost = fit(steps_of(recording), are_in_order=True).cost
+    except (ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times
+        cost = None
+    return read_workload(path), evidence, cost
+
+
+# What the simulator says
+
+
+def workload_of(evidence: Evidence) -> Workload:
+    """Make up a workload: prompts and answers of the lengths seen, when they came, with the prefixes that were found."""
+    from penstock.lab.workload import Job, Workload
+
+    visits = sorted(evidence.visits, key=lambda one: -one.age_s)
+    ended = [one.num_answer_tokens for one in visits if one.finish_reason is not None]
+    usual, oldest_s = sum(ended) // max(1, len(ended)), visits[0].age_s if visits else 0.0
+    block_size = evidence.capacity.get("block_size", 16)
+    jobs = [
+        Job(
+            arrival_ns=round((oldest_s - one.age_s) * 1e9),
+            num_prompt_tokens=max(1, one.num_prompt_tokens),
+            num_output_tokens=max(1, one.num_answer_tokens if one.finish_reason else max(usual, one.num_answer_tokens)),
+            prefix=tuple(range(1, one.num_hit_tokens // block_size + 1)),
+        )
+        for one in visits
+    ]
+    return Workload(name="seen", jobs=jobs, prefix_block_tokens=block_size)
+
+
+def _guessed_cost(evidence: Evidence) -> CostModel:
+    """Return the default cost model, stretched to the steps and the prompts that were seen."""
+    from penstock.lab.cost_model import CostModel
+    from penstock.types.plan import StepShape
+
+    default, visits = CostModel(), evidence.visits
+    num_rows = max(1, round(sum(one.mean_batch for one in visits) / len(visits)))
+    context_len = sum(one.num_prompt_tokens + one.num_answer_tokens // 2 for one in visits) // len(visits)
+    plain_s = evidence.plain_step_s
+    scale = plain_s * 1e9 / default.duration_ns(StepShape(((1, context_len),) * num_rows, num_rows)) if plain_s else 1.0
+    num_tokens = sum(max(0, one.num_prompt_tokens - one.num_hit_tokens) for one in visits)
+    work_s = sum(one.parts_s["prefill"] - one.num_prefill_steps * plain_s for one in visits)
+    return replace(
+        default,
+        step_ns=default.step_ns * scale,
+        decode_row_ns=default.decode_row_ns * scale,
+        decode_read_ns=default.decode_read_ns * scale,
+        prefill_token_ns=max(0.0, work_s) * 1e9 / max(1, num_tokens),
+        prefill_read_ns=0.0,
+    )
+
+
+class Predictor:
+    """Simulates the requests with the server's settings, and with changed ones."""
+
+    def __init__(self, evidence: Evidence, workload: Workload, cost: CostModel | None) -> None:
+        self._evidence, self._workload, self._cost = evidence, workload, cost
+        self._before: list[float] | None = None
+
+    def gain(self, change: Mapping[str, Any]) -> Gain | None:
+        """Return what a change would gain. None: it can't be simulated, or what was seen can't be reproduced."""
+        evidence = self._evidence
+        if not evidence.capacity or not any(one.num_answer_tokens for one in evidence.visits) or not self._shows(change):
+            return None
+        if self._cost is None:
+            self._cost = _guessed_cost(evidence)
+        try:
+            self._before = self._before or self._times_s({})
+            after = self._times_s(change)
+        except (PenstockError, RuntimeError):
+            return None
+        before_s, seen_s = _mean(self._before), evidence.total_s / len(evidence.visits)
+        if not 0.5 <= before_s / seen_s <= 2:
+            return None
+        return Gain(before_s, _mean(after), _slowest(self._before), _slowest(after))
+
+    def _shows(self, change: Mapping[str, Any]) -> bool:
+        """Return whether the workload has what the change is about: several tenants, or requests of the background."""
+        jobs = self._workload.jobs
+        if change.get("policy") == "fair":
+            return len({job.tenant for job in jobs}) > 1
+        return "background_share" not in change or any(job.background for job in jobs)
+
+    def _times_s(self, change: Mapping[str, Any]) -> list[float]:
+        outcome = self._simulation(change).run(self._workload)
+        return sorted((one.ended_ns - one.intended_ns) / 1e9 for one in outcome.records)
+
+    def _simulation(self, change: Mapping[str, Any]) -> Simulation:
+        from penstock.deploy.forecast import simulation_of
+        from penstock.deploy.recorder import NOT_RECORDED
+
+        assert self._cost is not None, "guessed before"
+        capacity = self._evidence.capacity
+        known = setting_keys("kv", "scheduler")
+        settings = {
+            **{key: value for key, value in self._evidence.settings.items() if key in known and value != NOT_RECORDED},
+            "block_size": capacity["block_size"],
+            "max_num_seqs": capacity["rows"],
+            "max_num_batched_tokens": capacity["step_tokens"],
+            "max_model_len": capacity["model_len"],
+            **change,
+        }
+        num_blocks = settings.pop("kv_blocks", capacity["blocks"])
+        asked = {key: value for key, value in settings.items() if value is not None and key not in _NOT_SIMULATED}
+        simulation = simulation_of(config_from(parse_settings(asked, all_settings())), self._cost, num_blocks=num_blocks)
+        return replace(simulation, limits=None)
+
+
+def _mean(times_s: list[float]) -> float:
+    return sum(times_s) / max(1, len(times_s))
+
+
+def _slowest(times_s: list[float]) -> float:
+    """Return the mean of the slowest tenth."""
+    return _mean(times_s[-max(1, len(times_s) // 10) :])
+
+
+# What it says
+
+
+def _advice(change: Mapping[str, Any]) -> str:
+    """Return the flags of a change."""
+    flags = [f"--{key.replace('_', '-')} {value}" for key, value in change.items() if value is not None and key != "kv_blocks"]
+    without = [f"--{key.replace('_', '-')}" for key, value in change.items() if value is None]
+    return " ".join([*flags, *([f"without {', '.join(without)}"] if without else [])])
+
+
+def _gain(gain: Gain) -> str:
+    return (
+        f"Simulated, a request would take {gain.after_s:.3g} s instead of {gain.before_s:.3g} s in the mean, and "
+        f"{gain.slowest_after_s:.3g} s instead of {gain.slowest_before_s:.3g} s among the slowest tenth."
+    )
+
+
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+    words = {Verdict.HEALTHY: "Nothing is wrong.", Verdict.ILL: "Found:", Verdict.UNKNOWN: "Can't tell."}
+    yield from textwrap.wrap(f"{words[diagnosis.verdict]} {diagnosis.summary}", _WIDTH)
+    for number, one in enumerate(diagnosis.findings, 1):
+        yield ""
+        yield f"{number}. {one.rule.name}: {one.share:.0%} of the time; {one.rule.symptom}"
+        texts = [one.rule.cause, one.evidence, one.rule.remedy]
+        if advice := _advice(one.change):
+            texts.append(f"Try: {advice}.")
+        if one.gain is not None:
+            texts.append(_gain(one.gain))
+        for text in texts:
+            yield from textwrap.wrap(text, _WIDTH, initial_indent="   ", subsequent_indent="   ")
+
+
+def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
+    return {
+        "verdict": diagnosis.verdict,
+        "summary": diagnosis.summary,
+        "findings": [
+            {
+                "name": one.rule.name,
+                "symptom": one.rule.symptom,
+                "cause": one.rule.cause,
+                "share": round(one.share, 4),
+                "lost_s": round(one.lost_s, 4),
+                "evidence": one.evidence,
+                "remedy": one.rule.remedy,
+                "change": one.change,
+                "gain": None
+                if one.gain is None
+                else {
+                    "mean_s": [round(one.gain.before_s, 4), round(one.gain.after_s, 4)],
+                    "slowest_tenth_s": [round(one.gain.slowest_before_s, 4), round(one.gain.slowest_after_s, 4)],
+                },
+            }
+            for one in diagnosis.findings
+        ],
+    }

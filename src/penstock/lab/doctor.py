@@ -1,0 +1,508 @@
+"""The rules of `penstock doctor`: what may be wrong with a server, how that shows, and what to change.
+
+The time of all requests is a pool (`Evidence.parts_s`). Each rule, in the order of the table, says how much of it its cause
+took. A cause that took at least `NAMED_SHARE` of the pool is named, and no later rule counts that time again. So there is one
+threshold, and causes are ranked by the time that they cost. (Oracle's ADDM ranks findings by their share of the time of all
+sessions; Linux' PSI reports the share of time in which tasks stalled.)
+
+To add a rule, append it to `RULES`. It looks at an `Evidence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from penstock.lab.evidence import Evidence, Visit
+
+NAMED_SHARE = 0.1
+"""A cause that took a smaller share of the requests' time is not named. Nor is a setting that would save less."""
+LEAST_VISITS = 5
+"""With fewer requests nothing is said."""
+FULL = 0.9
+"""A machine that computes for this share of the time has nothing left."""
+
+
+class Symptom(StrEnum):
+    LATENCY = "latency is high"
+    THROUGHPUT = "throughput is low"
+    IDLE = "the machine idles while requests wait"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    name: str
+    symptom: Symptom
+    cause: str
+    lost_s: Callable[[Evidence], float]
+    """Time of requests that the cause took."""
+    of: tuple[str, ...] = ()
+    """Parts of the requests' time that this time is among. Empty: it comes on top of them."""
+    shows: Callable[[Evidence], str]
+    """The evidence, with figures."""
+    remedy: str
+    change: Callable[[Evidence], Mapping[str, Any]] = field(default=lambda _: {})
+    """Settings to try in the simulator, which are also the advice. None: leave it out. Empty: it can't be simulated.
+    `kv_blocks`: the size of the KV cache."""
+    must_gain: bool = False
+    """If the simulator sees no gain, the cause is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The simulator's prediction for a change: mean seconds of a request, and of the slowest tenth."""
+
+    before_s: float
+    after_s: float
+    slowest_before_s: float
+    slowest_after_s: float
+
+    @property
+    def share(self) -> float:
+        """The share of the mean time, or of the slowest tenth's, that is saved."""
+        return max(1 - self.after_s / self.before_s, 1 - self.slowest_after_s / self.slowest_before_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    rule: Rule
+    lost_s: float
+    share: float
+    """`lost_s` as a share of the time of all requests."""
+    evidence: str
+    change: Mapping[str, Any]
+    gain: Gain | None
+
+
+class Verdict(StrEnum):
+    HEALTHY = "healthy"
+    ILL = "ill"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    verdict: Verdict
+    findings: Sequence[Finding]
+    """The costliest first."""
+    summary: str
+
+
+Predict = Callable[[Mapping[str, Any]], Gain | None]
+"""Returns what a change of settings would gain, or None if that can't be simulated."""
+
+
+def diagnose(evidence: Evidence, predict: Predict = lambda _: None) -> Diagnosis:
+    if len(evidence.visits) < LEAST_VISITS:
+        return _without_visits(evidence)
+    total_s, left = evidence.total_s, dict(evidence.parts_s)
+    findings: list[Finding] = []
+    for rule in RULES:
+        have_s = sum(left.get(part, 0.0) for part in rule.of)
+        lost_s = min(rule.lost_s(evidence), have_s) if rule.of else rule.lost_s(evidence)
+        if lost_s <= 0 or lost_s < NAMED_SHARE * total_s:
+            continue
+        asked = rule.change(evidence)
+        change = {key: value for key, value in asked.items() if value is not None or key in evidence.settings}
+        gain = predict(change) if change else None
+        if rule.must_gain and gain is not None and gain.share < NAMED_SHARE:
+            continue
+        for part in rule.of:
+            left[part] = left.get(part, 0.0) * (1 - lost_s / have_s)
+        share = min(1.0, lost_s / total_s)
+        findings.append(Finding(rule=rule, lost_s=lost_s, share=share, evidence=rule.shows(evidence), change=change, gain=gain))
+    findings.sort(key=lambda one: -one.lost_s)
+    return Diagnosis(verdict=Verdict.ILL if findings else Verdict.HEALTHY, findings=findings, summary=_summary(evidence))
+
+
+def _without_visits(evidence: Evidence) -> Diagnosis:
+    verdict = Verdict.UNKNOWN
+    if evidence.num_background and not evidence.num_ended:
+        verdict, why = Verdict.HEALTHY, f"Only background requests run, {evidence.num_background:.0f} now; nobody waits."
+    elif evidence.num_calls > LEAST_VISITS:
+        why = (
+            f"{evidence.num_calls:.0f} requests ended or were refused, and the server explains {len(evidence.visits)} of them "
+            "to this key. Give the key that sent them (--api-key), or let the server explain some (--explained-requests)."
+        )
+    else:
+        why = f"{len(evidence.visits)} requests were seen, and it takes {LEAST_VISITS}. Ask again under load, or watch longer."
+    return Diagnosis(verdict=verdict, findings=(), summary=why)
+
+
+def _summary(evidence: Evidence) -> str:
+    parts = evidence.parts_s
+    total_s = max(evidence.total_s, 1e-9)
+    prefill, decode = (parts.get(part, 0.0) / total_s for part in ("prefill", "decode"))
+    return (
+        f"{len(evidence.visits)} requests took {total_s / len(evidence.visits):.2g} s each: {prefill:.0%} to compute prompts, "
+        f"{decode:.0%} answers, {max(0.0, 1 - prefill - decode):.0%} waiting. The machine computed {evidence.busy:.0%} of the "
+        f"time, in batches of {evidence.mean_batch:.1f}, {evidence.answers_per_s:.0f} tokens a second."
+    )
+
+
+# Parts of the time that take more than a sum.
+
+
+def _waits(*reasons: str) -> Callable[[Evidence], float]:
+    return lambda evidence: sum(evidence.parts_s.get(reason, 0.0) for reason in reasons)
+
+
+def _share(evidence: Evidence, *parts: str) -> str:
+    """Return how much of the requests' time was in these parts, in words."""
+    time_s = _waits(*parts)(evidence)
+    return f"{time_s / max(evidence.total_s, 1e-9):.0%} of the requests' time ({time_s:.3g} s of {evidence.total_s:.3g} s)"
+
+
+_OF_BATCHES = (
+    *("preset", "batching", "batching_args", "batch_window", "max_batch_size", "preferred_batch_size", "length_buckets"),
+)
+"""Settings that make batches other than continuous ones."""
+_COMPUTING = ("prefill", "decode")
+_CROWDED = ("rows", "tokens", "memory", "order")
+"""Reasons to wait because others are served."""
+
+
+def _thrashed_s(evidence: Evidence) -> float:
+    """Pauses of preempted requests, and the steps that compute their tokens again."""
+    again_s = sum(one.num_resume_steps for one in evidence.visits) * max(evidence.prompt_step_s, evidence.plain_step_s)
+    return evidence.parts_s["preempted"] + again_s
+
+
+def _late_s(evidence: Evidence) -> float:
+    """Time of streams in steps with others' prompts, beyond the target."""
+    return sum(one.with_prompts_s - one.num_steps_with_prompts * evidence.target_s for one in evidence.visits)
+
+
+def _chopped_s(evidence: Evidence) -> float:
+    """Time that prompts would save if their steps took as long as the target, and there were fewer."""
+    plain_s, target_s = evidence.plain_step_s, evidence.target_s
+    saved_s = 0.0
+    for one in evidence.visits:
+        if one.num_prefill_steps:
+            work_s = max(0.0, one.parts_s["prefill"] / one.num_prefill_steps - plain_s)
+            needed = max(1.0, one.num_prefill_steps * work_s / (target_s - plain_s))
+            saved_s += max(0.0, one.num_prefill_steps - needed) * plain_s
+    return saved_s
+
+
+def _prefix_s(*ends: str) -> Callable[[Evidence], float]:
+    """Return a function for the time of prompts of which the prefix cache had no more for one of these reasons."""
+    return lambda evidence: sum(one.parts_s["prefill"] for one in evidence.visits if one.prefix_end in ends)
+
+
+def _alike(one: Visit) -> float:
+    """Return the share of a prompt's computed tokens that the cache has, behind a token that differs."""
+    return one.num_same_after / max(1, one.num_prompt_tokens - one.num_hit_tokens)
+
+
+def _alike_s(evidence: Evidence) -> float:
+    return sum(one.parts_s["prefill"] * _alike(one) for one in evidence.visits if one.prefix_end == "differs")
+
+
+def _is_endless(one: Visit, evidence: Evidence) -> bool:
+    """Return whether an answer ended only because the context was full."""
+    longest = evidence.capacity.get("model_len", 0)
+    return one.finish_reason == "length" and 0 < longest <= one.num_prompt_tokens + one.num_answer_tokens + 1
+
+
+def _endless_s(evidence: Evidence) -> float:
+    return sum(one.parts_s["decode"] for one in evidence.visits if _is_endless(one, evidence))
+
+
+def _endless(evidence: Evidence) -> str:
+    count = sum(_is_endless(one, evidence) for one in evidence.visits)
+    return (
+        f"{count} of {len(evidence.visits)} answers ended only where the context was full, at "
+        f"{evidence.capacity['model_len']} tokens, after {_endless_s(evidence):.3g} s of decoding."
+    )
+
+
+def _refusals(evidence: Evidence) -> float:
+    """Return how many calls were refused for each that was answered."""
+    return evidence.num_refused / max(1.0, evidence.num_ended)
+
+
+def _refused_s(evidence: Evidence) -> float:
+    """Return the share of the calls that were refused, as if it was one of the time: a refused client waits, too."""
+    return evidence.total_s * evidence.num_refused / max(1.0, evidence.num_calls)
+
+
+def _rows(evidence: Evidence) -> int:
+    return evidence.capacity.get("rows", 0)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="cold models",
+        symptom=Symptom.IDLE,
+        cause="Requests wait for their model to be loaded.",
+        lost_s=_waits("model"),
+        of=("model",),
+        shows=lambda e: f"Loading took {_share(e, 'model')}.",
+        remedy="Keep the model loaded (keep_loaded), or give the models more room (--memory).",
+    ),
+    Rule(
+        name="slow grammars",
+        symptom=Symptom.LATENCY,
+        cause="Grammars are compiled for long, or their masks are slow.",
+        lost_s=_waits("grammar", "sat out"),
+        of=("grammar", "sat out"),
+        shows=lambda e: f"Grammars took {_share(e, 'grammar', 'sat out')}.",
+        remedy="Send the same schema each time, which is then known, or a simpler one.",
+    ),
+    Rule(
+        name="cold adapters",
+        symptom=Symptom.IDLE,
+        cause="Requests wait for their adapter.",
+        lost_s=_waits("adapter"),
+        of=("adapter",),
+        shows=lambda e: f"Adapters took {_share(e, 'adapter')}.",
+        remedy="Keep more adapters in memory (--max-cpu-loras), and let more run at once (--max-loras).",
+    ),
+    Rule(
+        name="slow tier",
+        symptom=Symptom.IDLE,
+        cause="Requests wait for keys and values from the tier below the KV cache.",
+        lost_s=_waits("loading"),
+        of=("loading",),
+        shows=lambda e: f"Loading blocks took {_share(e, 'loading')}.",
+        remedy="Put the file on a faster disk (--kv-disk-path), or do without (--kv-disk-size 0).",
+    ),
+    Rule(
+        name="batch window",
+        symptom=Symptom.IDLE,
+        cause="Requests wait for their batch to be complete, or for the one before it to end.",
+        lost_s=_waits("gate"),
+        of=("gate",),
+        shows=lambda e: f"The gate took {_share(e, 'gate')}, and the machine computed {e.busy:.0%} of the time.",
+        remedy="Batch continuously, or make the window shorter (--batch-window).",
+        change=lambda _: dict.fromkeys(_OF_BATCHES),
+    ),
+    Rule(
+        name="greedy key",
+        symptom=Symptom.LATENCY,
+        cause="One key takes most of the machine, and others wait behind it.",
+        lost_s=lambda e: (
+            _waits("rows", "tokens", "order")(e) if e.largest_share > 0.5 and e.settings.get("policy") != "fair" else 0.0
+        ),
+        of=("rows", "tokens", "order"),
+        shows=lambda e: (
+            f"{e.largest_tenant} had {e.largest_share:.0%} of the tokens; requests waited "
+            f"{_share(e, 'rows', 'tokens', 'order')}."
+        ),
+        remedy="Let the keys share the machine evenly, or limit what one may have at once (--tenant-max-concurrent).",
+        change=lambda _: {"policy": "fair"},
+    ),
+    Rule(
+        name="order",
+        symptom=Symptom.LATENCY,
+        cause="The waiting order lets later requests go first, and those that they pass wait long.",
+        lost_s=_waits("order"),
+        of=("order",),
+        shows=lambda e: f"Being passed took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}.",
+        remedy="Serve in order of arrival, or let waiting requests age (docs/orders.md).",
+        change=lambda _: {"policy": "fcfs"},
+    ),
+    Rule(
+        name="thrash",
+        symptom=Symptom.THROUGHPUT,
+        cause="Running requests are preempted for lack of memory, and compute their tokens again.",
+        lost_s=_thrashed_s,
+        of=("preempted", *_COMPUTING),
+        shows=lambda e: (
+            f"Pauses took {_share(e, 'preempted')}, and {sum(one.num_resume_steps for one in e.visits)} steps repeated tokens."
+        ),
+        remedy="Give the KV cache more memory (--kv-cache-memory), or run fewer requests at once (--max-num-seqs).",
+        change=lambda e: {"kv_blocks": 2 * e.capacity.get("blocks", 0)},
+    ),
+    Rule(
+        name="reserved memory",
+        symptom=Symptom.THROUGHPUT,
+        cause="Requests wait for memory that others reserved and do not use.",
+        lost_s=lambda e: _waits("memory")(e) if e.kv_used < 0.5 else 0.0,
+        of=("memory",),
+        shows=lambda e: f"Memory took {_share(e, 'memory')}, while requests held {e.kv_used:.0%} of the KV cache.",
+        remedy="Reserve what answers need (--reserve watermark), and have clients send max_tokens.",
+        change=lambda _: {"reserve": "watermark"},
+    ),
+    Rule(
+        name="small KV cache",
+        symptom=Symptom.THROUGHPUT,
+        cause="Requests wait for memory: the KV cache is too small.",
+        lost_s=_waits("memory"),
+        of=("memory",),
+        shows=lambda e: f"Memory took {_share(e, 'memory')}, and batches had {e.mean_batch:.1f} of {_rows(e)} rows.",
+        remedy="Give the KV cache twice the memory (--kv-cache-memory), or store it in fewer bits (--kv-cache-dtype).",
+        change=lambda e: {"kv_blocks": 2 * e.capacity.get("blocks", 0)},
+        must_gain=True,
+    ),
+    Rule(
+        name="few rows",
+        symptom=Symptom.THROUGHPUT,
+        cause="As many requests run as may, and more would run well together.",
+        lost_s=_waits("rows"),
+        of=("rows",),
+        shows=lambda e: f"Waiting for a row took {_share(e, 'rows')}, with --max-num-seqs {_rows(e)}.",
+        remedy="Let more requests run at once.",
+        change=lambda e: {"max_num_seqs": 2 * _rows(e)},
+        must_gain=True,
+    ),
+    Rule(
+        name="endless answers",
+        symptom=Symptom.THROUGHPUT,
+        cause="Answers go on until the context is full.",
+        lost_s=_endless_s,
+        of=("decode",),
+        shows=_endless,
+        remedy="Have clients send max_tokens, or shorten the context (--max-model-len).",
+    ),
+    Rule(
+        name="other models",
+        symptom=Symptom.LATENCY,
+        cause="Another model of this server uses the machine.",
+        lost_s=_waits("other models"),
+        of=("other models", *_COMPUTING),
+        shows=lambda e: f"Steps of other models took {_share(e, 'other models')}.",
+        remedy="Give this model a larger share (machine_share), or serve the other one elsewhere.",
+    ),
+    Rule(
+        name="background",
+        symptom=Symptom.LATENCY,
+        cause="Lines of batches take steps from people's answers.",
+        lost_s=_waits("background"),
+        of=("background",),
+        shows=lambda e: (
+            f"Steps of the background took {_share(e, 'background')}; {e.num_background:.0f} such requests are here."
+        ),
+        remedy="Lower --background-share, or let batches run at night (--batch-hours).",
+        change=lambda _: {"background_share": 0.0},
+    ),
+    Rule(
+        name="noisy neighbour",
+        symptom=Symptom.LATENCY,
+        cause="Other processes use the CPUs.",
+        lost_s=lambda e: e.cpu_wait * _waits(*_COMPUTING)(e),
+        of=_COMPUTING,
+        shows=lambda e: f"For each second of steps, threads of the server waited {e.cpu_wait:.2f} s for a CPU.",
+        remedy="Move the other processes away, or give the server fewer --threads than there are CPUs.",
+    ),
+    Rule(
+        name="long steps",
+        symptom=Symptom.LATENCY,
+        cause="Streams stall while a step computes much of others' prompts.",
+        lost_s=_late_s,
+        of=("decode",),
+        shows=lambda e: (
+            f"Between two tokens, steps with others' prompts took {e.prompt_step_s * 1e3:.0f} ms, others "
+            f"{e.plain_step_s * 1e3:.0f} ms; {e.target_s * 1e3:.0f} ms would suit this model."
+        ),
+        remedy="Let the prompts' part of a step follow from a target (--budget itl, --slo-itl).",
+        change=lambda e: {"budget": "itl", "budget_args": None, "slo_itl": round(e.target_s, 3)},
+    ),
+    Rule(
+        name="short steps",
+        symptom=Symptom.LATENCY,
+        cause="Prompts are computed in too many small pieces.",
+        lost_s=_chopped_s,
+        of=("prefill",),
+        shows=lambda e: (
+            f"A prompt took {sum(one.num_prefill_steps for one in e.visits) / len(e.visits):.0f} steps; fewer and longer ones, "
+            f"of {e.target_s * 1e3:.0f} ms, would have saved {_chopped_s(e):.3g} s."
+        ),
+        remedy="Compute more of a prompt in a step.",
+        change=lambda e: {
+            "max_num_batched_tokens": max(512, e.capacity.get("step_tokens", 0)),
+            "budget": "itl",
+            "budget_args": None,
+            "slo_itl": round(e.target_s, 3),
+        },
+    ),
+    Rule(
+        name="padding",
+        symptom=Symptom.THROUGHPUT,
+        cause="The machine computes padding.",
+        lost_s=lambda e: e.padding * _waits(*_COMPUTING)(e),
+        of=_COMPUTING,
+        shows=lambda e: f"{e.padding:.0%} of the computed positions were padding.",
+        remedy="Batch continuously, or in buckets of closer lengths (--length-buckets).",
+        change=lambda _: dict.fromkeys(_OF_BATCHES),
+    ),
+    Rule(
+        name="prompts differ early",
+        symptom=Symptom.LATENCY,
+        cause="Prompts repeat earlier ones except for a few tokens near their beginning.",
+        lost_s=_alike_s,
+        of=("prefill",),
+        shows=lambda e: (
+            f"{sum(_alike(one) > 0.5 for one in e.visits)} of {len(e.visits)} prompts were mostly tokens that the cache has, "
+            f"behind one that differs. Computing those took {_alike_s(e):.3g} s."
+        ),
+        remedy="Put what changes, such as a date or a name, at the end of the prompt.",
+    ),
+    Rule(
+        name="answers differ",
+        symptom=Symptom.LATENCY,
+        cause="Clients send answers of a conversation back changed, so that the prefix cache ends there.",
+        lost_s=_prefix_s("answer differs"),
+        of=("prefill",),
+        shows=lambda e: f"Computing these prompts took {_prefix_s('answer differs')(e):.3g} s of {e.total_s:.3g} s.",
+        remedy="Send the answers back as they came, with their reasoning.",
+    ),
+    Rule(
+        name="evicted prefixes",
+        symptom=Symptom.LATENCY,
+        cause="Prefixes are evicted before they come again.",
+        lost_s=_prefix_s("evicted"),
+        of=("prefill",),
+        shows=lambda e: f"Computing evicted prompts again took {_prefix_s('evicted')(e):.3g} s of {e.total_s:.3g} s.",
+        remedy="Give the KV cache more memory (--kv-cache-memory), or a tier on a disk (--kv-disk-size).",
+    ),
+    Rule(
+        name="slow readers",
+        symptom=Symptom.LATENCY,
+        cause="Clients read their streams slowly.",
+        lost_s=lambda e: e.client_wait * e.total_s,
+        shows=lambda e: f"Streams waited for their clients for {e.client_wait:.0%} of the time that their requests took.",
+        remedy="Look at the network and at the clients: the server is not what takes the time.",
+    ),
+    Rule(
+        name="early retries",
+        symptom=Symptom.LATENCY,
+        cause="Refused clients come back at once, not when Retry-After says.",
+        lost_s=lambda e: _refused_s(e) if _refusals(e) > 2 else 0.0,
+        shows=lambda e: f"{e.num_refused:.0f} calls were refused and {e.num_ended:.0f} answered: {_refusals(e):.1f} for each.",
+        remedy="Have clients wait for as long as Retry-After says, with their attempts spread.",
+    ),
+    Rule(
+        name="refusals",
+        symptom=Symptom.LATENCY,
+        cause="Calls are refused: more come than the server lets in.",
+        lost_s=lambda e: _refused_s(e) if _refusals(e) <= 2 else 0.0,
+        shows=lambda e: f"{e.num_refused:.0f} of {e.num_calls:.0f} calls were refused.",
+        remedy="Add servers (`penstock plan` says how many), or let more wait (--max-queue, --slo-ttft).",
+    ),
+    Rule(
+        name="overload",
+        symptom=Symptom.LATENCY,
+        cause="More requests come than this machine can serve.",
+        lost_s=lambda e: _waits(*_CROWDED)(e) if e.busy >= FULL else 0.0,
+        of=_CROWDED,
+        shows=lambda e: (
+            f"The machine computed {e.busy:.0%} of the time, in batches of {e.mean_batch:.1f}, while waiting took "
+            f"{_share(e, *_CROWDED)}."
+        ),
+        remedy="Add servers (`penstock plan` says how many), or refuse earlier (--slo-ttft).",
+    ),
+    Rule(
+        name="intake",
+        symptom=Symptom.LATENCY,
+        cause="Requests wait long before they are queued: for their prompt's tokens, or for the end of a step.",
+        lost_s=lambda e: _waits("intake", "prompt")(e) - len(e.visits) * e.target_s,
+        of=("intake", "prompt"),
+        shows=lambda e: f"Before the queue requests spent {_share(e, 'intake', 'prompt')}.",
+        remedy="Make steps shorter (--slo-itl), and prompts, or leave the HTTP process a CPU (--threads).",
+    ),
+)
+"""In the order in which they count the time: what is known for certain before what follows from it."""

@@ -1,0 +1,224 @@
+"""The evidence of `penstock doctor`: where the time of recent requests went, and what the machine did meanwhile.
+
+It is read from what a server shows to everybody who has its key: two answers of `/metrics`, the explanations of
+`/v1/requests`, and settings. `replayed.py` makes the same of a recording.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TARGET_S = 0.05
+"""Time between two tokens that the scheduler aims at by default, or twice a step without prompts if that is more."""
+
+FOR_LOAD = ("queue_full", "queue_delay", "kv_headroom", "tenant_concurrency", "tenant_tokens", "tenant_requests")
+"""Reasons of refusals (`RejectReason`) that ask the client to come back."""
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class Scrape:
+    """One answer of `/metrics`: the series of a model, and those of the whole server."""
+
+    def __init__(self, text: str, model: str) -> None:
+        """Raises ValueError if this is not Prometheus' text format."""
+        self._series: list[tuple[str, dict[str, str], float]] = []
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                series, _, value = line.rpartition(" ")
+                name, _, labels = series.partition("{")
+                told = {key: found.replace('\\"', '"').replace("\\\\", "\\") for key, found in _LABEL.findall(labels)}
+                if told.pop("model", model) == model:
+                    self._series.append((name.removeprefix("penstock_"), told, float(value)))
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's series with these labels."""
+        return sum(self.by(name, **labels).values())
+
+    def by(self, name: str, label: str = "", **labels: str) -> dict[str, float]:
+        """Return the sums of a metric's series by one label."""
+        return _sums(
+            (told.get(label, ""), value)
+            for known, told, value in self._series
+            if known == name and labels.items() <= told.items()
+        )
+
+
+def _sums(entries: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for name, value in entries:
+        sums[name] += value
+    return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """One request of a client as the server explains it. Times are in seconds."""
+
+    age_s: float
+    """How long ago it came."""
+    total_s: float
+    parts_s: Mapping[str, float]
+    """Its time by part. `rows`, `memory` and so on: in the queue, by what it waited for. `prefill`, `decode`: computing.
+    `preempted`, `sat out`, `background`, `other models`: pauses while it was decoded."""
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_answer_tokens: int
+    num_prefill_steps: int
+    num_steps: int
+    """Steps of the answer."""
+    num_steps_with_prompts: int
+    with_prompts_s: float
+    num_resume_steps: int
+    mean_batch: float
+    prefix_end: str
+    num_same_after: int
+    finish_reason: str | None
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any], age_s: float) -> Visit:
+        """Read one choice of an explanation. Raises LookupError, TypeError or ValueError if it is none."""
+        time_ms, decode, prefix = choice["time_ms"], choice["decode"], choice["prefix"] or {}
+        parts_ms = {
+            **choice["waited"]["for_ms"],
+            "preempted": sum(pause["waited_ms"] for pause in choice["preemptions"]),
+            "sat out": choice["sat_out"]["ms"],
+            "background": decode["rested_ms"],
+            "other models": time_ms["other_models"],
+        }
+        steps_ms = time_ms["decode"] - parts_ms["preempted"] - parts_ms["sat out"] - parts_ms["background"]
+        parts_ms["prefill"] = time_ms["prefill"]
+        parts_ms["decode"] = max(0.0, steps_ms)
+        return cls(
+            age_s=age_s,
+            total_s=time_ms["total"] / 1e3,
+            parts_s={name: part_ms / 1e3 for name, part_ms in parts_ms.items()},
+            num_prompt_tokens=choice["prompt_tokens"],
+            num_hit_tokens=prefix.get("hit_tokens", 0),
+            num_answer_tokens=choice["completion_tokens"],
+            num_prefill_steps=choice["prefill"]["steps"],
+            num_steps=decode["steps"],
+            num_steps_with_prompts=decode["with_prompts_steps"],
+            with_prompts_s=decode["with_prompts_ms"] / 1e3,
+            num_resume_steps=choice["resume"]["steps"],
+            mean_batch=choice["batch"]["mean"],
+            prefix_end=prefix.get("because", ""),
+            num_same_after=prefix.get("same_after", 0),
+            finish_reason=choice["finish_reason"],
+        )
+
+
+def visits_of(explained: Iterable[Mapping[str, Any]], model: str, within_s: float) -> list[Visit]:
+    """Read the list of `/v1/requests`: a model's requests that run, and that ended in the last `within_s` seconds."""
+    calls = [call for call in explained if call["model"] == model]
+    visits = [Visit.of(choice, call["age_ms"] / 1e3) for call in calls for choice in call["choices"]]
+    return [one for one in visits if one.age_s - one.total_s <= within_s and one.finish_reason != "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that the rules look at. Times of requests are sums in seconds, of the machine shares of the window."""
+
+    visits: Sequence[Visit]
+    window_s: float
+    """Time between the two answers of `/metrics`, which the next fields are about."""
+    busy: float
+    """Share of the time in which a step was computed."""
+    mean_batch: float
+    """Requests in a step."""
+    num_calls: float
+    num_refused: float
+    num_ended: float
+    answers_per_s: float
+    """Tokens of answers per second."""
+    padding: float
+    """Share of the computed positions that were padding."""
+    cpu_wait: float
+    """CPU time that others took from this process, as a share of the time of steps, for each."""
+    client_wait: float
+    """Time in which streams waited for their clients, as a share of the time of all requests."""
+    kv_used: float
+    """Share of the KV blocks that requests held."""
+    num_background: float
+    """Requests of the background now."""
+    largest_tenant: str
+    largest_share: float
+    """The share of the tokens that the named key with the most had. 0 with fewer than two keys."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that are not the defaults."""
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    """`rows`, `step_tokens`, `model_len`, `blocks`, `block_size`."""
+
+    @classmethod
+    def of(
+        cls,
+        visits: Sequence[Visit],
+        before: Scrape,
+        after: Scrape,
+        window_s: float,
+        *,
+        settings: Mapping[str, Any],
+        capacity: Mapping[str, int],
+    ) -> Evidence:
+        def grown(name: str, **labels: str) -> float:
+            return max(0.0, after.sum(name, **labels) - before.sum(name, **labels))
+
+        def ratio(part: float, whole: float) -> float:
+            return part / whole if whole > 0 else 0.0
+
+        step_s = grown("step_seconds_sum", part="total")
+        refused = sum(grown("requests_rejected_total", reason=reason) for reason in FOR_LOAD)
+        ended = grown("e2e_request_latency_seconds_count")  # without the background's
+        earlier = before.by("tenant_tokens_total", "tenant")
+        tenants = {name: num - earlier[name] for name, num in after.by("tenant_tokens_total", "tenant").items()}
+        largest, num_tokens = max(tenants.items(), key=lambda entry: entry[1], default=("", 0.0))
+        has_others = sum(count > 0 for count in tenants.values()) > 1
+        return cls(
+            visits=visits,
+            window_s=window_s,
+            busy=min(1.0, ratio(step_s, window_s)),
+            mean_batch=ratio(grown("batch_size_sum"), grown("batch_size_count")),
+            num_calls=ended + refused,
+            num_refused=refused,
+            num_ended=ended,
+            answers_per_s=ratio(grown("generation_tokens_total"), window_s),
+            padding=ratio(grown("padding_tokens_total"), grown("batch_tokens_sum")),
+            cpu_wait=min(1.0, ratio(grown("cpu_wait_seconds_total"), step_s)),
+            client_wait=ratio(grown("client_wait_seconds_total"), grown("e2e_request_latency_seconds_sum")),
+            kv_used=1.0 - after.sum("kv_headroom_ratio"),
+            num_background=after.sum("requests_background"),
+            largest_tenant=largest,
+            largest_share=ratio(num_tokens, sum(tenants.values())) if has_others else 0.0,
+            settings=settings,
+            capacity=capacity,
+        )
+
+    @property
+    def total_s(self) -> float:
+        return sum(one.total_s for one in self.visits)
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """The time of all requests by part, as in `Visit`."""
+        return _sums(entry for one in self.visits for entry in one.parts_s.items())
+
+    @property
+    def plain_step_s(self) -> float:
+        """Time of a step without prompts, as streams see it. 0 if there was none."""
+        time_s = sum(one.parts_s["decode"] - one.with_prompts_s for one in self.visits)
+        num_steps = sum(one.num_steps - one.num_steps_with_prompts for one in self.visits)
+        return max(0.0, time_s) / num_steps if num_steps else 0.0
+
+    @property
+    def target_s(self) -> float:
+        """Time between two tokens that suits this model on this machine."""
+        return max(TARGET_S, 2 * self.plain_step_s)
+
+    @property
+    def prompt_step_s(self) -> float:
+        """Time of a step in which requests with an answer waited for others' prompts, too."""
+        num_steps = sum(one.num_steps_with_prompts for one in self.visits)
+        return sum(one.with_prompts_s for one in self.visits) / num_steps if num_steps else 0.0

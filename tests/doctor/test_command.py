@@ -1,0 +1,118 @@
+"""`penstock doctor`: what it reads of a server and of a recording, its words, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.main import cli
+from penstock.lab.recording import open_recording
+from penstock.lab.replayed import show
+from penstock.obs.explain.explanation import Explanation
+from support.doctor.illnesses import small_kv_cache, too_few_rows
+from support.doctor.stage import Stage, Visitor, poisson
+from support.server.harness import MODEL_NAME, running
+
+
+def doctor(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["doctor", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.output
+
+
+def record(path: Path, visitors: list[Visitor], **settings: object) -> Stage:
+    return Stage(visitors, settings, record=path)
+
+
+def times(told: Explanation) -> tuple[object, ...]:
+    return (told.total_ns, told.queue_ns, told.prefill_ns, told.decode_ns, told.num_decode_steps, dict(told.waited_for_ns))
+
+
+def test_a_recording_explains_its_requests_as_the_server_did(tmp_path: Path) -> None:
+    stage = record(tmp_path / "r", poisson(10, 6, prompt=[50, 300], answer=[20, 90]), max_num_seqs=4)
+    shown = show(open_recording(tmp_path / "r"))
+    live = stage.journal.explain_all(stage.ids, stage.clock.now_ns)
+    assert [times(told) for told in shown.explanations] == [times(told) for told in live]
+    assert any("rows" in told.waited_for_ns for told in live)
+
+
+def test_preempted_requests_of_a_recording_are_told_from_those_that_rest(tmp_path: Path) -> None:
+    settings = {"reserve": "chunk", "max_num_seqs": 16}
+    visitors = poisson(10, 3, prompt=[60, 100], answer=[150, 300])
+    stage = Stage(visitors, settings, blocks=60, record=tmp_path / "r")
+    shown = show(open_recording(tmp_path / "r"))
+    live = stage.journal.explain_all(stage.ids, stage.clock.now_ns)
+    assert sum(len(told.pauses) for told in live) > 3
+    assert sum(len(told.pauses) for told in shown.explanations) == sum(len(told.pauses) for told in live)
+
+
+def test_a_recording_is_diagnosed(tmp_path: Path) -> None:
+    record(tmp_path / "r", poisson(40, 3, prompt=50, answer=[60, 120]), max_num_seqs=1)
+    code, text = doctor(str(tmp_path / "r"))
+    assert code == 1
+    assert "few rows" in text
+    assert "Try: --max-num-seqs 2" in text
+    assert "Simulated" in text
+
+
+def test_json_has_the_figures(tmp_path: Path) -> None:
+    record(tmp_path / "r", poisson(40, 3, prompt=50, answer=[60, 120]), max_num_seqs=1)
+    code, text = doctor(str(tmp_path / "r"), "--json")
+    told = json.loads(text)
+    assert (code, told["verdict"]) == (1, "ill")
+    first = told["findings"][0]
+    assert (first["name"], first["change"]) == ("few rows", {"max_num_seqs": 2})
+    before_s, after_s = first["gain"]["mean_s"]
+    assert after_s < 0.9 * before_s
+    assert 0.1 < first["share"] <= 1
+
+
+def test_a_healthy_recording_ends_with_0(tmp_path: Path) -> None:
+    record(tmp_path / "r", poisson(40, 1, prompt=100, answer=50))
+    assert doctor(str(tmp_path / "r"))[0] == 0
+
+
+@pytest.mark.parametrize("stage", [too_few_rows, small_kv_cache])
+def test_the_simulator_sees_the_gain(stage: Callable[[], Stage]) -> None:
+    first = stage().diagnose().findings[0]
+    assert first.gain is not None
+    assert first.gain.after_s < 0.9 * first.gain.before_s
+
+
+def test_a_server_with_too_few_requests_can_not_be_judged() -> None:
+    with running() as server:
+        code, text = doctor(server.url, "--seconds", "0.1", "--json")
+    assert (code, json.loads(text)["verdict"]) == (2, "unknown")
+
+
+def test_a_server_that_is_not_there_can_not_be_judged() -> None:
+    code, text = doctor("http://127.0.0.1:1")
+    assert code == 2
+    assert "can't be reached" in text
+
+
+def ask(url: str, count: int) -> None:
+    for _ in range(count):
+        body = {"model": MODEL_NAME, "prompt": "once upon a time", "max_tokens": 9}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+
+
+def test_a_servers_pages_are_read() -> None:
+    with running() as server:
+        ask(server.url, 6)
+        code, text = doctor(server.url, "--seconds", "0.1", "--json")
+    assert json.loads(text)["summary"].startswith("6 requests took ")
+    assert code in (0, 1)
+
+
+def test_without_explanations_it_says_so() -> None:
+    with running(max_explained=0) as server:
+        ask(server.url, 6)
+        code, text = doctor(server.url, "--seconds", "0.1")
+    assert code == 2
+    assert "0 requests were seen" in text
