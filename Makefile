@@ -22,7 +22,7 @@ LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-cluster test-image bench lint format docs docs-site clean
+.PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-cluster test-monitoring test-image bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -146,6 +146,10 @@ test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds, 
 
 test-cluster: $(INSTALLED_TEST)  ## a front and replicas, also on Ray, and as processes that are killed, stopped and delayed for CHAOS_S seconds
 	@CHAOS_S=$(CHAOS_S) tests/cluster/run.sh $(ARGS)
+
+test-monitoring: $(INSTALLED_TEST)  ## rules, alerts and the board against a real Prometheus (apt install prometheus)
+	@command -v prometheus >/dev/null && command -v promtool >/dev/null || { echo "error: Prometheus is missing: apt install prometheus" >&2; exit 1; }
+	$(BIN)/pytest tests/monitoring $(ARGS)
 
 test-image: $(INSTALLED_TEST)  ## build packaging/Containerfile with podman and check the image: size, start, rights, stop (minutes)
 	@tests/image/run.sh $(ARGS)

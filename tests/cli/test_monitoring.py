@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import ServerConfig
-from penstock.obs.metrics import Metrics
-from penstock.obs.prometheus import expose
 
 PACKAGING = Path(__file__).parents[2] / "packaging"
 MONITORING = PACKAGING / "monitoring"
 COMPOSE = yaml.safe_load((PACKAGING / "compose.yaml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def mib(size: str) -> float:
@@ -84,42 +82,48 @@ def test_prometheus_and_grafana_find_each_other_and_the_server() -> None:
     assert any(mount.split(":")[1].startswith(provider["options"]["path"]) for mount in SERVICES["grafana"]["volumes"])
 
 
-# The dashboard
+# What `penstock monitoring render` writes
 
 
-def queries() -> list[str]:
-    dashboard = json.loads((MONITORING / "penstock.json").read_text(encoding="utf-8"))
-    variables = [variable["query"]["query"] for variable in dashboard["templating"]["list"]]
-    return [*variables, *(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])]
+TARGET = "penstock:8000"
 
 
-def test_the_dashboard_asks_for_metrics_that_the_server_has() -> None:
-    families = list(text_string_to_metric_families(expose(Metrics("m")).decode()))
-    labels: dict[str, set[str]] = {}
-    for family in families:
-        for suffix in SUFFIXES[family.type]:
-            name = family.name + suffix
-            labels[name] = {label for sample in family.samples if sample.name == name for label in sample.labels}
-    for query in queries():
-        names = re.findall(r"\bpenstock_\w+", query)
-        assert names, query
-        for name in names:
-            assert name in labels, query
-            for label in re.findall(r"\bby \((\w+)\)", query):
-                assert label in labels[name], query
+def rendered(penstock: Penstock, folder: Path, *arguments: str) -> dict[str, str]:
+    done = penstock("monitoring", "render", folder, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "time_to_first_token_seconds_bucket",
-        "time_per_output_token_seconds_bucket",
-        "requests_waiting",
-        "kv_blocks",
-        "batch_size_sum",
-        "generation_tokens_total",
-        "requests_rejected_total",
-    ],
-)
-def test_the_dashboard_shows(word: str) -> None:
-    assert any(f"penstock_{word}" in query for query in queries())
+def test_the_folder_of_packaging_is_what_the_command_writes(penstock: Penstock, tmp_path: Path) -> None:
+    """If not: .venv/bin/penstock monitoring render packaging/monitoring --target penstock:8000"""
+    kept = {str(path.relative_to(MONITORING)): path.read_text() for path in MONITORING.rglob("*") if path.is_file()}
+    assert rendered(penstock, tmp_path / "new", "--target", TARGET) == kept
+
+
+def test_the_compose_files_run_the_same_prometheus_and_grafana() -> None:
+    services = yaml.safe_load((MONITORING / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    assert services.keys() == SERVICES.keys() - {"penstock"}
+    for name, service in services.items():
+        service["volumes"] = [mount.replace("./", "./monitoring/") for mount in service["volumes"]]
+        service.pop("extra_hosts", None)  # its server is no container
+        assert service == SERVICES[name]
+
+
+def test_a_folder_with_other_files_is_left_alone(penstock: Penstock, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "rules.yaml").write_text("mine")
+    done = penstock("monitoring", "render", folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--force" in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["rules.yaml"]
+    files = rendered(penstock, folder, "--force")
+    assert files["rules.yaml"] != "mine"
+
+
+def test_its_own_folder_is_written_again(penstock: Penstock, tmp_path: Path) -> None:
+    first = rendered(penstock, tmp_path / "own")
+    again = rendered(penstock, tmp_path / "own", "--target", "other:1", "--runbooks", "https://example.org/pages")
+    assert first.keys() == again.keys()
+    assert {name for name in first if first[name] != again[name]} == {"prometheus.yaml", "datasource.yaml", "rules.yaml"}
+    assert "runbook_url: 'https://example.org/pages/PenstockQueueDelay.md'" in again["rules.yaml"]

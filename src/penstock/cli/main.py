@@ -37,6 +37,7 @@ _COMMANDS = {
     "index": ("penstock.cli.index:index", "Index a folder of documents, for a pipeline that answers from them."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "doctor": ("penstock.cli.doctor:doctor", "Say why a server is slow, and which setting to change."),
+    "monitoring": ("penstock.cli.monitoring:monitoring", "Write a dashboard, alerts and autoscalers for Prometheus."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
     "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),
     "completion": ("penstock.cli.completion:completion", "Print a script by which a shell completes all this."),

@@ -1,0 +1,42 @@
+"""`penstock monitoring render`: files for Prometheus, Grafana and Kubernetes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from penstock.types.errors import PenstockError
+
+_MARK = ".penstock-monitoring"
+
+
+@click.group()
+def monitoring() -> None:
+    """Files for Prometheus, Grafana and Kubernetes."""
+
+
+@monitoring.command()
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--target", default="host.docker.internal:8000", show_default=True, metavar="HOST:PORT", help="Server to scrape.")
+@click.option("--runbooks", default="runbooks", show_default=True, metavar="URL", help="Where alerts say that runbooks are.")
+@click.option("--force", is_flag=True, help="Write into a folder with other files, and over them.")
+def render(folder: Path, target: str, runbooks: str, force: bool) -> None:
+    """Write a dashboard, alerts with runbooks, a compose file and autoscalers to DIR.
+
+    DIR must be new, empty, or one that this command has written before.
+    """
+    from penstock.obs.boards.render import render as render_files
+
+    mark = folder / _MARK
+    if folder.exists() and any(folder.iterdir()) and not mark.exists() and not force:
+        raise PenstockError(
+            f"{folder} has files of others.", remedy="Name an empty folder, or give --force to write over them."
+        )
+    files = render_files(target, runbooks)
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    mark.touch()
+    click.echo(f"{folder}: {len(files)} files.")

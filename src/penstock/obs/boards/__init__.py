@@ -1,0 +1,1 @@
+"""The board, alerts and runbooks that `penstock monitoring render` writes."""

@@ -1,0 +1,146 @@
+"""The alerts: one entry has the rule and its runbook, so they cannot disagree.
+
+Words between ** in a runbook are titles of panels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OBJECTIVE = 0.99
+"""Share of the requests with a target for their first token that are to meet it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    name: str
+    query: str
+    lasts: str
+    """How long the query must have had a result."""
+    severity: str
+    """`critical`: wake somebody. `warning`: look at it today."""
+    summary: str
+    means: str
+    look: str
+    change: str
+
+
+def _sum(series: str, by: str = "instance, model") -> str:
+    return f"sum by ({by}) ({series})"
+
+
+def _rates(series: str, window: str) -> str:
+    return _sum(f"rate(penstock_{series}[{window}])")
+
+
+def _hits(window: str) -> str:
+    return f"{_rates('prefix_cache_hits_total', window)} / {_rates('prefix_cache_queries_total', window)}"
+
+
+def _burns(window: str, times: float) -> str:
+    """Return whether the budget of misses is spent so many times as fast as the objective allows."""
+    missed = _sum(f'rate(penstock_slo_attainment_total{{slo="ttft",met="false"}}[{window}])', "model")
+    asked = _sum(f'rate(penstock_slo_attainment_total{{slo="ttft"}}[{window}])', "model")
+    return f"{missed} / {asked} > {times * (1 - OBJECTIVE):.3g}"
+
+
+ALERTS = (
+    Alert(
+        "PenstockQueueDelay",
+        f"{_sum('penstock_queue_delay_seconds')} > 10",
+        "5m",
+        "warning",
+        "New requests to {{ $labels.model }} wait {{ $value | humanizeDuration }}.",
+        "The queue would take more than ten seconds to drain at the rate of the last half minute.",
+        "**Wait of a request, by reason** says what the queue lacks, **Requests** whether it grows.",
+        """\
+- `rows`: raise `--max-num-seqs`, if **Step time by batch size** is flat.
+- `memory`: more KV cache, or a smaller type of it (`--kv-cache-dtype`).
+- `tokens`: prompts fill the steps; see `penstock tune`.
+- Otherwise add servers (**Servers needed**), or refuse sooner (`--max-queue`, `--slo-ttft`).""",
+    ),
+    Alert(
+        "PenstockFirstTokenBudgetBurns",
+        f"({_burns('5m', 14.4)} and {_burns('1h', 14.4)}) or ({_burns('30m', 6)} and {_burns('6h', 6)})",
+        "2m",
+        "critical",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} miss their target for the first token.",
+        f"""\
+At most {1 - OBJECTIVE:.0%} may miss it. That budget was spent 14.4 times as fast for an hour, or 6 times as fast for six
+hours, and the last minutes are no better. Only requests with a target count (`--slo-ttft`, `X-SLO-TTFT-Ms`).""",
+        "**Time to first token** beside **Time of a request**: is it the queue, or the prompt?",
+        """\
+- The queue: as for PenstockQueueDelay.
+- The prompt: smaller steps (`--slo-itl`), or fewer long prompts beside short ones.""",
+    ),
+    Alert(
+        "PenstockPreemptionStorm",
+        f"{_rates('recomputed_tokens_total', '10m')} / {_rates('batch_tokens_sum', '10m')} > 0.1",
+        "10m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the work for {{ $labels.model }} is done twice.",
+        "More requests run than the KV cache has blocks for, so they take them from each other, and compute them again.",
+        "**Work done twice**, **Preemptions** and **KV cache blocks**.",
+        """\
+- More KV cache (`--kv-cache-memory`), or a smaller type of it (`--kv-cache-dtype`).
+- Fewer rows (`--max-num-seqs`), or admission that reserves more (`--reserve`).
+- A tier (`--kv-host-size`) makes preemptions cheap.""",
+    ),
+    Alert(
+        "PenstockHitRateCollapse",
+        f"{_hits('30m')} < 0.5 * {_hits('6h')} and {_hits('6h')} > 0.2",
+        "15m",
+        "warning",
+        "The prefix cache of {{ $labels.model }} finds {{ $value | humanizePercentage }} of the tokens, half of before.",
+        "Prompts no longer begin alike, or what they share is evicted before it is used again.",
+        "**Prefix cache**. `GET /v1/requests/{id}` says of each request why its lookup ended.",
+        """\
+- Evicted: more KV cache, or a tier (`--kv-disk-size`).
+- Differs: prompts begin with something new, such as the time; move it to their end.
+- After a restart it passes.""",
+    ),
+    Alert(
+        "PenstockSmallBatches",
+        f"{_rates('batch_size_sum', '5m')} / {_rates('batch_size_count', '5m')} < 0.5 * {_sum('penstock_batch_limit_rows')}"
+        f" and {_sum('avg_over_time(penstock_requests_waiting[5m])')} > 1",
+        "10m",
+        "warning",
+        "Batches of {{ $labels.model }} have {{ $value | humanize }} requests, half of their limit, while others wait.",
+        "Something other than rows keeps requests out of the batch.",
+        "**Why batches were no larger**, then **Tokens of a step** and **KV cache blocks** against their limits.",
+        """\
+- `tokens`: a larger `--max-num-batched-tokens`.
+- `memory`: more KV cache (`--kv-cache-memory`).
+- `gate`: a shorter delay in `--batching-args`, or `--batching continuous`.
+- `adapter`: a larger `--max-loras`.
+- `prefix`: nothing. Requests wait for one that computes what they share.""",
+    ),
+    Alert(
+        "PenstockRestartLoop",
+        f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2"
+        f" or {_sum('changes(process_start_time_seconds[15m])', 'instance')} > 2",
+        "0m",
+        "critical",
+        "{{ $labels.instance }} was restarted {{ $value | humanize }} times in a quarter of an hour.",
+        "The engine fails or hangs again and again, or the whole process ends and is started anew.",
+        "The log of the server has the reason. **Resident memory**: did the kernel kill it?",
+        """\
+- Out of memory: a smaller `--kv-cache-memory`.
+- A request that breaks it: `GET /v1/requests` has the last ones.
+- Else return to the version before, and report the traceback.""",
+    ),
+    Alert(
+        "PenstockReplicaLost",
+        'sum by (instance) (up{job="penstock"}) == 0'
+        f" or {_sum('penstock_replicas', 'instance')} < {_sum('max_over_time(penstock_replicas[30m])', 'instance')}"
+        f" and {_sum('penstock_replicas', 'instance')} < {_sum('penstock_desired_replicas', 'instance')}",
+        "2m",
+        "critical",
+        "{{ $labels.instance }} does not answer, or has lost replicas that its load needs.",
+        "Prometheus cannot scrape the server, or a cluster has fewer replicas than half an hour ago, and than it needs.",
+        "`GET /load` lists the replicas. The log of the lost one has the reason.",
+        """\
+- Start it again: requests in flight went on elsewhere.
+- If it was taken away on purpose, the alert ends by itself.""",
+    ),
+)
