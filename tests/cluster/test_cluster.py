@@ -93,6 +93,19 @@ def test_answers_are_those_of_one_server(pool) -> None:
         assert made.front.metrics.num_generated_tokens == 2 * len(PROMPTS) * 16
 
 
+def test_the_parts_of_latencies_add_up_at_the_front(pool) -> None:
+    with cluster(num_replicas=2) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        list(pool.map(partial(text_of, made), PROMPTS))
+        wait_until(lambda: num_answers(made.front) == len(PROMPTS))
+        metrics = made.front.metrics
+        for parts_ns, whole in ((metrics.wait_ns, metrics.queue_ns), (metrics.request_ns, metrics.e2e_ns)):
+            buckets, sum_ns = whole.snapshot()
+            assert buckets[-1][1] == len(PROMPTS)
+            assert sum(parts_ns.values()) == pytest.approx(sum_ns)
+        assert sum(metrics.steps.values()) == sum(num for num, _ in metrics.steps_by_size.values()) > 0
+
+
 def num_answers(running: RunningModel) -> int:
     with running.metrics.lock:
         running.metrics.settle()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import threading
 from dataclasses import replace
@@ -330,6 +331,17 @@ async def test_with_keys_adapters_are_an_admin_s_who_may_load_from_the_folder_al
                 assert (out.status_code, "--lora-dir" in out.text) == (400, True)
             gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "else"}, headers=headers)
             assert gone.status_code == status
+
+
+async def test_a_gateway_is_told_which_adapters_are_in_the_kv_cache(client, running):
+    await tokens_of(client, "red")
+    await tokens_of(client, "team/blue")
+    async with make_client(running, metrics_compat="vllm") as gateway:
+        [line] = re.findall(r"^vllm:lora_requests_info.*", (await gateway.get("/metrics")).text, re.MULTILINE)
+    assert 'max_lora="4"' in line
+    [names] = re.findall(r'running_lora_adapters="(.*?)"', line)
+    assert {"red", "team/blue"} <= set(names.split(","))
+    assert len(names.split(",")) == running.engine.load().adapters.num_resident
 
 
 async def test_metrics_and_load_tell_of_adapters_without_their_names(client, running):

@@ -771,7 +771,7 @@ class Fleet:
             planned_ns=stats.planned_ns + shift_ns,
             num_running=pool.num_running,
             num_waiting=pool.num_waiting,
-            counts=replace(stats.counts, waits_for=pool.waits_for),
+            counts=replace(stats.counts, waits_for=pool.waits_for, waited_for=pool.waits_for),
             num_blocks_total=pool.num_blocks_total,
             num_blocks_free=pool.num_blocks_free,
             num_blocks_cached=pool.num_blocks_cached,

@@ -61,7 +61,7 @@ ALERTS = (
     ),
     Alert(
         "PenstockFirstTokenBudgetBurns",
-        f"({_burns('5m', 14.4)} and {_burns('1h', 14.4)}) or ({_burns('30m', 6)} and {_burns('6h', 6)})",
+        f"({_burns('5m', 14.4)}\nand {_burns('1h', 14.4)})\nor ({_burns('30m', 6)}\nand {_burns('6h', 6)})",
         "2m",
         "critical",
         "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} miss their target for the first token.",
@@ -88,7 +88,7 @@ hours, and the last minutes are no better. Only requests with a target count (`-
     ),
     Alert(
         "PenstockHitRateCollapse",
-        f"{_hits('30m')} < 0.5 * {_hits('6h')} and {_hits('6h')} > 0.2",
+        f"{_hits('30m')}\n< 0.5 * {_hits('6h')}\nand {_hits('6h')} > 0.2",
         "15m",
         "warning",
         "The prefix cache of {{ $labels.model }} finds {{ $value | humanizePercentage }} of the tokens, half of before.",
@@ -102,7 +102,7 @@ hours, and the last minutes are no better. Only requests with a target count (`-
     Alert(
         "PenstockSmallBatches",
         f"{_rates('batch_size_sum', '5m')} / {_rates('batch_size_count', '5m')} < 0.5 * {_sum('penstock_batch_limit_rows')}"
-        f" and {_sum('avg_over_time(penstock_requests_waiting[5m])')} > 1",
+        f"\nand {_sum('avg_over_time(penstock_requests_waiting[5m])')} > 1",
         "10m",
         "warning",
         "Batches of {{ $labels.model }} have {{ $value | humanize }} requests, half of their limit, while others wait.",
@@ -118,7 +118,7 @@ hours, and the last minutes are no better. Only requests with a target count (`-
     Alert(
         "PenstockRestartLoop",
         f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2"
-        f" or {_sum('changes(process_start_time_seconds[15m])', 'instance')} > 2",
+        f"\nor {_sum('changes(process_start_time_seconds[15m])', 'instance')} > 2",
         "0m",
         "critical",
         "{{ $labels.instance }} was restarted {{ $value | humanize }} times in a quarter of an hour.",
@@ -132,8 +132,8 @@ hours, and the last minutes are no better. Only requests with a target count (`-
     Alert(
         "PenstockReplicaLost",
         'sum by (instance) (up{job="penstock"}) == 0'
-        f" or {_sum('penstock_replicas', 'instance')} < {_sum('max_over_time(penstock_replicas[30m])', 'instance')}"
-        f" and {_sum('penstock_replicas', 'instance')} < {_sum('penstock_desired_replicas', 'instance')}",
+        f"\nor {_sum('penstock_replicas', 'instance')} < {_sum('max_over_time(penstock_replicas[30m])', 'instance')}"
+        f"\nand {_sum('penstock_replicas', 'instance')} < {_sum('penstock_desired_replicas', 'instance')}",
         "2m",
         "critical",
         "{{ $labels.instance }} does not answer, or has lost replicas that its load needs.",

@@ -21,7 +21,8 @@ def render(target: str, runbooks: str) -> dict[str, str]:
     Raises ValueError for a query that names a metric or a label that does not exist.
     """
     entries = [{**asdict(alert), "runbooks": runbooks, "query": checked(alert.query)} for alert in ALERTS]
-    rules = files.RULES + "".join([Template(files.ALERT).substitute(entry) for entry in entries])
+    indented = [entry | {"query": entry["query"].replace("\n", "\n          ")} for entry in entries]
+    rules = files.RULES + "".join([Template(files.ALERT).substitute(entry) for entry in indented])
     texts = {
         "prometheus.yaml": Template(files.PROMETHEUS).substitute(target=target),
         "rules.yaml": rules,
