@@ -14,7 +14,7 @@ from penstock.cli.main import cli
 from penstock.lab.recording import open_recording
 from penstock.lab.replayed import show
 from penstock.obs.explain.explanation import Explanation
-from support.doctor.illnesses import small_kv_cache, too_few_rows
+from support.doctor.illnesses import prompts_beside_streams, small_kv_cache, too_few_rows
 from support.doctor.stage import Stage, Visitor, poisson
 from support.server.harness import MODEL_NAME, running
 
@@ -67,8 +67,7 @@ def test_json_has_the_figures(tmp_path: Path) -> None:
     assert (code, told["verdict"]) == (1, "ill")
     first = told["findings"][0]
     assert (first["name"], first["change"]) == ("few rows", {"max_num_seqs": 2})
-    before_s, after_s = first["gain"]["mean_s"]
-    assert after_s < 0.9 * before_s
+    assert first["gain"]["after"]["mean_s"] < 0.9 * first["gain"]["before"]["mean_s"]
     assert 0.1 < first["share"] <= 1
 
 
@@ -81,7 +80,13 @@ def test_a_healthy_recording_ends_with_0(tmp_path: Path) -> None:
 def test_the_simulator_sees_the_gain(stage: Callable[[], Stage]) -> None:
     first = stage().diagnose().findings[0]
     assert first.gain is not None
-    assert first.gain.after_s < 0.9 * first.gain.before_s
+    assert first.gain.after.mean_s < 0.9 * first.gain.before.mean_s
+
+
+def test_the_simulator_sees_shorter_gaps() -> None:
+    first = prompts_beside_streams().diagnose().findings[0]
+    assert first.gain is not None
+    assert first.gain.after.gap_s < 0.3 * first.gain.before.gap_s
 
 
 def test_a_server_with_too_few_requests_can_not_be_judged() -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from penstock.lab.doctor import Verdict
-from support.doctor.illnesses import HEALTHY, SEEN
+from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN
 from support.doctor.stage import Stage
 
+ILL = {**SEEN, **UNSEEN}
 
-@pytest.mark.parametrize("name", SEEN)
+
+@pytest.mark.parametrize("name", ILL)
 def test_the_cause_is_named(name: str) -> None:
-    diagnosis = SEEN[name]().diagnose()
+    diagnosis = ILL[name]().diagnose()
     assert diagnosis.verdict is Verdict.ILL
     assert name in [finding.rule.name for finding in diagnosis.findings[:2]]
 

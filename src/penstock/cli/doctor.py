@@ -9,7 +9,7 @@ import json
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from penstock.cli.options import client_tls, is_given, printable, setting_keys, 
 from penstock.cli.top import OTHER_SERVER, Reader, server_url
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
-from penstock.lab.doctor import Diagnosis, Gain, Verdict, diagnose
+from penstock.lab.doctor import Diagnosis, Gain, Outlook, Verdict, diagnose
 from penstock.lab.evidence import Evidence, Scrape, visits_of
 from penstock.types.errors import PenstockError
 
@@ -199,7 +199,7 @@ class Predictor:
 
     def __init__(self, evidence: Evidence, workload: Workload, cost: CostModel | None) -> None:
         self._evidence, self._workload, self._cost = evidence, workload, cost
-        self._before: list[float] | None = None
+        self._before: Outlook | None = None
 
     def gain(self, change: Mapping[str, Any]) -> Gain | None:
         """Return what a change would gain. None: it can't be simulated, or what was seen can't be reproduced."""
@@ -209,25 +209,25 @@ class Predictor:
         if self._cost is None:
             self._cost = _guessed_cost(evidence)
         try:
-            self._before = self._before or self._times_s({})
-            after = self._times_s(change)
+            self._before = self._before or self._outlook({})
+            after = self._outlook(change)
         except (PenstockError, RuntimeError):
             return None
-        before_s, seen_s = _mean(self._before), evidence.total_s / len(evidence.visits)
-        if not 0.5 <= before_s / seen_s <= 2:
-            return None
-        return Gain(before_s, _mean(after), _slowest(self._before), _slowest(after))
+        seen_s = evidence.total_s / len(evidence.visits)
+        return Gain(self._before, after) if 0.5 <= self._before.mean_s / seen_s <= 2 else None
 
     def _shows(self, change: Mapping[str, Any]) -> bool:
-        """Return whether the workload has what the change is about: several tenants, or requests of the background."""
-        jobs = self._workload.jobs
+        """Return whether the workload has what the change is about. It has no background requests and no `max_tokens`."""
         if change.get("policy") == "fair":
-            return len({job.tenant for job in jobs}) > 1
-        return "background_share" not in change or any(job.background for job in jobs)
+            return len({job.tenant for job in self._workload.jobs}) > 1
+        return not {"background_share", "reserve"} & change.keys()
 
-    def _times_s(self, change: Mapping[str, Any]) -> list[float]:
-        outcome = self._simulation(change).run(self._workload)
-        return sorted((one.ended_ns - one.intended_ns) / 1e9 for one in outcome.records)
+    def _outlook(self, change: Mapping[str, Any]) -> Outlook:
+        records = self._simulation(change).run(self._workload).records
+        times_s = sorted((one.ended_ns - one.intended_ns) / 1e9 for one in records)
+        slowest_s = times_s[-max(1, len(times_s) // 10) :]
+        gap_s = max((gap_ns / 1e9 for one in records for gap_ns in one.gaps_ns), default=0.0)
+        return Outlook(sum(times_s) / len(times_s), sum(slowest_s) / len(slowest_s), gap_s)
 
     def _simulation(self, change: Mapping[str, Any]) -> Simulation:
         from penstock.deploy.forecast import simulation_of
@@ -247,16 +247,7 @@ class Predictor:
         num_blocks = settings.pop("kv_blocks", capacity["blocks"])
         asked = {key: value for key, value in settings.items() if value is not None and key not in _NOT_SIMULATED}
         simulation = simulation_of(config_from(parse_settings(asked, all_settings())), self._cost, num_blocks=num_blocks)
-        return replace(simulation, limits=None)
-
-
-def _mean(times_s: list[float]) -> float:
-    return sum(times_s) / max(1, len(times_s))
-
-
-def _slowest(times_s: list[float]) -> float:
-    """Return the mean of the slowest tenth."""
-    return _mean(times_s[-max(1, len(times_s) // 10) :])
+        return replace(simulation, limits=None, max_tokens=None)
 
 
 # What it says
@@ -270,9 +261,11 @@ def _advice(change: Mapping[str, Any]) -> str:
 
 
 def _gain(gain: Gain) -> str:
+    before, after = gain.before, gain.after
     return (
-        f"Simulated, a request would take {gain.after_s:.3g} s instead of {gain.before_s:.3g} s in the mean, and "
-        f"{gain.slowest_after_s:.3g} s instead of {gain.slowest_before_s:.3g} s among the slowest tenth."
+        f"Simulated, a request would take {after.mean_s:.2g} s instead of {before.mean_s:.2g} s in the mean, "
+        f"{after.slowest_s:.2g} s instead of {before.slowest_s:.2g} s among the slowest tenth, and the longest gap between two "
+        f"tokens would be {after.gap_s * 1e3:.0f} ms instead of {before.gap_s * 1e3:.0f} ms."
     )
 
 
@@ -281,7 +274,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from textwrap.wrap(f"{words[diagnosis.verdict]} {diagnosis.summary}", _WIDTH)
     for number, one in enumerate(diagnosis.findings, 1):
         yield ""
-        yield f"{number}. {one.rule.name}: {one.share:.0%} of the time; {one.rule.symptom}"
+        yield f"{number}. {one.rule.name}: {one.share:.0%} of the time; {one.symptom}"
         texts = [one.rule.cause, one.evidence, one.rule.remedy]
         if advice := _advice(one.change):
             texts.append(f"Try: {advice}.")
@@ -298,19 +291,14 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
         "findings": [
             {
                 "name": one.rule.name,
-                "symptom": one.rule.symptom,
+                "symptom": one.symptom,
                 "cause": one.rule.cause,
                 "share": round(one.share, 4),
                 "lost_s": round(one.lost_s, 4),
                 "evidence": one.evidence,
                 "remedy": one.rule.remedy,
                 "change": one.change,
-                "gain": None
-                if one.gain is None
-                else {
-                    "mean_s": [round(one.gain.before_s, 4), round(one.gain.after_s, 4)],
-                    "slowest_tenth_s": [round(one.gain.slowest_before_s, 4), round(one.gain.slowest_after_s, 4)],
-                },
+                "gain": None if one.gain is None else {"before": asdict(one.gain.before), "after": asdict(one.gain.after)},
             }
             for one in diagnosis.findings
         ],

@@ -51,23 +51,32 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """The simulator's prediction for a change: mean seconds of a request, and of the slowest tenth."""
+class Outlook:
+    """How long requests take: in the mean, in the mean of the slowest tenth, and at most between two tokens."""
 
-    before_s: float
-    after_s: float
-    slowest_before_s: float
-    slowest_after_s: float
+    mean_s: float
+    slowest_s: float
+    gap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The simulator's prediction for a change."""
+
+    before: Outlook
+    after: Outlook
 
     @property
     def share(self) -> float:
         """The share of the mean time, or of the slowest tenth's, that is saved."""
-        return max(1 - self.after_s / self.before_s, 1 - self.slowest_after_s / self.slowest_before_s)
+        before, after = self.before, self.after
+        return max(1 - after.mean_s / before.mean_s, 1 - after.slowest_s / before.slowest_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     rule: Rule
+    symptom: Symptom
     lost_s: float
     share: float
     """`lost_s` as a share of the time of all requests."""
@@ -111,8 +120,18 @@ def diagnose(evidence: Evidence, predict: Predict = lambda _: None) -> Diagnosis
             continue
         for part in rule.of:
             left[part] = left.get(part, 0.0) * (1 - lost_s / have_s)
-        share = min(1.0, lost_s / total_s)
-        findings.append(Finding(rule=rule, lost_s=lost_s, share=share, evidence=rule.shows(evidence), change=change, gain=gain))
+        is_busy = rule.symptom is Symptom.IDLE and evidence.busy >= FULL
+        findings.append(
+            Finding(
+                rule=rule,
+                symptom=Symptom.THROUGHPUT if is_busy else rule.symptom,
+                lost_s=lost_s,
+                share=min(1.0, lost_s / total_s),
+                evidence=rule.shows(evidence),
+                change=change,
+                gain=gain,
+            )
+        )
     findings.sort(key=lambda one: -one.lost_s)
     return Diagnosis(verdict=Verdict.ILL if findings else Verdict.HEALTHY, findings=findings, summary=_summary(evidence))
 
@@ -162,6 +181,13 @@ _OF_BATCHES = (
 _COMPUTING = ("prefill", "decode")
 _CROWDED = ("rows", "tokens", "memory", "order")
 """Reasons to wait because others are served."""
+
+
+def _wasted_s(evidence: Evidence, share: float) -> float:
+    """Return the time that requests lose if this share of the machine does nothing for them: of computing, and of waiting for
+    the machine if it is full."""
+    parts = (*_COMPUTING, *_CROWDED) if evidence.busy >= FULL else _COMPUTING
+    return share * _waits(*parts)(evidence)
 
 
 def _thrashed_s(evidence: Evidence) -> float:
@@ -371,10 +397,11 @@ RULES: tuple[Rule, ...] = (
         name="background",
         symptom=Symptom.LATENCY,
         cause="Lines of batches take steps from people's answers.",
-        lost_s=_waits("background"),
-        of=("background",),
+        lost_s=lambda e: _waits("background")(e) + (_wasted_s(e, e.background) if e.settings.get("background_share") else 0.0),
+        of=("background", *_COMPUTING, *_CROWDED),
         shows=lambda e: (
-            f"Steps of the background took {_share(e, 'background')}; {e.num_background:.0f} such requests are here."
+            f"{e.background:.0%} of the computed positions were the background's, with --background-share "
+            f"{e.settings.get('background_share', 0.0)}; steps of its own took {_share(e, 'background')}."
         ),
         remedy="Lower --background-share, or let batches run at night (--batch-hours).",
         change=lambda _: {"background_share": 0.0},
@@ -383,8 +410,8 @@ RULES: tuple[Rule, ...] = (
         name="noisy neighbour",
         symptom=Symptom.LATENCY,
         cause="Other processes use the CPUs.",
-        lost_s=lambda e: e.cpu_wait * _waits(*_COMPUTING)(e),
-        of=_COMPUTING,
+        lost_s=lambda e: _wasted_s(e, e.cpu_wait),
+        of=(*_COMPUTING, *_CROWDED),
         shows=lambda e: f"For each second of steps, threads of the server waited {e.cpu_wait:.2f} s for a CPU.",
         remedy="Move the other processes away, or give the server fewer --threads than there are CPUs.",
     ),
@@ -423,8 +450,8 @@ RULES: tuple[Rule, ...] = (
         name="padding",
         symptom=Symptom.THROUGHPUT,
         cause="The machine computes padding.",
-        lost_s=lambda e: e.padding * _waits(*_COMPUTING)(e),
-        of=_COMPUTING,
+        lost_s=lambda e: _wasted_s(e, e.padding),
+        of=(*_COMPUTING, *_CROWDED),
         shows=lambda e: f"{e.padding:.0%} of the computed positions were padding.",
         remedy="Batch continuously, or in buckets of closer lengths (--length-buckets).",
         change=lambda _: dict.fromkeys(_OF_BATCHES),

@@ -142,6 +142,8 @@ class Evidence:
     """Time in which streams waited for their clients, as a share of the time of all requests."""
     kv_used: float
     """Share of the KV blocks that requests held."""
+    background: float
+    """Share of the computed positions that were the background's."""
     num_background: float
     """Requests of the background now."""
     largest_tenant: str
@@ -189,6 +191,7 @@ class Evidence:
             cpu_wait=min(1.0, ratio(grown("cpu_wait_seconds_total"), step_s)),
             client_wait=ratio(grown("client_wait_seconds_total"), grown("e2e_request_latency_seconds_sum")),
             kv_used=1.0 - after.sum("kv_headroom_ratio"),
+            background=ratio(grown("background_tokens_total"), grown("batch_tokens_sum")),
             num_background=after.sum("requests_background"),
             largest_tenant=largest,
             largest_share=ratio(num_tokens, sum(tenants.values())) if has_others else 0.0,

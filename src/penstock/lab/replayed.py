@@ -147,15 +147,16 @@ class _Replay:
 
     def _stats(self, step: StepDone, resting: Sequence[str]) -> StepStats:
         rows = [RowPlan(str(row.id), row.context_len, row.query_len, (), row.samples) for row in step.rows if row.id != NOBODY]
-        has_background = any(row.id in self._arrivals and self._arrivals[row.id].background for row in step.rows)
+        background = {row.id for row in step.rows if row.id in self._arrivals and self._arrivals[row.id].background}
         counts = StepCounts(
             num_rows=len(rows),
             num_tokens=sum(row.query_len for row in step.rows),
             num_sampled_tokens=sum(min(row.samples, 1) + row.num_accepted for row in step.rows if row.id != NOBODY),
+            num_background_tokens=sum(row.query_len for row in step.rows if row.id in background),
             num_padding_tokens=sum(row.query_len for row in step.rows if row.id == NOBODY),
             waits_for=step.waits_for,
-            rested=resting if has_background else (),
-            sat_out=() if has_background else resting,
+            rested=resting if background else (),
+            sat_out=() if background else resting,
             prefills=[row for row in rows if row.query_len > max(1, row.samples)],
         )
         num_blocks = self._recording.header.capacity.num_blocks - 1

@@ -136,6 +136,7 @@ class Metrics:
         """(Guesses of a row, how many were accepted) -> rows."""
         self.num_restarts = 0
         self.num_padding_tokens = 0
+        self.num_background_tokens = 0
         self.num_rows_sat_out = 0
         self.max_prefill_tokens = 0
         """Most prompt tokens that the last step could take."""
@@ -284,6 +285,7 @@ class Metrics:
         self.num_swaps += stats.counts.num_swaps
         self.num_recomputed_tokens += stats.counts.num_recomputed_tokens
         self.num_padding_tokens += stats.counts.num_padding_tokens
+        self.num_background_tokens += stats.counts.num_background_tokens
         self.num_rows_sat_out += len(stats.counts.sat_out)
         self.max_prefill_tokens = stats.counts.max_prefill_tokens
         self.num_generated_tokens += stats.counts.num_sampled_tokens

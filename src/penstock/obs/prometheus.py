@@ -242,6 +242,7 @@ def _of_steps(metrics: Metrics) -> dict[str, Value]:
         "batch_limit_tokens": metrics.max_step_tokens,
         "steps": metrics.steps,
         "prefill_chunk_tokens": metrics.max_prefill_tokens,
+        "background_tokens": metrics.num_background_tokens,
         "padding_tokens": metrics.num_padding_tokens,
         "grammar_rows_sat_out": metrics.num_rows_sat_out,
         "client_wait_seconds": metrics.client_wait_ns / _SECOND_NS,

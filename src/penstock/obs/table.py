@@ -61,6 +61,7 @@ histogram step_seconds model part | Duration of a step and of its parts.
 gauge prefill_chunk_tokens model | Most prompt tokens for the last step.
 counter client_wait_seconds model | Time in which streams waited for their clients to read.
 counter cpu_wait_seconds | Time in which threads of this process could run and others had the CPUs.
+counter background_tokens model | Positions computed for background requests.
 counter padding_tokens model | Positions computed as padding.
 counter grammar_rows_sat_out model | Rows left out of a step because their grammar masks were not ready.
 counter machine_seconds model | Time in which the model's steps used the CPU; 0 if steps take no turns.

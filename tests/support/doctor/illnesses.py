@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from penstock.lab.cost_model import CostModel
 from penstock.types.request import WaitTimes
-from support.doctor.stage import SECOND_NS, Stage, Visitor, poisson, slowed
+from support.doctor.stage import SECOND_NS, Stage, Visitor, Workshop, poisson, slowed
 
 
 def window_too_long() -> Stage:
@@ -100,6 +100,65 @@ SEEN: Mapping[str, Callable[[], Stage]] = {
     "endless answers": endless_answers,
 }
 """The rules were made with these in view."""
+
+
+# Staged after the rules were written.
+
+
+def padded_batches() -> Stage:
+    visitors = [
+        Visitor(at_s=0.02 * nth, prompt=20 + 400 * (nth % 8 == 0), answer=10 + 150 * (nth % 8 == 1)) for nth in range(80)
+    ]
+    return Stage(visitors, {"preset": "static", "max_batch_size": 8})
+
+
+def reserved_memory() -> Stage:
+    """Clients allow 1,500 tokens, answers have 60, and an admission reserves all of them."""
+    visitors = poisson(40, 4, prompt=[50, 100], answer=[40, 80], max_tokens=1500)
+    return Stage(visitors, {"reserve": "no-evict"}, blocks=200, until_s=40)
+
+
+def starved_requests() -> Stage:
+    """Short prompts keep coming, and longer ones wait for them."""
+    short = poisson(40, 9, prompt=[30, 60], answer=[20, 40])
+    long = poisson(35, 0.5, seed=2, prompt=[300, 400], answer=[100, 200])
+    return Stage([*short, *long], {"policy": "sjf", "max_num_seqs": 2}, until_s=40)
+
+
+def background_beside_people() -> Stage:
+    lines = [Visitor(at_s=0, prompt=300, answer=600, background=True) for _ in range(40)]
+    return Stage([*poisson(20, 1, prompt=100, answer=[60, 100]), *lines], {"background_share": 0.6}, until_s=20)
+
+
+def cold_adapters() -> Workshop:
+    """Eight adapters in turn, of which memory keeps two."""
+    visitors = [Visitor(at_s=0.04 * nth, prompt=20, answer=20) for nth in range(40)]
+    return Workshop(visitors, read_s=0.05, adapters_of=lambda number: 1 + number % 8)
+
+
+def slow_tier() -> Workshop:
+    """Twelve conversations, of which the KV cache holds two; each comes back with its history."""
+    visitors = [
+        Visitor(
+            at_s=0.3 * (12 * turn + session),
+            prompt=tuple((31 * session + place) % 900 + 10 for place in range(80 + 12 * turn)),
+            answer=4,
+        )
+        for turn in range(3)
+        for session in range(12)
+    ]
+    return Workshop(visitors, read_s=0.01, tier_slots=600, blocks=60)
+
+
+UNSEEN: Mapping[str, Callable[[], Stage | Workshop]] = {
+    "padding": padded_batches,
+    "reserved memory": reserved_memory,
+    "order": starved_requests,
+    "background": background_beside_people,
+    "cold adapters": cold_adapters,
+    "slow tier": slow_tier,
+}
+"""The rules were not made for these."""
 
 
 # The healthy ones.

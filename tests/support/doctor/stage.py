@@ -6,17 +6,20 @@ Everything but the executor is real: scheduler, admission, journal, metrics, the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.admission.ask import Ask
 from penstock.cli.doctor import Predictor, workload_of
-from penstock.clock import VirtualClock
+from penstock.clock import Clock, VirtualClock
 from penstock.config.components import config_from
 from penstock.deploy.forecast import simulation_of
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
+from penstock.engine.transfers import Transfers
+from penstock.kv.tiers import Tier
 from penstock.lab.agenda import NEVER_NS, Agenda
 from penstock.lab.cost_model import CostModel
 from penstock.lab.doctor import Diagnosis, diagnose
@@ -29,11 +32,15 @@ from penstock.obs.prometheus import expose
 from penstock.obs.recording import Recorder
 from penstock.obs.signals import Signals
 from penstock.serve.ops.requests import choice_of
-from penstock.testing import make_request
+from penstock.testing import HashExecutor, make_core, make_request
+from penstock.testing.driver import Driver
 from penstock.types.errors import Rejected
-from penstock.types.events import TokenEvent
+from penstock.types.events import Add, Command, TokenEvent
+from penstock.types.plan import Capacity
 from penstock.types.request import NO_WAITS, Request, WaitTimes
 from penstock.types.stats import PlanNews, RequestStats, StepStats
+from support.fake_adapters import FakeAdapters, make_adapter
+from support.memory_store import MemoryStore
 
 MODEL, SECOND_NS = "model", 1_000_000_000
 MAX_LISTED = 100
@@ -186,35 +193,114 @@ class Stage:
 
     @property
     def evidence(self) -> Evidence:
-        now_ns = self.clock.now_ns()
         self.metrics.count_client_wait(round(self._client_wait_s * SECOND_NS))
-        told = self.journal.explain_all(self.ids, self.clock.now_ns)
-        told.sort(key=lambda one: one.arrival_ns + one.total_ns)
-        listed = [one for one in told if one.finish_reason is None] + [one for one in told if one.finish_reason is not None][
-            -MAX_LISTED:
-        ]
-        explained = [
-            {"model": MODEL, "age_ms": (now_ns - one.arrival_ns) / 1e6, "choices": [choice_of(one, 0)]} for one in listed
-        ]
-        capacity = self.simulation.capacity
-        after = expose(self.metrics, cpu_wait_ns=round(self._cpu_wait_s * SECOND_NS)).decode()
-        return Evidence.of(
-            visits_of(explained, MODEL, 600),
-            Scrape(expose(Metrics(MODEL), cpu_wait_ns=0).decode(), MODEL),
-            Scrape(after, MODEL),
-            now_ns / SECOND_NS,
-            settings=self.settings,
-            capacity={
-                "blocks": capacity.num_blocks - 1,
-                "block_size": capacity.block_size,
-                "rows": capacity.max_rows,
-                "step_tokens": capacity.max_step_tokens,
-                "model_len": capacity.max_model_len,
-            },
+        return evidence_of(
+            self.journal,
+            self.metrics,
+            self.ids,
+            self.clock,
+            self.simulation.capacity,
+            self.settings,
+            cpu_wait_ns=round(self._cpu_wait_s * SECOND_NS),
         )
 
     def diagnose(self) -> Diagnosis:
         evidence = self.evidence
+        return diagnose(evidence, Predictor(evidence, workload_of(evidence), None).gain)
+
+
+def evidence_of(
+    journal: Journal,
+    metrics: Metrics,
+    ids: Sequence[str],
+    clock: Clock,
+    capacity: Capacity,
+    settings: Mapping[str, Any],
+    *,
+    cpu_wait_ns: int = 0,
+) -> Evidence:
+    """What `penstock doctor` would read of a server that began at 0."""
+    now_ns, told = clock.now_ns(), journal.explain_all(ids, clock.now_ns)
+    ended = sorted((one for one in told if one.finish_reason is not None), key=lambda one: one.arrival_ns + one.total_ns)
+    listed = [*(one for one in told if one.finish_reason is None), *ended[-MAX_LISTED:]]
+    explained = [{"model": MODEL, "age_ms": (now_ns - one.arrival_ns) / 1e6, "choices": [choice_of(one, 0)]} for one in listed]
+    return Evidence.of(
+        visits_of(explained, MODEL, 600),
+        Scrape(expose(Metrics(MODEL), cpu_wait_ns=0).decode(), MODEL),
+        Scrape(expose(metrics, cpu_wait_ns=cpu_wait_ns).decode(), MODEL),
+        now_ns / SECOND_NS,
+        settings=settings,
+        capacity={
+            "blocks": capacity.num_blocks - 1,
+            "block_size": capacity.block_size,
+            "rows": capacity.max_rows,
+            "step_tokens": capacity.max_step_tokens,
+            "model_len": capacity.max_model_len,
+        },
+    )
+
+
+class Workshop:
+    """The hash executor, with what the simulated one lacks: adapters, and a tier below the KV cache. Steps take 1 ms."""
+
+    def __init__(
+        self,
+        visitors: Iterable[Visitor],
+        *,
+        read_s: float,
+        adapters_of: Callable[[int], int] | None = None,
+        tier_slots: int = 0,
+        blocks: int = 200,
+    ) -> None:
+        """`read_s`: time of a read from the disk. `adapters_of`: number of a visitor -> that of its adapter."""
+        self.capacity = Capacity(num_blocks=blocks + 1, block_size=4, max_rows=8, max_step_tokens=64, max_model_len=256)
+        self.clock, self._free_ns = VirtualClock(), 0
+        self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
+        """Reads and writes of the disk, with the instants at which they are done."""
+        self._read_ns = round(read_s * SECOND_NS)
+        self.journal, self.metrics, self.ids = Journal(10_000), Metrics(MODEL), list[str]()
+        tier = Tier(tier_slots) if tier_slots else None
+        adapters = None if adapters_of is None else FakeAdapters(worker=self._work, max_in_memory=2, load_ns=self._read_ns)
+        core = make_core(
+            self.capacity, observer=self.metrics, journal=self.journal, tier=tier, adapters=adapters, max_adapters=4
+        )
+        executor = HashExecutor(self.capacity)
+        transfers = None
+        if tier is not None:
+            store = MemoryStore(tier_slots)
+            transfers = Transfers(core.scheduler.kv, executor, store, clock=self.clock, worker=self._work)
+        self.driver = Driver(core, executor, self.clock, transfers=transfers)
+        coming = deque(sorted(enumerate(visitors), key=lambda item: item[1].at_s))
+        while coming or core.has_work:
+            commands: list[Command] = []
+            while coming and round(coming[0][1].at_s * SECOND_NS) <= self.clock.now_ns():
+                number, one = coming.popleft()
+                adapter = None if adapters_of is None else make_adapter(adapters_of(number))
+                request = make_request(
+                    f"r{number}", one.prompt, arrival_ns=self.clock.now_ns(), max_tokens=one.answer, adapter=adapter
+                )
+                self.ids.append(request.request_id)
+                commands.append(Add(request))
+            self.driver.turn(*commands)
+            self._read()
+            if self.driver.was_idle:
+                times_ns = [self._jobs[0][0]] if self._jobs else []
+                times_ns += [round(coming[0][1].at_s * SECOND_NS)] if coming else []
+                if (wakeup_ns := core.next_wakeup_ns(self.clock.now_ns())) is not None:
+                    times_ns.append(wakeup_ns)
+                self.clock.advance_to(max(self.clock.now_ns(), min(times_ns, default=0)))
+
+    def _work(self, job: Callable[[], None], is_urgent: bool) -> None:
+        del is_urgent
+        self._free_ns = max(self._free_ns, self.clock.now_ns()) + self._read_ns
+        self._jobs.append((self._free_ns, job))
+
+    def _read(self) -> None:
+        while self._jobs and self._jobs[0][0] <= self.clock.now_ns():
+            self._jobs.popleft()[1]()
+
+    def diagnose(self) -> Diagnosis:
+        evidence = evidence_of(self.journal, self.metrics, self.ids, self.clock, self.capacity, {})
         return diagnose(evidence, Predictor(evidence, workload_of(evidence), None).gain)
 
 
