@@ -219,7 +219,7 @@ def evidence_of(
     *,
     cpu_wait_ns: int = 0,
 ) -> Evidence:
-    """What `penstock doctor` would read of a server that began at 0."""
+    """Return what `penstock doctor` would read of a server that began at 0."""
     now_ns, told = clock.now_ns(), journal.explain_all(ids, clock.now_ns)
     ended = sorted((one for one in told if one.finish_reason is not None), key=lambda one: one.arrival_ns + one.total_ns)
     listed = [*(one for one in told if one.finish_reason is None), *ended[-MAX_LISTED:]]
