@@ -56,7 +56,7 @@ def _own_files() -> tuple[Path, ...]:
     from penstock.backends.native import _native
 
     package, module = Path(str(penstock.__file__)).parent, Path(str(_native.__file__))
-    files = [path for path in package.rglob("*") if path.is_file()]
+    files = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyi"]  # the wheel has none
     return (*files, *(() if module.is_relative_to(package) else (module,)))
 
 
