@@ -51,7 +51,7 @@ class Histogram:
         return buckets, self._sum / unit
 
     def examples(self, unit: float = 1.0) -> dict[int, tuple[str, float]]:
-        """Return index of a bucket -> (id of the engine of its last request, value divided by `unit`)."""
+        """Return index of a bucket -> (engine's id of its last request, value divided by `unit`)."""
         return {bucket: (request_id, value / unit) for bucket, (request_id, value) in self._examples.items()}
 
 
