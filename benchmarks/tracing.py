@@ -29,9 +29,9 @@ from penstock.models.catalog import DEFAULT_MODEL
 from penstock.obs.explain.explanation import Explanation
 from penstock.obs.explain.lives import Phase
 from penstock.obs.otlp import SpanSender
-from penstock.obs.trace_context import new_context
+from penstock.obs.trace_context import TraceContext, new_span_id, new_trace_id
 from penstock.serve.http.entries import Entry
-from penstock.serve.tracing import spans_of_entry
+from penstock.serve.tracing import spans_of
 from penstock.types.request import FinishReason
 
 CLIENTS, TOKENS = 32, 64
@@ -76,9 +76,9 @@ def us_per_request(url: str) -> float:
                 f"r{number}",
                 lambda: (100, TOKENS),
             )
-            entry.trace, explained = new_context(is_sampled=True), (told(number),)
+            entry.trace, explained = TraceContext(new_trace_id(), new_span_id(), is_sampled=True), (told(number),)
             entry.explain = lambda explained=explained: explained  # type: ignore[misc]
-            traces.append((entry.trace, spans_of_entry(entry), 0))
+            traces.append((entry.trace, spans_of(entry), 0))
         assert sender.send(traces)
     return (time.thread_time_ns() - begin_ns) / NUM_MADE / 1e3
 

@@ -246,7 +246,7 @@ def test_how_many_guesses_were_right_is_told(tmp_path: Path) -> None:
     assert any(f"are guesses, {num_right / num_guesses:.1%} of them right" in line for line in recording_lines(recording))
     write_trace(recording, tmp_path / "t")
     events = json.loads((tmp_path / "t").read_text())["traceEvents"]
-    begun = [event["name"] for event in events if event["ph"] == "b" and event["id"] == 1]
+    begun = [event["name"] for event in events if event["ph"] == "b" and event["id"] == "1"]
     assert begun == ["request", "waits", "prefill", "decodes"]
     assert any("guesses" in event["name"] for event in events)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.obs.trace_context import MAX_STATE_CHARS, new_context, read_context
+from penstock.obs.trace_context import MAX_STATE_CHARS, TraceContext, new_span_id, new_trace_id, read_context
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{SPAN}-01"
@@ -102,7 +102,7 @@ def test_a_child_has_a_span_of_its_own_and_tells_it() -> None:
 
 
 def test_a_new_trace_can_be_read_back() -> None:
-    made = new_context(is_sampled=True)
+    made = TraceContext(new_trace_id(), new_span_id(), is_sampled=True)
     again = read(made.headers(made.span_id)["traceparent"])
     assert again is not None
     assert (again.trace_id, again.span_id, again.is_sampled) == (made.trace_id, made.span_id, True)

@@ -507,7 +507,7 @@ def test_lines_pass_the_log_of_requests(tmp_path, caplog):
     caplog.set_level("INFO")
     with serving(tmp_path, log_requests=1.0) as server, server.client() as client:
         assert ended(client, begun(client, lines_of(3))).request_counts.completed == 3
-    assert caplog.text.count(f"POST {CHAT}") == 3
+    assert caplog.text.count(f'method="POST" path="{CHAT}"') == 3
 
 
 # stops and faults

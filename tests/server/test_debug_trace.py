@@ -36,7 +36,7 @@ async def test_steps_and_requests_are_shown_also_those_that_ran_before(gate):
             answer = await watch
     assert answer.status_code == 200
     events = answer.json()["traceEvents"]
-    begun = [event["args"]["id"] for event in events if event["name"] == "request" and event["ph"] == "b"]
+    begun = [event["id"] for event in events if event["name"] == "request" and event["ph"] == "b"]
     assert [name.partition("/")[0] for name in begun] == ["early", "late"]
     ends = [event["args"] for event in events if event["name"] == "request" and event["ph"] == "e"]
     assert [(one["reason"], one["output"]) for one in ends] == [("length", 6)] * 2

@@ -300,7 +300,7 @@ class InFlight:
         return lambda: next(filter(None, map(self._tell, calls)), None)
 
     def explaining(self, call: CallInFlight) -> Callable[[], Sequence[Explanation]]:
-        """Return a function, for any thread, that explains the choices of a call, as far as the journal has them."""
+        """Return a function, for any thread, that explains a call's choices, as far as they are remembered."""
         running, ids = call.running, call.engine_ids
         if running.journal is None:
             return tuple

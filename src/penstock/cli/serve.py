@@ -132,9 +132,9 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
         if config.webhook_url is not None:
             key_of(config.webhook_url, config.webhook_secret or "")
     if config.otlp_endpoint or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        from penstock.serve.tracing import collector_of
+        from penstock.serve.tracing import sender_of
 
-        collector_of(config)
+        sender_of(config)
     if config.ssl_certfile:
         from penstock.serve.http.tls import server_context
 
@@ -158,9 +158,9 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        if (fields := getattr(record, "fields", None)) is not None:  # of a request, in place of the same as text
-            entry = entry | {"message": "request"} | fields
-        # ASCII, so that text of a client moves no terminal's cursor. Python's `json` would leave the control character DEL.
+        if (fields := getattr(record, "fields", None)) is not None:  # of a request
+            entry |= {"message": "request"} | fields
+        # Printable ASCII: a client's text moves no terminal's cursor. `json` leaves DEL.
         return json.dumps(entry).replace("\x7f", "\\u007f")
 
 

@@ -1,14 +1,11 @@
 """Sends spans to a collector by OTLP over HTTP. The only file that imports OpenTelemetry, if a collector is named.
 
-The SDK's tracer is left out: it would make spans while requests run, and ids of its own. Here they have ended, and their
-ids were sent to other servers. The SDK encodes and sends them (`ReadableSpan`, `OTLPSpanExporter`).
+The SDK's tracer would make ids of its own, and these were sent to other servers. The SDK encodes and sends spans.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Iterator, Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,8 +16,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 import penstock
-from penstock.obs.spans import Span
-from penstock.obs.trace_context import TraceContext
+from penstock.obs.trace_context import Span, TraceContext
 
 _log = logging.getLogger(__name__)
 logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log each batch that a lost collector does not take
@@ -31,14 +27,11 @@ _SCOPE = InstrumentationScope("penstock", penstock.__version__)
 
 
 class SpanSender:
-    """A connection to a collector. For one thread, but for `close`."""
-
     def __init__(self, url: str) -> None:
         """`url`: of the collector, to which `/v1/traces` is added. OpenTelemetry's variables say the rest, such as headers."""
         self._url = url
         self._exporter = OTLPSpanExporter(endpoint=url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=TIMEOUT_S)
         about = {"service.name": "penstock", "service.version": penstock.__version__}
-        about["service.instance.id"] = f"{socket.gethostname()}-{os.getpid()}"
         self._resource = Resource.create(about).merge(OTELResourceDetector().detect())
         self._is_lost = False
 
@@ -49,16 +42,12 @@ class SpanSender:
         """
         made = [one for context, spans, shift_ns in traces for one in self._made(context, spans, shift_ns)]
         is_sent = self._exporter.export(made) is SpanExportResult.SUCCESS
-        if is_sent == self._is_lost:
-            self._is_lost = not is_sent
-            if is_sent:
-                _log.info("the collector at %s takes traces again", self._url)
-            else:
-                _log.warning("the collector at %s takes no traces: those of now are lost, and counted", self._url)
+        if not is_sent and not self._is_lost:
+            _log.warning("the collector at %s takes no traces: they are lost, and counted", self._url)
+        self._is_lost = not is_sent
         return is_sent
 
     def close(self) -> None:
-        """Give up what is being sent."""
         self._exporter.shutdown()
 
     def _made(self, context: TraceContext, spans: Sequence[Span], shift_ns: int) -> Iterator[ReadableSpan]:
@@ -72,10 +61,10 @@ class SpanSender:
             yield ReadableSpan(
                 span.name,
                 context=place(span.span_id),
-                parent=place(span.parent_id, is_remote=span.is_server) if span.parent_id else None,
+                parent=place(span.parent_id, is_remote=span.kind == "server") if span.parent_id else None,
                 resource=self._resource,
                 attributes=span.attributes,
-                kind=SpanKind.SERVER if span.is_server else SpanKind.CLIENT if span.is_client else SpanKind.INTERNAL,
+                kind=SpanKind[span.kind.upper()],
                 status=Status(StatusCode.ERROR if span.has_failed else StatusCode.UNSET),
                 start_time=span.began_ns + shift_ns,
                 end_time=max(span.began_ns, span.ended_ns) + shift_ns,

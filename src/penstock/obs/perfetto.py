@@ -1,4 +1,4 @@
-"""Turns steps and requests into a trace for https://ui.perfetto.dev or chrome://tracing: steps, host work, requests, load.
+"""Turns steps and requests into a trace for https://ui.perfetto.dev or chrome://tracing.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -6,64 +6,20 @@ Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-P
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from penstock.types.plan import RowPlan
+from penstock.types.stats import StepStats
 
 EXECUTOR, HOST = 1, 2
 WAITS, PREEMPTED = "waits", "preempted"
 """Phases in which a request has no row."""
-MAX_TOLD_PREFILLS = 50
 Event = dict[str, object]
 
 
-class Row(Protocol):
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def query_len(self) -> int: ...
-
-    @property
-    def context_len(self) -> int: ...
-
-    @property
-    def samples(self) -> int: ...
-
-    @property
-    def is_decode(self) -> bool: ...
-
-
-class Step(Protocol):
-    @property
-    def step_id(self) -> int: ...
-
-    @property
-    def planned_ns(self) -> int: ...
-
-    @property
-    def ended_ns(self) -> int: ...
-
-    @property
-    def rows(self) -> Sequence[Row]: ...
-
-    @property
-    def parts_ns(self) -> Mapping[str, int]: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_blocks_free(self) -> int: ...
-
-    @property
-    def num_blocks_cached(self) -> int: ...
-
-
 def document(events: Iterable[Event]) -> Iterator[str]:
-    """Yield a trace's JSON in pieces, one for each event after the first piece."""
+    """Yield a trace's JSON: a piece for each event between two others."""
     yield '{"displayTimeUnit":"ms","traceEvents":[\n'
     for number, event in enumerate(events):
         yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
@@ -71,85 +27,75 @@ def document(events: Iterable[Event]) -> Iterator[str]:
 
 
 class Tracks:
-    """The events of a trace, from what happens in order. Times are nanoseconds, and requests are numbers."""
+    """Makes a trace's events of what happens, in order. Times are nanoseconds."""
 
     def __init__(self) -> None:
-        self._phases: dict[int, str] = {}
+        self.phases: dict[str, str] = {}
 
     def begin(self, name: str) -> Iterator[Event]:
         yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"penstock {name}"}}
         for thread, of_thread in ((EXECUTOR, "executor"), (HOST, "engine thread")):
             yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": of_thread}}
 
-    def come(self, number: int, at_ns: int, about: Mapping[str, Any], phase: str = WAITS) -> Iterator[Event]:
-        """Yield the beginning of a request."""
-        yield _phase(number, "request", "b", at_ns) | {"args": dict(about)}
-        yield _phase(number, phase, "b", at_ns)
-        self._phases[number] = phase
+    def come(self, name: str, at_ns: int, about: Mapping[str, Any], phase: str = WAITS) -> Iterator[Event]:
+        yield _phase(name, "request", "b", at_ns) | {"args": about}
+        yield _phase(name, phase, "b", at_ns)
+        self.phases[name] = phase
 
-    def step(self, step: Step) -> Iterator[Event]:
-        yield from _step(step)
-        for row in step.rows:
-            before = self._phases.get(row.id)
-            if before is None:
-                continue
-            now = "decodes" if row.is_decode and before not in (WAITS, PREEMPTED) else "prefill"
-            yield from self.move(row.id, now, step.planned_ns)
+    def step(self, stats: StepStats) -> Iterator[Event]:
+        yield from _step(stats)
+        for row in stats.rows:
+            has_waited = self.phases.get(row.request_id) in (WAITS, PREEMPTED)
+            yield from self.move(row.request_id, "prefill" if _fills(row) or has_waited else "decodes", stats.planned_ns)
 
-    def move(self, number: int, phase: str, at_ns: int) -> Iterator[Event]:
+    def move(self, name: str, phase: str, at_ns: int) -> Iterator[Event]:
         """Yield the beginning of another phase of a request."""
-        if (before := self._phases.get(number)) is not None and before != phase:
-            yield _phase(number, before, "e", at_ns)
-            yield _phase(number, phase, "b", at_ns)
-            self._phases[number] = phase
+        if (before := self.phases.get(name)) is not None and before != phase:
+            yield _phase(name, before, "e", at_ns)
+            yield _phase(name, phase, "b", at_ns)
+            self.phases[name] = phase
 
-    def leave(self, number: int, at_ns: int, about: Mapping[str, Any]) -> Iterator[Event]:
-        """Yield the end of a request."""
-        if (phase := self._phases.pop(number, None)) is not None:
-            yield _phase(number, phase, "e", at_ns)
-            yield _phase(number, "request", "e", at_ns) | {"args": dict(about)}
-
-    def forget(self) -> None:
-        """Forget all requests: the engine was restarted."""
-        self._phases.clear()
+    def leave(self, name: str, at_ns: int, about: Mapping[str, Any]) -> Iterator[Event]:
+        if (phase := self.phases.pop(name, None)) is not None:
+            yield _phase(name, phase, "e", at_ns)
+            yield _phase(name, "request", "e", at_ns) | {"args": about}
 
 
-def _step(step: Step) -> Iterator[Event]:
-    decodes = [row for row in step.rows if row.is_decode]
+def _fills(row: RowPlan) -> bool:
+    """Return whether the row computes more than its prompt's last token."""
+    return row.query_len > row.samples
+
+
+def _step(stats: StepStats) -> Iterator[Event]:
+    decodes, prefills = [row for row in stats.rows if not _fills(row)], [row for row in stats.rows if _fills(row)]
     guesses = sum(row.samples - 1 for row in decodes)
-    prefills = [row for row in step.rows if not row.is_decode]
-    name = " + ".join(
-        words
-        for words in (
-            f"{len(decodes)} decodes" if decodes else "",
-            f"{guesses} guesses" if guesses else "",
-            f"{sum(row.query_len for row in prefills)} prompt tokens" if prefills else "",
-        )
-        if words
+    words = (
+        f"{len(decodes)} decodes" if decodes else "",
+        f"{guesses} guesses" if guesses else "",
+        f"{sum(row.query_len for row in prefills)} prompt tokens" if prefills else "",
     )
-    parts = step.parts_ns
-    begin_ns = step.planned_ns + parts.get("schedule", 0)
-    execute_ns = min(parts.get("execute", step.ended_ns - begin_ns), step.ended_ns - step.planned_ns)
+    parts, planned_ns, ended_ns = stats.parts_ns, stats.planned_ns, stats.ended_ns
+    begin_ns = planned_ns + parts.get("schedule", 0)
+    execute_ns = min(parts.get("execute", ended_ns - begin_ns), ended_ns - planned_ns)
     args: dict[str, object] = {f"{part}_us": _us(ns) for part, ns in parts.items()}
-    args["step"] = step.step_id
-    args["prefills"] = [[row.id, row.query_len, row.context_len] for row in prefills[:MAX_TOLD_PREFILLS]]
-    yield _slice(EXECUTOR, name, step.ended_ns - execute_ns, execute_ns) | {"args": args}
-    yield _slice(HOST, "schedule", step.planned_ns, parts.get("schedule", 0))
-    at_ns = step.ended_ns
+    args |= {"step": stats.step_id, "prefills": [[row.request_id, row.query_len, row.context_len] for row in prefills[:50]]}
+    yield _slice(EXECUTOR, " + ".join(filter(None, words)), ended_ns - execute_ns, execute_ns) | {"args": args}
+    yield _slice(HOST, "schedule", planned_ns, parts.get("schedule", 0))
+    at_ns = ended_ns
     for part in ("commit", "grammar", "output"):
         if part in parts:
             yield _slice(HOST, part, at_ns, parts[part])
             at_ns += parts[part]
-    yield _counter("requests", step.ended_ns, running=step.num_running, waiting=step.num_waiting)
-    yield _counter("KV blocks", step.ended_ns, free=step.num_blocks_free, cached=step.num_blocks_cached)
+    yield _counter("requests", ended_ns, running=stats.num_running, waiting=stats.num_waiting)
+    yield _counter("KV blocks", ended_ns, free=stats.num_blocks_free, cached=stats.num_blocks_cached)
 
 
 def _slice(thread: int, name: str, begin_ns: int, duration_ns: int) -> Event:
     return {"ph": "X", "pid": 1, "tid": thread, "name": name, "ts": _us(begin_ns), "dur": _us(duration_ns)}
 
 
-def _phase(number: int, name: str, kind: str, at_ns: int) -> Event:
-    return {"ph": kind, "pid": 1, "cat": "request", "id": number, "name": name, "ts": _us(at_ns)}
+def _phase(request: str, name: str, kind: str, at_ns: int) -> Event:
+    return {"ph": kind, "pid": 1, "cat": "request", "id": request, "name": name, "ts": _us(at_ns)}
 
 
 def _counter(name: str, at_ns: int, **values: int) -> Event:

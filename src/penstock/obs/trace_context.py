@@ -1,11 +1,12 @@
-"""The place of a request in a trace, as the headers of HTTP carry it (https://www.w3.org/TR/trace-context-1/)."""
+"""Spans, and the place of a request in a trace as HTTP's headers carry it (https://www.w3.org/TR/trace-context-1/)."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 MAX_STATE_CHARS = 512
 """Most characters of a `tracestate` that are passed on, in whole members from the left (W3C, 3.3.1.5)."""
@@ -25,15 +26,15 @@ class TraceContext:
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str
-    """16 hexadecimal digits: the caller's span in a context that was read, else the span of this request."""
+    """16 hexadecimal digits."""
     is_sampled: bool
     state: str = ""
     """The caller's `tracestate`."""
     parent_id: str = ""
-    """The caller's span, if this is the context of a request that has one."""
+    """The caller's span."""
 
     def child(self, *, is_sampled: bool) -> TraceContext:
-        """Return the context of a request whose caller has this one."""
+        """Return the context of a request that this one has sent."""
         return TraceContext(self.trace_id, new_span_id(), is_sampled, self.state, self.span_id)
 
     def headers(self, span_id: str) -> dict[str, str]:
@@ -46,17 +47,29 @@ def new_span_id() -> str:
     return secrets.token_hex(8)
 
 
-def new_context(*, is_sampled: bool, trace_id: str = "") -> TraceContext:
-    """Return the context of a request without a caller's."""
-    return TraceContext(trace_id or new_trace_id(), new_span_id(), is_sampled)
-
-
 def new_trace_id() -> str:
     return secrets.token_hex(16)
 
 
+Value = str | bool | int | float | tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """A part of the time of a request, by the server's clock."""
+
+    name: str
+    began_ns: int
+    ended_ns: int
+    parent_id: str = ""
+    span_id: str = field(default_factory=new_span_id)
+    kind: Literal["internal", "server", "client"] = "internal"
+    attributes: dict[str, Value] = field(default_factory=dict)
+    has_failed: bool = False
+
+
 def read_context(parents: Sequence[bytes], states: Sequence[bytes]) -> TraceContext | None:
-    """Return the caller's context from all values of `traceparent` and `tracestate`, or None without a valid `traceparent`."""
+    """Return the caller's context, or None. `parents`, `states`: all values of `traceparent` and `tracestate`."""
     if len(parents) != 1 or (found := _PARENT.fullmatch(parents[0].decode("latin-1"))) is None:
         return None
     version, trace_id, span_id = found["version"], found["trace"], found["span"]
@@ -66,8 +79,8 @@ def read_context(parents: Sequence[bytes], states: Sequence[bytes]) -> TraceCont
 
 
 def _read_state(states: Sequence[bytes]) -> str:
-    """Return the `tracestate` to pass on: empty if a member is malformed or comes twice."""
-    if sum(map(len, states)) > 4 * MAX_STATE_CHARS:  # more than anybody has to pass on: not looked at
+    """Return the `tracestate` to pass on: empty if it is malformed."""
+    if sum(map(len, states)) > 4 * MAX_STATE_CHARS:
         return ""
     text = b",".join(states).decode("latin-1")
     members = [member for part in text.split(",") if (member := part.strip(" \t"))]

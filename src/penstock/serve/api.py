@@ -73,7 +73,7 @@ class Parts:
     batches: BatchRunner | None = None
     """None if the server keeps no files."""
     count_traces: Callable[[], Mapping[str, int]] | None = None
-    """Returns how many requests were to be traced, by what became of them. None if no collector is named."""
+    """None if no collector is named."""
 
     @property
     def off_loop(self) -> OffLoop:

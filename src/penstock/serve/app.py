@@ -140,8 +140,8 @@ def _noted(deployment: Deployment, request_log: RequestLog | None, tracer: Trace
     takers = [part.add for part in (request_log, tracer) if part is not None]
     if not takers:
         return []
-    read_clock = deployment.clock.now_ns
-    return [Middleware(NotedRequests, read_clock=read_clock, takers=takers, finish=finish_entry, tracing=tracer)]
+    begin_trace, read_clock = None if tracer is None else tracer.begin, deployment.clock.now_ns
+    return [Middleware(NotedRequests, read_clock=read_clock, takers=takers, finish=finish_entry, begin_trace=begin_trace)]
 
 
 def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lifetime: Lifetime) -> BatchRunner | None:

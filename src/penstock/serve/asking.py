@@ -37,6 +37,7 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.pipelines import Pipeline
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
+from penstock.obs.trace_context import Span
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
 from penstock.serve.cascade import Trial, Unsure
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, from_rejected, invalid, model_not_found, shorten, unavailable
@@ -50,7 +51,7 @@ from penstock.serve.http.checks import (
     unless_gone,
     values_of,
 )
-from penstock.serve.http.entries import Entry, Part, entry_of, note_model
+from penstock.serve.http.entries import Entry, entry_of, note_model
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
@@ -608,7 +609,7 @@ class Waits:
         now_ns = self._deployment.clock.now_ns()
         http.scope[WAITED_KEY] = waits._replace(**{name: getattr(waits, name) + now_ns - since_ns})
         if (entry := entry_of(http.scope)) is not None:
-            entry.parts.append(Part(name=name, began_ns=since_ns, ended_ns=now_ns))
+            entry.spans.append(Span(name=name, began_ns=since_ns, ended_ns=now_ns))
 
     async def _ask_upstream(self, name: str, data: bytes, http: HttpRequest) -> Response:
         note_model(http.scope, "text_completion" if http.url.path.endswith("/v1/completions") else "chat", name)
@@ -818,13 +819,13 @@ _Made = tuple[Call, NewWriter]
 
 
 def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
-    """Note the call that answers a request, to explain it once it has ended."""
+    """Note the call that answers a request."""
     if (entry := entry_of(scope)) is not None:
         entry.explain = in_flight.explaining(call)
 
 
 def finish_entry(scope: Scope, entry: Entry) -> None:
-    """Note what only the scope of an ended request has."""
+    """Note what only the request's scope has."""
     routed: Routed | None = scope.get(ROUTED_KEY)
     entry.route = "" if routed is None else routed.header.decode()
     entry.is_background = scope.get(BACKGROUND_KEY, False)

@@ -38,7 +38,7 @@ from penstock.serve.http.listener import bind_socket, connection_limit
 from penstock.serve.http.request_log import RequestLog
 from penstock.serve.http.tls import server_context
 from penstock.serve.http.watch import FileWatch, Watched
-from penstock.serve.tracing import make_tracer
+from penstock.serve.tracing import Tracer, sender_of
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, counted
 
@@ -96,7 +96,8 @@ class Server:
             raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
         logs = config.log_requests or config.slow_request_s is not None
         self._request_log = RequestLog(config.log_requests, config.slow_request_s) if logs else None
-        self._tracer = make_tracer(config, deployment.clock)
+        sender = sender_of(config)
+        self._tracer = None if sender is None else Tracer(sender, share=config.trace_sample, clock=deployment.clock)
         self._keys = key_ring(config)
         self._app = create_app(deployment, config, self._request_log, self._keys, tracer=self._tracer)
         self._max_connections = connection_limit(config)

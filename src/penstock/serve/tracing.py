@@ -1,7 +1,8 @@
-"""Traces of requests: which are traced, and the spans that a collector gets once they have ended.
+"""Traces of requests, which a collector gets once they have ended.
 
-The caller decides by the flag of its `traceparent`, else `--trace-sample` does. At most `MAX_PER_S` requests a second are
-traced, whoever asks, so that no client can make the server trace more.
+The request is a span, with OpenTelemetry's attributes of generative AI. In it are the queue, with waits for a route, a pipeline
+and a model; the prefill; and the decode, with preemptions. A wait of which only the sum is known, such as that for memory, is
+an attribute. Attributes are the fields of the explanation (`GET /v1/requests/{id}`), with `penstock.` before.
 """
 
 from __future__ import annotations
@@ -9,119 +10,100 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.obs.explain.explanation import END_WORDS, Explanation
-from penstock.obs.spans import Span, Value, spans_of
-from penstock.obs.trace_context import TraceContext, new_context, new_trace_id, read_context
+from penstock.obs.trace_context import Span, TraceContext, Value, new_span_id, new_trace_id, read_context
 from penstock.serve.http.checks import values_of
-from penstock.serve.http.entries import Backlog, Entry, Part
+from penstock.serve.http.entries import Backlog, Entry
+from penstock.serve.ops.requests import choice_of
 from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:  # with OpenTelemetry, which few servers need
+    from penstock.obs.otlp import SpanSender
 
 _log = logging.getLogger(__name__)
 
 MAX_PER_S = 100
-"""Requests that are traced in a second, and at once after a while without."""
+"""Most requests that are traced in a second."""
 MAX_CHOICES = 8
 """Choices of a request with spans of their own."""
-URL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PAUSE_S = 0.5
-_CLOSE_TIMEOUT_S = 3.0
 EXPORTED, LOST, LIMITED = "exported", "lost", "limited"
-"""The ends of a request that was to be traced: the collector has its spans; it did not take them, or too many waited for it;
-more than `MAX_PER_S` were to be traced."""
+"""The ends of a request that was to be traced. LOST: the collector did not take it. LIMITED: it was beyond `MAX_PER_S`."""
 
-Traces = Sequence[tuple[TraceContext, Sequence[Span], int]]
-
-
-class Sender(Protocol):
-    def send(self, traces: Traces) -> bool: ...
-
-    def close(self) -> None: ...
+_PHASES = {
+    "queue": ("waited",),
+    "prefill": ("prefix", "prefill", "route"),
+    "decode": ("decode", "batch", "longest_gap", "resume", "sat_out"),
+}
+"""The fields of an explanation by the span that has them."""
 
 
-def collector_of(config: ServerConfig) -> str | None:
-    """Return the URL of the collector, or None without one. Raises `ConfigError`, also if the packages are not installed."""
-    url = config.otlp_endpoint or os.environ.get(URL_VARIABLE) or None
-    if url is None:
+def sender_of(config: ServerConfig) -> SpanSender | None:
+    """Return a connection to the collector, or None. Raises `ConfigError`, also if packages are missing."""
+    url = config.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not url:
         return None
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"The collector {url!r} is no URL of http or https.", remedy="Write it as http://127.0.0.1:4318.")
     try:
-        import penstock.obs.otlp  # noqa: F401
+        from penstock.obs.otlp import SpanSender
     except ImportError as error:
-        raise ConfigError(
-            f"Traces for {url} need a package that is not installed: {error.name}.",
-            remedy="Install Penstock with the extra otel: pip install '.[otel]'.",
-        ) from None
-    return url
-
-
-def make_tracer(config: ServerConfig, clock: Clock) -> Tracer | None:
-    """Return a tracer if a collector is named. Raises `ConfigError`."""
-    url = collector_of(config)
-    if url is None:
-        return None
-    from penstock.obs.otlp import SpanSender
-
-    return Tracer(lambda: SpanSender(url), share=config.trace_sample, clock=clock)
+        cause = f"Traces for {url} need a package that is not installed: {error.name}."
+        raise ConfigError(cause, remedy="Install Penstock with the extra otel: pip install '.[otel]'.") from None
+    return SpanSender(url)
 
 
 class Tracer:
-    def __init__(self, make_sender: Callable[[], Sender], *, share: float, clock: Clock) -> None:
-        """`share`: of the requests without a caller's context that are traced."""
-        self._sender, self._least_id, self._clock = make_sender(), round((1 - share) * 2**64), clock
-        self._room, self._looked_ns = float(MAX_PER_S), clock.now_ns()
+    def __init__(self, sender: SpanSender, *, share: float, clock: Clock) -> None:
+        self._sender, self._least_id, self._clock = sender, round((1 - share) * 2**64), clock
+        self._second, self._num_left = -1, 0
         self._counts: Counter[str] = Counter({EXPORTED: 0, LOST: 0, LIMITED: 0})
         self._backlog = Backlog("traces", self._send, pause_s=_PAUSE_S)
 
     # For the event loop.
 
     def begin(self, scope: Scope) -> TraceContext:
-        """Return the context of a request that has found its model."""
+        """Return the context of a request that has found its model. The caller decides by its flag, else `share` does."""
         caller = read_context(values_of(scope, b"traceparent"), values_of(scope, b"tracestate"))
         if caller is not None:
             return caller.child(is_sampled=caller.is_sampled and self._has_room())
         trace_id = new_trace_id()
-        # By the id, so that all servers that a trace reaches would decide alike.
-        return new_context(is_sampled=int(trace_id[16:], 16) >= self._least_id and self._has_room(), trace_id=trace_id)
+        is_sampled = int(trace_id[16:], 16) >= self._least_id and self._has_room()
+        return TraceContext(trace_id, new_span_id(), is_sampled)
 
     def _has_room(self) -> bool:
-        now_ns = self._clock.now_ns()
-        self._room = min(float(MAX_PER_S), self._room + (now_ns - self._looked_ns) * MAX_PER_S / 1e9)
-        self._looked_ns = now_ns
-        if self._room < 1:
-            self._counts[LIMITED] += 1
-            return False
-        self._room -= 1
-        return True
+        second = self._clock.now_ns() // 10**9
+        if second != self._second:
+            self._second, self._num_left = second, MAX_PER_S
+        self._num_left -= 1
+        self._counts[LIMITED] += self._num_left < 0
+        return self._num_left >= 0
 
     def add(self, entry: Entry) -> None:
-        """Take a request that has ended. Returns at once."""
+        """Take a request that has ended."""
         if entry.trace is not None and entry.trace.is_sampled:
             self._backlog.add(entry)
 
     def counts(self) -> dict[str, int]:
-        """Return how many requests were to be traced, by what became of them. Thread-safe."""
+        """Return how many requests were to be traced, by their end. Thread-safe."""
         return {**self._counts, LOST: self._counts[LOST] + self._backlog.num_dropped}
 
     def close(self) -> None:
-        """Send what is left, for at most `_CLOSE_TIMEOUT_S`."""
-        self._backlog.close(_CLOSE_TIMEOUT_S)
+        self._backlog.close()
         self._sender.close()
 
     # For the thread.
 
     def _send(self, entries: Sequence[Entry]) -> None:
         try:
-            traces = [
-                (entry.trace, spans_of_entry(entry), entry.ended_unix_ns - entry.ended_ns) for entry in entries if entry.trace
-            ]
+            traces = [(entry.trace, spans_of(entry), entry.ended_unix_ns - entry.ended_ns) for entry in entries if entry.trace]
             is_sent = bool(traces) and self._sender.send(traces)
         except Exception:
             _log.exception("traces of requests could not be sent")
@@ -129,8 +111,7 @@ class Tracer:
         self._counts[EXPORTED if is_sent else LOST] += len(entries)
 
 
-def spans_of_entry(entry: Entry) -> list[Span]:
-    """Return the spans of a request that is traced and has ended: its own, and those of its choices and of its waits."""
+def spans_of(entry: Entry) -> list[Span]:
     assert entry.trace is not None
     told = entry.explain()
     root = Span(
@@ -139,19 +120,46 @@ def spans_of_entry(entry: Entry) -> list[Span]:
         ended_ns=entry.ended_ns,
         parent_id=entry.trace.parent_id,
         span_id=entry.trace.span_id,
+        kind="server",
         attributes=_attributes(entry, told),
-        is_server=True,
         has_failed=entry.status is None or entry.status >= 500,
     )
-    of_choices: list[Span] = []
+    spans = [root]
     for index, choice in enumerate(told[:MAX_CHOICES]):
-        of_choice = [*spans_of(choice, root.span_id)]
-        if len(told) > 1:
-            for span in of_choice:
-                span.attributes["penstock.choice"] = index
-        of_choices += of_choice
-    queue_id = of_choices[0].span_id if of_choices else root.span_id
-    return [root, *of_choices, *_spans_of_parts(entry.parts, root.span_id, queue_id)]
+        spans += _spans_of_choice(choice, index, root.span_id)
+    queue = spans[1] if told else root
+    for span in entry.spans:
+        span.parent_id = root.span_id if span.kind == "client" else queue.span_id
+    return spans + entry.spans
+
+
+def _spans_of_choice(told: Explanation, index: int, root_id: str) -> list[Span]:
+    """Return the spans of a choice, of which the queue is the first."""
+    fields = choice_of(told, index)
+    at_ns, found = told.arrival_ns, list[Span]()
+    ends_ns = (told.queue_ns, told.queue_ns + told.prefill_ns, told.total_ns)
+    has_begun = (True, told.num_prefill_steps, told.num_generated_tokens)
+    for (name, keys), end_ns, has in zip(_PHASES.items(), ends_ns, has_begun, strict=True):
+        span = Span(name=name, began_ns=at_ns, ended_ns=told.arrival_ns + end_ns, parent_id=root_id)
+        span.attributes = dict(_flat("", {"choice": index, **{key: fields.get(key) for key in keys}}))
+        found += [span] if has else []
+        at_ns = span.ended_ns
+    for pause, about in zip(told.pauses, fields["preemptions"], strict=True):
+        at_ns = told.arrival_ns + pause.began_ns
+        around = next((span for span in reversed(found) if span.began_ns <= at_ns), found[0])
+        span = Span(name="preempted", began_ns=at_ns, ended_ns=at_ns + pause.waited_ns, parent_id=around.span_id)
+        span.attributes = dict(_flat(".preemption", about))
+        found.append(span)
+    return found
+
+
+def _flat(name: str, value: object) -> Iterator[tuple[str, Value]]:
+    """Yield the numbers and texts in a field, under the path that leads there."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(f"{name}.{key}", part)
+    elif isinstance(value, str | int | float):
+        yield f"penstock{name}", value
 
 
 def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
@@ -162,6 +170,7 @@ def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
         "http.request.method": entry.method,
         "url.path": entry.path,
         "penstock.request_id": entry.request_id,
+        "penstock.client_left": entry.client_left,
     }
     if entry.status is not None:
         found["http.response.status_code"] = entry.status
@@ -171,36 +180,13 @@ def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
         found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"] = entry.count_tokens()
     if entry.ttft_s is not None:
         found["gen_ai.response.time_to_first_chunk"] = round(entry.ttft_s, 6)
+    if entry.route:
+        found["penstock.routed"] = entry.route
     if told:
-        found["gen_ai.usage.cache_read.input_tokens"] = told[0].num_hit_tokens
         reasons = [END_WORDS[choice.finish_reason] for choice in told if choice.finish_reason is not None]
         found["gen_ai.response.finish_reasons"] = tuple(reasons)
-        found["penstock.preemptions"] = sum([len(choice.pauses) for choice in told])
-    if len(told) > 1:
         found["gen_ai.request.choice.count"] = len(told)
-    if entry.route:
-        found["penstock.route"] = entry.route
-    if entry.client_left:
-        found["penstock.client_left"] = True
+        found["gen_ai.usage.cache_read.input_tokens"] = told[0].num_hit_tokens
+        if steps := [step for choice in told for step in (choice.first_step, choice.last_step) if step is not None]:
+            found["penstock.step.first"], found["penstock.step.last"] = min(steps), max(steps)
     return found
-
-
-def _spans_of_parts(parts: Sequence[Part], root_id: str, queue_id: str) -> Iterator[Span]:
-    for part in parts:
-        attributes: dict[str, Value] = {}
-        if part.is_elsewhere:
-            attributes = {"gen_ai.operation.name": "chat", "gen_ai.request.model": part.name, "penstock.result": part.result}
-            if part.num_prompt_tokens is not None:
-                attributes["gen_ai.usage.input_tokens"] = part.num_prompt_tokens
-            if part.num_generated_tokens is not None:
-                attributes["gen_ai.usage.output_tokens"] = part.num_generated_tokens
-        yield Span(
-            name=f"upstream {part.name}" if part.is_elsewhere else part.name,
-            began_ns=part.began_ns,
-            ended_ns=part.ended_ns,
-            parent_id=root_id if part.is_elsewhere else queue_id,
-            span_id=part.span_id,
-            attributes=attributes,
-            is_client=part.is_elsewhere,
-            has_failed=part.is_elsewhere and part.result == "failed",
-        )

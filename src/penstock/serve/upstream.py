@@ -15,7 +15,7 @@ import re
 import ssl
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -30,13 +30,14 @@ from penstock.calls.call import Terms
 from penstock.clock import Clock
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.off_loop import OffLoop
+from penstock.obs.trace_context import Span
 from penstock.routes.questions import texts_in
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.breaker import Breaker, Turn
 from penstock.serve.errors import ApiError, overloaded, past_deadline, shorten, unavailable
 from penstock.serve.events import Garbage, as_object
 from penstock.serve.http.checks import key_name, unless_gone
-from penstock.serve.http.entries import Part, asked_elsewhere
+from penstock.serve.http.entries import asked_elsewhere
 from penstock.serve.upstream_stream import UpstreamStream
 from penstock.types.errors import Rejected
 from penstock.types.stats import UpstreamStats
@@ -71,6 +72,8 @@ class Question:
     num_prompt_tokens: int
     """A guess, as the next one."""
     num_new_tokens: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Those that continue the trace of the request."""
 
 
 def _question(data: bytes, model: str) -> Question:
@@ -139,17 +142,15 @@ class Upstream:
         """Return the answer; of a stream, the first event has come. Raises `ApiError` and `Rejected`."""
         question = await self._off_loop.run(len(data), partial(_question, data, self.config.model), limit=INLINE_MAX_BYTES)
         with contextlib.ExitStack() as held:
-            exchange = held.enter_context(self._open(terms, question))
-            exchange.part, exchange.headers = held.enter_context(
-                asked_elsewhere(http.scope, self.config.name, self.clock.now_ns)
-            )
+            span, headers = held.enter_context(asked_elsewhere(http.scope, self.config.name, self.clock.now_ns))
+            exchange = held.enter_context(self._open(terms, replace(question, headers=headers), span))
             answer = await unless_gone(http, exchange.begin(http.url.path))
             if isinstance(answer, UpstreamStream):
                 answer.hold(held.pop_all())
             return answer
 
     @contextlib.contextmanager
-    def _open(self, terms: Terms, question: Question) -> Iterator[Exchange]:
+    def _open(self, terms: Terms, question: Question, span: Span) -> Iterator[Exchange]:
         """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its key."""
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
         if terms.background:  # lines of batches leave half of the places to others
@@ -169,7 +170,7 @@ class Upstream:
             self.results["refused"] += 1
             raise unavailable(f"{self.config.name} failed just now, and is left alone for a while.", turn / 1e9)
         account = None if terms.limits is None else self._tenants.hold(demand)
-        exchange = Exchange(self, question, terms, turn)
+        exchange = Exchange(self, question, terms, turn, span)
         self._num_open += 1
         try:
             yield exchange
@@ -177,8 +178,7 @@ class Upstream:
             self._num_open -= 1
             turn.close()
             self.results[exchange.result] += 1
-            if exchange.part is not None:
-                exchange.part.result = exchange.result
+            span.attributes["penstock.result"], span.has_failed = exchange.result, exchange.result == "failed"
             if account is not None:
                 self._tenants.release(account, demand)
                 now_ns, name = self.clock.now_ns(), str(id(exchange))
@@ -190,7 +190,7 @@ class Upstream:
     def may_retry(self) -> bool:
         return self._breaker.may_retry()
 
-    async def send(self, path: str, question: Question, headers_of_trace: Mapping[str, str]) -> httpx2.Response:
+    async def send(self, path: str, question: Question) -> httpx2.Response:
         """Send a request, and return the head of its answer."""
         if self._client is None:
             config = self.config
@@ -205,9 +205,8 @@ class Upstream:
         silence_s = self.config.max_silence_s if question.is_streamed else self.config.max_answer_s
         timeout = httpx2.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
         url = self.config.url + path.removeprefix("/v1")
-        request = self._client.build_request(
-            "POST", url, content=question.content, headers=dict(headers_of_trace), timeout=timeout
-        )
+        headers = dict(question.headers)
+        request = self._client.build_request("POST", url, content=question.content, headers=headers, timeout=timeout)
         return await self._client.send(request, stream=True)
 
     async def parse(self, data: bytes) -> dict[str, Any]:
@@ -228,7 +227,7 @@ class Upstream:
 class Exchange:
     """One request to an upstream, and how it ends."""
 
-    def __init__(self, upstream: Upstream, question: Question, terms: Terms, turn: Turn) -> None:
+    def __init__(self, upstream: Upstream, question: Question, terms: Terms, turn: Turn, span: Span) -> None:
         self.upstream = upstream
         self.question = question
         self.terms = terms
@@ -237,10 +236,7 @@ class Exchange:
         self.num_tokens = 0
         """Tokens that the request's key pays for."""
         self._turn = turn
-        self.part: Part | None = None
-        """Is told how it ends."""
-        self.headers: Mapping[str, str] = {}
-        """They continue the trace of the request."""
+        self._span = span
 
     @property
     def max_silence_s(self) -> float:
@@ -286,7 +282,7 @@ class Exchange:
         """Return the head of the answer: of the second one if the first attempt fails and another is allowed."""
         upstream = self.upstream
         try:
-            response = await upstream.send(path, self.question, self.headers)
+            response = await upstream.send(path, self.question)
             if response.status_code not in _AGAIN or not upstream.may_retry():
                 return response
             await response.aclose()
@@ -295,7 +291,7 @@ class Exchange:
             if isinstance(error, (httpx2.ReadTimeout, httpx2.ConnectTimeout)) or not upstream.may_retry():
                 raise self.failed(error) from None
         try:
-            return await upstream.send(path, self.question, self.headers)
+            return await upstream.send(path, self.question)
         except (httpx2.HTTPError, OSError) as error:
             raise self.failed(error) from None
 
@@ -344,8 +340,8 @@ class Exchange:
             told = {kind: usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")}
             known = {kind: number for kind, number in told.items() if isinstance(number, int) and 0 <= number < 2**53}
             self.upstream.tokens.update(known)
-            if self.part is not None:
-                self.part.num_prompt_tokens, self.part.num_generated_tokens = known.get("prompt"), known.get("completion")
+            names = {"prompt": "gen_ai.usage.input_tokens", "completion": "gen_ai.usage.output_tokens"}
+            self._span.attributes |= {names[kind]: number for kind, number in known.items()}
             self.num_tokens = sum(known.values()) or self.num_tokens
 
     def look(self, event: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ class Explanation:
     first_step: int | None = None
     """The engine's number of the first step that computed its prompt."""
     last_step: int | None = None
-    """That of the last step before it ended, or before now."""
+    """That of the last step before its end."""
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:

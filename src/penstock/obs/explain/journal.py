@@ -76,7 +76,6 @@ class Journal:
         """Ids of requests in flight that are not watched, since another of their call is."""
         self._lock = threading.Lock()
         self._window: Window | None = None
-        """Hears what the journal hears, while somebody asks for a trace."""
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
@@ -176,7 +175,7 @@ class Journal:
 
     @contextmanager
     def watched(self, read_clock: Callable[[], int]) -> Iterator[Window]:
-        """Yield a window that hears all until the block ends. One at a time."""
+        """Yield a window that is open until the block ends. One at a time."""
         with self._lock:
             self._settle()
             assert self._window is None, "one at a time"
@@ -212,7 +211,7 @@ class Journal:
             beams.append(life)
         life.queued = self._clock.mark(now_ns)
         if self._window is not None:
-            self._window.queued(life)
+            self._window.come(life)
 
     def _plan(self, news: PlanNews) -> None:
         now = self._clock.mark(news.planned_ns)
@@ -226,7 +225,7 @@ class Journal:
                 life.aside, life.aside_for = now, reason
         self._clock.lack(news.waits_for, news.planned_ns)
         if self._window is not None:
-            self._window.planned(news)
+            self._window.plan(news)
 
     def _step(self, stats: StepStats) -> None:
         if self._window is not None:

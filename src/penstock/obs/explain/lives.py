@@ -348,7 +348,7 @@ class Life:
     """Time of steps without it that were the background's."""
     first_token_ns: int | None = None
     first_step: int | None = None
-    """The engine's numbers of the first step that computed its prompt, and of the last step that it may have been in."""
+    """The engine's numbers of its first and its last step."""
     last_step: int | None = None
     pauses: list[Pause] = field(default_factory=list)
     end: RequestStats | None = None

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.obs.explain.explanation import Explanation
-from penstock.obs.trace_context import TraceContext, new_span_id
+from penstock.obs.trace_context import Span, TraceContext
 from penstock.serve.http.checks import identity_of, key_name
 
 ENTRY_KEY = "penstock.entry"
@@ -25,35 +24,14 @@ ENTRY_KEY = "penstock.entry"
 MAX_QUEUED = 10_000
 """Most ended requests that wait for a thread, some 10 MB."""
 MAX_TOLD_CHARS = 200
-"""Most characters that are told of a text from the client, such as a path or a model's name."""
+"""Most characters of a text from the client, such as a path or a model's name."""
 _MAX_AT_ONCE = 256
-
-
-class Tracing(Protocol):
-    def begin(self, scope: Scope) -> TraceContext:
-        """Return the context of a request that has found its model."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Part:
-    """Something that a request waited for, or a request to another server."""
-
-    name: str
-    began_ns: int
-    ended_ns: int
-    span_id: str = field(default_factory=new_span_id)
-    is_elsewhere: bool = False
-    """Another server computed it."""
-    result: str = ""
-    """How it ended, if it was elsewhere."""
-    num_prompt_tokens: int | None = None
-    num_generated_tokens: int | None = None
+CLOSE_TIMEOUT_S = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """The facts about one request. None means unknown."""
+    """Facts about one request. None means unknown."""
 
     client: str
     method: str
@@ -70,13 +48,14 @@ class Entry:
     """Bytes of the answer's body handed to the connection."""
     ttft_s: float | None = None
     operation: str = ""
-    """The work of its model, as OpenTelemetry names it: `chat`, `text_completion`, `embeddings`. Empty if it found no model."""
+    """Its model's work, as OpenTelemetry names it, such as `chat`. Empty if it found no model."""
     model: str | None = None
     count_tokens: Callable[[], tuple[int, int]] | None = None
     """Returns the numbers of prompt tokens and of answer tokens."""
     explain: Callable[[], Sequence[Explanation]] = tuple
-    """Explains its choices, as far as they are remembered. For any thread; it may wait for a replica."""
-    parts: list[Part] = field(default_factory=list)
+    """Explains its choices. For any thread, since it may wait for a replica."""
+    spans: list[Span] = field(default_factory=list)
+    """Its waits for a route, a pipeline and a model, and requests to other servers."""
     route: str = ""
     """Its route, with the model chosen and why."""
     request_id: str = ""
@@ -84,7 +63,7 @@ class Entry:
     """The client closed its connection before the end of the answer."""
     is_background: bool = False
     """A line of a batch."""
-    tracing: Tracing | None = None
+    begin_trace: Callable[[Scope], TraceContext] | None = None
     trace: TraceContext | None = None
 
     @property
@@ -100,33 +79,34 @@ def entry_of(scope: Scope) -> Entry | None:
 
 
 def note_model(scope: Scope, operation: str, model: str) -> None:
-    """Note the model that answers. From now on the request has a place in a trace: nobody without a key gets one."""
+    """Note the model that answers. Only now the request gets a place in a trace, which nobody without a key gets."""
     entry = entry_of(scope)
     if entry is None:
         return
     entry.operation, entry.model = operation, model
-    if entry.tracing is not None and entry.trace is None:
-        entry.trace = entry.tracing.begin(scope)
+    if entry.begin_trace is not None and entry.trace is None:
+        entry.trace = entry.begin_trace(scope)
 
 
 @contextmanager
-def asked_elsewhere(scope: Scope, name: str, read_clock: Callable[[], int]) -> Iterator[tuple[Part, Mapping[str, str]]]:
-    """Note a request to another server, which ends with the block. Yields what to fill in, and headers that continue the trace.
+def asked_elsewhere(scope: Scope, name: str, read_clock: Callable[[], int]) -> Iterator[tuple[Span, Mapping[str, str]]]:
+    """Note a request to another server, which ends with the block. Yields its span, and headers that continue the trace.
 
     `name`: of the model there.
     """
-    now_ns = read_clock()
-    part, entry = Part(name=name, began_ns=now_ns, ended_ns=now_ns, is_elsewhere=True), entry_of(scope)
+    now_ns, entry = read_clock(), entry_of(scope)
+    span = Span(name=f"upstream {name}", began_ns=now_ns, ended_ns=now_ns, kind="client")
+    span.attributes["gen_ai.request.model"] = name
     if entry is not None:
-        entry.parts.append(part)
+        entry.spans.append(span)
     try:
-        yield part, {} if entry is None or entry.trace is None else entry.trace.headers(part.span_id)
+        yield span, {} if entry is None or entry.trace is None else entry.trace.headers(span.span_id)
     finally:
-        part.ended_ns = read_clock()
+        span.ended_ns = read_clock()
 
 
 class NotedRequests:
-    """ASGI middleware that gives each request an `Entry`, and hands the entry out at the end of the answer."""
+    """ASGI middleware that gives each request an `Entry`, and `takers` the entry at the end of the answer."""
 
     def __init__(
         self,
@@ -135,15 +115,16 @@ class NotedRequests:
         read_clock: Callable[[], int],
         takers: Sequence[Callable[[Entry], None]],
         finish: Callable[[Scope, Entry], None],
-        tracing: Tracing | None,
+        begin_trace: Callable[[Scope], TraceContext] | None,
     ) -> None:
-        """`takers` get the entries. `finish` adds what only the scope has."""
-        self._app, self._read_clock, self._takers, self._finish, self._tracing = app, read_clock, takers, finish, tracing
+        """`finish` adds what only the scope has."""
+        self._app, self._read_clock, self._takers, self._finish = app, read_clock, takers, finish
+        self._begin_trace = begin_trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _words(scope["raw_path"])
         entry = scope[ENTRY_KEY] = Entry(client=client_name(scope["client"]), method=scope["method"], path=path)
-        entry.began_ns, entry.tracing = self._read_clock(), self._tracing
+        entry.began_ns, entry.begin_trace = self._read_clock(), self._begin_trace
         is_head, is_over = scope["method"] == "HEAD", False
 
         async def told_receive() -> Message:
@@ -191,30 +172,28 @@ def _words(text: bytes) -> str:
 
 
 class Backlog:
-    """Ended requests that wait for a thread of their own. Beyond `MAX_QUEUED`, they are dropped and counted."""
+    """Ended requests that wait for a thread. Beyond `MAX_QUEUED`, they are dropped and counted."""
 
     def __init__(self, name: str, handle: Callable[[Sequence[Entry]], None], *, pause_s: float) -> None:
-        """Start the thread, which `close` ends. `pause_s`: time after the first one in which others may join it."""
-        self._handle = handle
-        self._pause_s = pause_s
+        """Start the thread, which `close` ends. It waits `pause_s` after a request, for others to join it."""
+        self._handle, self._pause_s, self.num_dropped = handle, pause_s, 0
         self._queue: SimpleQueue[Entry | None] = SimpleQueue()
         self._is_closing = threading.Event()
-        self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, entry: Entry) -> None:
-        """Queue a request. Returns at once. Only for the event loop."""
+        """Queue a request. Only for the event loop."""
         if self._queue.qsize() >= MAX_QUEUED:
             self.num_dropped += 1
         else:
             self._queue.put(entry)
 
-    def close(self, timeout_s: float) -> int:
-        """Let the thread finish, for at most `timeout_s`. Return how many requests were dropped, or are left."""
+    def close(self) -> int:
+        """Wait for the thread, not for long. Return how many requests were dropped, or are left."""
         self._is_closing.set()
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_TIMEOUT_S)
         return self.num_dropped + (max(0, self._queue.qsize() - 1) if self._thread.is_alive() else 0)
 
     def _run(self) -> None:

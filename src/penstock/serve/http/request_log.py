@@ -1,7 +1,6 @@
 """The request log: a line of the server's log for each request, or a share of them, at its end.
 
-A slow reader of the log does not delay answers (`Backlog`). Text from clients is quoted in printable ASCII, so that it can't
-begin a line or move a terminal's cursor.
+Text from clients is quoted in printable ASCII, so that it can't begin a line or move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from penstock.serve.http.entries import MAX_TOLD_CHARS, Backlog, Entry
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05
-_CLOSE_TIMEOUT_S = 2.0
 
 
 class RequestLog:
@@ -27,7 +25,7 @@ class RequestLog:
         self._backlog = Backlog("request-log", self._write, pause_s=_PAUSE_S)
 
     def add(self, entry: Entry) -> None:
-        """Take a request that has ended. Returns at once. Only for the event loop."""
+        """Take a request that has ended. Only for the event loop."""
         self._due += self._share  # every n-th request, so that a share is exact
         is_due = self._due >= 1 - 1e-9
         self._due -= is_due
@@ -35,8 +33,7 @@ class RequestLog:
             self._backlog.add(entry)
 
     def close(self) -> None:
-        """Write the queued lines, for at most `_CLOSE_TIMEOUT_S`."""
-        if num_lost := self._backlog.close(_CLOSE_TIMEOUT_S):
+        if num_lost := self._backlog.close():
             _log.warning("requests that were not logged, as the log's reader was too slow: %d", num_lost)
 
     def _is_slow(self, entry: Entry) -> bool:
@@ -54,64 +51,47 @@ class RequestLog:
 
 
 def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = False) -> dict[str, object]:
-    """Return what a line says, always under the same names. Unknown values are None.
+    """Return what a line says, as far as it is known. The times are those of the choice that took longest.
 
-    The times are those of the choice that took longest. `is_slow`: with a summary of it.
+    `is_slow`: with a summary of it.
     """
-    num_prompt_tokens, num_generated_tokens = (None, None) if entry.count_tokens is None else entry.count_tokens()
-    longest = max(told, key=lambda choice: choice.total_ns, default=None)
-    return {
-        "client": entry.client or None,
-        "key": entry.key or None,
-        "method": entry.method or None,
-        "path": entry.path or None,
+    fields: dict[str, object] = {
+        "client": entry.client,
+        "key": entry.key,
+        "method": entry.method,
+        "path": entry.path,
         "status": entry.status,
         "bytes": entry.num_bytes,
         "duration_ms": _ms(entry.duration_ns) if entry.ended_ns else None,
         "ttft_ms": None if entry.ttft_s is None else _ms(entry.ttft_s * 1e9),
-        "queue_ms": None if longest is None else _ms(longest.queue_ns),
-        "prefill_ms": None if longest is None else _ms(longest.prefill_ns),
-        "decode_ms": None if longest is None else _ms(longest.decode_ns),
-        "waited_for_ms": None if longest is None else {name: _ms(ns) for name, ns in longest.waited_for_ns.items()},
-        "preemptions": None if longest is None else sum([len(choice.pauses) for choice in told]),
-        "prompt_tokens": num_prompt_tokens,
-        "cached_tokens": None if longest is None else longest.num_hit_tokens,
-        "completion_tokens": num_generated_tokens,
-        "model": None if entry.model is None else entry.model[:MAX_TOLD_CHARS],
-        "request_id": entry.request_id or None,
-        "trace_id": entry.trace.trace_id if entry.trace is not None and entry.trace.is_sampled else None,
-        "client_left": entry.client_left,
-        "slow": is_slow,
-        "summary": summary(longest) if is_slow and longest is not None else None,
+        "model": (entry.model or "")[:MAX_TOLD_CHARS],
+        "request_id": entry.request_id,
+        "trace_id": None if entry.trace is None else entry.trace.trace_id,
+        "client_left": entry.client_left or None,
+        "slow": is_slow or None,
     }
+    if entry.count_tokens is not None:
+        fields["prompt_tokens"], fields["completion_tokens"] = entry.count_tokens()
+    if told:
+        longest = max(told, key=lambda choice: choice.total_ns)
+        parts_ns = {"queue": longest.queue_ns, "prefill": longest.prefill_ns, "decode": longest.decode_ns}
+        fields |= {f"{name}_ms": _ms(part_ns) for name, part_ns in parts_ns.items()}
+        fields["waited_for_ms"] = {name: _ms(part_ns) for name, part_ns in longest.waited_for_ns.items()}
+        fields["cached_tokens"] = longest.num_hit_tokens
+        fields["preemptions"] = sum([len(choice.pauses) for choice in told])
+        fields["summary"] = summary(longest) if is_slow else None
+    return {name: value for name, value in fields.items() if value is not None and value != ""}
 
 
 def line_of(fields: dict[str, object]) -> str:
-    """Return the fields as a line, for tools that split at spaces outside of quotes, too. Unknown ones are left out."""
-    head = [
-        str(fields["client"] or "-"),
-        str(fields["key"] or "-"),
-        _quoted(f"{fields['method'] or ''} {fields['path'] or ''}"),
-    ]
-    named = [*fields.items()][5:]
-    words = [f"{name}={_shown(value)}" for name, value in named if value is not None and value is not False]
-    return " ".join([*head, str(fields["status"] or "-"), *words])
-
-
-def _quoted(value: object) -> str:
-    """Return the value as JSON in printable ASCII. Python's `json` would leave the control character DEL."""
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    """Return the fields as a line of `name=value`, with texts in quotes."""
+    return "request " + " ".join([f"{name}={_shown(value)}" for name, value in fields.items()])
 
 
 def _shown(value: object) -> str:
-    match value:
-        case str():
-            return _quoted(value)
-        case dict():
-            return ",".join(f"{_quoted(name) if ' ' in name else name}:{part}" for name, part in value.items()) or "-"
-        case True:
-            return "yes"
-    return str(value)
+    if isinstance(value, dict):
+        return ",".join([f"{name}:{part}" for name, part in value.items()])
+    return json.dumps(value).replace("\x7f", "\\u007f")  # `json` leaves this control character, DEL
 
 
 def _ms(num_ns: float) -> float:

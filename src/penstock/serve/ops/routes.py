@@ -9,8 +9,8 @@ from penstock.serve.ops.models import LifeEndpoint, LoadModelBody, UnloadModelBo
 from penstock.serve.ops.pool import Pool, PoolEndpoint
 from penstock.serve.ops.requests import Request, RequestCancelled, RequestList, RequestsEndpoint
 from penstock.serve.ops.status import Load, StatusEndpoint
-from penstock.serve.ops.trace import Trace, TraceEndpoint
-from penstock.serve.shapes import Status, Success, Version
+from penstock.serve.ops.trace import TraceEndpoint
+from penstock.serve.shapes import Object, Status, Success, Version
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
@@ -29,7 +29,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
         Route("GET /ready", "Can it take work?", status.ready, returns=Status),
         Route("GET /load", "How busy is it?", status.load, returns=Load, query="model"),
         Route("GET /kv", "What is in the KV cache?", pool.kv, returns=Pool, query="model"),
-        Route("GET /debug/trace", "Watch the engine", trace.trace, returns=Trace, query="model seconds"),
+        Route("GET /debug/trace", "Watch the engine", trace.trace, returns=Object, query="model seconds"),
         Route("GET /version", "Version", status.version, returns=Version),
         Route("GET /metrics", "Metrics", status.metrics, returns=PlainText),
     ]

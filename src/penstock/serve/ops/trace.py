@@ -1,4 +1,4 @@
-"""`GET /debug/trace`, for admins: what a model's engine does for some seconds, as a trace for https://ui.perfetto.dev."""
+"""`GET /debug/trace`, for admins: a model's next steps, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from penstock.deploy.deployment import Deployment
 from penstock.obs.explain.journal import Journal
@@ -15,12 +14,9 @@ from penstock.obs.perfetto import document
 from penstock.serve.asking import find_model
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import require_admin, unless_gone
-from penstock.serve.shapes import Object
 
 MAX_SECONDS = 60.0
 _DEFAULT_SECONDS = 5.0
-
-Trace = TypedDict("Trace", {"displayTimeUnit": str, "traceEvents": list[Object]})
 
 
 class TraceEndpoint:
@@ -29,20 +25,16 @@ class TraceEndpoint:
         self._is_busy = False
 
     async def trace(self, http: HttpRequest) -> Response:
-        """Watch a model's engine for `seconds` (5, at most 60), and return the steps and the requests in them, without texts.
-
-        One at a time. A client that leaves ends it.
-        """
+        """Return a model's steps of the next `seconds` (5, at most 60), and the requests in them. One at a time."""
         require_admin(http.scope)
         seconds = _seconds(http.query_params.get("seconds"))
         running = find_model(http.query_params.get("model"), self._deployment)
         journal = running.journal
         if not isinstance(journal, Journal):
             why = "--explained-requests is 0" if journal is None else "its replicas compute it"
-            raise invalid(f"The steps of {running.name} are not watched here: {why}.", "model")
+            raise invalid(f"{running.name} can't be watched here: {why}.", "model")
         if self._is_busy:
-            message = "Another trace is being taken. Try again when it has ended."
-            raise ApiError(409, message, code="trace_running", error_type="invalid_request_error")
+            raise ApiError(409, "Another trace is being taken.", code="trace_running", error_type="invalid_request_error")
         self._is_busy = True
         try:
             with journal.watched(running.clock.now_ns) as window:

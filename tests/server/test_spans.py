@@ -6,8 +6,9 @@ import pytest
 
 from penstock.obs.explain.explanation import Explanation
 from penstock.obs.explain.journal import Journal
-from penstock.obs.spans import Span, spans_of
+from penstock.obs.trace_context import Span
 from penstock.sched.policies.presets import make_policies
+from penstock.serve import tracing
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
@@ -32,6 +33,10 @@ def told_of(num_blocks: int) -> dict[str, Explanation]:
     return {told.request_id: told for told in journal.explain_all(("a", "b", "c"), driver.clock.now_ns)}
 
 
+def spans_of(told: Explanation) -> list[Span]:
+    return tracing._spans_of_choice(told, 0, "root")
+
+
 def named(spans: list[Span]) -> dict[str, Span]:
     return {span.name: span for span in spans}
 
@@ -39,7 +44,7 @@ def named(spans: list[Span]) -> dict[str, Span]:
 @pytest.mark.parametrize("num_blocks", [40, 16])
 def test_the_phases_meet_and_have_the_whole_time(num_blocks: int) -> None:
     for told in told_of(num_blocks).values():
-        spans = named([*spans_of(told, "root")])
+        spans = named(spans_of(told))
         queue, prefill, decode = spans["queue"], spans["prefill"], spans["decode"]
         assert queue.began_ns == told.arrival_ns
         assert (queue.ended_ns, prefill.ended_ns) == (prefill.began_ns, decode.began_ns)
@@ -50,20 +55,20 @@ def test_the_phases_meet_and_have_the_whole_time(num_blocks: int) -> None:
 
 def test_a_wait_says_for_what() -> None:
     told = told_of(40)["c"]
-    queue = named([*spans_of(told, "root")])["queue"]
-    assert queue.attributes["penstock.wait.rows_ms"] == (queue.ended_ns - queue.began_ns) / MS > 0
-    assert queue.attributes["penstock.queue.came_before"] == 2
+    queue = named(spans_of(told))["queue"]
+    assert queue.attributes["penstock.waited.for_ms.rows"] == (queue.ended_ns - queue.began_ns) / MS > 0
+    assert queue.attributes["penstock.waited.came_before"] == 2
 
 
 def test_preemptions_lie_in_the_phase_that_they_interrupted() -> None:
     found = 0
     for told in told_of(16).values():
-        spans = [*spans_of(told, "root")]
+        spans = spans_of(told)
         by_id = {span.span_id: span for span in spans}
         for pause in [span for span in spans if span.name == "preempted"]:
             around = by_id[pause.parent_id]
             assert around.began_ns <= pause.began_ns < pause.ended_ns <= around.ended_ns
-            assert pause.attributes["penstock.preempted.because"] == "memory"
+            assert pause.attributes["penstock.preemption.because"] == "memory"
             found += 1
         assert sum(span.name == "preempted" for span in spans) == len(told.pauses)
     assert found
@@ -71,9 +76,10 @@ def test_preemptions_lie_in_the_phase_that_they_interrupted() -> None:
 
 def test_steps_have_the_engines_numbers() -> None:
     told = told_of(40)
-    first, last = named([*spans_of(told["a"], "root")]), named([*spans_of(told["c"], "root")])
-    assert first["prefill"].attributes["penstock.step.first"] == 0
-    assert first["decode"].attributes["penstock.step.last"] < last["decode"].attributes["penstock.step.last"]
+    assert told["a"].first_step == 0
+    assert told["a"].last_step is not None
+    assert told["c"].first_step is not None
+    assert told["a"].last_step <= told["c"].first_step < told["c"].last_step
 
 
 def test_what_never_ran_has_a_queue_alone() -> None:
@@ -83,6 +89,6 @@ def test_what_never_ran_has_a_queue_alone() -> None:
     core.apply([Add(make_request("a", 8, max_tokens=5, arrival_ns=0, waits=WaitTimes(grammar=3 * MS)))], 5 * MS)
     core.apply([Abort("a", "cancelled")], 7 * MS)
     [told] = journal.explain_all(("a",), lambda: 9 * MS)
-    [queue] = spans_of(told, "root")
+    [queue] = spans_of(told)
     assert (queue.name, queue.ended_ns) == ("queue", 7 * MS)
-    assert queue.attributes["penstock.wait.grammar_ms"] == 3
+    assert queue.attributes["penstock.waited.for_ms.grammar"] == 3
