@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.lab.cost_files import load_cost
+from support.lab.kernels import write_tables
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = [
@@ -111,3 +112,31 @@ def test_a_file_in_the_way_is_told(penstock: Penstock, tiny_model: Path, tmp_pat
     assert result.returncode == 1
     assert "is not a recording, so it is not overwritten" in result.stderr
     assert time.monotonic() - started < 60
+
+
+def test_tables_of_kernels_are_imported(penstock: Penstock, tmp_path: Path) -> None:
+    folder, path = write_tables(tmp_path / "tables"), tmp_path / "cost.json"
+    shown = penstock("profile", "--import", folder, "--layers", "4")
+    assert shown.returncode == 0, shown.stderr
+    assert "4 layers; up to 256 tokens of prompts, 64 decodes and 4096 tokens of context" in shown.stdout
+    assert "Add --fit FILE" in shown.stdout
+    written = penstock("profile", "--import", folder, "--fit", path)
+    assert written.returncode == 0, written.stderr
+    options = ["--device", "cuda", "--preset", "vllm", "--blocks", "2000", "--workload", "documents", "--requests", "20"]
+    simulated = penstock("simulate", "--cost", path, *options)
+    assert simulated.returncode == 0, simulated.stderr
+    assert "OUTSIDE THE FITTED RANGE" in simulated.stdout, "some prompts are longer than the tables"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "4"], "name their folder with --import"),
+        (["--import", ".", "--from", "traffic.rec"], "leave out --from"),
+        (["--import", "."], "has no tables of kernels"),
+    ],
+)
+def test_an_import_stands_alone(penstock: Penstock, options: list[str], message: str) -> None:
+    result = penstock("profile", *options)
+    assert result.returncode != 0
+    assert message in " ".join(result.stderr.split())

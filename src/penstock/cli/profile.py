@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 
 from penstock import __version__
 from penstock.cli.candidates import size_of_outline
-from penstock.cli.options import EPILOG, FILE, NOT_IN_THE_LAB, GroupedCommand, config_options, model_argument
+from penstock.cli.options import EPILOG, FILE, FOLDER, NOT_IN_THE_LAB, GroupedCommand, config_options, model_argument
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 @model_argument
 @click.option("--fit", "fit_file", type=FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
 @click.option("--from", "source", type=FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
+@click.option(
+    "--import", "folder", type=FOLDER, metavar="FOLDER", help="Kernel times that others published, as of LLMServingSim."
+)
+@click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
 @click.option("--trace", type=FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
 @click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
@@ -37,7 +42,14 @@ if TYPE_CHECKING:
     without=NOT_IN_THE_LAB,
 )
 def profile(
-    fit_file: Path | None, source: Path | None, trace: Path | None, plot_file: Path | None, rounds: int, **values: Any
+    fit_file: Path | None,
+    source: Path | None,
+    folder: Path | None,
+    layers: int | None,
+    trace: Path | None,
+    plot_file: Path | None,
+    rounds: int,
+    **values: Any,
 ) -> None:
     """Show how long steps of MODEL take on this machine.
 
@@ -47,7 +59,15 @@ def profile(
       penstock profile --from traffic.rec
       penstock profile --from traffic.rec --fit cost.json
       penstock profile --from traffic.rec --trace trace.json
+      penstock profile --import RTXPRO6000/bf16 --fit cost.json
     """
+    if folder is not None:
+        if source is not None or trace is not None or plot_file is not None:
+            raise click.UsageError("--import is about tables of others: leave out --from, --trace and --plot.")
+        _import(folder, layers, fit_file)
+        return
+    if layers is not None:
+        raise click.UsageError("--layers is for tables of kernels: name their folder with --import.")
     if source is None:
         if trace is not None:
             raise click.UsageError("--trace is about a recording: name one with --from.")
@@ -63,6 +83,23 @@ def profile(
     from penstock.lab.recording import open_recording
 
     _from_recording(open_recording(source), fit_file, trace)
+
+
+def _import(folder: Path, num_layers: int | None, fit_file: Path | None) -> None:
+    from penstock.lab.cost_files import save_cost
+    from penstock.lab.kernel_import import import_folder
+    from penstock.lab.profiling import kernel_lines
+
+    saved = import_folder(folder, num_layers=num_layers)
+    assert saved.cost.kernels is not None, "tables were imported"
+    print(saved.words)
+    for line in kernel_lines(saved.cost.kernels):
+        print(line)
+    if fit_file is None:
+        print("Add --fit FILE to write a cost model.")
+        return
+    save_cost(fit_file, replace(saved, penstock=__version__))
+    print(f"written to {fit_file}")
 
 
 def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Reads and writes cost models: JSON files of `penstock profile --fit`, and CSV tables for other hardware.
+"""Reads and writes cost models: JSON files of `penstock profile`, and CSV tables for other hardware.
 
 A table lists steps (`rows,tokens,context,ms`: each of `rows` rows computes `tokens` tokens after `context` others) or costs by
 name (`cost,ns`). Its comments `# key: value` give its origin; `# estimated: yes` marks times that were not measured. See
@@ -23,7 +23,9 @@ from penstock.types.errors import PenstockError
 from penstock.types.plan import StepShape
 
 FORMAT = "penstock-cost-model"
-VERSION = 3
+VERSION = 4
+READ_VERSIONS = (3, 4)
+"""Version 3 has no tables of kernels."""
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 _STEP_COLUMNS = ("rows", "tokens", "context", "ms")
@@ -39,7 +41,7 @@ class CostFileError(PenstockError):
 class SavedCost:
     cost: CostModel
     source: str
-    """Origin: `profile`, `recording` or `table`."""
+    """Origin: `profile`, `recording`, `table` or `kernels`."""
     is_estimated: bool = False
     """Whether the steps were computed from published figures instead of measured."""
     model: str = ""
@@ -53,7 +55,8 @@ class SavedCost:
 
     @property
     def words(self) -> str:
-        kind = "estimated, not measured" if self.is_estimated else f"from a {self.source}"
+        origin = "published times of kernels" if self.source == "kernels" else f"a {self.source}"
+        kind = "estimated, not measured" if self.is_estimated else f"from {origin}"
         missed = self.errors.get("execute")
         parts = [self.model, str(self.machine.get("cpu", "")), kind, self.date]
         if missed is not None:
@@ -72,7 +75,7 @@ def cost_of(name: str) -> tuple[CostModel, str]:
 def save_cost(path: Path, saved: SavedCost) -> None:
     written = {"format": FORMAT, "version": VERSION, **asdict(saved)}
     try:
-        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(written, indent=2 if saved.cost.kernels is None else None) + "\n", encoding="utf-8")
     except OSError as error:
         raise CostFileError(f"{path} can't be written: {error}.", remedy="Name another file.") from None
 
@@ -109,7 +112,7 @@ def _from_json(path: Path, text: str) -> SavedCost:
         kind, version = written.pop("format"), written.pop("version")
     except (ValueError, KeyError) as error:
         raise CostFileError(f"{path} is not a cost model: {error}.", remedy=remedy) from None
-    if kind != FORMAT or version != VERSION:
+    if kind != FORMAT or version not in READ_VERSIONS:
         cause = f"{path} is {kind!r} of version {version}; this Penstock reads {FORMAT!r} of version {VERSION}."
         raise CostFileError(cause, remedy=remedy)
     try:
@@ -120,6 +123,8 @@ def _from_json(path: Path, text: str) -> SavedCost:
     values = [getattr(cost, name) for name in _PLAIN_COSTS]
     values += [*cost.host_residuals, *(value for bracket in cost.token_brackets for value in bracket)]
     values += [value for up_to_ns, ratios in cost.residuals for value in (up_to_ns, *ratios)]
+    if cost.kernels is not None:
+        values += cost.kernels.times()
     is_empty = any(not one.ratios for one in cost.residuals)
     if is_empty or any(not math.isfinite(value) or value < 0 for value in values):
         raise CostFileError(f"{path} has costs that are negative, or not numbers.", remedy=remedy)

@@ -13,29 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from penstock.lab.kernel_tables import KernelTables
+from penstock.lab.step_counts import Counts
 from penstock.types.plan import RowPlan, StepShape
-
-
-class Counts(NamedTuple):
-    num_tokens: int
-    """Positions computed in all rows."""
-    num_decodes: int
-    """Rows that compute one token."""
-    num_prefill_tokens: int
-    """Tokens in rows that compute several. A row with guesses computes and costs what a short prompt does."""
-    num_decode_reads: int
-    """KV positions read by rows of one token."""
-    num_prefill_reads: int
-    num_prefill_context: int
-    num_samples: int
-    num_rows: int
-    max_context_len: int
-    """Context plus new tokens of the longest row."""
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether not every token is sampled after. A row with guesses samples after each of its tokens."""
-        return self.num_tokens > self.num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +103,13 @@ class CostModel:
     residual_correlation: float = 0.0
     """Rank correlation between the noise of successive steps, in [0, 1): a slow phase lasts for many steps."""
     host_residuals: tuple[float, ...] = ()
+    kernels: KernelTables | None = None
+    """Tables of kernel times, added to the other costs."""
     fitted: Fitted | None = None
 
     def counts(self, shape: StepShape) -> Counts:
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
+        decode_reads = [context_len + 1 for query_len, context_len in shape.rows if query_len == 1]
         for query_len, context_len in shape.rows:
             if query_len == 1:
                 num_decodes += 1
@@ -147,6 +130,8 @@ class CostModel:
             shape.num_samples,
             len(shape.rows),
             max_context_len,
+            max(decode_reads, default=0),
+            min(decode_reads, default=0),
         )
 
     def parts_ns(self, shape: StepShape) -> Mapping[str, int]:
@@ -164,6 +149,8 @@ class CostModel:
             parts["sample"] = self._sample_ns(counts.num_samples)
         if self.token_brackets:
             parts["tokens"] = self._tokens_ns(counts.num_tokens)
+        if self.kernels is not None:
+            parts["kernels"] = self.kernels.step_ns(counts)
         return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
@@ -180,6 +167,7 @@ class CostModel:
             + self.prefill_context_ns * counts.num_prefill_context
             + self._sample_ns(counts.num_samples)
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
+            + (0.0 if self.kernels is None else self.kernels.step_ns(counts))
         )
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
@@ -206,6 +194,9 @@ class CostModel:
             total_ns += (up_to - begin) * token_ns
             begin = up_to
         return total_ns
+
+
+NO_COSTS = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Noise:

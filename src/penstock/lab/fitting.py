@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.lab.cost_model import CostModel, Counts, Fitted, Residuals, cold_share
+from penstock.lab.cost_model import CostModel, Fitted, Residuals, cold_share
+from penstock.lab.step_counts import Counts
 from penstock.lab.steps import MeasuredStep
 
 Floats = NDArray[np.float64]

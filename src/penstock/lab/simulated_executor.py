@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
 
-from penstock.lab.cost_model import CostModel, Counts, cold_share, coldness_after
+from penstock.lab.cost_model import CostModel, cold_share, coldness_after
 from penstock.lab.machine import Seat
+from penstock.lab.step_counts import Counts
 from penstock.types.adapter import NoAdapters
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
@@ -109,7 +110,8 @@ class SimulatedExecutor(NoAdapters):
                 num_tokens = admit.num_prompt_tokens + self._output_lens[admit.request_id]
                 last_positions[admit.request_id] = num_tokens - 1
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = 0
-        num_samples = max_context_len = 0
+        num_samples = max_context_len = max_decode_reads = 0
+        min_decode_reads = math.inf
         token_ids: dict[str, tuple[int, ...]] = {}
         for row in plan.rows:  # no calls in this loop, which runs for every row of every step, but for rows with guesses
             context_len, query_len = row.context_len, row.query_len
@@ -117,6 +119,10 @@ class SimulatedExecutor(NoAdapters):
             if query_len == 1:
                 num_decodes += 1
                 num_decode_reads += end
+                if end > max_decode_reads:
+                    max_decode_reads = end
+                if end < min_decode_reads:
+                    min_decode_reads = end
             else:
                 num_prefill_tokens += query_len
                 num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
@@ -140,6 +146,8 @@ class SimulatedExecutor(NoAdapters):
             num_samples,
             num_rows,
             max_context_len,
+            max_decode_reads,
+            int(min_decode_reads) if num_decodes else 0,
         )
         start_ns = max(plan.now_ns, self._host_until_ns, self._ready_ns)
         step_ns, host_ns = self._times.step_ns(counts), self._times.host_ns(counts)

@@ -202,12 +202,18 @@ def with_more_compute(cost: CostModel, factor: float) -> CostModel:
         prefill_read_ns=cost.prefill_read_ns / factor,
         sample_ns=cost.sample_ns / factor,
         token_brackets=tuple((up_to, token_ns / factor) for up_to, token_ns in cost.token_brackets),
+        kernels=cost.kernels and replace(cost.kernels, compute_factor=factor * cost.kernels.compute_factor),
     )
 
 
 def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
     """Return a fitted cost model, changed as if the machine read memory `factor` times as fast; see `with_more_compute`."""
-    return replace(cost, step_ns=cost.step_ns / factor, decode_read_ns=cost.decode_read_ns / factor)
+    return replace(
+        cost,
+        step_ns=cost.step_ns / factor,
+        decode_read_ns=cost.decode_read_ns / factor,
+        kernels=cost.kernels and replace(cost.kernels, read_factor=factor * cost.kernels.read_factor),
+    )
 
 
 class Bounds(NamedTuple):

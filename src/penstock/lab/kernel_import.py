@@ -1,0 +1,251 @@
+"""Reads tables of kernel times that others have published, and makes cost models of them.
+
+A format is a reader in `READERS`: a function from a folder to `KernelTables`. So far there is that of LLMServingSim's profiler
+(https://github.com/casys-kaist/LLMServingSim, docs/profiler/output-bundle): CSV files of kernels of one layer, in microseconds.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from math import isfinite, prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.lab.cost_files import CostFileError, SavedCost, read_text
+from penstock.lab.cost_model import NO_COSTS, Fitted
+from penstock.lab.kernel_tables import Experts, Grid, KernelTables
+
+MAX_TABLE_BYTES = 64 << 20
+MAX_POINTS = 1 << 20
+LAYERS: Mapping[str, int] = {
+    "meta-llama/Llama-3.1-8B": 32,
+    "meta-llama/Llama-3.1-70B": 80,
+    "Qwen/Qwen3-32B": 64,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 48,
+}
+"""Layers of models with published tables, from their config.json: the tables are of one layer, and do not say it."""
+
+_Point = tuple[float, ...]
+
+
+def import_folder(folder: Path, *, num_layers: int | None = None) -> SavedCost:
+    """Read a folder of kernel tables. `num_layers`: of the model; None for those of the model that the tables name.
+
+    Raises CostFileError, which names the file and the line.
+    """
+    for is_there, read in READERS.values():
+        if is_there(folder):
+            return read(folder, num_layers)
+    remedy = f"Formats: {', '.join(READERS)}; such a folder has dense.csv, attention.csv and per_sequence.csv."
+    raise CostFileError(f"{folder} has no tables of kernels that Penstock reads.", remedy=remedy)
+
+
+# LLMServingSim
+#
+# Everything is from its files, but for the number of layers (LAYERS), and for the host, which takes no time: vLLM plans a step
+# while the one before runs, and its graphs of kernels leave no gaps between them.
+
+_DENSE, _ROWS, _ATTENTION, _EXPERTS = "dense.csv", "per_sequence.csv", "attention.csv", "moe.csv"
+_ONCE = ("embedding", "final_layernorm")
+_TWICE = "layernorm"
+"""A layer has two: before attention, and before its products."""
+_REQUIRED = ("qkv_proj", "o_proj", _TWICE)
+BEYOND = 1e18
+"""Upper end of a bin without one."""
+_LABEL = re.compile(r"^\w+(<=|=|>)(\d+)(k|%)?$")
+
+
+def _llmservingsim(folder: Path, num_layers: int | None) -> SavedCost:
+    meta = _meta(folder)
+    model = meta.get("model", "")
+    num_layers = num_layers or LAYERS.get(model)
+    if num_layers is None:
+        raise CostFileError(
+            f"{folder} has kernels of one layer of {model or 'a model'}, and does not say how many layers there are.",
+            remedy="Give their number, as in the model's config.json: --layers N.",
+        )
+    dense = _curves(folder / _DENSE, "tokens")
+    if lacking := [name for name in _REQUIRED if name not in dense]:
+        raise CostFileError(f"{folder / _DENSE} has no times of {', '.join(lacking)}.", remedy="Copy the whole table.")
+    per_layer = [curve for name, curve in dense.items() if name not in _ONCE] + [dense[_TWICE]]
+    rows = _curves(folder / _ROWS, "sequences")
+    decodes, prefills, mixtures = _attention(folder / _ATTENTION)
+    skews = _skews(folder / "skew_fit.csv", float(meta.get("alpha_default", 0.0)))
+    experts = _experts(folder / _EXPERTS) if (folder / _EXPERTS).exists() else None
+    if experts is None and "down_proj" not in dense:
+        raise CostFileError(f"{folder} has neither {_EXPERTS} nor times of down_proj.", remedy="Copy all of its tables.")
+    tables = KernelTables(
+        num_layers=num_layers,
+        layer_tokens=_sum(per_layer),
+        step_tokens=_sum([dense[name] for name in _ONCE if name in dense]),
+        step_rows=_sum(list(rows.values())),
+        decodes=decodes,
+        prefills=prefills,
+        mixtures=mixtures,
+        skews=skews,
+        experts=experts,
+    )
+    fitted = Fitted(
+        max_rows=int(tables.step_rows.axes[0][-1]),
+        max_decodes=tables.max_decodes,
+        max_prefill_tokens=tables.max_tokens,
+        max_context_len=tables.max_context_len,
+    )
+    notes = {"format": "LLMServingSim", "vllm": meta.get("vllm_version", ""), "variant": meta.get("variant", "")}
+    return SavedCost(
+        cost=replace(NO_COSTS, kernels=tables, fitted=fitted),
+        source="kernels",
+        model=model,
+        machine={"cpu": meta["gpu"]} if "gpu" in meta else {},
+        date=meta.get("profiled_at", "")[:10],
+        notes={name: value for name, value in notes.items() if value},
+    )
+
+
+def _meta(folder: Path) -> Mapping[str, str]:
+    """Return the plain values of meta.yaml at the top, and the first `alpha_default`: that of one GPU."""
+    path = folder / "meta.yaml"
+    if not path.exists():
+        return {}
+    lines = _text(path).splitlines()
+    tops = [match for line in lines if (match := re.match(r"(\w+): +'?([^'\[{]+?)'?$", line))]
+    found = {match[1]: match[2] for match in tops}
+    alphas = [match[1] for line in lines if (match := re.match(r" +alpha_default: +([-+.\deE]+)$", line))]
+    return found | ({"alpha_default": alphas[0]} if alphas else {})
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path, MAX_TABLE_BYTES)
+    except (OSError, ValueError) as error:
+        raise CostFileError(f"{path} can't be read as a table: {error}.", remedy="Copy the whole folder.") from None
+
+
+def _rows(
+    path: Path, columns: Sequence[str], *, words: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, str], list[float]]]:
+    """Yield (line, values of the columns in `words`, numbers of the others)."""
+    reader = csv.reader(_text(path).splitlines())
+    header = next(reader, [])
+    if missing := [name for name in (*words, *columns) if name not in header]:
+        raise CostFileError(f"{path}, line 1: there is no column {', '.join(missing)}.", remedy="Copy the whole table.")
+    num_rows = 0
+    for cells in filter(None, reader):
+        at = f"{path}, line {reader.line_num}"
+        if len(cells) != len(header):
+            cause = f"{at}: {len(cells)} values for {len(header)} columns."
+            raise CostFileError(cause, remedy="Copy the file again: it may be cut off.")
+        row = dict(zip(header, cells, strict=True))
+        num_rows += 1
+        yield reader.line_num, {name: row[name] for name in words}, [_number(at, name, row[name]) for name in columns]
+    if not num_rows:
+        raise CostFileError(f"{path} has no rows below its header.", remedy="Copy the file again: it may be cut off.")
+
+
+def _number(at: str, name: str, cell: str) -> float:
+    with suppress(ValueError):
+        value = float(cell)
+        if isfinite(value) and (value >= 0 or name == "alpha"):
+            return value
+    raise CostFileError(f"{at}: {name} is {cell!r}.", remedy="It must be a number of at least 0.")
+
+
+def _curves(path: Path, column: str) -> dict[str, Grid]:
+    """Read times of kernels by one number: name -> curve in nanoseconds."""
+    points: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    for _, words, (number, time_us) in _rows(path, (column, "time_us"), words=("layer",)):
+        points[words["layer"]][number] = time_us * 1e3
+    return {name: Grid((tuple(sorted(found)),), tuple(found[at] for at in sorted(found))) for name, found in points.items()}
+
+
+def _sum(curves: Sequence[Grid]) -> Grid:
+    axis = sorted({number for curve in curves for number in curve.axes[0]})
+    return Grid((tuple(axis),), tuple(round(sum(curve.at(number) for curve in curves), 1) for number in axis))
+
+
+def _attention(path: Path) -> tuple[Grid, Grid, Grid]:
+    """Read the times of attention: of decodes, of a prompt's chunk, and of both together."""
+    columns = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+    decodes, prefills, mixtures = dict[_Point, float](), dict[_Point, float](), dict[_Point, float]()
+    for line, _, (chunk, before, num, reads, time_us) in _rows(path, (*columns, "time_us")):
+        if chunk and num:
+            mixtures[chunk, before, num, reads] = time_us * 1e3
+        elif num:
+            decodes[num, reads] = time_us * 1e3
+        elif chunk:
+            prefills[chunk, before] = time_us * 1e3
+        else:
+            raise CostFileError(f"{path}, line {line}: there are neither a chunk nor decodes.", remedy="Remove the line.")
+    if not (decodes and prefills and mixtures):
+        cause = f"{path} lacks times of decodes alone, of chunks alone, or of both together."
+        raise CostFileError(cause, remedy="Copy the whole table.")
+    return _filled(path, decodes), _filled(path, prefills), _filled(path, mixtures)
+
+
+def _filled(path: Path, points: Mapping[_Point, float]) -> Grid:
+    """Return a whole grid of what may be a union of several: holes are interpolated along one axis after the other."""
+    axes = [sorted(set(values)) for values in zip(*points, strict=True)]
+    shape = tuple(map(len, axes))
+    if prod(shape) > MAX_POINTS:
+        raise CostFileError(f"{path} is not a grid: its numbers have {prod(shape)} combinations.", remedy="Round its numbers.")
+    values = np.full(shape, np.nan)
+    places = [{number: idx for idx, number in enumerate(axis)} for axis in axes]
+    for point, ns in points.items():
+        values[tuple(place[number] for place, number in zip(places, point, strict=True))] = ns
+    for outside in (np.nan, None):  # inside what is known first, then as at its edge
+        for number in range(len(axes) - 1, -1, -1):
+            values = np.apply_along_axis(_fill, number, values, np.array(axes[number]), outside)
+    return Grid(tuple(map(tuple, axes)), tuple(values.round().ravel().tolist()))
+
+
+def _fill(line: NDArray[np.float64], axis: NDArray[np.float64], outside: float | None) -> NDArray[np.float64]:
+    known = ~np.isnan(line)
+    if known.all() or not known.any():
+        return line
+    return np.interp(axis, axis[known], line[known], left=outside, right=outside)
+
+
+def _skews(path: Path, usual: float) -> Grid | None:
+    """Read how decodes of uneven lengths differ from even ones. `usual`: for bins without steps."""
+    if not path.exists():
+        return None
+    labels = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
+    points: dict[_Point, float] = {}
+    for line, words, (chunk, alpha) in _rows(path, ("pc", "alpha"), words=labels):
+        num, share, longest, before = (_bound(f"{path}, line {line}", label, words[label]) for label in labels)
+        points[chunk, num, share, longest, before] = alpha
+    axes = tuple(tuple(sorted(set(values))) for values in zip(*points, strict=True))
+    return Grid(axes, tuple(points.get(point, usual) for point in product(*axes)))
+
+
+def _bound(at: str, name: str, label: str) -> float:
+    """Return the upper end of a bin from its label: `n<=128`, `sr<=15%`, `kvB<=4k`, `kp=0`, or `sr>70%` without one."""
+    match = _LABEL.match(label)
+    if match is None:
+        raise CostFileError(f"{at}: {name} is {label!r}.", remedy="It must be like n<=128, sr<=15%, kvB<=4k or kp=0.")
+    sign, number, unit = match.groups()
+    return BEYOND if sign == ">" else float(number) * {"k": 1024, "%": 0.01, None: 1}[unit]
+
+
+def _experts(path: Path) -> Experts:
+    points: dict[_Point, float] = {}
+    for _, _, (tokens, num_experts, time_us) in _rows(path, ("tokens", "activated_experts", "time_us")):
+        points[tokens, num_experts] = time_us * 1e3
+    ns = _filled(path, points)
+    if ns.axes[0][0] != 1 or ns.axes[1][0] < 1:
+        raise CostFileError(f"{path} has no times of one token with its experts.", remedy="Copy the whole table.")
+    return Experts(ns=ns, num_experts=int(ns.axes[1][-1]), num_experts_per_token=int(ns.axes[1][0]))
+
+
+READERS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, int | None], SavedCost]]] = {
+    "LLMServingSim": (lambda folder: (folder / _ATTENTION).exists(), _llmservingsim),
+}
+"""By format: whether a folder has it, and its reader."""

@@ -1,0 +1,30 @@
+"""Counts of a step: what a cost model reads instead of the step's rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Counts(NamedTuple):
+    num_tokens: int
+    """Positions computed in all rows."""
+    num_decodes: int
+    """Rows that compute one token."""
+    num_prefill_tokens: int
+    """Tokens in rows that compute several. A row with guesses computes and costs what a short prompt does."""
+    num_decode_reads: int
+    """KV positions read by rows of one token."""
+    num_prefill_reads: int
+    num_prefill_context: int
+    num_samples: int
+    num_rows: int
+    max_context_len: int
+    """Context plus new tokens of the longest row."""
+    max_decode_reads: int = 0
+    """KV positions read by the longest row of one token."""
+    min_decode_reads: int = 0
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether not every token is sampled after. A row with guesses samples after each of its tokens."""
+        return self.num_tokens > self.num_samples
