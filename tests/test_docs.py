@@ -36,7 +36,7 @@ HOW_TOS = [
     *(
         page
         for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
-        if page.stem not in ("several-models", "deploy", "release", "cascade", "tracing", "monitoring")
+        if page.stem not in ("several-models", "deploy", "release", "cascade", "tracing", "monitoring", "doctor")
     ),  # no Python, or a test of its own
     ROOT / "docs" / "tutorial" / "your-own-policy.md",
 ]

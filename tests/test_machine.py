@@ -14,12 +14,13 @@ from penstock.machine import (
     CPU_ADDRESS_BYTES,
     PROGRAM_ADDRESS_BYTES,
     Cores,
+    CpuTimes,
     address_space,
     available_memory_bytes,
     claim_cpus,
     cpu_identity,
     cpu_name,
-    cpu_wait_ns,
+    cpu_times,
     data_cache_bytes,
     find_cores,
     give_back_free_memory,
@@ -381,8 +382,8 @@ def test_large_blocks_go_back_to_the_system_when_they_are_freed():
 
 def test_threads_that_wait_for_a_cpu(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
-    assert cpu_wait_ns(proc=machine.proc) is None
+    assert cpu_times(proc=machine.proc) is None
     machine.write("proc/self/task/7/schedstat", "100 2000 3\n")
     machine.write("proc/self/task/8/schedstat", "100 30 3\n")
     machine.write("proc/self/task/9/schedstat", "")
-    assert cpu_wait_ns(proc=machine.proc) == 2030
+    assert cpu_times(proc=machine.proc) == CpuTimes(200, 2030)

@@ -192,11 +192,19 @@ def cpu_identity(*, proc: Path = _PROC) -> str:
     return " ".join(values.get(name, "") for name in (*_X86_IDENTITY, *_ARM_IDENTITY))
 
 
-def cpu_wait_ns(*, proc: Path = _PROC) -> int | None:
-    """Return how long this process's threads were ready to run while others had the CPUs, or None if Linux does not say."""
-    waits = [_read(thread / "schedstat").split() for thread in (proc / "self/task").glob("*")]
-    told = [int(parts[1]) for parts in waits if len(parts) > 1]  # a thread may have ended meanwhile
-    return sum(told) if told else None
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Time in which this process's threads ran, and in which they could have run while others had the CPUs."""
+
+    run_ns: int
+    wait_ns: int
+
+
+def cpu_times(*, proc: Path = _PROC) -> CpuTimes | None:
+    """Return the times of all threads so far, or None if Linux does not say. Ended threads do not count."""
+    parts = [_read(thread / "schedstat").split() for thread in (proc / "self/task").glob("*")]
+    told = [(int(part[0]), int(part[1])) for part in parts if len(part) > 1]  # a thread may have ended meanwhile
+    return CpuTimes(sum(run for run, _ in told), sum(wait for _, wait in told)) if told else None
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:

@@ -454,7 +454,7 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     return metrics, {
         "upstreams": [upstream],
         "traces": {"exported": 1},
-        "cpu_wait_ns": 1,
+        "cpu_ns": {"running": 1},
         "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1}),
     }
 

@@ -20,6 +20,7 @@ from penstock.calls.call import Owner, Terms
 from penstock.clock import VirtualClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
+from penstock.obs.metrics import Metrics
 from penstock.serve.errors import ApiError
 from penstock.serve.streams import ChoiceRecord, EventStream, Writer
 from penstock.testing import make_request
@@ -251,7 +252,12 @@ TERMS = Terms(
 )
 
 
-def streamed(texts: dict[float, str], client: Client) -> list[tuple[float, str]]:
+class LoopClock:
+    def now_ns(self) -> int:
+        return round(asyncio.get_running_loop().time() * 1e9)
+
+
+def streamed(texts: dict[float, str], client: Client, metrics: Metrics | None = None) -> list[tuple[float, str]]:
     """The pieces that a client was sent, with their times, of a call that says these texts at these times and then ends."""
 
     async def stream() -> None:
@@ -262,6 +268,7 @@ def streamed(texts: dict[float, str], client: Client) -> list[tuple[float, str]]
             call: Any = SimpleNamespace(
                 stream=chunks, next_chunks=chunks.next_chunks, index_of={"r": 0}, terms=TERMS, close=chunks.close,
                 requests=[request], num_choices=1, answer=None,
+                running=SimpleNamespace(metrics=metrics or Metrics("m"), clock=LoopClock()),
             )  # fmt: skip
             for at_s, text in texts.items():
                 finish = FinishReason.STOP if at_s == last_s else None
@@ -294,9 +301,10 @@ def test_a_silence_in_the_middle_is_never_longer_than_twenty_seconds(texts: dict
 
 
 def test_a_client_that_takes_nothing_is_owed_no_keepalives() -> None:
-    client = Client(blocks=(5, 100))
-    streamed({6: "a", 107: "b"}, client)
+    client, metrics = Client(blocks=(5, 100)), Metrics("m")
+    streamed({6: "a", 107: "b"}, client, metrics)
     assert client.sent == [(0, "K"), (6, "a"), (107, "b.")]
+    assert metrics.client_wait_ns == 94_000_000_000
     client = Client(blocks=(10, 100))
     streamed({107: "b"}, client)
     assert client.sent == [(0, "K"), (10, "K"), (107, "b.")], "those of 90 s are one"

@@ -9,6 +9,7 @@ import json
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from penstock.lab.evidence import Evidence, Scrape, visits_of
 from penstock.types.errors import PenstockError
 
 if TYPE_CHECKING:
+    from penstock.lab.acceptance import Acceptance
     from penstock.lab.cost_model import CostModel
     from penstock.lab.simulation import Simulation
     from penstock.lab.workload import Workload
@@ -71,18 +73,17 @@ def doctor(
     warn_of_unknown_variables()
     context = click.get_current_context()
     try:
-        if source is not None and not source.startswith(("http://", "https://")) and Path(source).is_file():
-            workload, evidence, costs = _read_recording(Path(source))
+        if source is not None and not source.startswith(("http://", "https://")):
+            evidence, predictor = _read_recording(Path(source))
         else:
             key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
             url = server_url(source, port, is_tls=insecure or cafile is not None)
             evidence = _watch(Reader(url, key, model, tls=client_tls(cafile, insecure=insecure)), seconds)
-            workload, costs = workload_of(evidence), None
+            predictor = predictor_of(evidence)
         if cost is not None:
             from penstock.lab.cost_files import load_cost
 
-            costs = load_cost(Path(cost)).cost
-        predictor = Predictor(evidence, workload, costs)
+            predictor.cost = load_cost(Path(cost)).cost
         diagnosis = diagnose(evidence, predictor.gain)
     except PenstockError as error:
         click.echo(f"error: {printable(str(error))}", err=True)
@@ -113,7 +114,8 @@ def _watch(reader: Reader, seconds: float) -> Evidence:
         raise PenstockError(f"The server sent an answer that can't be read: {error!r}.", remedy=OTHER_SERVER) from error
 
 
-def _read_recording(path: Path) -> tuple[Workload, Evidence, CostModel | None]:
+def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
+    from penstock.lab.acceptance import acceptance_of
     from penstock.lab.fitting import fit
     from penstock.lab.recording import open_recording
     from penstock.lab.replayed import show
@@ -142,18 +144,21 @@ def _read_recording(path: Path) -> tuple[Workload, Evidence, CostModel | None]:
             "model_len": header.capacity.max_model_len,
         },
     )
-    try:
-        cost = fit(steps_of(recording), are_in_order=True).cost
-    except (ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times
-        cost = None
-    return read_workload(path), evidence, cost
+    predictor = Predictor(evidence, read_workload(path))
+    with suppress(ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times
+        predictor.cost = fit(steps_of(recording), are_in_order=True).cost
+    with suppress(PenstockError):  # nothing was guessed
+        predictor.acceptance = acceptance_of(str(path))
+    return evidence, predictor
 
 
 # What the simulator says
 
 
-def workload_of(evidence: Evidence) -> Workload:
-    """Make up a workload: prompts and answers of the lengths seen, when they came, with the prefixes that were found."""
+def predictor_of(evidence: Evidence) -> Predictor:
+    """Make up a workload: prompts and answers of the lengths seen, when they came, with the prefixes that were found and as
+    many right guesses."""
+    from penstock.lab.acceptance import NONE, RIGHT, Acceptance
     from penstock.lab.workload import Job, Workload
 
     visits = sorted(evidence.visits, key=lambda one: -one.age_s)
@@ -169,7 +174,13 @@ def workload_of(evidence: Evidence) -> Workload:
         )
         for one in visits
     ]
-    return Workload(name="seen", jobs=jobs, prefix_block_tokens=block_size)
+    predictor = Predictor(evidence, Workload(name="seen", jobs=jobs, prefix_block_tokens=block_size))
+    if any(one.num_accepted for one in visits):
+        marks = [
+            bytes([RIGHT]) * one.num_accepted + bytes([NONE]) * (one.num_answer_tokens - one.num_accepted) for one in visits
+        ]
+        predictor.acceptance = Acceptance([one for one in marks if one])
+    return predictor
 
 
 def _guessed_cost(evidence: Evidence) -> CostModel:
@@ -197,8 +208,11 @@ def _guessed_cost(evidence: Evidence) -> CostModel:
 class Predictor:
     """Simulates the requests with the server's settings, and with changed ones."""
 
-    def __init__(self, evidence: Evidence, workload: Workload, cost: CostModel | None) -> None:
-        self._evidence, self._workload, self._cost = evidence, workload, cost
+    def __init__(self, evidence: Evidence, workload: Workload) -> None:
+        self._evidence, self._workload = evidence, workload
+        self.cost: CostModel | None = None
+        """None: guessed from the requests."""
+        self.acceptance: Acceptance | None = None
         self._before: Outlook | None = None
 
     def gain(self, change: Mapping[str, Any]) -> Gain | None:
@@ -206,8 +220,8 @@ class Predictor:
         evidence = self._evidence
         if not evidence.capacity or not any(one.num_answer_tokens for one in evidence.visits) or not self._shows(change):
             return None
-        if self._cost is None:
-            self._cost = _guessed_cost(evidence)
+        if self.cost is None:
+            self.cost = _guessed_cost(evidence)
         try:
             self._before = self._before or self._outlook({})
             after = self._outlook(change)
@@ -233,7 +247,7 @@ class Predictor:
         from penstock.deploy.forecast import simulation_of
         from penstock.deploy.recorder import NOT_RECORDED
 
-        assert self._cost is not None, "guessed before"
+        assert self.cost is not None, "guessed before"
         capacity = self._evidence.capacity
         known = setting_keys("kv", "scheduler")
         settings = {
@@ -246,8 +260,8 @@ class Predictor:
         }
         num_blocks = settings.pop("kv_blocks", capacity["blocks"])
         asked = {key: value for key, value in settings.items() if value is not None and key not in _NOT_SIMULATED}
-        simulation = simulation_of(config_from(parse_settings(asked, all_settings())), self._cost, num_blocks=num_blocks)
-        return replace(simulation, limits=None, max_tokens=None)
+        simulation = simulation_of(config_from(parse_settings(asked, all_settings())), self.cost, num_blocks=num_blocks)
+        return replace(simulation, limits=None, max_tokens=None, acceptance=self.acceptance)
 
 
 # What it says

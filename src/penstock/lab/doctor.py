@@ -412,7 +412,7 @@ RULES: tuple[Rule, ...] = (
         cause="Other processes use the CPUs.",
         lost_s=lambda e: _wasted_s(e, e.cpu_wait),
         of=(*_COMPUTING, *_CROWDED),
-        shows=lambda e: f"For each second of steps, threads of the server waited {e.cpu_wait:.2f} s for a CPU.",
+        shows=lambda e: f"For {e.cpu_wait:.0%} of the time in which threads of the server could run, others had the CPUs.",
         remedy="Move the other processes away, or give the server fewer --threads than there are CPUs.",
     ),
     Rule(

@@ -73,6 +73,8 @@ class Visit:
     num_steps_with_prompts: int
     with_prompts_s: float
     num_resume_steps: int
+    num_accepted: int
+    """Tokens of the answer that were guessed right."""
     mean_batch: float
     prefix_end: str
     num_same_after: int
@@ -104,6 +106,7 @@ class Visit:
             num_steps_with_prompts=decode["with_prompts_steps"],
             with_prompts_s=decode["with_prompts_ms"] / 1e3,
             num_resume_steps=choice["resume"]["steps"],
+            num_accepted=decode["accepted_tokens"],
             mean_batch=choice["batch"]["mean"],
             prefix_end=prefix.get("because", ""),
             num_same_after=prefix.get("same_after", 0),
@@ -137,7 +140,7 @@ class Evidence:
     padding: float
     """Share of the computed positions that were padding."""
     cpu_wait: float
-    """CPU time that others took from this process, as a share of the time of steps, for each."""
+    """Share of the time in which threads could run that they waited for a CPU, because others had it."""
     client_wait: float
     """Time in which streams waited for their clients, as a share of the time of all requests."""
     kv_used: float
@@ -188,7 +191,7 @@ class Evidence:
             num_ended=ended,
             answers_per_s=ratio(grown("generation_tokens_total"), window_s),
             padding=ratio(grown("padding_tokens_total"), grown("batch_tokens_sum")),
-            cpu_wait=min(1.0, ratio(grown("cpu_wait_seconds_total"), step_s)),
+            cpu_wait=ratio(grown("cpu_seconds_total", state="waiting"), grown("cpu_seconds_total")) if step_s else 0.0,
             client_wait=ratio(grown("client_wait_seconds_total"), grown("e2e_request_latency_seconds_sum")),
             kv_used=1.0 - after.sum("kv_headroom_ratio"),
             background=ratio(grown("background_tokens_total"), grown("batch_tokens_sum")),

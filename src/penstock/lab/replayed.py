@@ -155,6 +155,7 @@ class _Replay:
             num_background_tokens=sum(row.query_len for row in step.rows if row.id in background),
             num_padding_tokens=sum(row.query_len for row in step.rows if row.id == NOBODY),
             waits_for=step.waits_for,
+            guesses={str(row.id): (row.samples - 1, row.num_accepted) for row in step.rows if row.samples > 1},
             rested=resting if background else (),
             sat_out=() if background else resting,
             prefills=[row for row in rows if row.query_len > max(1, row.samples)],

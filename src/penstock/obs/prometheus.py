@@ -48,15 +48,15 @@ def expose(
     upstreams: Sequence[UpstreamStats] = (),
     batches: BatchStats | None = None,
     traces: Mapping[str, int] | None = None,
-    cpu_wait_ns: int | None = None,
+    cpu_ns: Mapping[str, int] | None = None,
     process: bool = False,
     vllm: bool = False,
     content_type: str = PLAIN,
 ) -> bytes:
     """Return all metrics of the models, in the format `PLAIN` or `OPEN_METRICS`. Each model's numbers are consistent.
 
-    `cpu_wait_ns` is as `machine.cpu_wait_ns` returns it. `process` adds those of this process, `vllm` the names that vLLM has
-    for some. Thread-safe.
+    `cpu_ns` is the time of the process's threads by state. `process` adds those of this process, `vllm` the names that vLLM
+    has for some. Thread-safe.
     """
     registry = CollectorRegistry(auto_describe=False)
     families = _merged([_Snapshot(metrics).families for metrics in models])
@@ -67,8 +67,8 @@ def expose(
         registry.register(_Families(_of_batches(batches)))
     if traces is not None:
         registry.register(_Families([_family("traced_requests", [((result,), number) for result, number in traces.items()])]))
-    if cpu_wait_ns is not None:
-        registry.register(_Families([_family("cpu_wait_seconds", [((), cpu_wait_ns / _SECOND_NS)])]))
+    if cpu_ns is not None:
+        registry.register(_Families([_family("cpu_seconds", [((state,), ns / _SECOND_NS) for state, ns in cpu_ns.items()])]))
     if process:
         ProcessCollector(registry=registry)
     write: Callable[..., bytes] = generate_open_metrics if content_type == OPEN_METRICS else generate_latest

@@ -60,7 +60,7 @@ summary step_size_seconds model rows prompts | Duration of steps by rows (at mos
 histogram step_seconds model part | Duration of a step and of its parts.
 gauge prefill_chunk_tokens model | Most prompt tokens for the last step.
 counter client_wait_seconds model | Time in which streams waited for their clients to read.
-counter cpu_wait_seconds | Time in which threads of this process could run and others had the CPUs.
+counter cpu_seconds state | Time in which threads of the server were running, and waiting while others had the CPUs.
 counter background_tokens model | Positions computed for background requests.
 counter padding_tokens model | Positions computed as padding.
 counter grammar_rows_sat_out model | Rows left out of a step because their grammar masks were not ready.

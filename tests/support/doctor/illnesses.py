@@ -43,10 +43,10 @@ def slow_readers() -> Stage:
 
 
 def noisy_neighbour() -> Stage:
-    """Half of the CPU time of the steps' threads goes to another process, so steps take half as long again."""
-    stage = Stage(poisson(40, 1, prompt=100, answer=[50, 100]), cost=slowed(CostModel(), 1.5))
-    busy_s = stage.server.busy_ns / SECOND_NS
-    return Stage(poisson(40, 1, prompt=100, answer=[50, 100]), cost=slowed(CostModel(), 1.5), cpu_wait_s=busy_s / 3)
+    """One of two threads waits for its CPU half of the time, and the other one for it: steps take half as long again."""
+    visitors, cost = poisson(40, 1, prompt=100, answer=[50, 100]), slowed(CostModel(), 1.5)
+    busy_s = Stage(visitors, cost=cost).server.busy_ns / SECOND_NS
+    return Stage(visitors, cost=cost, cpu_s={"running": 1.5 * busy_s, "waiting": 0.5 * busy_s})
 
 
 def early_retries() -> Stage:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.admission.ask import Ask
-from penstock.cli.doctor import Predictor, workload_of
+from penstock.cli.doctor import predictor_of
 from penstock.clock import Clock, VirtualClock
 from penstock.config.components import config_from
 from penstock.deploy.forecast import simulation_of
@@ -108,14 +108,14 @@ class Stage:
         cost: CostModel | None = None,
         until_s: float | None = None,
         client_wait_s: float = 0.0,
-        cpu_wait_s: float = 0.0,
+        cpu_s: Mapping[str, float] | None = None,
         record: Path | None = None,
     ) -> None:
         """`until_s`: when the pages are read; None: at the end. A real server measures the last two around it."""
         self.settings, self.clock = dict(settings or {}), VirtualClock()
         config = config_from({"max_model_len": 2048, **self.settings})
         self.simulation = simulation_of(config, cost or CostModel(), num_blocks=blocks)
-        self._client_wait_s, self._cpu_wait_s = client_wait_s, cpu_wait_s
+        self._client_wait_s, self._cpu_s = client_wait_s, cpu_s or {}
         self.journal, self.metrics = Journal(10_000), Metrics(MODEL)
         visitors = list(visitors)
         self.metrics.tenants = frozenset(filter(None, (one.tenant for one in visitors)))
@@ -201,12 +201,12 @@ class Stage:
             self.clock,
             self.simulation.capacity,
             self.settings,
-            cpu_wait_ns=round(self._cpu_wait_s * SECOND_NS),
+            cpu_ns={state: round(time_s * SECOND_NS) for state, time_s in self._cpu_s.items()},
         )
 
     def diagnose(self) -> Diagnosis:
         evidence = self.evidence
-        return diagnose(evidence, Predictor(evidence, workload_of(evidence), None).gain)
+        return diagnose(evidence, predictor_of(evidence).gain)
 
 
 def evidence_of(
@@ -217,7 +217,7 @@ def evidence_of(
     capacity: Capacity,
     settings: Mapping[str, Any],
     *,
-    cpu_wait_ns: int = 0,
+    cpu_ns: Mapping[str, int] | None = None,
 ) -> Evidence:
     """Return what `penstock doctor` would read of a server that began at 0."""
     now_ns, told = clock.now_ns(), journal.explain_all(ids, clock.now_ns)
@@ -226,8 +226,8 @@ def evidence_of(
     explained = [{"model": MODEL, "age_ms": (now_ns - one.arrival_ns) / 1e6, "choices": [choice_of(one, 0)]} for one in listed]
     return Evidence.of(
         visits_of(explained, MODEL, 600),
-        Scrape(expose(Metrics(MODEL), cpu_wait_ns=0).decode(), MODEL),
-        Scrape(expose(metrics, cpu_wait_ns=cpu_wait_ns).decode(), MODEL),
+        Scrape(expose(Metrics(MODEL)).decode(), MODEL),
+        Scrape(expose(metrics, cpu_ns=cpu_ns).decode(), MODEL),
         now_ns / SECOND_NS,
         settings=settings,
         capacity={
@@ -301,7 +301,7 @@ class Workshop:
 
     def diagnose(self) -> Diagnosis:
         evidence = evidence_of(self.journal, self.metrics, self.ids, self.clock, self.capacity, {})
-        return diagnose(evidence, Predictor(evidence, workload_of(evidence), None).gain)
+        return diagnose(evidence, predictor_of(evidence).gain)
 
 
 def slowed(cost: CostModel, factor: float) -> CostModel:

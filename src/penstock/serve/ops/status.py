@@ -181,12 +181,13 @@ class StatusEndpoint:
         from penstock.obs.prometheus import OPEN_METRICS, PLAIN, expose
 
         content_type = OPEN_METRICS if is_open else PLAIN
+        times = machine.cpu_times()
         body = expose(
             *metrics,
             upstreams=upstreams,
             batches=batches,
             traces=traces,
-            cpu_wait_ns=machine.cpu_wait_ns(),
+            cpu_ns=None if times is None else {"running": times.run_ns, "waiting": times.wait_ns},
             process=True,
             vllm=self._has_vllm_names,
             content_type=content_type,
