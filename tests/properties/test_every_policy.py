@@ -13,6 +13,8 @@ from itertools import cycle, product
 
 import pytest
 
+from penstock.clock import VirtualClock
+from penstock.engine.draft_model import DraftModel
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
@@ -26,7 +28,7 @@ from support.half_right import HalfRight
 from support.strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100, max_scored=20)
-GUESSERS = ("off", "suffix", "half right")
+GUESSERS = ("off", "suffix", "half right", "draft")
 EAGER = Watermark(share=0.0, growth_tokens=0)
 """Keeps no memory back, so that requests are preempted."""
 LONG = {"long_prefill_token_threshold": 8, "max_long_partial_prefills": 1}
@@ -113,10 +115,14 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
             reserve=reserve,
             victim=victim,
             eviction=eviction,
-            guesser=HalfRight(MODEL, capacity, seed=seed) if guesser == "half right" else guesser,
+            guesser={"half right": HalfRight(MODEL, capacity, seed=seed), "draft": "suffix"}.get(guesser, guesser),
             settings={"budget": settings},
         )
-        core = make_core(capacity, policies, observer=account, adapters=make_adapters())
+        draft = DraftModel(
+            HashExecutor(replace(CAPACITY, num_blocks=20), model=MODEL), VirtualClock(), vocab_size=MODEL.vocab_size
+        )
+        drafter = draft if guesser == "draft" else None
+        core = make_core(capacity, policies, observer=account, adapters=make_adapters(), drafter=drafter)
         executor = HashExecutor(capacity, model=MODEL, depth=depth, seed=seed)
         requests = make_requests()
         outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
@@ -141,6 +147,8 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
         assert executor.num_padding_tokens == account.num_padding_tokens, case
         assert account.num_sampled_tokens == sum(len(outcome.token_ids) for outcome in outcomes.values()), case
         assert (account.num_padding_tokens > 0) == (gate != "continuous"), case
+        assert not draft._rows, case
+        draft.close()
 
 
 @pytest.mark.parametrize("gate", TABLES["gate"])

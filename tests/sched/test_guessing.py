@@ -8,86 +8,18 @@ from dataclasses import replace
 import pytest
 
 from penstock.sched.guessing import MOST_GUESSES, Record, StepLine
-from penstock.sched.policies.base import Guess, Guesser, Policies
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.sched.scheduler import Scheduler
-from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing import HashExecutor, make_core, make_request, run_to_completion
 from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
-from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.request import FinishReason, Request
-from penstock.types.result import StepResult, StepTiming
+from penstock.types.plan import Ticket
+from penstock.types.request import FinishReason
+from penstock.types.result import StepResult
 from penstock.types.sampling import BeamParams
 from penstock.types.stats import StepCounts
-
-MODEL = HashModel(vocab_size=90)
-CAPACITY = Capacity(
-    num_blocks=200, block_size=4, max_rows=40, max_step_tokens=100, max_model_len=200, max_scored=60, checks_guesses=True
-)
-
-
-class Knowing(Guesser):
-    """Knows the answers, and says so as a match of `num_matched` tokens."""
-
-    def __init__(self, num_matched: int = 30) -> None:
-        self.num_matched = num_matched
-        self.ended_ids: list[str] = []
-
-    def guess(self, request: Request, most: int) -> Guess | None:
-        answer = answer_of(request)
-        begin = len(request.output_token_ids)
-        return Guess(answer[begin : begin + most], self.num_matched)
-
-    def ended(self, request: Request) -> None:
-        self.ended_ids.append(request.request_id)
-
-
-def answer_of(request: Request) -> tuple[int, ...]:
-    sampling = replace(request.sampling, max_tokens=200, stop_token_ids=())
-    return expected_tokens(request.prompt_token_ids, sampling, model=MODEL, max_model_len=400).token_ids
-
-
-class Timed:
-    """Commits made-up steps to a scheduler: each takes `fixed_ns` and `each_ns` for each of its positions."""
-
-    def __init__(
-        self,
-        num_rows: int,
-        fixed_ns: int,
-        each_ns: int,
-        guesser: Guesser,
-        capacity: Capacity = CAPACITY,
-        policies: Policies | None = None,
-    ) -> None:
-        self.scheduler = Scheduler(capacity, policies or make_policies(guesser=guesser), enable_prefix_caching=False)
-        self.fixed_ns, self.each_ns, self.now_ns = fixed_ns, each_ns, 0
-        self.requests = [make_request(f"r{idx}", [idx + 1], max_tokens=150) for idx in range(num_rows)]
-        for request in self.requests:
-            self.scheduler.add(request, 0)
-
-    def step(self, counts: list[StepCounts] | None = None) -> StepPlan:
-        plan = self.scheduler.schedule(self.now_ns)
-        assert plan is not None
-        by_id = {request.request_id: request for request in self.requests}
-        tokens = {row.request_id: self.tokens(by_id[row.request_id], row.samples) for row in plan.rows if row.samples}
-        start_ns, self.now_ns = self.now_ns, self.now_ns + self.fixed_ns + self.each_ns * plan.num_tokens
-        result = StepResult(plan.step_id, tokens, StepTiming(start_ns, self.now_ns))
-        outcome = self.scheduler.commit(plan, result, self.now_ns)
-        if counts is not None:
-            counts.append(outcome.counts)
-        return plan
-
-    @staticmethod
-    def tokens(request: Request, num: int) -> tuple[int, ...]:
-        begin = len(request.output_token_ids)
-        return answer_of(request)[begin : begin + num]
-
-    def guesses(self) -> list[int]:
-        """The guesses of each row once times are known."""
-        plans = [self.step() for _ in range(8)]
-        return [len(plans[-1].guesses.get(request.request_id, ())) for request in self.requests]
+from support.timed_steps import CAPACITY, MODEL, Knowing, Timed, answer_of
 
 
 class TestPrice:

@@ -273,6 +273,10 @@ class SchedulerConfig(Component):
         default_doc="the preset's: suffix",
     )
     speculation_args: Mapping[str, object] | None = _arguments_of("guesser")
+    speculation_model: str | None = setting(
+        None,
+        "A small model with the same vocabulary, named as a model is, that guesses where --speculation does not. CPU only.",
+    )
     budget: str | None = choice(
         None,
         "How the tokens of a step are split.",

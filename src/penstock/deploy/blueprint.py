@@ -144,6 +144,8 @@ class Blueprint:
     """As in `ModelInfo.settings`."""
     shares_kv: bool = False
     """Other processes on this machine may read the KV cache."""
+    draft: Blueprint | None = None
+    """The small model that guesses this one's tokens."""
 
     @property
     def name(self) -> str:

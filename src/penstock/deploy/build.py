@@ -18,6 +18,7 @@ from penstock.config import ServerConfig
 from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.blueprint import Blueprint
+from penstock.deploy.draft import check_same_tokens, open_draft
 from penstock.deploy.executor import SeatOf, build_executor, first_executor
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.deploy.resources import Resources
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.deploy.adapters import AdapterReader, Adapters
     from penstock.deploy.running import ModelInfo, RunningModel, Sources
     from penstock.engine.blocks import Blocks
+    from penstock.engine.draft_model import DraftModel
     from penstock.engine.ports import BlockMover, BlockStore, Executor, RequestJournal
     from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
@@ -117,6 +119,9 @@ def build(
         if model.encoder is None:
             _log_kv(blueprint, model)
         tokenizer, chat_template = text.result()
+        if blueprint.draft is not None:
+            small = blueprint.draft.loading.load()
+            check_same_tokens(tokenizer, _load_tokenizer(small), model, small)
         store = _open_tier(blueprint, model, executor, resources)
         if store is not None:
             undone.callback(store.close)
@@ -162,6 +167,7 @@ class EngineMaker:
         self._stores = [store]
         """The store of each engine so far. The last one is in use."""
         self._engine: Engine | None = None
+        self._draft: DraftModel | None = None
         self.tokenizer = tokenizer
         self.clock, self.bridge = WallClock(), Bridge()
         self.metrics, self.journal, self.sources = lasting.metrics, lasting.journal, lasting.sources
@@ -193,6 +199,7 @@ class EngineMaker:
     def make(self, on_failed: Callable[[], None]) -> Engine:
         """Return a new engine, not started yet. Raises the errors of loading a model."""
         executor, self._first_executor = self._first_executor, None
+        self._close_draft()
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
             if self._engine is not None and self._engine.step_age_ns():  # its step goes on, maybe forever
@@ -208,6 +215,11 @@ class EngineMaker:
             raise
         return self._engine
 
+    def _close_draft(self) -> None:
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.close()
+
     def _give_up(self, engine: Engine) -> None:
         """Keep other models away from the threads and the memory of an engine with a step that never returns."""
         self._resources.leave_team(self.blueprint.name)
@@ -222,6 +234,7 @@ class EngineMaker:
         if self._recorder is not None:
             self._recorder.close()
         self.bridge.detach()
+        self._close_draft()
         engine, self._engine = self._engine, None
         if self.adapters is not None:
             self.adapters.close()
@@ -251,6 +264,9 @@ class EngineMaker:
         from penstock.text.tokenizer import detokenizer_factory
 
         journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
+        blueprint, small = self.blueprint, self.blueprint.draft
+        if small is not None:
+            self._draft = open_draft(small, seat_of(blueprint, self._resources), self.tokenizer.vocab_size, self.clock)
         scheduler = Scheduler(
             executor.capacity,
             self.blueprint.policies.make(),
@@ -260,6 +276,7 @@ class EngineMaker:
             others_serve=partial(self._resources.others_serve, self.blueprint.name),
             adapters=self.adapters,
             max_adapters=self.blueprint.lora.max_loras,
+            drafter=self._draft,
         )
         journal = ObserverGroup(journals) if len(journals) > 1 else next(iter(journals), None)
         engine = Engine(
@@ -376,15 +393,8 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
 
 def load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
-    from penstock.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(
-        model.tokenizer_source,
-        bos_token_id=model.bos_token_id,
-        eos_token_ids=model.eos_token_ids,
-        special_tokens=model.special_tokens,
-        ends=model.ends,
-    )
+    tokenizer = _load_tokenizer(model)
     if model.encoder is not None:
         return tokenizer, None
     named = model.chat_templates
@@ -392,6 +402,18 @@ def load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTem
         _log.info("chat templates of the model: %s; --chat-template takes another", ", ".join(sorted(named)[:MAX_NAMES]))
     text = choose_chat_template(asked, named)
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
+
+
+def _load_tokenizer(model: LoadedModel) -> Tokenizer:
+    from penstock.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(
+        model.tokenizer_source,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=model.eos_token_ids,
+        special_tokens=model.special_tokens,
+        ends=model.ends,
+    )
 
 
 def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, template: str | None) -> ModelInfo:

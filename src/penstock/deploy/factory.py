@@ -20,12 +20,13 @@ from penstock.config import Config, Load, LoraConfig
 from penstock.config.routing import Routing
 from penstock.config.units import format_size
 from penstock.deploy.build import EngineTap, Lasting, build, seat_of
+from penstock.deploy.draft import draft_config, with_draft
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
 from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
 from penstock.deploy.resolve import aliases, decide, nanoseconds, resolve, served_names
-from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
+from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resources
 from penstock.deploy.routes import open_routes
 from penstock.deploy.splits import read_split
 from penstock.machine import give_back_free_memory
@@ -184,7 +185,22 @@ def plan_share(config: Config, source: ModelSource, resources: Resources) -> Mem
     if decide(config).is_on_gpu:
         return MemoryShare()  # a GPU has memory of its own
     machine = resources.machine(served_names(config, source)[0])
-    return resolve(config, source, replace(machine, available_bytes=machine.total_bytes))[0].share
+    return _resolve(config, source, replace(machine, available_bytes=machine.total_bytes))[0].share
+
+
+def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
+    """Return what `resolve` does, with the small model of --speculation-model in the blueprint."""
+    blueprint, model = resolve(config, source, machine)
+    if config.scheduler.speculation_model is None:
+        return blueprint, model
+    small, share = draft_config(config, blueprint), blueprint.share
+    left_bytes = machine.available_bytes - share.num_bytes + share.num_reserve_bytes
+    try:
+        beside = resolve(small, locate(small), replace(machine, available_bytes=left_bytes, num_models=1))
+    except NotEnoughMemory as error:
+        message = f"Beside {blueprint.name}, the model {small.model.model} that guesses for it has no room: {error.message}"
+        raise NotEnoughMemory(message, remedy="Leave out --speculation-model, or lower --kv-cache-memory.") from error
+    return with_draft(blueprint, model, *beside), model
 
 
 def start_model(
@@ -214,7 +230,7 @@ def start_model(
 
 def _start(config: Config, source: ModelSource, resources: Resources, lasting: Lasting, tap: EngineTap | None) -> RunningModel:
     machine = resources.machine(served_names(config, source)[0])
-    blueprint, model = resolve(config, source, machine)
+    blueprint, model = _resolve(config, source, machine)
     share = blueprint.share
     resources.memory.take(blueprint.name, share)
     if blueprint.expert_folder is not None:

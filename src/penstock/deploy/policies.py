@@ -30,7 +30,7 @@ SETTING_FLAGS: Mapping[str, str] = {
     "rest_ns": "--kv-rest",
 }
 """The flag that sets each field of a policy."""
-_OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor", "speculation")
+_OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor", "speculation", "speculation_model")
 """Settings without effect on texts: their requests do not grow."""
 
 
@@ -83,11 +83,12 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
             "A static or dynamic batch runs until it has ended, so a higher class can't pause a request in it.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
-    if chosen.speculation not in (None, "off") and not policies.gate.is_continuous:
-        raise ConfigError(
-            "The rows of a static or dynamic batch go on in step, one token at a time, so --speculation would change nothing.",
-            remedy="Set --batching continuous, or leave --speculation out.",
-        )
+    for flag, name in (("--speculation", chosen.speculation), ("--speculation-model", chosen.speculation_model)):
+        if name not in (None, "off") and not policies.gate.is_continuous:
+            raise ConfigError(
+                f"The rows of a static or dynamic batch go on in step, one token at a time, so {flag} would change nothing.",
+                remedy=f"Set --batching continuous, or leave {flag} out.",
+            )
     if chosen.background_share and not policies.gate.is_continuous:
         raise ConfigError(
             "A static or dynamic batch has background requests only where no other waits, so --background-share would change "

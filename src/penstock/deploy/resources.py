@@ -36,6 +36,8 @@ class MemoryShare:
     """Bytes for the experts and latents of a step."""
     num_adapter_bytes: int = 0
     """Bytes for adapters outside of the KV cache."""
+    num_draft_bytes: int = 0
+    """Bytes for the small model of --speculation-model."""
     num_reserve_bytes: int = RESERVE_BYTES
 
     @property
@@ -47,6 +49,7 @@ class MemoryShare:
             "tier": self.num_tier_bytes,
             "step": self.num_step_bytes,
             "adapters": self.num_adapter_bytes,
+            "draft": self.num_draft_bytes,
             "reserve": self.num_reserve_bytes,
         }
 
@@ -55,7 +58,7 @@ class MemoryShare:
         return sum(self.by_part.values())
 
     def __str__(self) -> str:
-        words = {"kv": "KV cache", "step": "experts of a step"}
+        words = {"kv": "KV cache", "step": "experts of a step", "draft": "draft model"}
         parts = ", ".join(f"{words.get(name, name)} {format_size(size)}" for name, size in self.by_part.items() if size)
         return f"{format_size(self.num_bytes)} ({parts})"
 

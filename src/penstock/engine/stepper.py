@@ -29,6 +29,7 @@ class StepInFlight:
     schedule_ns: int
     awaits_masks: bool
     """The executor still needs the masks of rows that follow a grammar."""
+    drafting_ns: int | None = None
     ticket: Ticket | None = None
     masks_ns: int = 0
     """Time to make its masks, if that was part of `begin`."""
@@ -121,8 +122,9 @@ class Stepper:
         if plan is None:
             self._prepare_blocks()
             return None
-        schedule_ns = self._clock.now_ns() - now_ns - (self._output_ns - output_ns)
-        flight = StepInFlight(plan, schedule_ns, core.following.is_in(plan))
+        drafting_ns = core.scheduler.drafting_ns
+        schedule_ns = self._clock.now_ns() - now_ns - (self._output_ns - output_ns) - (drafting_ns or 0)
+        flight = StepInFlight(plan, schedule_ns, core.following.is_in(plan), drafting_ns)
         self._flights.append(flight)
         self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)
@@ -154,6 +156,8 @@ class Stepper:
         events += core.finish(flight.plan, result, now_ns, clock, self._read_end)
         committed_ns = clock.now_ns()
         parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.followed_ns}
+        if flight.drafting_ns is not None:
+            parts_ns["draft"] = flight.drafting_ns
         self._untold = events, now_ns
         if core.following or self._awaits_masks:
             try:

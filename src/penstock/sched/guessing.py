@@ -7,6 +7,8 @@ higher. The times are learned from earlier steps.
 The chance: the token that followed when the last `m` tokens were seen before is right in `m - 1` of `m` cases, and is then part
 of a match of `m + 1` tokens. So the next `j` guesses are all right in `(m - 1) / (m - 1 + j)` of the cases. A row whose guesses
 fail twice as often as that has 2 in place of the 1.
+
+Rows without such a match may have guesses of a small model (`sched/drafting.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from math import log
 from penstock.kv.manager import KVManager
 from penstock.sched import progress
 from penstock.sched.draft import StepDraft
+from penstock.sched.drafting import Drafter, Drafting
 from penstock.sched.policies.base import Guess, Guesser, StepRecord
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
@@ -96,8 +99,9 @@ class Record:
 class Guessing:
     """Adds guesses to steps, and learns what they cost and how often they are right."""
 
-    def __init__(self, guesser: Guesser, kv: KVManager, capacity: Capacity) -> None:
+    def __init__(self, guesser: Guesser, kv: KVManager, capacity: Capacity, drafter: Drafter | None = None) -> None:
         self._guesser = guesser
+        self._drafting = None if drafter is None else Drafting(drafter)
         self._kv = kv
         self._capacity = capacity
         self._line = StepLine()
@@ -105,11 +109,14 @@ class Guessing:
         """Steps since the last without guesses."""
         self._records: dict[str, Record] = {}
         self._made: dict[str, tuple[int, int]] = {}
-        """Request id -> (matched tokens, guesses) in the step that is planned or in flight."""
+        """Request id -> (matched tokens, guesses) in the step that is planned or in flight. A draft has matched none."""
+        self.drafting_ns = 0
+        """Time of the small model for that step."""
 
     def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
         """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
         self._made.clear()
+        self.drafting_ns = 0
         max_tokens = min(self._capacity.max_step_tokens, draft.limits.max_tokens)  # guesses keep to the budget, as prompts do
         num_left = min(max_tokens - draft.counts.num_tokens, draft.num_scored_left)
         is_plain = self._steps_since_plain >= PLAIN_PERIOD - 1
@@ -118,36 +125,71 @@ class Guessing:
             self._steps_since_plain = 0
             return {}
         found: list[tuple[int, Guess, float]] = []
+        could_have: list[tuple[int, int]] = []
         for idx, row in enumerate(draft.rows[: draft.num_decode_rows]):
             request = running[row.request_id]
             most = min(MOST_GUESSES, request.max_total_tokens - request.num_tokens - 1)
             if most <= 0 or (row.query_len, row.samples) != (1, 1) or request.sampling.beams is not None:
                 continue
+            could_have.append((idx, most))
             guess = self._guesser.guess(request, most)
             if guess is not None:
                 record = self._records.get(row.request_id) or Record()
                 weight = record.weight(guess.num_matched)
                 if weight > 0:
                     found.append((idx, guess, weight))
-        guesses = self._plan(draft, running, found, self._nums(draft.counts, found), num_left)
+        nums = self._nums(draft.counts, found)
+        if self._drafting is not None:
+            found, nums = self._draft(self._drafting, draft, running, could_have, found, nums)
+        guesses = self._plan(draft, running, found, nums, num_left)
         self._steps_since_plain = self._steps_since_plain + 1 if guesses else 0
         return guesses
 
+    def _draft(
+        self,
+        drafting: Drafting,
+        draft: StepDraft,
+        running: Mapping[str, Request],
+        could_have: Sequence[tuple[int, int]],
+        found: Sequence[tuple[int, Guess, float]],
+        nums: Sequence[int],
+    ) -> tuple[list[tuple[int, Guess, float]], list[int]]:
+        """Have rows drafted that have no better match. Return `found` and `nums` with the drafts.
+
+        `could_have`: (index of a row, guesses that it can have).
+        """
+        requests = {idx: running[draft.rows[idx].request_id] for idx, _ in could_have}
+        matches = {
+            idx: (guess, weight, num)
+            for (idx, guess, weight), num in zip(found, nums, strict=True)
+            if num and weight / (weight + 1) >= drafting.chance(requests[idx])
+        }
+        num_guesses = sum([num for _, _, num in matches.values()])
+        num_right = sum([_num_right(weight, num) for _, weight, num in matches.values()])
+        rows = [(requests[idx], most) for idx, most in could_have if idx not in matches]
+        num_tokens, step_ns = draft.counts.num_tokens + num_right, self._step_ns(draft.counts, num_guesses)
+        drafts = drafting.draft(rows, num_tokens, step_ns, self._line.position_ns)
+        self.drafting_ns = drafting.spent_ns
+        chosen = {idx: (guess, weight, num) for (idx, guess, weight), num in zip(found, nums, strict=True)}
+        for idx, request in requests.items():
+            if request.request_id in drafts:
+                token_ids = drafts[request.request_id]
+                chosen[idx] = Guess(token_ids, 0), 0.0, len(token_ids)
+        return [(idx, guess, weight) for idx, (guess, weight, _) in chosen.items()], [num for _, _, num in chosen.values()]
+
+    def _step_ns(self, counts: StepCounts, num_guesses: int) -> float:
+        return self._line.fixed_ns + self._line.position_ns * (counts.num_tokens + num_guesses)
+
     def _price(self, counts: StepCounts, num_guesses: int = 0, num_right: float = 0.0) -> float:
         """Return the tokens that a step gives in the time of one more position. Prompts' tokens count, too."""
-        position_ns = self._line.position_ns
-        step_ns = self._line.fixed_ns + position_ns * (counts.num_tokens + num_guesses)
-        return position_ns * (counts.num_tokens + num_right) / step_ns
+        return self._line.position_ns * (counts.num_tokens + num_right) / self._step_ns(counts, num_guesses)
 
     def _nums(self, counts: StepCounts, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
         """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
         nums, price = [0] * len(found), self._price(counts)
         for _ in range(2):  # the price rises with what the guesses give (Dinkelbach, 1967)
             nums = [min(len(guess.token_ids), max(0, int(weight * (1 / price - 1)))) for _, guess, weight in found]
-            # About the sum of the chances: w / (w + j) from j = 1 to num.
-            num_right = sum(
-                [weight * log((weight + num + 0.5) / (weight + 0.5)) for num, (_, _, weight) in zip(nums, found, strict=True)]
-            )
+            num_right = sum([_num_right(weight, num) for num, (_, _, weight) in zip(nums, found, strict=True)])
             price = self._price(counts, sum(nums), num_right)
         return nums
 
@@ -187,16 +229,28 @@ class Guessing:
             token_ids = result.token_ids.get(request_id)
             if token_ids is None:  # the row failed
                 continue
+            num_matched, num_guesses = self._made[request_id]
+            if not num_matched:
+                assert self._drafting is not None, "it made the draft"
+                self._drafting.learn(request_id, num_guesses, len(token_ids) - 1)
+                continue
             record = self._records.get(request_id)
             if record is None:
                 record = self._records[request_id] = Record()
-            record.learn(*self._made[request_id], len(token_ids) - 1)
+            record.learn(num_matched, num_guesses, len(token_ids) - 1)
 
     def time(self, step: StepRecord) -> None:
-        """Note how long a step took."""
-        if step.num_decodes and not step.num_prefill_tokens and step.duration_ns > 0:
-            self._line.learn(step.num_decodes, step.duration_ns)
+        """Note how long a step took, the drafts for it left out."""
+        if step.num_decodes and not step.num_prefill_tokens and step.duration_ns > self.drafting_ns:
+            self._line.learn(step.num_decodes, step.duration_ns - self.drafting_ns)
 
     def ended(self, request: Request) -> None:
         self._guesser.ended(request)
         self._records.pop(request.request_id, None)
+        if self._drafting is not None:
+            self._drafting.ended(request.request_id)
+
+
+def _num_right(weight: float, num: int) -> float:
+    """Return about the sum of the chances of `num` guesses: w / (w + j) from j = 1 to `num`."""
+    return weight * log((weight + num + 0.5) / (weight + 0.5))

@@ -20,6 +20,7 @@ from penstock.sched.background import PAUSE_NS, Share
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
+from penstock.sched.drafting import Drafter
 from penstock.sched.guessing import Guessing
 from penstock.sched.joining import CLOSED, Joining
 from penstock.sched.padding import Padding
@@ -63,10 +64,12 @@ class Scheduler:
         others_serve: Callable[[int], bool] = lambda _: False,
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
+        drafter: Drafter | None = None,
     ) -> None:
         """`most_step_ns` returns how long a step should take at most while other models wait for the machine. 0: no limit.
 
-        `others_serve` returns whether other models of the machine serve people now: a time, as for `schedule`.
+        `others_serve` returns whether other models of the machine serve people now: a time, as for `schedule`. `drafter`: a
+        small model that guesses beside the policies' guesser.
         """
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
@@ -87,7 +90,8 @@ class Scheduler:
         self._queues = Queues(policies.order, policies.gate.bucket_of)
         self.groups = Groups(capacity.block_size)
         self._running = Running(self.kv, policies, self._queues, self.groups, capacity, max_rows=self.max_rows)
-        self._guessing = Guessing(policies.guesser, self.kv, capacity) if self._may_guess else None
+        self._has_drafter = drafter is not None
+        self._guessing = Guessing(policies.guesser, self.kv, capacity, drafter) if self._may_guess else None
         self._padding = Padding(capacity, self._running.release)
         self.adapters = Adapters(self.kv, self._running, self._queues, adapters, max_adapters)
         self._joining, self._filling = [
@@ -124,7 +128,8 @@ class Scheduler:
 
     @property
     def _may_guess(self) -> bool:
-        return self._policies.guesser.is_on and self.capacity.checks_guesses and self._policies.gate.is_continuous
+        has_source = self._policies.guesser.is_on or self._has_drafter
+        return has_source and self.capacity.checks_guesses and self._policies.gate.is_continuous
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         """Return when to schedule again if nothing else happens: for the gate, other models, or an adapter that is awaited."""
@@ -137,6 +142,11 @@ class Scheduler:
     def tell_no_stops(self) -> None:
         """Stop recording why lookups in the prefix cache ended: nobody reads it."""
         self._joining.tells_stops = self._filling.tells_stops = False
+
+    @property
+    def drafting_ns(self) -> int | None:
+        """Time of the small model while the last step was planned. None: there is no such model."""
+        return self._guessing.drafting_ns if self._guessing is not None and self._has_drafter else None
 
     @property
     def num_running(self) -> int:

@@ -11,6 +11,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.ports import Observer, RequestJournal
 from penstock.kv.tiers import Tier
 from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS
+from penstock.sched.drafting import Drafter
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
@@ -69,6 +70,7 @@ def make_scheduler(
     tier: Tier | None = None,
     adapters: AdapterSource | None = None,
     max_adapters: int = DEFAULT_MAX_ADAPTERS,
+    drafter: Drafter | None = None,
     **capacity_fields: Any,
 ) -> Scheduler:
     return Scheduler(
@@ -78,6 +80,7 @@ def make_scheduler(
         tier=tier,
         adapters=adapters,
         max_adapters=max_adapters,
+        drafter=drafter,
     )
 
 

@@ -1,0 +1,103 @@
+"""The small model of --speculation-model: its config, its checks beside the large one, and its executor."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.config import Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
+from penstock.config.units import format_size
+from penstock.deploy.blueprint import Blueprint
+from penstock.deploy.executor import SeatOf, build_executor
+from penstock.types.errors import ConfigError
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.clock import Clock
+    from penstock.engine.draft_model import DraftModel
+    from penstock.models.weights import LoadedModel
+    from penstock.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+_REMEDY = "Leave out --speculation-model, or take another model."
+
+
+def draft_config(config: Config, blueprint: Blueprint) -> Config:
+    """Return the config of the small model beside a large one with this blueprint. Raises ConfigError on a GPU."""
+    compute, name = blueprint.compute, config.scheduler.speculation_model
+    assert name is not None
+    if compute.is_on_gpu:
+        raise ConfigError("A small model guesses only on the CPU, and a GPU is to be used.", remedy=_REMEDY)
+    return replace(
+        config,
+        model=ModelConfig(model=name, cache_dir=config.model.cache_dir, task="generate"),
+        kv=KvConfig(block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype, prefix_caching=False),
+        lora=LoraConfig(),
+        scheduler=SchedulerConfig(max_num_seqs=compute.max_rows, max_num_batched_tokens=compute.max_step_tokens),
+        server=replace(config.server, record=None),
+    )
+
+
+def with_draft(blueprint: Blueprint, model: LoadedModel, small: Blueprint, small_model: LoadedModel) -> Blueprint:
+    """Return the blueprint with a small model, whose KV cache holds no more tokens than the large one's.
+
+    Raises ConfigError if one of the models keeps a recurrent state, which can't go back to the last guess that was right.
+    """
+    from penstock.models.architectures import describe
+
+    for one in (model, small_model):
+        program = describe(one.spec)
+        if program.state or program.paged_state:
+            cause = f"{one.name} keeps a recurrent state, which can't go back to the last guess that was right."
+            raise ConfigError(cause, remedy=_REMEDY)
+    plan, capacity, most = small.measured_plan, small.measured_plan.capacity, blueprint.measured_plan.capacity
+    num_blocks = min(capacity.num_blocks, most.num_blocks)
+    longest = min(capacity.max_model_len, most.max_model_len, (num_blocks - 1) * capacity.block_size)
+    num_kv_bytes = num_blocks * (plan.num_bytes // capacity.num_blocks)
+    capacity = replace(capacity, num_blocks=num_blocks, max_model_len=longest)
+    small = replace(small, plan=replace(plan, capacity=capacity, num_bytes=num_kv_bytes))
+    num_bytes = small.share.num_weight_bytes + num_kv_bytes + small.share.num_step_bytes
+    return replace(blueprint, draft=small, share=replace(blueprint.share, num_draft_bytes=num_bytes))
+
+
+def check_same_tokens(large: Tokenizer, small: Tokenizer, model: LoadedModel, small_model: LoadedModel) -> None:
+    """Raise ConfigError unless each token id means the same to both models."""
+    tables = large.bytes_with_special, small.bytes_with_special
+    num_tokens, cause = large.vocab_size, ""
+    if small.vocab_size != num_tokens:
+        cause = f"it has {small.vocab_size} tokens, and {model.name} has {num_tokens}"
+    elif num_tokens > min(model.spec.vocab_size, small_model.spec.vocab_size):
+        cause = "one of the models has fewer logits than tokens"
+    else:
+        for token_id in range(num_tokens):
+            one, other = (table[token_id] for table in tables)
+            if one != other:
+                cause = f"token {token_id} is {other!r}, and for {model.name} it is {one!r}"
+                break
+    if cause:
+        raise ConfigError(
+            f"{small_model.name} can't guess for {model.name}, since its vocabulary is another: {cause}.", remedy=_REMEDY
+        )
+
+
+def open_draft(small: Blueprint, seat_of: SeatOf, vocab_size: int, clock: Clock) -> DraftModel:
+    """Load the weights of the small model. It computes with the threads of the large one, in turn."""
+    from penstock.engine.draft_model import DraftModel
+
+    executor = build_executor(small, small.loading.load(), seat_of)
+    draft = DraftModel(executor, clock, vocab_size=vocab_size)
+    request = Request("warm-up", (0,), SamplingParams(), 0)
+    draft.read([(request, 1)])
+    took_ns = min([draft.go_on([request]).duration_ns for _ in range(3)])
+    draft.ended(request.request_id)
+    _log.info(
+        "%s guesses tokens in %.1f ms each: weights %s, KV cache %s for %d tokens",
+        small.name,
+        took_ns / 1e6,
+        format_size(small.share.num_weight_bytes),
+        format_size(small.measured_plan.num_bytes),
+        small.measured_plan.num_tokens,
+    )
+    return draft

@@ -1,0 +1,173 @@
+"""A small model that guesses how the answers of a large one go on. It has an executor and KV blocks of its own.
+
+Its steps run in a thread of their own, so that one that fails or never ends does not end the engine: the model then guesses
+nothing more. For the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp
+from queue import Empty, SimpleQueue
+
+from penstock.clock import Clock
+from penstock.engine.ports import Executor
+from penstock.sched.drafting import Drafted
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan
+from penstock.types.request import Request
+from penstock.types.result import StepResult
+from penstock.types.sampling import SamplingParams
+
+TIMEOUT_S = 10.0
+"""A step of the small model that takes longer counts as hung."""
+_SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Row:
+    block_ids: list[int] = field(default_factory=list)
+    num_read: int = 0
+    """Tokens of the request with KV in the blocks."""
+    tail: list[int] = field(default_factory=list)
+    """Own guesses with KV after those. Some may turn out to be the request's tokens."""
+    guess: int = -1
+    """The newest guess, which has no KV yet."""
+
+
+class DraftModel:
+    """See `sched.drafting.Drafter`. KV of a request that ended, or of the one drafted longest ago, makes room for others."""
+
+    def __init__(self, executor: Executor, clock: Clock, *, vocab_size: int, timeout_s: float = TIMEOUT_S) -> None:
+        """`vocab_size`: tokens that both models have."""
+        self._executor, self._capacity = executor, executor.capacity
+        self._clock, self._timeout_s, self._vocab_size = clock, timeout_s, vocab_size
+        self._free = list(range(self._capacity.num_blocks - 1, 0, -1))
+        self._rows: OrderedDict[str, _Row] = OrderedDict()
+        """Those drafted longest ago first."""
+        self._num_in_use = 0
+        """The last so many rows are those that were read last."""
+        self._known: set[str] = set()
+        """Requests that the executor knows."""
+        self._num_steps = 0
+        self._is_on = True
+        self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._results: SimpleQueue[StepResult | Exception] = SimpleQueue()
+        self._thread = threading.Thread(target=self._compute, name="penstock-draft", daemon=True)
+        self._thread.start()
+
+    def num_behind(self, request: Request) -> int:
+        if not self._is_on or request.num_tokens >= self._capacity.max_model_len:
+            return 0
+        row = self._rows.get(request.request_id)
+        return request.num_tokens - (0 if row is None else _settle(row, request))
+
+    def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
+        self._num_in_use = len(chunks)
+        for request, _ in chunks:
+            self._rows.setdefault(request.request_id, _Row())
+            self._rows.move_to_end(request.request_id)
+        admits: list[AdmitRow] = []
+        plans: list[RowPlan] = []
+        room = self._capacity.max_step_tokens
+        for request, num_tokens in chunks:
+            row = self._rows[request.request_id]
+            begin = _settle(row, request)
+            end = begin + min(num_tokens, room)
+            token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+            is_known = begin < end and max(token_ids[begin:]) < self._vocab_size
+            if not is_known or not self._has_blocks(row, end):
+                continue
+            row.num_read, room = end, room - (end - begin)
+            admits.append(
+                AdmitRow(request.request_id, token_ids, request.num_prompt_tokens, tuple(row.block_ids), begin, _SAMPLING)
+            )
+            plans.append(RowPlan(request.request_id, begin, end - begin, (), samples=int(end == request.num_tokens)))
+        return self._step(admits, plans)
+
+    def go_on(self, requests: Sequence[Request]) -> Drafted:
+        plans: list[RowPlan] = []
+        for request in requests:
+            row = self._rows[request.request_id]
+            num_read, num_blocks = row.num_read + len(row.tail), len(row.block_ids)
+            if num_read + 1 < self._capacity.max_model_len and self._has_blocks(row, num_read + 1):
+                row.tail.append(row.guess)
+                plans.append(RowPlan(request.request_id, num_read, 1, tuple(row.block_ids[num_blocks:]), 1))
+        return self._step([], plans)
+
+    def ended(self, request_id: str) -> None:
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free += row.block_ids
+
+    def close(self) -> None:
+        """End the thread and close the executor, unless a step has never ended."""
+        self._is_on = False
+        self._plans.put(None)
+        self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._executor.close()
+
+    def _has_blocks(self, row: _Row, num_tokens: int) -> bool:
+        """Take blocks for a row's first `num_tokens` tokens, if need be from rows that were not read last."""
+        num_missing = -(-num_tokens // self._capacity.block_size) - len(row.block_ids)
+        while len(self._rows) > self._num_in_use:
+            if num_missing <= len(self._free) and len(self._rows) <= self._capacity.max_rows:
+                break
+            self._free += self._rows.popitem(last=False)[1].block_ids
+        if num_missing > len(self._free):
+            return False
+        row.block_ids += [self._free.pop() for _ in range(num_missing)]
+        return True
+
+    def _step(self, admits: Sequence[AdmitRow], rows: Sequence[RowPlan]) -> Drafted:
+        """Compute a step. The executor forgets all rows that are not in it, or are in it anew."""
+        began_ns = self._clock.now_ns()
+        if not rows or not self._is_on:
+            return Drafted({}, 0)
+        admitted = {row.request_id for row in admits}
+        releases = {name for name in self._known if name in admitted or name not in self._rows}
+        self._known = self._known - releases | admitted
+        self._num_steps += 1
+        self._plans.put(StepPlan(self._num_steps, 0, tuple(admits), tuple(rows), tuple(sorted(releases))))
+        try:
+            result = self._results.get(timeout=self._timeout_s)
+        except Empty:
+            result = TimeoutError(f"a step did not end within {self._timeout_s:g} s")
+        if isinstance(result, Exception):
+            self._is_on = False
+            _logger.error("the draft model is off from now on, since it failed; answers go on without it", exc_info=result)
+            return Drafted({}, self._clock.now_ns() - began_ns)
+        for request_id in result.failures:
+            self.ended(request_id)
+        guesses: dict[str, tuple[int, float]] = {}
+        for request_id, (token_id,) in result.token_ids.items():
+            self._rows[request_id].guess = token_id
+            if token_id < self._vocab_size:
+                guesses[request_id] = token_id, exp(result.logprobs[request_id][0].logprob)
+        return Drafted(guesses, self._clock.now_ns() - began_ns)
+
+    def _compute(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            try:
+                self._results.put(self._executor.collect(self._executor.submit(plan)))
+            except Exception as error:
+                self._results.put(error)
+
+
+def _settle(row: _Row, request: Request) -> int:
+    """Count the guesses that became the request's tokens as read, and forget the others. Return how many tokens are read, at
+    most all but the last."""
+    first = row.num_read - request.num_prompt_tokens
+    for token_id, other in zip(row.tail, request.output_token_ids[max(0, first) :], strict=False):
+        if token_id != other:
+            break
+        row.num_read += 1
+    row.tail = []
+    row.num_read = min(row.num_read, request.num_tokens - 1)
+    return row.num_read

@@ -1,0 +1,133 @@
+"""A small model that guesses for a large one: the same answers, and what is refused at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.deploy.draft import draft_config
+from penstock.deploy.factory import start_model
+from penstock.deploy.resolve import resolve as resolve_blueprint
+from penstock.deploy.resources import MemoryBudget, Resources
+from penstock.models.catalog import resolve
+from penstock.sched.guessing import Guessing
+from penstock.testing.builders import make_request
+from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.types.request import FinishReason
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.reading import chunks_of
+from support.tiny_models import TinyLlama, write_gguf
+
+LARGE = TinyLlama(num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "large.gguf", LARGE)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, rounded to 4 bits: it is often right."""
+    return write_gguf(tmp_path_factory.mktemp("models") / "small.gguf", LARGE, matrix_type="Q4_1")
+
+
+def config(small: Path | str | None, backend: str = Backend.NATIVE, **scheduler: Any) -> Config:
+    return Config(
+        backend=BackendConfig(backend=backend),
+        kv=KvConfig(kv_cache_memory_bytes=1 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=4, speculation_model=None if small is None else str(small), **scheduler),
+    )
+
+
+def start(large: Path, config: Config, resources: Resources | None = None) -> Any:
+    return start_model(config, resolve(str(large), large.parent), resources)
+
+
+def answers(running: Any) -> list[Any]:
+    requests = [
+        make_request(f"r{idx}", [1 + idx, 60, 70], max_tokens=60, temperature=0.7 * (idx % 2), seed=idx) for idx in range(6)
+    ]
+
+    async def answer(request: Any) -> Any:
+        chunks = [chunk async for chunk in chunks_of(running.bridge, request)]
+        return chunks[-1].finish_reason, [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*map(answer, requests))
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("backend", [Backend.NATIVE, Backend.REFERENCE])
+def test_answers_are_the_same_and_guesses_are_right(
+    large: Path, small: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Guessing, "_step_ns", lambda *_: 1e12)  # whatever the machine does, guesses cost nothing
+    caplog.set_level(logging.INFO)
+    found: list[list[Any]] = []
+    guesses: list[Counter[tuple[int, int]]] = []
+    for options in ({"speculation": "off"}, {"speculation_model": str(small), "speculation": "off"}):
+        running = start(large, replace(config(None, backend), scheduler=SchedulerConfig(max_num_seqs=4, **options)))
+        found.append(answers(running))
+        guesses.append(running.metrics.guesses)
+        assert ("draft" in running.metrics.step_ns) == ("speculation_model" in options)
+        assert running.close(30.0)
+    assert found[0] == found[1]
+    assert all(reason is FinishReason.LENGTH for reason, _ in found[0])
+    assert not guesses[0]
+    assert sum(num_accepted * rows for (_, num_accepted), rows in guesses[1].items()) > 20
+    assert [record.message for record in caplog.records if "guesses tokens in" in record.message]
+
+
+def test_it_counts_as_the_model_s_memory(large: Path, small: Path) -> None:
+    resources = Resources()
+    running = start(large, config(small), resources)
+    share = resources.memory.share("large")
+    running.close()
+    assert share is not None
+    assert 0 < share.num_draft_bytes < share.num_kv_bytes
+    assert "draft model" in str(share)
+
+
+class TestRefused:
+    def refused(self, large: Path, small: Path | str, **scheduler: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            start(large, config(small, **scheduler))
+        return str(error.value)
+
+    def test_a_vocabulary_of_another_size(self, large: Path, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "other.gguf", TinyLlama(vocab_size=261))
+        assert "other can't guess for large, since its vocabulary is another: it has 261 tokens" in self.refused(large, path)
+
+    def test_one_other_token(self, large: Path, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "other.gguf", TinyLlama())
+        path.write_bytes(path.read_bytes().replace(b"<|im_end|>", b"<|IM_END|>"))
+        assert "token 2 is b'<|IM_END|>', and for large it is b'<|im_end|>'" in self.refused(large, path)
+
+    def test_a_gpu(self, large: Path, small: Path) -> None:
+        blueprint, _ = resolve_blueprint(config(small), resolve(str(large), large.parent), Resources().machine("large"))
+        on_gpu = replace(blueprint.compute, options=replace(blueprint.compute.options, backend=Backend.CUDA))
+        with pytest.raises(ConfigError, match="A small model guesses only on the CPU"):
+            draft_config(config(small), replace(blueprint, compute=on_gpu))
+
+    def test_a_model_with_a_recurrent_state(self, large: Path, tmp_path: Path) -> None:
+        assert "recurrent state" in self.refused(large, write_case(CASES["lfm2"], tmp_path))
+
+    @pytest.mark.parametrize("batching", ["static", "dynamic"])
+    def test_a_batch_that_is_fixed(self, large: Path, small: Path, batching: str) -> None:
+        assert "so --speculation-model would change nothing" in self.refused(large, small, batching=batching)
+
+    def test_too_little_memory_for_both(self, large: Path, small: Path) -> None:
+        blueprint, _ = resolve_blueprint(config(None), resolve(str(large), large.parent), Resources().machine("large"))
+        resources = Resources(MemoryBudget(lambda: blueprint.share.num_bytes + 10_000))
+        with pytest.raises(NotEnoughMemory, match=r"Beside large, the model .*small\.gguf that guesses for it has no room"):
+            start(large, config(small), resources)

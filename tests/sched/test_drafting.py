@@ -1,0 +1,173 @@
+"""How many tokens a small model drafts, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.sched.drafting import Drafted
+from penstock.sched.policies.base import Guess, Guesser, StepRecord
+from penstock.testing.hash_executor import mix
+from penstock.types.request import Request
+from support.timed_steps import MODEL, Knowing, Timed, answer_of
+
+
+class Small:
+    """Knows the answers, but for about one token in `wrong_period`, and gives each token the same probability."""
+
+    def __init__(
+        self, probability: float = 0.9, wrong_period: int = 1000, fixed_ns: int = 500_000, each_ns: int = 10_000
+    ) -> None:
+        self.probability, self.wrong_period = probability, wrong_period
+        self.fixed_ns, self.each_ns = fixed_ns, each_ns
+        self.num_read: dict[str, int] = {}
+        self.num_drafts: dict[str, int] = {}
+        self.most_read = 0
+        self.num_drafted = self.num_steps = 0
+
+    def num_behind(self, request: Request) -> int:
+        self.num_read[request.request_id] = min(self.num_read.get(request.request_id, 0), request.num_tokens - 1)
+        return request.num_tokens - self.num_read[request.request_id]
+
+    def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
+        self.most_read = max(self.most_read, sum(num for _, num in chunks))
+        for request, num in chunks:
+            self.num_read[request.request_id] += num
+            self.num_drafts[request.request_id] = 0
+        whole = [request for request, _ in chunks if self.num_read[request.request_id] == request.num_tokens]
+        return self._step(whole, sum(num for _, num in chunks))
+
+    def go_on(self, requests: Sequence[Request]) -> Drafted:
+        return self._step(requests, len(requests))
+
+    def _step(self, requests: Sequence[Request], num_tokens: int) -> Drafted:
+        guesses = {}
+        for request in requests:
+            place = len(request.output_token_ids) + self.num_drafts[request.request_id]
+            self.num_drafts[request.request_id] += 1
+            wrong = mix(7, place) % self.wrong_period == 0
+            guesses[request.request_id] = (answer_of(request)[place] + wrong) % MODEL.vocab_size, self.probability
+        self.num_drafted += len(guesses)
+        self.num_steps += 1
+        return Drafted(guesses, self.fixed_ns + self.each_ns * num_tokens)
+
+    def ended(self, request_id: str) -> None:
+        self.num_read.pop(request_id, None)
+
+
+def timed_with(
+    small: Small | None, num_rows: int = 1, fixed_ns: int = 20_000_000, each_ns: int = 500_000, guesser: Guesser | str = "off"
+) -> Timed:
+    """The scheduler has seen steps of many sizes."""
+    timed = Timed(num_rows, fixed_ns, each_ns, guesser, drafter=small)
+    if timed.scheduler._guessing is not None:
+        for num in [*range(1, 40)] * 3:
+            timed.scheduler._guessing._cost.learn(StepRecord(num, 0, fixed_ns + each_ns * num))
+    return timed
+
+
+def ns_a_token(timed: Timed, least: int = 100) -> float:
+    """Run until a request has at least so many tokens. Return the time for a token of the batch."""
+    while all(len(request.output_token_ids) < least for request in timed.requests):
+        timed.step()
+    return timed.now_ns / sum(len(request.output_token_ids) for request in timed.requests)
+
+
+def gain(small: Small, num_rows: int = 1, fixed_ns: int = 20_000_000, each_ns: int = 500_000) -> float:
+    """Time for a token without the small model over that with it."""
+    plain, with_small = [ns_a_token(timed_with(one, num_rows, fixed_ns, each_ns)) for one in (None, small)]
+    return plain / with_small
+
+
+class TestPrice:
+    def test_right_drafts_gain_much_where_they_cost_little(self) -> None:
+        assert gain(Small()) > 5.0
+
+    def test_none_are_made_where_the_small_model_takes_as_long_as_the_large_one(self) -> None:
+        small = Small(fixed_ns=20_000_000)
+        assert gain(small) > 0.97
+        assert 1 <= small.num_drafted <= 4, "then it is known"
+
+    def test_the_less_probable_they_are_the_fewer_are_drafted(self) -> None:
+        nums = []
+        for wrong_period in (2, 3, 10):
+            small = Small(1 - 1 / wrong_period, wrong_period)
+            timed = timed_with(small)
+            nums.append(max(len(timed.step().guesses.get("r0", ())) for _ in range(9)))
+        assert nums == sorted(nums)
+        assert nums[0] < nums[2] / 2
+
+    def test_rows_are_drafted_together(self) -> None:
+        small = Small()
+        assert gain(small, 8) > 1.5
+        assert small.num_drafted > 6 * small.num_steps
+
+    def test_its_time_is_not_taken_for_that_of_checking(self) -> None:
+        timed = timed_with(Small(fixed_ns=3_000_000), 2)
+        num_tokens = [timed.step().num_tokens for _ in range(8)]
+        assert max(num_tokens) > 8
+        assert timed.scheduler._guessing is not None
+        cost = timed.scheduler._guessing._cost
+        for num in num_tokens[1:]:
+            assert cost.fixed_ns + num * cost.decode_ns == pytest.approx(20_000_000 + num * 500_000, rel=0.1)
+
+    @pytest.mark.parametrize("num_rows", [1, 4, 16])
+    def test_sure_drafts_that_are_always_wrong_cost_little(self, num_rows: int) -> None:
+        assert gain(Small(0.8, 1), num_rows) > 0.95
+
+    @pytest.mark.parametrize(("num_rows", "wrong_period"), [(1, 2), (4, 2), (16, 2), (16, 5), (30, 3)])
+    def test_drafts_that_are_sometimes_right_do_not_cost_more_than_they_give(self, num_rows: int, wrong_period: int) -> None:
+        small = Small(1 - 1 / wrong_period, wrong_period, fixed_ns=1_000_000)
+        assert gain(small, num_rows, each_ns=1_000_000) > 0.98
+
+
+class TestRows:
+    def test_one_with_a_better_match_is_not_drafted(self) -> None:
+        small = Small(0.5, 2)
+        timed = timed_with(small, guesser=Knowing(30))
+        assert max(timed.guesses()) > 4
+        assert not small.num_drafted
+
+    def test_one_with_a_worse_match_is(self) -> None:
+        class Wrong(Knowing):
+            def guess(self, request: Request, most: int) -> Guess | None:
+                guess = super().guess(request, most)
+                return guess and Guess([token_id + 1 for token_id in guess.token_ids], 2)
+
+        small = Small()
+        ns_a_token(timed_with(small, guesser=Wrong()))
+        assert small.num_drafted > 50
+
+    def test_a_row_whose_drafts_are_wrong_gets_fewer_of_them(self) -> None:
+        class HalfOfThem(Small):
+            def _step(self, requests: Sequence[Request], num_tokens: int) -> Drafted:
+                step = super()._step(requests, num_tokens)
+                guesses = {name: (token_id + (name == "r0"), chance) for name, (token_id, chance) in step.guesses.items()}
+                return Drafted(guesses, step.duration_ns)
+
+        timed = timed_with(HalfOfThem(), 2)
+        plans = [timed.step() for _ in range(9)]
+        nums = [sum(len(plan.guesses.get(name, ())) for plan in plans) for name in ("r0", "r1")]
+        assert nums[0] < nums[1] / 3
+
+    def test_a_long_prompt_is_read_in_parts_that_delay_others_little(self) -> None:
+        small = Small(0.6, 2, each_ns=100_000)
+        timed = timed_with(small, 2)
+        long = timed.requests[1]
+        long.prompt_token_ids = tuple([*range(30)] * 5)
+        long.num_tokens, long.max_total_tokens = len(long.prompt_token_ids), 195
+        ns_a_token(timed, 25)
+        assert small.num_read["r1"] >= 150
+        assert 16 < small.most_read < 80
+
+    def test_nothing_is_left_of_requests_that_ended(self) -> None:
+        small = Small()
+        timed = timed_with(small, 3)
+        while timed.scheduler.num_running or timed.scheduler.num_waiting:
+            timed.step()
+        guessing = timed.scheduler._guessing
+        assert guessing is not None
+        assert guessing._drafting is not None
+        assert not guessing._drafting._records
+        assert not small.num_read
