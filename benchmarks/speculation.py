@@ -3,6 +3,7 @@
     python benchmarks/speculation.py
     python benchmarks/speculation.py --model qwen2.5-coder:1.5b --clients 1 --requests 6
     python benchmarks/speculation.py --workloads story sharegpt --clients 8
+    python benchmarks/speculation.py --model large.gguf --draft small.gguf
 
 Workloads are those of `guessable.py`. In each round every client asks for its next greedy answer when it has one, first from
 one server and then from the other; the first changes each round. A run has a cache salt of its own, so no run finds prompts or
@@ -12,7 +13,8 @@ with guesses answers of one length end at different times.
 The table has output tokens per second without and with speculation (medians of the rounds, with the time for prompts in them),
 their ratio and its range over the rounds, the processors' time for a token without over that with speculation, how many guesses
 were made for each token, and how many of them were accepted. `differ` counts answers that are not the same. The last line is
-one JSON object.
+one JSON object. With `--draft` a third server also has that small model guess (`--speculation-model`), and a second table compares
+it with the one that has none.
 """
 
 from __future__ import annotations
@@ -113,19 +115,26 @@ def measure(servers: Mapping[str, Server], asked: Sequence[Chat], clients: int, 
     for number in range(rounds):
         for side in sorted(servers, reverse=number % 2 == 1):
             runs[side].append(servers[side].run(asked, clients))
-    off, on = runs["off"], runs["on"]
-    ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(on, off, strict=True)]
-    guessed = sum(run.guessed for run in on)
-    medians = {side: median(run.tokens_per_s for run in found) for side, found in runs.items()}
+    texts = runs["off"][0].texts
+    found = {
+        **{side: round(median(run.tokens_per_s for run in one), 1) for side, one in runs.items()},
+        **compare(runs["off"], runs["on"]),
+        "differ": sum(text != texts[idx] for one in runs.values() for run in one for idx, text in enumerate(run.texts)),
+    }
+    return found if "draft" not in runs else {**found, "drafted": compare(runs["on"], runs["draft"])}
+
+
+def compare(without: Sequence[Run], with_it: Sequence[Run]) -> dict[str, Any]:
+    ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(with_it, without, strict=True)]
+    guessed = sum(run.guessed for run in with_it)
+    medians = [median(run.tokens_per_s for run in runs) for runs in (without, with_it)]
     return {
-        **{side: round(value, 1) for side, value in medians.items()},
-        "ratio": round(medians["on"] / medians["off"], 3),
+        "ratio": round(medians[1] / medians[0], 3),
         "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
-        "cpu": round(cpu_ticks_a_token(off) / cpu_ticks_a_token(on), 3),
-        "tokens": round(on[0].num_tokens),
-        "guesses_a_token": round(guessed / sum(run.num_tokens for run in on), 3),
-        "accepted": round(sum(run.accepted for run in on) / guessed, 3) if guessed else 0.0,
-        "differ": sum(text != off[0].texts[idx] for run in (*off, *on) for idx, text in enumerate(run.texts)),
+        "cpu": round(cpu_ticks_a_token(without) / cpu_ticks_a_token(with_it), 3),
+        "tokens": round(with_it[0].num_tokens),
+        "guesses_a_token": round(guessed / sum(run.num_tokens for run in with_it), 3),
+        "accepted": round(sum(run.accepted for run in with_it) / guessed, 3) if guessed else 0.0,
     }
 
 
@@ -136,6 +145,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, help=f"of a run (default: twice the clients, at least {LEAST_REQUESTS})")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--draft", metavar="MODEL", help="measure a third server, for which this model guesses, too")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of both servers; the last argument here")
     args = parser.parse_args()
     command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}", "--served-model-name", SERVED_NAME]
@@ -145,7 +155,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         http = stack.enter_context(httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None)))
         servers = {}
-        for side, options in SIDES.items():
+        for side, options in {**SIDES, **({"draft": ("--speculation-model", args.draft)} if args.draft else {})}.items():
             contender = Contender(side, [*command, *options, *args.options], health="/ready")
             process, port = stack.enter_context(started(contender, folder / f"{side}.log"))
             servers[side] = Server(process.pid, f"http://127.0.0.1:{port}", http)
@@ -159,6 +169,13 @@ def main() -> None:
     shown = ("workload", "clients", *SIDES, "ratio", "range", "cpu", "guesses_a_token", "accepted", "differ")
     print(origin(args.model, f"{usable_threads()} threads", f"others used {percent(others.share())} of the processors"))
     print(table(shown, [[found[name] for name in shown] for found in results]))
+    if args.draft:
+        beside = ("ratio", "range", "cpu", "guesses_a_token", "accepted")
+        rows = [
+            [found["workload"], found["clients"], found["draft"], *(found["drafted"][name] for name in beside)]
+            for found in results
+        ]
+        print(table(("workload", "clients", "draft", *beside), rows))
     print(json.dumps({"benchmark": "speculation", "model": args.model, "results": results, **context(usable_threads(), "")}))
 
 

@@ -51,3 +51,10 @@ def test_sides_take_turns_and_the_medians_are_compared():
 def test_answers_that_differ_are_counted():
     servers = {"off": Canned("off", [], [10] * 2), "on": Canned("on", [], [10] * 2, text="other")}
     assert speculation.measure(servers, chats("story", 3), clients=1, rounds=2)["differ"] == 6
+
+
+def test_a_small_model_is_compared_with_the_side_that_has_none():
+    speeds = {"off": [10] * 2, "on": [20, 40], "draft": [40, 60]}
+    servers = {side: Canned(side, [], one) for side, one in speeds.items()}
+    found = speculation.measure(servers, chats("story", 2), clients=1, rounds=2)
+    assert (found["ratio"], found["draft"], found["drafted"]["ratio"], found["drafted"]["range"]) == (3, 50, 1.667, "1.50-2.00")

@@ -105,6 +105,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
     capacity = replace(CAPACITY, checks_guesses=depth == 1)
     every = list(product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"]))
     combinations = random.Random(f"{gate} {order} {depth}").sample(every, len(every) // 4)  # the others have others
+    num_drafted = 0
     for seed, ((budget, settings), reserve, victim) in enumerate(combinations):
         eviction, guesser = next(evictions), next(guessers)
         account = Account()
@@ -118,9 +119,8 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
             guesser={"half right": HalfRight(MODEL, capacity, seed=seed), "draft": "suffix"}.get(guesser, guesser),
             settings={"budget": settings},
         )
-        draft = DraftModel(
-            HashExecutor(replace(CAPACITY, num_blocks=20), model=MODEL), VirtualClock(), vocab_size=MODEL.vocab_size
-        )
+        small = HashExecutor(replace(CAPACITY, num_blocks=20), model=MODEL)
+        draft = DraftModel(small, VirtualClock(), vocab_size=MODEL.vocab_size)
         drafter = draft if guesser == "draft" else None
         core = make_core(capacity, policies, observer=account, adapters=make_adapters(), drafter=drafter)
         executor = HashExecutor(capacity, model=MODEL, depth=depth, seed=seed)
@@ -148,7 +148,9 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
         assert account.num_sampled_tokens == sum(len(outcome.token_ids) for outcome in outcomes.values()), case
         assert (account.num_padding_tokens > 0) == (gate != "continuous"), case
         assert not draft._rows, case
+        num_drafted += small.num_computed_tokens
         draft.close()
+    assert (num_drafted > 0) == (gate == "continuous" and depth == 1)
 
 
 @pytest.mark.parametrize("gate", TABLES["gate"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.sched.drafting import Drafted
-from penstock.sched.policies.base import Guess, Guesser, StepRecord
+from penstock.sched.policies.base import Guess, Guesser
 from penstock.testing.hash_executor import mix
 from penstock.types.request import Request
 from support.timed_steps import MODEL, Knowing, Timed, answer_of
@@ -63,7 +63,7 @@ def timed_with(
     timed = Timed(num_rows, fixed_ns, each_ns, guesser, drafter=small)
     if timed.scheduler._guessing is not None:
         for num in [*range(1, 40)] * 3:
-            timed.scheduler._guessing._cost.learn(StepRecord(num, 0, fixed_ns + each_ns * num))
+            timed.scheduler._guessing._line.learn(num, fixed_ns + each_ns * num)
     return timed
 
 
@@ -108,9 +108,9 @@ class TestPrice:
         num_tokens = [timed.step().num_tokens for _ in range(8)]
         assert max(num_tokens) > 8
         assert timed.scheduler._guessing is not None
-        cost = timed.scheduler._guessing._cost
+        line = timed.scheduler._guessing._line
         for num in num_tokens[1:]:
-            assert cost.fixed_ns + num * cost.decode_ns == pytest.approx(20_000_000 + num * 500_000, rel=0.1)
+            assert line.fixed_ns + num * line.position_ns == pytest.approx(20_000_000 + num * 500_000, rel=0.1)
 
     @pytest.mark.parametrize("num_rows", [1, 4, 16])
     def test_sure_drafts_that_are_always_wrong_cost_little(self, num_rows: int) -> None:
