@@ -13,8 +13,9 @@ with guesses answers of one length end at different times.
 The table has output tokens per second without and with speculation (medians of the rounds, with the time for prompts in them),
 their ratio and its range over the rounds, the processors' time for a token without over that with speculation, how many guesses
 were made for each token, and how many of them were accepted. `differ` counts answers that are not the same. The last line is
-one JSON object. With `--draft` a third server also has that small model guess (`--speculation-model`), and a second table compares
-it with the one that has none.
+one JSON object.
+
+With `--draft` a third server also has that small model guess. A second table compares it with the one that has none.
 """
 
 from __future__ import annotations

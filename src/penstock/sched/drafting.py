@@ -1,26 +1,32 @@
 """How many tokens a small model drafts for each row of a step (speculative decoding).
 
-A drafted token takes a part of the small model's step and a position of the large one's. Drafting goes on while the tokens that
-it is expected to give in that time are more than the step gives without them. Both times are learned from earlier steps.
+A draft takes a part of a small model's step, and then a position of the large one's if it is checked. It is made if the tokens
+that it is expected to give are more than the step gives in that time without it. Both times are learned from earlier steps.
 
-The chance of a draft is the probability that the small model gave it. It is corrected by the request's record, as that of a
-match is.
+The chance of a draft is the probability that the small model gave it, times the request's record: the drafts that were right
+for each that was expected to be. The next draft's probability is taken to be one of those of the last drafts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from penstock.sched.policies.base import StepRecord
 from penstock.sched.policies.budgets import FIRST_TOKENS, MIN_CHUNK_TOKENS, StepCost
 from penstock.types.request import Request
 
-USUAL_CHANCE = 0.5
-"""Chance of a new request's drafts, before there are any."""
+FIRST_PROBABILITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Those of the drafts before the first."""
+NUM_REMEMBERED = 64
 READING_SHARE = 0.25
 """The small model reads prompts in this part of a step's time, so that they delay others little."""
+TRIAL_SHARE = 0.01
+"""Drafts that do not seem to pay are tried in this part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +58,14 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """A request's drafts. A doubt is 1 minus the probability of a draft."""
+    """A request's drafts: how many were right, and how many were expected to be."""
 
-    sum_doubts: float
-    num_drafts: float = 4.0
-    num_misses: float = 1.0
+    num_right: float = 1.0
     num_expected: float = 1.0
 
     @property
-    def misses(self) -> float:
-        """Wrong drafts for each that was expected to be."""
-        return self.num_misses / self.num_expected
-
-    @property
-    def chance(self) -> float:
-        """Chance of the next draft, not knowing its probability."""
-        return 1.0 - self.misses * self.sum_doubts / self.num_drafts
+    def ratio(self) -> float:
+        return self.num_right / self.num_expected
 
 
 class Drafting:
@@ -78,16 +76,21 @@ class Drafting:
         self._cost = StepCost()
         """Costs of the small model's steps. A row counts as a decode, and what it reads before its last token as a prefill."""
         self._records: dict[str, _Record] = {}
-        self._doubts: dict[str, list[float]] = {}
-        """Those of the last drafts, by request."""
-        self._usual_chance = USUAL_CHANCE
+        self._made: dict[str, list[float]] = {}
+        """Probabilities of the last drafts, by request."""
+        self._seen = deque(FIRST_PROBABILITIES, NUM_REMEMBERED)
+        self._sorted: list[float] = []
+        self._sums: list[float] = []
+        """Sums of the first so many of `_sorted`."""
+        self._idle_ns = 0.0
+        """Time of the steps since the last draft."""
         self.spent_ns = 0
         """Time of the small model for the last step."""
+        self._sort()
 
     def chance(self, request: Request) -> float:
         """Return the chance of the request's next draft."""
-        record = self._records.get(request.request_id)
-        return max(USUAL_CHANCE, self._usual_chance) if record is None else record.chance
+        return self._record(request.request_id).ratio * self._sums[-1] / len(self._sorted)
 
     def draft(
         self, rows: Sequence[tuple[Request, int]], num_tokens: float, step_ns: float, guess_ns: float
@@ -97,69 +100,87 @@ class Drafting:
         Without drafts the step gives `num_tokens` in `step_ns`. A draft adds `guess_ns` to check it.
         """
         self.spent_ns = 0
-        self._doubts.clear()
+        self._made.clear()
+        self._sort()
         most = {request.request_id: num for request, num in rows}
         drafts: dict[str, list[int]] = {}
         chances: dict[str, list[float]] = {}
         chunks = self._to_read([request for request, _ in rows], num_tokens / step_ns, step_ns, guess_ns)
+        self._idle_ns = 0.0 if chunks else self._idle_ns + step_ns
         going = [request for request, _ in chunks]
         while going:
             step = self._drafter.go_on(going) if drafts else self._drafter.read(chunks)
             self._time(step, len(going), 0 if drafts else sum([num - 1 for _, num in chunks]))
-            for request_id, (token_id, probability) in step.guesses.items():
-                chance = self._note(request_id, 1.0 - probability, (chances.get(request_id) or [1.0])[-1])
-                drafts.setdefault(request_id, []).append(token_id)
-                chances.setdefault(request_id, []).append(chance)
-                num_tokens += chance
-                step_ns += guess_ns
             step_ns += step.duration_ns
-            rate = num_tokens / step_ns
+            for request_id, (token_id, probability) in step.guesses.items():
+                self._seen.append(probability)
+                self._made.setdefault(request_id, []).append(probability)
+                before = chances.setdefault(request_id, [])
+                drafts.setdefault(request_id, []).append(token_id)
+                before.append((before or [1.0])[-1] * min(1.0, self._record(request_id).ratio * probability))
+                if before[-1] > num_tokens / step_ns * guess_ns:
+                    num_tokens += before[-1]
+                    step_ns += guess_ns
             hopes = [
-                (request, chances[request.request_id][-1] * self._records[request.request_id].chance)
+                (request, chances[request.request_id][-1])
                 for request in going
                 if request.request_id in step.guesses and len(drafts[request.request_id]) < most[request.request_id]
             ]
-            going = self._worthwhile(hopes, rate, guess_ns)
-        rate = num_tokens / step_ns
+            going = self._worthwhile(hopes, num_tokens / step_ns, guess_ns)
+        price = num_tokens / step_ns * guess_ns
         for request_id, found in chances.items():
-            del drafts[request_id][sum([chance > rate * guess_ns for chance in found]) :]
+            del drafts[request_id][sum([chance > price for chance in found]) :]
         return {request_id: draft for request_id, draft in drafts.items() if draft}
 
     def _to_read(
         self, requests: Sequence[Request], rate: float, step_ns: float, guess_ns: float
     ) -> Sequence[tuple[Request, int]]:
         """Return which requests to read in this step, and how many tokens of each."""
+        cost = self._cost
         behind = {request.request_id: num for request in requests if (num := self._drafter.num_behind(request))}
-        hopes = [(request, self.chance(request)) for request in requests if request.request_id in behind]
-        going = self._worthwhile(hopes, rate, guess_ns)
-        room = int(READING_SHARE * step_ns / self._cost.prefill_ns) if self._cost.is_known else FIRST_TOKENS
-        room = max(room, MIN_CHUNK_TOKENS)
+        hopes = [(request, 1.0) for request in requests if request.request_id in behind]
+        going = [
+            request
+            for request in self._worthwhile(hopes, rate, guess_ns)
+            if self._gain(request, 1.0, rate, guess_ns) * _num_left(request)
+            > rate * cost.prefill_ns * (behind[request.request_id] - 1)
+        ]
+        room = max(MIN_CHUNK_TOKENS, int(READING_SHARE * step_ns / cost.prefill_ns) if cost.is_known else FIRST_TOKENS)
         chunks: list[tuple[Request, int]] = []
         for request in sorted(going, key=lambda request: behind[request.request_id]):
-            num = behind[request.request_id]
-            gain = self.chance(request) - rate * (guess_ns + self._cost.decode_ns)
-            if gain * _num_left(request) > rate * self._cost.prefill_ns * (num - 1) and room > 0:
-                chunks.append((request, min(num, room)))
-                room -= min(num, room)
+            if room > 0:
+                chunks.append((request, min(behind[request.request_id], room)))
+                room -= chunks[-1][1]
+        if hopes and not chunks:
+            request = min([request for request, _ in hopes], key=lambda request: behind[request.request_id])
+            num = min(behind[request.request_id], MIN_CHUNK_TOKENS)
+            if cost.estimate_ns(StepRecord(1, num - 1, 0)) < TRIAL_SHARE * self._idle_ns:
+                chunks.append((request, num))
         return chunks
 
     def _worthwhile(self, hopes: Sequence[tuple[Request, float]], rate: float, guess_ns: float) -> list[Request]:
-        """Return for which requests one more draft gives more than its time is worth. `hopes`: their chances."""
-        price = rate * (guess_ns + self._cost.decode_ns)
-        going = [(request, hope - price) for request, hope in hopes if hope > price]
-        gain = sum([gain for _, gain in going])
-        return [request for request, _ in going] if gain > rate * self._cost.fixed_ns else []
+        """Return for which requests another draft gives more than its time is worth. `hopes`: the chance of those before it."""
+        price = rate * self._cost.decode_ns
+        gains = [(request, self._gain(request, chance, rate, guess_ns) - price) for request, chance in hopes]
+        going = [(request, gain) for request, gain in gains if gain > 0]
+        return [request for request, _ in going] if sum([gain for _, gain in going]) > rate * self._cost.fixed_ns else []
 
-    def _note(self, request_id: str, doubt: float, chance_before: float) -> float:
-        """Note a draft. Return the chance that it and those before it are right."""
+    def _gain(self, request: Request, chance_before: float, rate: float, guess_ns: float) -> float:
+        """Return the tokens that another draft gives, less the price of checking it. It is only checked if that pays."""
+        ratio, price = self._record(request.request_id).ratio * chance_before, rate * guess_ns
+        num_below = bisect(self._sorted, price / ratio)
+        num_above = len(self._sorted) - num_below
+        return (ratio * (self._sums[-1] - self._sums[num_below]) - price * num_above) / len(self._sorted)
+
+    def _record(self, request_id: str) -> _Record:
         record = self._records.get(request_id)
         if record is None:
-            record = self._records[request_id] = _Record(0.0)
-            record.sum_doubts = record.num_drafts * (1.0 - max(USUAL_CHANCE, self._usual_chance))
-        record.sum_doubts += doubt
-        record.num_drafts += 1
-        self._doubts.setdefault(request_id, []).append(doubt)
-        return chance_before * max(0.0, 1.0 - record.misses * doubt)
+            record = self._records[request_id] = _Record()
+        return record
+
+    def _sort(self) -> None:
+        self._sorted = sorted(self._seen)
+        self._sums = [0.0, *accumulate(self._sorted)]
 
     def _time(self, step: Drafted, num_rows: int, num_read: int) -> None:
         self.spent_ns += step.duration_ns
@@ -167,15 +188,13 @@ class Drafting:
 
     def learn(self, request_id: str, num_guesses: int, num_accepted: int) -> None:
         """Note how many of a request's last drafts were accepted."""
-        record, num_judged = self._records[request_id], min(num_guesses, num_accepted + 1)
-        record.num_misses += num_accepted < num_guesses
-        record.num_expected += sum(self._doubts[request_id][:num_judged])
+        record = self._record(request_id)
+        record.num_right += num_accepted
+        record.num_expected += sum(self._made[request_id][: min(num_guesses, num_accepted + 1)])
 
     def ended(self, request_id: str) -> None:
         self._drafter.ended(request_id)
-        record = self._records.pop(request_id, None)
-        if record is not None:
-            self._usual_chance += (record.chance - self._usual_chance) / 8
+        self._records.pop(request_id, None)
 
 
 def _num_left(request: Request) -> int:
