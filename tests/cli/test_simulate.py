@@ -118,6 +118,7 @@ def test_guesses_are_made_if_it_is_said_how_many_hold(simulate: Simulate) -> Non
     assert re.search(r"[\d,]+ guesses, [5-9]\d\.\d% of them right\.", out)
     assert "a chance is from 0 to 1" in simulate(*SMALL, "--acceptance", "2")
     assert "can't be read" in simulate(*SMALL, "--acceptance", "no.rec")
+    assert "Leave out --speculation-model" in simulate(*SMALL, "--speculation-model", "small.gguf")
 
 
 def test_settings_are_compared_side_by_side(simulate: Simulate) -> None:

@@ -116,6 +116,9 @@ class TestPrice:
     def test_sure_drafts_that_are_always_wrong_cost_little(self, num_rows: int) -> None:
         assert gain(Small(0.8, 1), num_rows) > 0.95
 
+    def test_drafts_that_are_impossible_cost_little(self) -> None:
+        assert gain(Small(0.0, 1)) > 0.97
+
     @pytest.mark.parametrize(("num_rows", "wrong_period"), [(1, 2), (4, 2), (16, 2), (16, 5), (30, 3)])
     def test_drafts_that_are_sometimes_right_do_not_cost_more_than_they_give(self, num_rows: int, wrong_period: int) -> None:
         small = Small(1 - 1 / wrong_period, wrong_period, fixed_ns=1_000_000)

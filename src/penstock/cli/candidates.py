@@ -131,6 +131,8 @@ def make_candidate(
     if config.kv.kv_disk_size_bytes or config.kv.kv_host_size_bytes:
         flag = "--kv-disk-size" if config.kv.kv_disk_size_bytes else "--kv-host-size"
         raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
+    if config.scheduler.speculation_model is not None:
+        raise ConfigError("The guesses of a small model are not simulated.", remedy="Leave out --speculation-model.")
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)

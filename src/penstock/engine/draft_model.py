@@ -163,11 +163,10 @@ class DraftModel:
 def _settle(row: _Row, request: Request) -> int:
     """Count the guesses that became the request's tokens as read, and forget the others. Return how many tokens are read, at
     most all but the last."""
-    first = row.num_read - request.num_prompt_tokens
-    for token_id, other in zip(row.tail, request.output_token_ids[max(0, first) :], strict=False):
-        if token_id != other:
-            break
-        row.num_read += 1
-    row.tail = []
+    if row.tail:
+        new = request.output_token_ids[row.num_read - request.num_prompt_tokens :]
+        is_right = [token_id == other for token_id, other in zip(row.tail, new, strict=False)]
+        row.num_read += [*is_right, False].index(False)
+        row.tail = []
     row.num_read = min(row.num_read, request.num_tokens - 1)
     return row.num_read

@@ -168,7 +168,7 @@ class Drafting:
     def _gain(self, request: Request, chance_before: float, rate: float, guess_ns: float) -> float:
         """Return the tokens that another draft gives, less the price of checking it. It is only checked if that pays."""
         ratio, price = self._record(request.request_id).ratio * chance_before, rate * guess_ns
-        num_below = bisect(self._sorted, price / ratio)
+        num_below = bisect(self._sorted, price / max(ratio, 1e-9))
         num_above = len(self._sorted) - num_below
         return (ratio * (self._sums[-1] - self._sums[num_below]) - price * num_above) / len(self._sorted)
 
