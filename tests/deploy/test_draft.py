@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any
 import pytest
 
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
-from penstock.deploy.draft import draft_config
+from penstock.deploy.draft import draft_config, open_draft
 from penstock.deploy.factory import start_model
 from penstock.deploy.resolve import resolve as resolve_blueprint
 from penstock.deploy.resources import MemoryBudget, Resources
+from penstock.engine.draft_model import DraftModel
+from penstock.engine.thread import EngineState
 from penstock.models.catalog import resolve
 from penstock.sched.guessing import Guessing
 from penstock.testing.builders import make_request
-from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.types.errors import ConfigError, ExecutorFailure, NotEnoughMemory
 from penstock.types.request import FinishReason
+from support.executors import executor_class
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
 from support.reading import chunks_of
@@ -96,6 +100,34 @@ def test_it_counts_as_the_model_s_memory(large: Path, small: Path) -> None:
     assert share is not None
     assert 0 < share.num_draft_bytes < share.num_kv_bytes
     assert "draft model" in str(share)
+
+
+def test_a_model_that_failed_gets_a_new_one(large: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guessing, "_step_ns", lambda *_: 1e12)
+    opened: list[DraftModel] = []
+
+    def noted(*arguments: Any) -> DraftModel:
+        opened.append(open_draft(*arguments))
+        return opened[-1]
+
+    def fail(*_: Any) -> None:
+        raise ExecutorFailure("broken")
+
+    monkeypatch.setattr("penstock.deploy.build.open_draft", noted)
+    running = start(large, config(small))
+    good = answers(running)
+    with monkeypatch.context() as broken:
+        broken.setattr(executor_class(Backend.NATIVE), "collect", fail)
+        assert {reason for reason, _ in answers(running)} == {FinishReason.ERROR}
+    end = time.monotonic() + 60.0
+    while running.engine.state is not EngineState.READY:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    num_guesses = running.metrics.guesses.total()
+    assert answers(running) == good
+    assert running.metrics.guesses.total() > num_guesses
+    assert running.close(30.0)
+    assert [draft.num_behind(make_request()) for draft in opened] == [0, 0], "both are closed"
 
 
 class TestRefused:
