@@ -17,11 +17,11 @@ from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request, make_text, text_capacity
 from penstock.testing.driver import Driver, LateWorker
 from penstock.types.events import Abort, Add
-from penstock.types.plan import Capacity, Ticket
+from penstock.types.plan import Capacity, RowPlan, Ticket
 from penstock.types.request import FinishReason, WaitTimes
 from penstock.types.result import StepResult
 from penstock.types.sampling import BeamParams, EarlyStopping
-from penstock.types.stats import PreemptReason, PrefixEnd
+from penstock.types.stats import Admission, PlanNews, PreemptReason, PrefixEnd, StepCounts, StepStats, WaitReason
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.hash_matcher import HashMatcher
 
@@ -583,6 +583,21 @@ def test_all_beams_decode_from_the_step_that_computed_their_prompt() -> None:
         assert (told.prefill_ns, told.decode_ns, told.decode_with_prompts_ns) == (1 * MS, 11 * MS, 0)
         assert (told.num_generated_tokens, told.num_decode_steps, told.max_batch) == (12, 11, 3)
         assert "after the first, 1.0 ms each" in summary(told)
+
+
+def test_steps_of_the_background_are_told_apart() -> None:
+    journal = Journal(10)
+    journal.on_queued(make_request("a", 8), 0)
+    journal.on_news(PlanNews(0, WaitReason.NOTHING, [Admission("a", 8, 0, 8)], ()))
+    prompt, decode, rested = [RowPlan("a", 0, 8, (), 1)], StepCounts(num_rows=1), StepCounts(num_rows=2, rested=["a"])
+    steps = [(1, StepCounts(num_rows=1, prefills=prompt)), (2, decode), (7, rested), (9, rested), (10, decode)]
+    began = 0
+    for number, (ended, counts) in enumerate(steps):
+        journal.on_step(StepStats(number, began * MS, ended * MS, 1, 0, 64, 60, 0, counts=counts))
+        began = ended
+    told = journal.explain("a", lambda: 10 * MS)
+    assert told is not None
+    assert (told.decode_ns, told.num_decode_steps, told.rested_ns, told.num_sat_out_steps) == (9 * MS, 2, 7 * MS, 0)
 
 
 def test_beams_of_one_search_are_not_told_as_waiting_before_each_other() -> None:

@@ -27,6 +27,7 @@ async def test_an_ended_request_is_explained_by_either_id(client):
     assert by_header.pop("age_ms") <= by_answer.pop("age_ms")
     assert by_header == by_answer
     assert (by_header["id"], by_header["created"]) == (answer.headers["x-request-id"], 1_700_000_000)
+    assert by_header["model"] == answer.json()["model"]
     [choice] = by_header["choices"]
     assert (choice["state"], choice["finish_reason"]) == ("ended", "length")
     assert (choice["prompt_tokens"], choice["completion_tokens"]) == (len(PROMPT), 9)

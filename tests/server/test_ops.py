@@ -106,6 +106,20 @@ async def test_load_says_how_busy_it_is_now_and_of_late(client):
     assert load["sustained"]["arrivals_per_s"] > 0
 
 
+async def test_load_of_a_model_has_its_settings():
+    runtime = make_runtime(settings={"policy": "sjf"})
+    try:
+        async with make_client(runtime) as client:
+            load = (await client.get("/load?model=toy")).json()
+            assert "settings" not in (await client.get("/load")).json()
+    finally:
+        runtime.close()
+    assert load["settings"] == {"policy": "sjf"}
+    capacity = runtime.model.capacity
+    assert load["capacity"]["blocks"] == load["kv_blocks"] == capacity.num_blocks - 1
+    assert (load["capacity"]["rows"], load["capacity"]["model_len"]) == (capacity.max_rows, capacity.max_model_len)
+
+
 async def test_model_cards(client):
     cards = (await client.get("/v1/models")).json()
     assert [card["id"] for card in cards["data"]] == ["toy", "org/toy"]
