@@ -11,11 +11,15 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.main import cli
+from penstock.lab.cost_files import SavedCost, save_cost
+from penstock.lab.cost_model import CostModel
+from penstock.lab.evidence import Scrape
 from penstock.lab.recording import open_recording
 from penstock.lab.replayed import show
 from penstock.obs.explain.explanation import Explanation
+from penstock.types.request import WaitTimes
 from support.doctor.illnesses import prompts_beside_streams, small_kv_cache, too_few_rows
-from support.doctor.stage import Stage, Visitor, poisson
+from support.doctor.stage import MODEL, Stage, Visitor, poisson
 from support.server.harness import MODEL_NAME, running
 
 
@@ -39,6 +43,19 @@ def test_a_recording_explains_its_requests_as_the_server_did(tmp_path: Path) -> 
     live = stage.journal.explain_all(stage.ids, stage.clock.now_ns)
     assert [times(told) for told in shown.explanations] == [times(told) for told in live]
     assert any("rows" in told.waited_for_ns for told in live)
+
+
+def test_waits_before_the_queue_and_the_background_are_recorded(tmp_path: Path) -> None:
+    grammars = poisson(5, 4, answer=30, waits=WaitTimes(grammar=40_000_000))
+    lines = [Visitor(at_s=0, answer=200, background=True) for _ in range(3)]
+    stage = record(tmp_path / "r", [*grammars, *lines])
+    shown = show(open_recording(tmp_path / "r"))
+    live = stage.journal.explain_all(stage.ids, stage.clock.now_ns)
+    assert [times(told) for told in shown.explanations] == [times(told) for told in live]
+    assert all(told.waited_for_ns["grammar"] == 40_000_000 for told in shown.explanations)
+    assert len(shown.explanations) == len(grammars)
+    series = Scrape(shown.after, MODEL)
+    assert series.sum("background_tokens_total") == stage.metrics.num_background_tokens > 0
 
 
 def test_preempted_requests_of_a_recording_are_told_from_those_that_rest(tmp_path: Path) -> None:
@@ -74,6 +91,15 @@ def test_json_has_the_figures(tmp_path: Path) -> None:
 def test_a_healthy_recording_ends_with_0(tmp_path: Path) -> None:
     record(tmp_path / "r", poisson(40, 1, prompt=100, answer=50))
     assert doctor(str(tmp_path / "r"))[0] == 0
+
+
+def test_a_simulator_that_is_far_off_predicts_nothing(tmp_path: Path) -> None:
+    record(tmp_path / "r", poisson(40, 3, prompt=50, answer=[60, 120]), max_num_seqs=1)
+    fast = CostModel(step_ns=1e3, decode_row_ns=1e3, prefill_token_ns=1e3)
+    save_cost(tmp_path / "cost", SavedCost(cost=fast, source="profile"))
+    told = json.loads(doctor(str(tmp_path / "r"), "--cost", str(tmp_path / "cost"), "--json")[1])
+    assert told["findings"][0]["gain"] is None
+    assert told["doubt"].startswith("No gain is predicted: simulated as they were, requests take ")
 
 
 @pytest.mark.parametrize("stage", [too_few_rows, small_kv_cache])

@@ -88,7 +88,10 @@ def doctor(
     except PenstockError as error:
         click.echo(f"error: {printable(str(error))}", err=True)
         context.exit(EXIT_CODES[Verdict.UNKNOWN])
-    click.echo(json.dumps(_as_json(diagnosis), indent=2) if as_json else printable("\n".join(_lines(diagnosis))))
+    told = (
+        json.dumps(_as_json(diagnosis, predictor.doubt), indent=2) if as_json else "\n".join(_lines(diagnosis, predictor.doubt))
+    )
+    click.echo(printable(told))
     context.exit(EXIT_CODES[diagnosis.verdict])
 
 
@@ -213,6 +216,8 @@ class Predictor:
         self.cost: CostModel | None = None
         """None: guessed from the requests."""
         self.acceptance: Acceptance | None = None
+        self.doubt = ""
+        """Why the simulator is not believed, if it is not."""
         self._before: Outlook | None = None
 
     def gain(self, change: Mapping[str, Any]) -> Gain | None:
@@ -227,8 +232,13 @@ class Predictor:
             after = self._outlook(change)
         except (PenstockError, RuntimeError):
             return None
-        seen_s = evidence.total_s / len(evidence.visits)
-        return Gain(self._before, after) if 0.5 <= self._before.mean_s / seen_s <= 2 else None
+        before_s, seen_s = self._before.mean_s, evidence.total_s / len(evidence.visits)
+        if 0.5 <= before_s / seen_s <= 2:
+            return Gain(self._before, after)
+        self.doubt = (
+            f"No gain is predicted: simulated as they were, requests take {before_s:.2g} s, and they took {seen_s:.2g} s."
+        )
+        return None
 
     def _shows(self, change: Mapping[str, Any]) -> bool:
         """Return whether the workload has what the change is about. It has no background requests and no `max_tokens`."""
@@ -283,7 +293,7 @@ def _gain(gain: Gain) -> str:
     )
 
 
-def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+def _lines(diagnosis: Diagnosis, doubt: str = "") -> Iterator[str]:
     words = {Verdict.HEALTHY: "Nothing is wrong.", Verdict.ILL: "Found:", Verdict.UNKNOWN: "Can't tell."}
     yield from textwrap.wrap(f"{words[diagnosis.verdict]} {diagnosis.summary}", _WIDTH)
     for number, one in enumerate(diagnosis.findings, 1):
@@ -296,12 +306,16 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             texts.append(_gain(one.gain))
         for text in texts:
             yield from textwrap.wrap(text, _WIDTH, initial_indent="   ", subsequent_indent="   ")
+    if doubt:
+        yield ""
+        yield from textwrap.wrap(doubt, _WIDTH)
 
 
-def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
+def _as_json(diagnosis: Diagnosis, doubt: str) -> dict[str, object]:
     return {
         "verdict": diagnosis.verdict,
         "summary": diagnosis.summary,
+        "doubt": doubt,
         "findings": [
             {
                 "name": one.rule.name,
