@@ -18,7 +18,7 @@ from time import process_time
 from typing import Any, NamedTuple
 
 from penstock.lab.cost_model import CostModel
-from penstock.lab.kernel_import import import_folder
+from penstock.lab.kernel_import import Choice, import_folder
 from penstock.lab.plots import Axis, Panel, Series, draw
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.workload import NS_PER_S, Job, Workload
@@ -56,14 +56,25 @@ class Times(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="of the model, if it is not known")
+    parser.add_argument("--link-gbytes-per-s", type=float, default=16, help="of several GPUs; the default is LLMServingSim's")
+    parser.add_argument("--link-latency-us", type=float, default=20, help="the same for the latency")
     parser.add_argument("--requests", type=Path, help="requests.jsonl, if it is elsewhere; meta.json lies beside it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="running and waiting requests over time")
     asked = parser.parse_args()
     path = asked.requests or asked.folder / "requests.jsonl"
     recorded = [json.loads(line) for line in path.read_text().splitlines() if line]
     meta = json.loads((path.parent / "meta.json").read_text())
-    saved = import_folder(asked.folder, num_layers=asked.layers)
+    engine = meta["engine_kwargs"]
+    if engine.get("data_parallel_size", 1) > 1:
+        parser.error("Engines that share their experts (data_parallel_size above 1) are not simulated.")
+    choice = Choice(
+        num_layers=asked.layers,
+        num_gpus=engine.get("tensor_parallel_size", 1),
+        link_bytes_per_s=asked.link_gbytes_per_s * 1e9,
+        link_latency_ns=asked.link_latency_us * 1e3,
+    )
+    saved = import_folder(asked.folder, choice)
     began_s = process_time()
     real = recorded_times(recorded)
     outcome = simulation(meta, saved.cost).run(workload(real, recorded))

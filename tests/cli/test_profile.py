@@ -131,7 +131,8 @@ def test_tables_of_kernels_are_imported(penstock: Penstock, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layers", "4"], "name their folder with --import"),
+        (["--layers", "4"], "name them with --import"),
+        (["--import", ".", "--link-latency-us", "20"], "One GPU has no link"),
         (["--import", ".", "--from", "traffic.rec"], "leave out --from"),
         (["--import", "."], "has no tables of kernels"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.lab.cost_files import CostFileError, load_cost, save_cost
 from penstock.lab.cost_model import CostModel
-from penstock.lab.kernel_import import import_folder
+from penstock.lab.kernel_import import Choice, import_folder
 from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 from penstock.lab.sizing import with_more_bandwidth, with_more_compute
 from penstock.types.plan import StepShape
@@ -138,11 +138,26 @@ def test_a_file_is_what_was_imported(folder: Path, tmp_path: Path) -> None:
 
 def test_the_number_of_layers_is_known_or_given(folder: Path) -> None:
     assert kernels_of(import_folder(folder).cost).num_layers == NUM_LAYERS
-    shallow = import_folder(folder, num_layers=16).cost
+    shallow = import_folder(folder, Choice(num_layers=16)).cost
     assert kernels_of(shallow) == replace(kernels_of(import_folder(folder).cost), num_layers=16)
     (folder / "meta.yaml").unlink()
     with pytest.raises(CostFileError, match=r"how many layers.*--layers N"):
         import_folder(folder)
+
+
+def test_several_gpus_add_up_their_results(folder: Path) -> None:
+    one = kernels_of(import_folder(folder).cost)
+    (folder / "tp2").mkdir()
+    for path in folder.glob("*.csv"):
+        path.rename(folder / "tp2" / path.name)
+    link = Choice(num_gpus=2, link_bytes_per_s=16e9, link_latency_ns=20e3)
+    two = kernels_of(import_folder(folder, link).cost)
+    assert two.layer_tokens == one.layer_tokens
+    assert (two.reduce_ns, two.reduce_token_ns) == (80e3, pytest.approx(2 * 4096 * 2 / 16))
+    assert two.skews is not None
+    assert {0.5, 0.25, 0.1} == set(two.skews.values), "with the usual of two GPUs"
+    with pytest.raises(CostFileError, match=r"how long 2 GPUs take.*--link-gbytes-per-s"):
+        import_folder(folder, Choice(num_gpus=2))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.ports import Executor
     from penstock.lab.fitting import Fit
+    from penstock.lab.kernel_import import Choice
     from penstock.lab.recording import Recording
     from penstock.lab.step_table import Peaks
 
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     "--import", "folder", type=FOLDER, metavar="FOLDER", help="Kernel times that others published, as of LLMServingSim."
 )
 @click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
+@click.option("--hidden-size", type=click.IntRange(1, 1 << 20), help="With --import: the same for its width.")
+@click.option("--gpus", type=click.IntRange(1, 64), default=1, help="With --import: GPUs that share each layer.")
+@click.option("--link-gbytes-per-s", type=click.FloatRange(0, min_open=True), help="With --gpus: 10^9 bytes that each sends.")
+@click.option(
+    "--link-latency-us", type=click.FloatRange(0), default=0.0, help="With --gpus: time of a transfer beside its bytes."
+)
 @click.option("--trace", type=FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
 @click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
@@ -46,6 +53,10 @@ def profile(
     source: Path | None,
     folder: Path | None,
     layers: int | None,
+    hidden_size: int | None,
+    gpus: int,
+    link_gbytes_per_s: float | None,
+    link_latency_us: float,
     trace: Path | None,
     plot_file: Path | None,
     rounds: int,
@@ -64,10 +75,21 @@ def profile(
     if folder is not None:
         if source is not None or trace is not None or plot_file is not None:
             raise click.UsageError("--import is about tables of others: leave out --from, --trace and --plot.")
-        _import(folder, layers, fit_file)
+        if gpus == 1 and (link_gbytes_per_s or link_latency_us):
+            raise click.UsageError("One GPU has no link: say how many there are with --gpus.")
+        from penstock.lab.kernel_import import Choice
+
+        choice = Choice(
+            num_layers=layers,
+            hidden_size=hidden_size,
+            num_gpus=gpus,
+            link_bytes_per_s=1e9 * (link_gbytes_per_s or 0.0),
+            link_latency_ns=1e3 * link_latency_us,
+        )
+        _import(folder, choice, fit_file)
         return
-    if layers is not None:
-        raise click.UsageError("--layers is for tables of kernels: name their folder with --import.")
+    if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us:
+        raise click.UsageError("--layers, --hidden-size, --gpus and --link are for tables of kernels: name them with --import.")
     if source is None:
         if trace is not None:
             raise click.UsageError("--trace is about a recording: name one with --from.")
@@ -85,12 +107,12 @@ def profile(
     _from_recording(open_recording(source), fit_file, trace)
 
 
-def _import(folder: Path, num_layers: int | None, fit_file: Path | None) -> None:
+def _import(folder: Path, choice: Choice, fit_file: Path | None) -> None:
     from penstock.lab.cost_files import save_cost
     from penstock.lab.kernel_import import import_folder
     from penstock.lab.profiling import kernel_lines
 
-    saved = import_folder(folder, num_layers=num_layers)
+    saved = import_folder(folder, choice)
     assert saved.cost.kernels is not None, "tables were imported"
     print(saved.words)
     for line in kernel_lines(saved.cost.kernels):

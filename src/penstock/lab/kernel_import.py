@@ -11,10 +11,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,33 +26,51 @@ from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 
 MAX_TABLE_BYTES = 64 << 20
 MAX_POINTS = 1 << 20
-LAYERS: Mapping[str, int] = {
-    "meta-llama/Llama-3.1-8B": 32,
-    "meta-llama/Llama-3.1-70B": 80,
-    "Qwen/Qwen3-32B": 64,
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": 48,
+
+
+class Shape(NamedTuple):
+    num_layers: int
+    hidden_size: int
+
+
+SHAPES: Mapping[str, Shape] = {
+    "meta-llama/Llama-3.1-8B": Shape(32, 4096),
+    "meta-llama/Llama-3.1-70B": Shape(80, 8192),
+    "Qwen/Qwen3-32B": Shape(64, 5120),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": Shape(48, 2048),
 }
-"""Layers of models with published tables, from their config.json: the tables are of one layer, and do not say it."""
+"""Models with published tables, by their config.json. The tables are of one layer, and say neither number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Facts that the tables lack. None: as in `SHAPES`, for the model that the tables name."""
+
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    num_gpus: int = 1
+    """GPUs that share each layer (tensor parallelism)."""
+    link_bytes_per_s: float = 0.0
+    """Bytes that each GPU can send to the others."""
+    link_latency_ns: float = 0.0
+
 
 _Point = tuple[float, ...]
 
 
-def import_folder(folder: Path, *, num_layers: int | None = None) -> SavedCost:
-    """Read a folder of kernel tables. `num_layers`: of the model; None for those of the model that the tables name.
-
-    Raises CostFileError, which names the file and the line.
-    """
+def import_folder(folder: Path, choice: Choice = Choice()) -> SavedCost:
+    """Read a folder of kernel tables. Raises CostFileError, which names the file and the line."""
     for is_there, read in READERS.values():
         if is_there(folder):
-            return read(folder, num_layers)
+            return read(folder, choice)
     remedy = f"Formats: {', '.join(READERS)}; such a folder has dense.csv, attention.csv and per_sequence.csv."
     raise CostFileError(f"{folder} has no tables of kernels that Penstock reads.", remedy=remedy)
 
 
 # LLMServingSim
 #
-# Everything is from its files, but for the number of layers (LAYERS), and for the host, which takes no time: vLLM plans a step
-# while the one before runs, and its graphs of kernels leave no gaps between them.
+# Everything is from its files, but for the shape of the model, the link of several GPUs, and the host. The host takes no time:
+# vLLM plans a step while the one before runs, and its graphs of kernels leave no gaps between them.
 
 _DENSE, _ROWS, _ATTENTION, _EXPERTS = "dense.csv", "per_sequence.csv", "attention.csv", "moe.csv"
 _ONCE = ("embedding", "final_layernorm")
@@ -63,15 +82,29 @@ BEYOND = 1e18
 _LABEL = re.compile(r"^\w+(<=|=|>)(\d+)(k|%)?$")
 
 
-def _llmservingsim(folder: Path, num_layers: int | None) -> SavedCost:
-    meta = _meta(folder)
+def _llmservingsim(folder: Path, choice: Choice) -> SavedCost:
+    meta = _meta(folder, choice.num_gpus)
     model = meta.get("model", "")
-    num_layers = num_layers or LAYERS.get(model)
-    if num_layers is None:
+    known = SHAPES.get(model)
+    num_layers = choice.num_layers or (known and known.num_layers)
+    hidden_size = choice.hidden_size or (known and known.hidden_size)
+    if not num_layers:
         raise CostFileError(
             f"{folder} has kernels of one layer of {model or 'a model'}, and does not say how many layers there are.",
             remedy="Give their number, as in the model's config.json: --layers N.",
         )
+    reduce_ns = reduce_token_ns = 0.0
+    if choice.num_gpus > 1:
+        if not hidden_size or not choice.link_bytes_per_s:
+            raise CostFileError(
+                f"{folder} does not say how long {choice.num_gpus} GPUs take to add up their results.",
+                remedy="Give --link-gbytes-per-s, and --hidden-size if the model is not known.",
+            )
+        # Attention and products each end in an all-reduce of a bf16 vector per token, in a ring.
+        num_parts = choice.num_gpus - 1
+        reduce_ns = 2 * 2 * num_parts * choice.link_latency_ns
+        reduce_token_ns = 2 * 2 * num_parts / choice.num_gpus * 2 * hidden_size / choice.link_bytes_per_s * 1e9
+    folder = _tables_of(folder, choice.num_gpus)
     dense = _curves(folder / _DENSE, "tokens")
     if lacking := [name for name in _REQUIRED if name not in dense]:
         raise CostFileError(f"{folder / _DENSE} has no times of {', '.join(lacking)}.", remedy="Copy the whole table.")
@@ -92,6 +125,8 @@ def _llmservingsim(folder: Path, num_layers: int | None) -> SavedCost:
         mixtures=mixtures,
         skews=skews,
         experts=experts,
+        reduce_ns=reduce_ns,
+        reduce_token_ns=reduce_token_ns,
     )
     fitted = Fitted(
         max_rows=int(tables.step_rows.axes[0][-1]),
@@ -110,16 +145,22 @@ def _llmservingsim(folder: Path, num_layers: int | None) -> SavedCost:
     )
 
 
-def _meta(folder: Path) -> Mapping[str, str]:
-    """Return the plain values of meta.yaml at the top, and the first `alpha_default`: that of one GPU."""
+def _tables_of(folder: Path, num_gpus: int) -> Path:
+    """Return the folder of the tables of `num_gpus`: the one that was given, or its part as the profiler writes it."""
+    part = folder / f"tp{num_gpus}"
+    return part if part.is_dir() else folder
+
+
+def _meta(folder: Path, num_gpus: int) -> Mapping[str, str]:
+    """Return the plain values of meta.yaml at the top, and the `alpha_default` of so many GPUs."""
     path = folder / "meta.yaml"
     if not path.exists():
         return {}
     lines = _text(path).splitlines()
     tops = [match for line in lines if (match := re.match(r"(\w+): +'?([^'\[{]+?)'?$", line))]
     found = {match[1]: match[2] for match in tops}
-    alphas = [match[1] for line in lines if (match := re.match(r" +alpha_default: +([-+.\deE]+)$", line))]
-    return found | ({"alpha_default": alphas[0]} if alphas else {})
+    of_gpus = re.search(rf"^ +{num_gpus}:\n(?: +(?!\d+:).*\n)*? +alpha_default: +([-+.\deE]+)$", _text(path), re.MULTILINE)
+    return found | ({"alpha_default": of_gpus[1]} if of_gpus else {})
 
 
 def _text(path: Path) -> str:
@@ -245,7 +286,7 @@ def _experts(path: Path) -> Experts:
     return Experts(ns=ns, num_experts=int(ns.axes[1][-1]), num_experts_per_token=int(ns.axes[1][0]))
 
 
-READERS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, int | None], SavedCost]]] = {
-    "LLMServingSim": (lambda folder: (folder / _ATTENTION).exists(), _llmservingsim),
+READERS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, Choice], SavedCost]]] = {
+    "LLMServingSim": (lambda folder: any(path.exists() for path in (folder / _ATTENTION, *folder.glob("tp*"))), _llmservingsim),
 }
 """By format: whether a folder has it, and its reader."""

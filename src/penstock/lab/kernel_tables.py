@@ -96,13 +96,17 @@ class KernelTables:
     (tokens of the chunk, decodes, share, longest, positions before the chunk). The share is (mean - shortest) / (longest -
     shortest)."""
     experts: Experts | None = None
+    reduce_ns: float = 0.0
+    """Time of a layer in which several GPUs add up their results, besides `reduce_token_ns` for each token of the step."""
+    reduce_token_ns: float = 0.0
     compute_factor: float = 1.0
     """How many times as fast the machine multiplies as the one of the tables. `read_factor`: the same for its memory."""
     read_factor: float = 1.0
 
     def times(self) -> list[float]:
         tables = (self.layer_tokens, self.step_tokens, self.step_rows, self.decodes, self.prefills, self.mixtures)
-        return [ns for table in tables for ns in table.values] + list(() if self.experts is None else self.experts.ns.values)
+        experts = () if self.experts is None else self.experts.ns.values
+        return [*[ns for table in tables for ns in table.values], *experts, self.reduce_ns, self.reduce_token_ns]
 
     @property
     def max_tokens(self) -> int:
@@ -121,6 +125,7 @@ class KernelTables:
         layer_ns = self._dense_ns(self.layer_tokens, num_tokens) + self._attention_ns(counts)
         if self.experts is not None:
             layer_ns += self._shared(self.experts.layer_ns(1), self.experts.layer_ns(num_tokens))
+        layer_ns += self.reduce_ns + self.reduce_token_ns * num_tokens
         once_ns = self._dense_ns(self.step_tokens, num_tokens) + self._dense_ns(self.step_rows, counts.num_rows)
         return self.num_layers * layer_ns + once_ns
 
