@@ -26,6 +26,8 @@ from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity
 
 BLOCK_SIZE = 16
+LINK_GBYTES_PER_S, LINK_LATENCY_US = 16 * 2**30 / 1e9, 20.0
+"""The link in LLMServingSim's configurations of these machines, in which a gigabyte has 2^30 bytes."""
 MAX_MODEL_LEN = 1 << 17
 USUAL_BLOCKS = 1 << 15
 """KV blocks if the recording does not say how many there were."""
@@ -57,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="of the model, if it is not known")
-    parser.add_argument("--link-gbytes-per-s", type=float, default=16, help="of several GPUs; the default is LLMServingSim's")
-    parser.add_argument("--link-latency-us", type=float, default=20, help="the same for the latency")
+    parser.add_argument("--link-gbytes-per-s", type=float, default=LINK_GBYTES_PER_S, help="between several GPUs")
+    parser.add_argument("--link-latency-us", type=float, default=LINK_LATENCY_US)
     parser.add_argument("--requests", type=Path, help="requests.jsonl, if it is elsewhere; meta.json lies beside it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="running and waiting requests over time")
     asked = parser.parse_args()

@@ -100,6 +100,12 @@ def test_uneven_decodes_are_between_their_mean_and_their_longest(folder: Path) -
     assert beside_a_prompt == pytest.approx(mean + 0.125 * (mixture_us(16, 512, 4, 1024) - mean), abs=0.1)
 
 
+def test_a_correction_that_is_disabled_is_left_out(folder: Path) -> None:
+    meta = folder / "meta.yaml"
+    meta.write_text(meta.read_text().replace("skew_fit:\n", "skew_fit:\n  enabled: false\n"))
+    assert kernels_of(import_folder(folder).cost).skews is None
+
+
 def test_experts_are_those_that_tokens_choose(folder: Path) -> None:
     lines = [f"{tokens},{num},{num}" for tokens in (1, 256) for num in (2, 8, 16)]
     (folder / "moe.csv").write_text("\n".join(["tokens,activated_experts,time_us", *lines]) + "\n")

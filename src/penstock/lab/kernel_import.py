@@ -111,7 +111,7 @@ def _llmservingsim(folder: Path, choice: Choice) -> SavedCost:
     per_layer = [curve for name, curve in dense.items() if name not in _ONCE] + [dense[_TWICE]]
     rows = _curves(folder / _ROWS, "sequences")
     decodes, prefills, mixtures = _attention(folder / _ATTENTION)
-    skews = _skews(folder / "skew_fit.csv", float(meta.get("alpha_default", 0.0)))
+    skews = _skews(folder / "skew_fit.csv", float(meta.get("alpha_default", 0.0))) if "skews_are_off" not in meta else None
     experts = _experts(folder / _EXPERTS) if (folder / _EXPERTS).exists() else None
     if experts is None and "down_proj" not in dense:
         raise CostFileError(f"{folder} has neither {_EXPERTS} nor times of down_proj.", remedy="Copy all of its tables.")
@@ -152,14 +152,15 @@ def _tables_of(folder: Path, num_gpus: int) -> Path:
 
 
 def _meta(folder: Path, num_gpus: int) -> Mapping[str, str]:
-    """Return the plain values of meta.yaml at the top, and the `alpha_default` of so many GPUs."""
+    """Return the plain values at the top of meta.yaml, the `alpha_default` of `num_gpus`, and whether `skew_fit` is off."""
     path = folder / "meta.yaml"
     if not path.exists():
         return {}
-    lines = _text(path).splitlines()
-    tops = [match for line in lines if (match := re.match(r"(\w+): +'?([^'\[{]+?)'?$", line))]
-    found = {match[1]: match[2] for match in tops}
-    of_gpus = re.search(rf"^ +{num_gpus}:\n(?: +(?!\d+:).*\n)*? +alpha_default: +([-+.\deE]+)$", _text(path), re.MULTILINE)
+    text = _text(path)
+    found = {match[1]: match[2] for match in re.finditer(r"^(\w+): +'?([^'\[{\n]+?)'?$", text, re.MULTILINE)}
+    if re.search(r"^skew_fit:\n +enabled: false$", text, re.MULTILINE):
+        found["skews_are_off"] = "yes"
+    of_gpus = re.search(rf"^ +{num_gpus}:\n(?: +(?!\d+:).*\n)*? +alpha_default: +([-+.\deE]+)$", text, re.MULTILINE)
     return found | ({"alpha_default": of_gpus[1]} if of_gpus else {})
 
 
