@@ -15,8 +15,10 @@ from penstock.serve.app import create_app
 from penstock.serve.http import entries, request_log
 from penstock.serve.http.entries import Entry
 from penstock.serve.http.request_log import RequestLog, fields_of, line_of
+from penstock.testing import HashExecutor
 from support.deployments import deployment_of
-from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, running, until
+from support.failing_executor import FailingExecutor
+from support.server.harness import CAPACITY, GatedExecutor, make_runtime, make_text_runtime, running, until
 from support.server.waits import set_waits
 
 CHAT = "/v1/chat/completions"
@@ -80,6 +82,13 @@ def test_a_chat_is_told_with_its_times_and_tokens(lines, stream):
         "model": "toy",
         "request_id": "mine",
     }
+
+
+def test_a_stream_that_fails_says_its_error(lines):
+    with running(FailingExecutor(HashExecutor(CAPACITY), fail_at_step=2), config=config()) as server:
+        httpx.post(server.url + CHAT, json=ASK | {"stream": True, "max_tokens": 50})
+        line = told(lines)
+    assert (line["status"], line["error"]) == (200, "unavailable")
 
 
 @pytest.mark.parametrize(("slow_s", "is_told"), [(100.0, False), (0.0, True)])

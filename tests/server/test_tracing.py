@@ -18,9 +18,11 @@ from penstock.serve import tracing
 from penstock.serve.http import entries
 from penstock.serve.http.entries import Entry
 from penstock.serve.tracing import EXPORTED, LIMITED, LOST, MAX_PER_S, Tracer, sender_of
+from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.cluster import cluster
-from support.server.harness import LiveServer, make_text_runtime, running, wait_until
+from support.failing_executor import FailingExecutor
+from support.server.harness import CAPACITY, LiveServer, make_text_runtime, running, wait_until
 
 pytest.importorskip("opentelemetry.proto", reason="the extra otel is not installed")
 from support.server.collector import Collector, Span, collecting
@@ -166,6 +168,14 @@ def test_a_refused_request_is_traced_with_its_status(collector):
         [root] = collector.wait_for(1)
     assert root.has_failed
     assert (root.attributes["error.type"], root.attributes["http.response.status_code"]) == ("503", 503)
+
+
+def test_a_stream_that_fails_is_traced_as_failed(collector):
+    with running(FailingExecutor(HashExecutor(CAPACITY), fail_at_step=2), config=config(collector)) as server:
+        answer = httpx.post(server.url + CHAT, json=ASK | {"stream": True, "max_tokens": 50})
+        root = root_of(collector.wait_for(1))
+    assert (answer.status_code, root.attributes["http.response.status_code"]) == (200, 200)
+    assert (root.has_failed, root.attributes["error.type"]) == (True, "unavailable")
 
 
 def test_a_chat_through_a_route_an_upstream_and_a_cluster_is_one_trace(collector):

@@ -335,7 +335,7 @@ class EventStream(Response):
             except Exception:
                 request_id = self._call.terms.request_id
                 _log.exception("request %s failed while it was streamed", request_id)
-                await send(_piece(self._writer.fail(internal(request_id)), more=False))
+                await send(_piece(self._fail(internal(request_id)), more=False))
             finally:
                 if self._timer is not None:
                     self._timer.cancel()
@@ -358,7 +358,7 @@ class EventStream(Response):
             events, error = self._write(chunks)
             data += events
             if error is not None:
-                await send(_piece(data + self._writer.fail(error), more=False))
+                await send(_piece(data + self._fail(error), more=False))
                 return
             if stream.is_ended:
                 await send(_piece(data + self._writer.end(), more=False))
@@ -372,6 +372,11 @@ class EventStream(Response):
             chunks = await self._next_chunks(send)
         # The client has left. Nothing is sent, but ASGI requires an end.
         await send(_piece(b"", more=False))
+
+    def _fail(self, error: ApiError) -> bytes:
+        if (entry := entry_of(self._http.scope)) is not None:
+            entry.error = error.code
+        return self._writer.fail(error)
 
     async def _next_chunks(self, send: Send) -> list[OutputChunk]:
         """Return the next chunks, with keepalives meanwhile. Empty if the client left."""

@@ -122,7 +122,7 @@ def spans_of(entry: Entry) -> list[Span]:
         span_id=entry.trace.span_id,
         kind="server",
         attributes=_attributes(entry, told),
-        has_failed=entry.status is None or entry.status >= 500,
+        has_failed=entry.status is None or entry.status >= 500 or bool(entry.error),
     )
     spans = [root]
     for index, choice in enumerate(told[:MAX_CHOICES]):
@@ -174,8 +174,8 @@ def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
     }
     if entry.status is not None:
         found["http.response.status_code"] = entry.status
-    if entry.status is None or entry.status >= 400:
-        found["error.type"] = str(entry.status or "unanswered")
+    if entry.status is None or entry.status >= 400 or entry.error:
+        found["error.type"] = entry.error or str(entry.status or "unanswered")
     if entry.count_tokens is not None:
         found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"] = entry.count_tokens()
     if entry.ttft_s is not None:

@@ -59,6 +59,8 @@ class Entry:
     route: str = ""
     """Its route, with the model chosen and why."""
     request_id: str = ""
+    error: str = ""
+    """The code of the error that ended its stream."""
     client_left: bool = False
     """The client closed its connection before the end of the answer."""
     is_background: bool = False

@@ -67,6 +67,7 @@ def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = Fals
         "model": (entry.model or "")[:MAX_TOLD_CHARS],
         "request_id": entry.request_id,
         "trace_id": None if entry.trace is None else entry.trace.trace_id,
+        "error": entry.error,
         "client_left": entry.client_left or None,
         "slow": is_slow or None,
     }
