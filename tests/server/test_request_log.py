@@ -102,6 +102,22 @@ def test_slow_requests_are_always_told_and_explained(lines, slow_s, is_told):
         assert line["summary"].startswith("Took ")
 
 
+async def test_a_response_in_the_background_is_told_when_it_has_ended(lines):
+    gate = GatedExecutor()
+    with running(gate, config=config()) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            body = {"model": "toy", "input": "Hello", "max_output_tokens": 5, "background": True}
+            assert (await client.post("/v1/responses", json=body)).json()["status"] == "queued"
+            gate.allow(2)
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            await client.get("/version")
+            assert (await asyncio.to_thread(told, lines))["path"] == "/version"
+            gate.open()
+            line = await asyncio.to_thread(told, lines)
+    assert (line["path"], line["completion_tokens"]) == ("/v1/responses", 5)
+    assert 0 < line["decode_ms"] < line["duration_ms"]
+
+
 def test_a_share_of_the_requests_is_told(lines):
     with running(config=config(log_requests=0.3)) as server, httpx.Client(base_url=server.url) as client:
         for number in range(20):

@@ -6,6 +6,7 @@ refusal of the connection -----------------------> Entry -----^  \----> another 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,12 +66,14 @@ class Entry:
     """The client closed its connection before the end of the answer."""
     is_background: bool = False
     """A line of a batch."""
+    work: asyncio.Future[None] | None = None
+    """The rest of its work, if that goes on after the answer: the entry ends with it."""
     begin_trace: Callable[[Scope], TraceContext] | None = None
     trace: TraceContext | None = None
 
     @property
     def duration_ns(self) -> int:
-        """From the end of the request's head to the end of its answer."""
+        """From the end of the request's head to the end of its answer, or of its work in the background."""
         return self.ended_ns - self.began_ns
 
 
@@ -149,11 +152,17 @@ class NotedRequests:
         try:
             await self._app(scope, told_receive, told_send)
         finally:
-            entry.ended_ns, entry.ended_unix_ns = self._read_clock(), time.time_ns()
-            entry.key, entry.request_id = key_name(scope), identity_of(scope).request_id
-            self._finish(scope, entry)
-            for take in self._takers:
-                take(entry)
+            if entry.work is None:
+                self._end(scope, entry)
+            else:
+                entry.work.add_done_callback(lambda _: self._end(scope, entry))
+
+    def _end(self, scope: Scope, entry: Entry) -> None:
+        entry.ended_ns, entry.ended_unix_ns = self._read_clock(), time.time_ns()
+        entry.key, entry.request_id = key_name(scope), identity_of(scope).request_id
+        self._finish(scope, entry)
+        for take in self._takers:
+            take(entry)
 
 
 def client_name(client: tuple[str, int] | None) -> str:

@@ -25,7 +25,7 @@ from penstock.serve.asking import BACKGROUND_KEY, Asked, begin, read_owner, repe
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
-from penstock.serve.http.entries import note_model
+from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
 from penstock.serve.responses.read import NAME_KEY, Question, read, references
@@ -104,7 +104,7 @@ class ResponsesEndpoint:
         if question.tools.left_out:
             self._tell_left_out(question.tools.left_out, http)
         if body.background:
-            return await self._begin(opened, question, owner, data)
+            return await self._begin(opened, question, owner, data, http)
         writers: list[ResponsesWriter] = []
 
         def new_writer(running: RunningCall, tokenizer: Tokenizer) -> ResponsesWriter:
@@ -139,14 +139,19 @@ class ResponsesEndpoint:
 
     # In the background
 
-    async def _begin(self, opened: RunningCall, question: Question, owner: Owner, data: bytes) -> HttpResponse:
+    async def _begin(
+        self, opened: RunningCall, question: Question, owner: Owner, data: bytes, http: HttpRequest
+    ) -> HttpResponse:
         with opened:
             queued: Response = {**question.told, "status": "queued"}
             kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=data)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 return _json(kept.response)
-            task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
+            writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
+            task = asyncio.create_task(self._run(opened, question, kept, writer), name=f"response {kept.response_id}")
+            if (entry := entry_of(http.scope)) is not None:
+                entry.work, entry.count_tokens = task, writer.usage.counts
             self._running[kept.key] = _Running(task, partial(opened.stream.cancel, _CANCELLED))
             task.add_done_callback(lambda _: self._running.pop(kept.key))
             self._store.put(kept)
@@ -191,9 +196,8 @@ class ResponsesEndpoint:
             message = "The server was restarted, and the request could not be asked again."
             self._store.update(kept.ended("failed", {"code": "server_error", "message": message}))
 
-    async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
+    async def _run(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> None:
         """Generate a response in the background, and store it."""
-        writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
         try:
             response = await self._answered(opened, question, kept, writer)
         except _Stopped:
