@@ -297,9 +297,14 @@ def test_what_waits_for_a_slow_collector_is_bounded_and_counted(monkeypatch):
     assert counts[LOST] >= 6
 
 
-def test_an_address_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="no URL of http"):
-        sender_of(ServerConfig(otlp_endpoint="localhost:4318"))
+@pytest.mark.parametrize("url", ["localhost:4318", "http://", "http://h:99999", "http://me:hush@h:4318", "http://h?key=hush"])
+def test_an_address_that_is_none_is_refused_and_one_with_a_secret(url, monkeypatch, caplog):
+    with pytest.raises(ConfigError, match="URL of a server") as refused:
+        sender_of(ServerConfig(otlp_endpoint=url))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    assert sender_of(ServerConfig()) is None, "other programs may understand it"
+    assert "no traces are sent" in caplog.text
+    assert "hush" not in str(refused.value) + caplog.text
 
 
 def test_opentelemetrys_own_variable_names_the_collector_too(monkeypatch):
@@ -313,6 +318,8 @@ def test_without_the_packages_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "penstock.obs.otlp", None)
     with pytest.raises(ConfigError, match="not installed"):
         sender_of(ServerConfig(otlp_endpoint="http://127.0.0.1:4318"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    assert sender_of(ServerConfig()) is None
 
 
 def test_a_server_without_a_collector_imports_nothing_of_it():

@@ -131,7 +131,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
             read_hours(config.batch_hours)
         if config.webhook_url is not None:
             key_of(config.webhook_url, config.webhook_secret or "")
-    if config.otlp_endpoint or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+    if config.otlp_endpoint:
         from penstock.serve.tracing import sender_of
 
         sender_of(config)

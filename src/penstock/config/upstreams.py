@@ -46,7 +46,7 @@ def parse_upstreams(tables: object, place: str) -> tuple[UpstreamConfig, ...]:
 def _parse(table: Table, place: str) -> UpstreamConfig:
     check_keys(table, _KEYS, place)
     name, url = name_of(table, place), text_of(table, "url", place)
-    if not _is_address(url):
+    if not is_address(url):
         raise ConfigError(f"{place}{url!r} is not the address of a server.", remedy="Write it as https://api.example.com/v1.")
     return UpstreamConfig(
         name=name,
@@ -61,7 +61,8 @@ def _parse(table: Table, place: str) -> UpstreamConfig:
     )
 
 
-def _is_address(url: str) -> bool:
+def is_address(url: str) -> bool:
+    """Return whether this is the URL of a server, without a password or a query, which the log would show."""
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from penstock.clock import Clock
 from penstock.config import ServerConfig
+from penstock.config.upstreams import is_address
 from penstock.obs.explain.explanation import END_WORDS, Explanation
 from penstock.obs.trace_context import Span, TraceContext, Value, new_span_id, new_trace_id, read_context
 from penstock.serve.http.checks import values_of
@@ -46,12 +47,24 @@ _PHASES = {
 
 
 def sender_of(config: ServerConfig) -> SpanSender | None:
-    """Return a connection to the collector, or None. Raises `ConfigError`, also if packages are missing."""
-    url = config.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if not url:
+    """Return a connection to the collector, or None. Raises `ConfigError` if the one of the config can't be used.
+
+    One that only the variable names is left out then: it may be there for other programs.
+    """
+    if config.otlp_endpoint:
+        return _connect(config.otlp_endpoint)
+    url = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    try:
+        return _connect(url) if url else None
+    except ConfigError as error:
+        _log.warning("no traces are sent: %s", error)
         return None
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"The collector {url!r} is no URL of http or https.", remedy="Write it as http://127.0.0.1:4318.")
+
+
+def _connect(url: str) -> SpanSender:
+    if not is_address(url):
+        cause = "The collector is not named by the URL of a server, without a password or a query."
+        raise ConfigError(cause, remedy="Write it as http://127.0.0.1:4318. OTEL_EXPORTER_OTLP_HEADERS may have a key.")
     try:
         from penstock.obs.otlp import SpanSender
     except ImportError as error:
