@@ -46,6 +46,14 @@ class Server:
             self.desired.append(self.last.desired_replicas)
 
 
+def test_a_queue_that_does_not_drain_is_not_one_without_a_wait():
+    server = Server(drain_rate=0.0)
+    server.run(WINDOW_S, num_running=10, num_waiting=8)
+    assert server.last.queue_delay_s == pytest.approx(8 * WINDOW_S, rel=0.05), "none ended, so at most one in the window"
+    server.run(WINDOW_S + 1, num_running=10)
+    assert server.last.queue_delay_s == 0
+
+
 def test_means_are_over_the_window_and_not_of_the_moment():
     server = Server(drain_rate=2.0)
     server.run(WINDOW_S, num_running=10, num_waiting=8, calls_per_s=3, num_held=60)

@@ -37,7 +37,7 @@ class SustainedLoad:
     drain_rate: float = 0.0
     """Requests per second that ended while others waited; 0 if none waited."""
     queue_delay_s: float = 0.0
-    """Time to drain the queue; 0 if no request waited."""
+    """Time to drain the queue; 0 if no request waited. If none ended, as if one did in the window."""
     desired_replicas: int = 1
 
 
@@ -111,7 +111,7 @@ class Signals:
                 kv_headroom=free,
                 arrivals_per_s=calls,
                 drain_rate=drain_rate,
-                queue_delay_s=depth / drain_rate if drain_rate else 0.0,
+                queue_delay_s=depth / (drain_rate or 1 / WINDOW_S),
                 desired_replicas=self._replicas.desired,
             )
 
