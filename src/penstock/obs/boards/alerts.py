@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 OBJECTIVE = 0.99
 """Share of the requests with a target for their first token that are to meet it."""
+FEWEST_MISSED = 10
+"""Misses within an hour that are worth waking somebody. On a quiet server, one is a large share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,16 @@ ALERTS = (
     ),
     Alert(
         "PenstockFirstTokenBudgetBurns",
-        f"({_burns('5m', 14.4)}\nand {_burns('1h', 14.4)})\nor ({_burns('30m', 6)}\nand {_burns('6h', 6)})",
+        f"({_burns('5m', 14.4)}\nand {_burns('1h', 14.4)}\nor {_burns('30m', 6)}\nand {_burns('6h', 6)})\nand "
+        + _sum('increase(penstock_slo_attainment_total{slo="ttft",met="false"}[1h])', "model")
+        + f" >= {FEWEST_MISSED}",
         "2m",
         "critical",
         "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} miss their target for the first token.",
         f"""\
 At most {1 - OBJECTIVE:.0%} may miss it. That budget was spent 14.4 times as fast for an hour, or 6 times as fast for six
-hours, and the last minutes are no better. Only requests with a target count (`--slo-ttft`, `X-SLO-TTFT-Ms`).""",
+hours, and the last minutes are no better. Ten or more missed it in the last hour. Only requests with a target count
+(`--slo-ttft`, `X-SLO-TTFT-Ms`).""",
         "**Time to first token** beside **Time of a request**: is it the queue, or the prompt?",
         """\
 - The queue: as for PenstockQueueDelay.
@@ -102,7 +107,9 @@ hours, and the last minutes are no better. Only requests with a target count (`-
     Alert(
         "PenstockSmallBatches",
         f"{_rates('batch_size_sum', '5m')} / {_rates('batch_size_count', '5m')} < 0.5 * {_sum('penstock_batch_limit_rows')}"
-        f"\nand {_sum('avg_over_time(penstock_requests_waiting[5m])')} > 1",
+        + "\nand "
+        + _sum('avg_over_time(penstock_requests_waiting{reason!="prefix"}[5m])')  # those wait for another one's work
+        + " > 1",
         "10m",
         "warning",
         "Batches of {{ $labels.model }} have {{ $value | humanize }} requests, half of their limit, while others wait.",
@@ -112,16 +119,15 @@ hours, and the last minutes are no better. Only requests with a target count (`-
 - `tokens`: a larger `--max-num-batched-tokens`.
 - `memory`: more KV cache (`--kv-cache-memory`).
 - `gate`: a shorter delay in `--batching-args`, or `--batching continuous`.
-- `adapter`: a larger `--max-loras`.
-- `prefix`: nothing. Requests wait for one that computes what they share.""",
+- `adapter`: a larger `--max-loras`.""",
     ),
     Alert(
         "PenstockRestartLoop",
-        f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2"
+        f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2.5"  # it makes 2.01 of two
         f"\nor {_sum('changes(process_start_time_seconds[15m])', 'instance')} > 2",
         "0m",
         "critical",
-        "{{ $labels.instance }} was restarted {{ $value | humanize }} times in a quarter of an hour.",
+        '{{ $labels.instance }} was restarted {{ $value | printf "%.0f" }} times in a quarter of an hour.',
         "The engine fails or hangs again and again, or the whole process ends and is started anew.",
         "The log of the server has the reason. **Resident memory**: did the kernel kill it?",
         """\

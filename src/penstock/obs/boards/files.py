@@ -21,11 +21,12 @@ RULES = """\
 groups:
   - name: penstock
     rules:
-      # Each server needs at least itself, so a sum can't fall. If none needs another, the mean load of all decides.
+      # Of a server's models the busiest counts. Each server needs at least itself, so a sum can't fall. If none needs
+      # another, the mean load of all decides.
       - record: penstock:desired_replicas
         expr: >-
-          (sum(penstock_desired_replicas) > count(penstock_desired_replicas))
-          or clamp_min(ceil(sum(avg_over_time(penstock_utilisation_ratio[5m])) / 0.8), 1)
+          (sum(max by (instance) (penstock_desired_replicas)) > count(max by (instance) (penstock_desired_replicas)))
+          or clamp_min(ceil(sum(max by (instance) (avg_over_time(penstock_utilisation_ratio[5m]))) / 0.8), 1)
 """
 
 ALERT = """\
