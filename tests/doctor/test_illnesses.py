@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.lab.doctor import Verdict
+from penstock.types.request import WaitTimes
 from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN
-from support.doctor.stage import Stage
+from support.doctor.stage import SECOND_NS, Stage, poisson
 
 ILL = {**SEEN, **UNSEEN}
 
@@ -25,3 +26,45 @@ def test_nothing_is_found_on_a_healthy_server(stage: Callable[[], Stage]) -> Non
     diagnosis = stage().diagnose()
     assert [finding.rule.name for finding in diagnosis.findings] == []
     assert diagnosis.verdict is Verdict.HEALTHY
+
+
+def names(stage: Stage) -> list[str]:
+    return [finding.rule.name for finding in stage.diagnose().findings]
+
+
+def test_a_full_kv_cache_is_not_taken_for_a_reserved_one_when_its_load_has_ended() -> None:
+    visitors = poisson(20, 4, prompt=[100, 300], answer=[100, 200])
+    assert names(Stage(visitors, blocks=60, until_s=200))[0] == "small KV cache"
+
+
+def test_of_two_keys_with_as_much_load_neither_is_greedy() -> None:
+    keys = [poisson(40, 1.5, seed, prompt=50, answer=[60, 120], tenant=f"key {seed}") for seed in (1, 2)]
+    stage = Stage([visitor for key in keys for visitor in key], {"max_num_seqs": 1}, until_s=40)
+    assert 0.5 < stage.evidence.largest_share < 0.6
+    assert names(stage) == ["few rows"]
+
+
+def test_a_wait_that_no_rule_explains_is_not_health() -> None:
+    told = Stage(poisson(40, 1, prompt=100, answer=20, waits=WaitTimes(pipeline=SECOND_NS))).diagnose()
+    assert told.verdict is Verdict.UNKNOWN
+    assert not told.findings
+    assert "pipeline" in told.summary
+
+
+def test_clients_do_not_keep_the_server_waiting_for_more_than_all_of_the_time() -> None:
+    """A stream that goes on counts for its client's wait, and not yet for the time of requests."""
+    stage = Stage(poisson(40, 1, prompt=50, answer=5), client_wait_s=30)
+    assert 0.9 < stage.evidence.client_wait < 1
+
+
+def test_refused_clients_are_not_said_to_come_back_early() -> None:
+    stage = Stage(poisson(20, 30, prompt=[100, 300], answer=[100, 200]), {"max_queue": 8}, until_s=20)
+    assert stage.evidence.num_refused > 2 * stage.evidence.num_ended
+    assert "refusals" in names(stage)
+
+
+def test_refusals_that_a_keys_own_limit_asks_for_are_no_illness() -> None:
+    stage = Stage(poisson(40, 1, prompt=100, answer=50))
+    for _ in range(200):
+        stage.metrics.count_rejected("tenant_requests", "scraper")
+    assert stage.diagnose().verdict is Verdict.HEALTHY

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.lab.evidence import Evidence, Visit
 
 NAMED_SHARE = 0.1
-"""A cause that took a smaller share of the requests' time is not named. Nor is a setting that would save less."""
+"""A cause that took a smaller share of the requests' time is not named. Nor are more rows or memory that would save less."""
 LEAST_VISITS = 5
 """With fewer requests nothing is said."""
 FULL = 0.9
@@ -133,7 +133,13 @@ def diagnose(evidence: Evidence, predict: Predict = lambda _: None) -> Diagnosis
             )
         )
     findings.sort(key=lambda one: -one.lost_s)
-    return Diagnosis(verdict=Verdict.ILL if findings else Verdict.HEALTHY, findings=findings, summary=_summary(evidence))
+    summary, waits = _summary(evidence), {part: left_s for part, left_s in left.items() if part not in _USUAL}
+    if findings:
+        return Diagnosis(verdict=Verdict.ILL, findings=findings, summary=summary)
+    if sum(waits.values()) > total_s / 2:
+        summary += f" No rule explains the waits, most of them for {max(waits, key=lambda part: waits[part])}."
+        return Diagnosis(verdict=Verdict.UNKNOWN, findings=(), summary=summary)
+    return Diagnosis(verdict=Verdict.HEALTHY, findings=(), summary=summary)
 
 
 def _without_visits(evidence: Evidence) -> Diagnosis:
@@ -156,8 +162,8 @@ def _summary(evidence: Evidence) -> str:
     prefill, decode = (parts.get(part, 0.0) / total_s for part in ("prefill", "decode"))
     return (
         f"{len(evidence.visits)} requests took {total_s / len(evidence.visits):.2g} s each: {prefill:.0%} to compute prompts, "
-        f"{decode:.0%} answers, {max(0.0, 1 - prefill - decode):.0%} waiting. The machine computed {evidence.busy:.0%} of the "
-        f"time, in batches of {evidence.mean_batch:.1f}, {evidence.answers_per_s:.0f} tokens a second."
+        f"{decode:.0%} answers, {max(0.0, 1 - prefill - decode):.0%} waiting, in batches of {evidence.mean_batch:.1f}. While "
+        f"it was watched, the machine computed {evidence.busy:.0%} of the time, {evidence.answers_per_s:.0f} tokens a second."
     )
 
 
@@ -179,6 +185,8 @@ _OF_BATCHES = (
 )
 """Settings that make batches other than continuous ones."""
 _COMPUTING = ("prefill", "decode")
+_USUAL = (*_COMPUTING, "intake", "prompt", "prefix")
+"""Parts that may be large on a healthy server: a short answer takes less time than what comes before it."""
 _CROWDED = ("rows", "tokens", "memory", "order")
 """Reasons to wait because others are served."""
 
@@ -245,11 +253,6 @@ def _endless(evidence: Evidence) -> str:
     )
 
 
-def _refusals(evidence: Evidence) -> float:
-    """Return how many calls were refused for each that was answered."""
-    return evidence.num_refused / max(1.0, evidence.num_ended)
-
-
 def _refused_s(evidence: Evidence) -> float:
     """Return the share of the calls that were refused, as if it was one of the time: a refused client waits, too."""
     return evidence.total_s * evidence.num_refused / max(1.0, evidence.num_calls)
@@ -302,16 +305,16 @@ RULES: tuple[Rule, ...] = (
         cause="Requests wait for their batch to be complete, or for the one before it to end.",
         lost_s=_waits("gate"),
         of=("gate",),
-        shows=lambda e: f"The gate took {_share(e, 'gate')}, and the machine computed {e.busy:.0%} of the time.",
+        shows=lambda e: f"The gate took {_share(e, 'gate')}.",
         remedy="Batch continuously, or make the window shorter (--batch-window).",
         change=lambda _: dict.fromkeys(_OF_BATCHES),
     ),
     Rule(
         name="greedy key",
         symptom=Symptom.LATENCY,
-        cause="One key takes most of the machine, and others wait behind it.",
+        cause="One key takes twice as much of the machine as all others, and they wait behind it.",
         lost_s=lambda e: (
-            _waits("rows", "tokens", "order")(e) if e.largest_share > 0.5 and e.settings.get("policy") != "fair" else 0.0
+            _waits("rows", "tokens", "order")(e) if e.largest_share > 2 / 3 and e.settings.get("policy") != "fair" else 0.0
         ),
         of=("rows", "tokens", "order"),
         shows=lambda e: (
@@ -349,7 +352,9 @@ RULES: tuple[Rule, ...] = (
         cause="Requests wait for memory that others reserved and do not use.",
         lost_s=lambda e: _waits("memory")(e) if e.kv_used < 0.5 else 0.0,
         of=("memory",),
-        shows=lambda e: f"Memory took {_share(e, 'memory')}, while requests held {e.kv_used:.0%} of the KV cache.",
+        shows=lambda e: (
+            f"Memory took {_share(e, 'memory')}, while the tokens of a batch filled {e.kv_used:.0%} of the KV cache."
+        ),
         remedy="Reserve what answers need (--reserve watermark), and have clients send max_tokens.",
         change=lambda _: {"reserve": "watermark"},
     ),
@@ -367,7 +372,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="few rows",
         symptom=Symptom.THROUGHPUT,
-        cause="As many requests run as may, and more would run well together.",
+        cause="As many requests run as may, and others wait.",
         lost_s=_waits("rows"),
         of=("rows",),
         shows=lambda e: f"Waiting for a row took {_share(e, 'rows')}, with --max-num-seqs {_rows(e)}.",
@@ -491,24 +496,16 @@ RULES: tuple[Rule, ...] = (
         symptom=Symptom.LATENCY,
         cause="Clients read their streams slowly.",
         lost_s=lambda e: e.client_wait * e.total_s,
-        shows=lambda e: f"Streams waited for their clients for {e.client_wait:.0%} of the time that their requests took.",
+        shows=lambda e: f"Streams waited for their clients for {e.client_wait:.0%} of the time.",
         remedy="Look at the network and at the clients: the server is not what takes the time.",
-    ),
-    Rule(
-        name="early retries",
-        symptom=Symptom.LATENCY,
-        cause="Refused clients come back at once, not when Retry-After says.",
-        lost_s=lambda e: _refused_s(e) if _refusals(e) > 2 else 0.0,
-        shows=lambda e: f"{e.num_refused:.0f} calls were refused and {e.num_ended:.0f} answered: {_refusals(e):.1f} for each.",
-        remedy="Have clients wait for as long as Retry-After says, with their attempts spread.",
     ),
     Rule(
         name="refusals",
         symptom=Symptom.LATENCY,
-        cause="Calls are refused: more come than the server lets in.",
-        lost_s=lambda e: _refused_s(e) if _refusals(e) <= 2 else 0.0,
+        cause="Calls are refused: more come than the server lets in, or refused clients come back before Retry-After says.",
+        lost_s=_refused_s,
         shows=lambda e: f"{e.num_refused:.0f} of {e.num_calls:.0f} calls were refused.",
-        remedy="Add servers (`penstock plan` says how many), or let more wait (--max-queue, --slo-ttft).",
+        remedy="Have clients heed Retry-After, add servers (`penstock plan` says how many), or let more wait (--max-queue).",
     ),
     Rule(
         name="overload",

@@ -15,8 +15,8 @@ from typing import Any
 TARGET_S = 0.05
 """Time between two tokens that the scheduler aims at by default, or twice a step without prompts if that is more."""
 
-FOR_LOAD = ("queue_full", "queue_delay", "kv_headroom", "tenant_concurrency", "tenant_tokens", "tenant_requests")
-"""Reasons of refusals (`RejectReason`) that ask the client to come back."""
+FOR_LOAD = ("queue_full", "queue_delay", "kv_headroom")
+"""Reasons of refusals (`RejectReason`) that more servers would spare. Limits of single keys are meant to refuse."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -130,8 +130,6 @@ class Evidence:
     """Time between the two answers of `/metrics`, which the next fields are about."""
     busy: float
     """Share of the time in which a step was computed."""
-    mean_batch: float
-    """Requests in a step."""
     num_calls: float
     num_refused: float
     num_ended: float
@@ -142,9 +140,7 @@ class Evidence:
     cpu_wait: float
     """Share of the time in which threads could run that they waited for a CPU, because others had it."""
     client_wait: float
-    """Time in which streams waited for their clients, as a share of the time of all requests."""
-    kv_used: float
-    """Share of the KV blocks that requests held."""
+    """Time in which streams waited for their clients, as a share of that and of the time of all requests."""
     background: float
     """Share of the computed positions that were the background's."""
     num_background: float
@@ -174,7 +170,7 @@ class Evidence:
         def ratio(part: float, whole: float) -> float:
             return part / whole if whole > 0 else 0.0
 
-        step_s = grown("step_seconds_sum", part="total")
+        step_s, client_s = grown("step_seconds_sum", part="total"), grown("client_wait_seconds_total")
         refused = sum(grown("requests_rejected_total", reason=reason) for reason in FOR_LOAD)
         ended = grown("e2e_request_latency_seconds_count")  # without the background's
         earlier = before.by("tenant_tokens_total", "tenant")
@@ -185,15 +181,13 @@ class Evidence:
             visits=visits,
             window_s=window_s,
             busy=min(1.0, ratio(step_s, window_s)),
-            mean_batch=ratio(grown("batch_size_sum"), grown("batch_size_count")),
             num_calls=ended + refused,
             num_refused=refused,
             num_ended=ended,
             answers_per_s=ratio(grown("generation_tokens_total"), window_s),
             padding=ratio(grown("padding_tokens_total"), grown("batch_tokens_sum")),
             cpu_wait=ratio(grown("cpu_seconds_total", state="waiting"), grown("cpu_seconds_total")) if step_s else 0.0,
-            client_wait=ratio(grown("client_wait_seconds_total"), grown("e2e_request_latency_seconds_sum")),
-            kv_used=1.0 - after.sum("kv_headroom_ratio"),
+            client_wait=ratio(client_s, client_s + grown("e2e_request_latency_seconds_sum")),
             background=ratio(grown("background_tokens_total"), grown("batch_tokens_sum")),
             num_background=after.sum("requests_background"),
             largest_tenant=largest,
@@ -210,6 +204,19 @@ class Evidence:
     def parts_s(self) -> dict[str, float]:
         """The time of all requests by part, as in `Visit`."""
         return _sums(entry for one in self.visits for entry in one.parts_s.items())
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests in a step, as requests saw it. 0 if none ran."""
+        ran = [one.mean_batch for one in self.visits if one.mean_batch]
+        return sum(ran) / len(ran) if ran else 0.0
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the KV cache that the tokens of a step's requests filled."""
+        room = self.capacity.get("blocks", 0) * self.capacity.get("block_size", 0)
+        num_tokens = sum(one.num_prompt_tokens + one.num_answer_tokens / 2 for one in self.visits) / len(self.visits)
+        return min(1.0, self.mean_batch * num_tokens / room) if room else 1.0
 
     @property
     def plain_step_s(self) -> float:

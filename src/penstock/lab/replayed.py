@@ -6,7 +6,6 @@ recording, nor what a server without a step waited for, which is taken to be its
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.prometheus import expose
 from penstock.obs.recording import NOBODY
-from penstock.obs.signals import SustainedLoad
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -69,7 +67,6 @@ class _Replay:
         self._paused: set[int] = set()
         self._last_ns = 0
         self._ids: list[str] = []
-        self._held_ns: defaultdict[str, float] = defaultdict(float)
         settings = recording.header.settings
         self._has_gate = bool({"batching", "preset"} & settings.keys()) and settings.get("batching") != "continuous"
 
@@ -88,8 +85,6 @@ class _Replay:
                 case Departure():
                     end_ns = max(end_ns, event.at_ns)
                     self._leave(event)
-        held = self._held_ns["held"] / max(1.0, self._held_ns["time"])
-        self._metrics.read_signals = lambda: SustainedLoad(kv_headroom=1.0 - held)
         told = self._journal.explain_all(self._ids, lambda: end_ns)
         after = expose(self._metrics).decode()
         return Shown(explanations=told, before=before, after=after, begin_ns=begin_ns or 0, end_ns=end_ns)
@@ -123,12 +118,6 @@ class _Replay:
         stats = self._stats(step, [str(number) for number in absent if number not in self._paused])
         self._journal.on_step(stats)
         self._metrics.on_step(stats)
-        num_held = stats.num_blocks_total - stats.num_blocks_free - stats.num_blocks_cached
-        if step.num_blocks_held is not None:
-            num_held = step.num_blocks_held
-        duration_ns = step.ended_ns - step.planned_ns
-        self._held_ns["time"] += duration_ns
-        self._held_ns["held"] += duration_ns * num_held / stats.num_blocks_total
         self._last_ns = step.ended_ns
 
     def _admissions(self, step: StepDone) -> Iterator[Admission]:

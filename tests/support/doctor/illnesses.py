@@ -92,7 +92,7 @@ SEEN: Mapping[str, Callable[[], Stage]] = {
     "long steps": prompts_beside_streams,
     "slow readers": slow_readers,
     "noisy neighbour": noisy_neighbour,
-    "early retries": early_retries,
+    "refusals": early_retries,
     "short steps": chunk_too_small,
     "slow grammars": slow_grammars,
     "cold models": cold_models,
