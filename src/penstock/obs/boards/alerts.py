@@ -59,6 +59,8 @@ ALERTS = (
 - `rows`: raise `--max-num-seqs`, if **Step time by batch size** is flat.
 - `memory`: more KV cache, or a smaller type of it (`--kv-cache-dtype`).
 - `tokens`: prompts fill the steps; see `penstock tune`.
+- One key has most of **Tokens by key**: let keys take turns (`--policy fair`), or limit it (`--tenant-max-concurrent`).
+- `loading`: the tier's disk is slow. A faster one (`--kv-disk-path`), or none (`--kv-disk-size 0`).
 - Otherwise add servers (**Servers needed**), or refuse sooner (`--max-queue`, `--slo-ttft`).""",
     ),
     Alert(

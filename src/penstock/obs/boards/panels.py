@@ -153,6 +153,12 @@ BOARD: tuple[str | Panel, ...] = (
         (_rate("prompt_tokens_total", "source"), "prompt, {{source}}"),
         (_rate("generation_tokens_total"), "answers"),
     ),
+    _stack(
+        "Tokens by key",
+        "short",
+        "Tokens per second, of prompts and answers, for keys with names (`--api-keys-file`).",
+        (_rate("tenant_tokens_total", "tenant"), "{{tenant}}"),
+    ),
     "Memory",
     _stack(
         "KV cache blocks",
