@@ -202,6 +202,18 @@ def test_a_chat_through_a_route_an_upstream_and_a_cluster_is_one_trace(collector
     assert "route" in {span.name for span in spans}
 
 
+def test_an_upstream_that_fails_is_in_the_trace_of_the_answer_that_another_model_gives(collector):
+    upstream = UpstreamConfig(name="far", url="http://127.0.0.1:9/v1", model="toy")
+    more = {"upstreams": [upstream], "routes": [Route(name="auto", models=("far", "toy"))]}
+    with running(config=config(collector), more=more) as near:
+        assert httpx.post(near.url + CHAT, json=ASK | {"model": "auto"}, timeout=60).status_code == 200
+        spans = collector.wait_for(1)
+    [hop] = [span for span in spans if span.kind == CLIENT]
+    assert (hop.name, hop.has_failed, hop.attributes["penstock.result"]) == ("upstream far", True, "failed")
+    assert (root_of(spans).name, root_of(spans).has_failed) == ("chat toy", False)
+    assert {"queue", "prefill", "decode"} <= {span.name for span in spans}
+
+
 def test_an_upstream_is_told_that_a_request_is_not_traced(collector):
     with running(config=config(collector)) as far:
         upstream = UpstreamConfig(name="far", url=f"{far.url}/v1", model="toy")

@@ -1,4 +1,4 @@
-"""Sends spans to a collector by OTLP over HTTP. The only file that imports OpenTelemetry, if a collector is named.
+"""Sends spans to a collector by OTLP over HTTP. Imported if a collector is named.
 
 The SDK's tracer would make ids of its own, and these were sent to other servers. The SDK encodes and sends spans.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -19,16 +20,15 @@ import penstock
 from penstock.obs.trace_context import Span, TraceContext
 
 _log = logging.getLogger(__name__)
-logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log each batch that a lost collector does not take
 
 TIMEOUT_S = 5.0
-"""Time in which a collector must take a batch, attempts included."""
+"""Time in which a collector must take a batch."""
 _SCOPE = InstrumentationScope("penstock", penstock.__version__)
 
 
 class SpanSender:
     def __init__(self, url: str) -> None:
-        """`url`: of the collector, to which `/v1/traces` is added. OpenTelemetry's variables say the rest, such as headers."""
+        """`url`: of the collector. OpenTelemetry's variables say the rest, such as headers."""
         self._url = url
         self._exporter = OTLPSpanExporter(endpoint=url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=TIMEOUT_S)
         about = {"service.name": "penstock", "service.version": penstock.__version__}
@@ -36,12 +36,16 @@ class SpanSender:
         self._is_lost = False
 
     def send(self, traces: Sequence[tuple[TraceContext, Sequence[Span], int]]) -> bool:
-        """Send the spans of requests, and return whether the collector has taken them.
+        """Return whether the collector has taken the spans of requests.
 
-        `traces` has of each request its context, its spans, and the difference of Unix time and the server's clock.
+        `traces`: the context, the spans, and the difference of Unix time and the server's clock of each.
         """
         made = [one for context, spans, shift_ns in traces for one in self._made(context, spans, shift_ns)]
-        is_sent = self._exporter.export(made) is SpanExportResult.SUCCESS
+        # Only the first batch that is lost is logged, with the cause.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL if self._is_lost else logging.ERROR)
+        is_sent = False
+        with suppress(OSError):  # 1.38 raises it
+            is_sent = self._exporter.export(made) is SpanExportResult.SUCCESS
         if not is_sent and not self._is_lost:
             _log.warning("the collector at %s takes no traces: they are lost, and counted", self._url)
         self._is_lost = not is_sent

@@ -1,8 +1,8 @@
 """Traces of requests, which a collector gets once they have ended.
 
-The request is a span, with OpenTelemetry's attributes of generative AI. In it are the queue, with waits for a route, a pipeline
-and a model; the prefill; and the decode, with preemptions. A wait of which only the sum is known, such as that for memory, is
-an attribute. Attributes are the fields of the explanation (`GET /v1/requests/{id}`), with `penstock.` before.
+In the span of a request are its queue, with waits for a route, a pipeline and a model, its prefill, and its decode, with
+preemptions. A wait of which only the sum is known, such as that for memory, is an attribute. Attributes are the fields of
+the explanation (`GET /v1/requests/{id}`), with `penstock.` before, and OpenTelemetry's of generative AI.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 MAX_PER_S = 100
 """Most requests that are traced in a second."""
 MAX_CHOICES = 8
-"""Choices of a request with spans of their own."""
+"""Choices with spans of their own."""
 _PAUSE_S = 0.5
 EXPORTED, LOST, LIMITED = "exported", "lost", "limited"
 """The ends of a request that was to be traced. LOST: the collector did not take it. LIMITED: it was beyond `MAX_PER_S`."""
