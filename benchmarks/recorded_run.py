@@ -177,7 +177,7 @@ def num_running(at: float, times: Sequence[Times]) -> int:
 def draw_counts(path: Path, real: Sequence[Times], simulated: Sequence[Times], until: float) -> None:
     instants = [until * idx / 400 for idx in range(401)]
     series = [
-        Series(f"{name}, {origin}", [(at, count(at, times)) for at in instants])
+        Series(f"{name}, {origin}", [(at, count(at, times)) for at in instants], "line")
         for name, count in (("running", num_running), ("waiting", num_waiting))
         for origin, times in (("recorded", real), ("simulated", simulated))
     ]

@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from operator import eq
 
 from penstock.lab.step_counts import Counts
 
@@ -185,8 +184,11 @@ class KernelTables:
 def _grown(table: Grid, work: Callable[..., float], *point: float) -> float:
     """Return a table's time at `point`. Beyond the table's edge it grows with the work."""
     ns = table.at(*point)
-    inside = [min(value, axis[-1]) for axis, value in zip(table.axes, point, strict=True)]
-    return ns if all(map(eq, inside, point)) else ns * max(1.0, work(*point) / work(*inside))
+    for axis, value in zip(table.axes, point, strict=True):
+        if value > axis[-1]:
+            inside = [min(value, axis[-1]) for axis, value in zip(table.axes, point, strict=True)]
+            return ns * max(1.0, work(*point) / work(*inside))
+    return ns
 
 
 def _products(num_tokens: float, *_: float) -> float:
