@@ -140,6 +140,10 @@ def test_a_file_is_what_was_imported(folder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(written))
     with pytest.raises(CostFileError, match="damaged"):
         load_cost(path)
+    written["cost"]["kernels"]["decodes"] = written["cost"]["kernels"]["step_rows"]
+    path.write_text(json.dumps(written))
+    with pytest.raises(CostFileError, match="another number of axes"):
+        load_cost(path)
 
 
 def test_the_number_of_layers_is_known_or_given(folder: Path) -> None:
@@ -179,6 +183,11 @@ def test_several_gpus_add_up_their_results(folder: Path) -> None:
         ("per_sequence.csv", "\xff", "per_sequence.csv"),
         ("attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,0,0,1\n", "line 2: there are neither"),
         ("attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,1\n", "lacks times"),
+        (
+            "attention.csv",
+            "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,1\n16,0,0,0,1\n16,0,1,16,1\n",
+            "chunks after one number",
+        ),
         (
             "skew_fit.csv",
             "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha\n0,few,sr>1%,kvB>1k,kp=0,1\n",

@@ -229,6 +229,8 @@ def _attention(path: Path) -> tuple[Grid, Grid, Grid]:
     if not (decodes and prefills and mixtures):
         cause = f"{path} lacks times of decodes alone, of chunks alone, or of both together."
         raise CostFileError(cause, remedy="Copy the whole table.")
+    if len({before for _, before in prefills}) < 2:
+        raise CostFileError(f"{path} has chunks after one number of positions.", remedy="Copy the whole table.")
     return _filled(path, decodes), _filled(path, prefills), _filled(path, mixtures)
 
 

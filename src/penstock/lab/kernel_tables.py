@@ -102,6 +102,14 @@ class KernelTables:
     """How many times as fast the machine multiplies as the one of the tables. `read_factor`: the same for its memory."""
     read_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        curves, planes = (self.layer_tokens, self.step_tokens, self.step_rows), (self.decodes, self.prefills)
+        numbers = ((1, curves), (2, planes), (4, (self.mixtures,)), (5, () if self.skews is None else (self.skews,)))
+        if any(len(grid.axes) != number for number, grids in numbers for grid in grids):
+            raise ValueError("a table of kernels has another number of axes")
+        if len(self.prefills.axes[1]) < 2:
+            raise ValueError("the table of attention has only one number of positions before a chunk")
+
     def times(self) -> list[float]:
         tables = (self.layer_tokens, self.step_tokens, self.step_rows, self.decodes, self.prefills, self.mixtures)
         experts = () if self.experts is None else self.experts.ns.values
