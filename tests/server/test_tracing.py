@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 
 import httpx
@@ -230,7 +231,7 @@ def test_an_upstream_is_told_that_a_request_is_not_traced(collector):
 def test_a_collector_that_takes_nothing_costs_its_traces_and_no_answer(collector, is_there, monkeypatch, caplog):
     from penstock.obs import otlp
 
-    monkeypatch.setattr(otlp, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 3.0)  # so that it tries again
     collector.status = 400
     url = collector.url if is_there else "http://127.0.0.1:9"
     with running(config=ServerConfig(port=0, shutdown_timeout_s=0.0, otlp_endpoint=url)) as server:
@@ -238,6 +239,8 @@ def test_a_collector_that_takes_nothing_costs_its_traces_and_no_answer(collector
             assert httpx.post(server.url + CHAT, json=ASK).status_code == 200
         wait_until(lambda: results(server)[LOST] == 3)
         assert caplog.text.count("takes no traces") == 1
+        assert ("reason: Bad Request" if is_there else "Connection refused") in caplog.text
+        assert "opentelemetry" not in {record.name.partition(".")[0] for record in caplog.records}
         if is_there:
             collector.status = 200
             httpx.post(server.url + CHAT, json=ASK)
@@ -307,6 +310,28 @@ def test_what_waits_for_a_slow_collector_is_bounded_and_counted(monkeypatch):
     assert counts[LOST] + counts[EXPORTED] == 10
     assert counts[EXPORTED] == sender.num_sent
     assert counts[LOST] >= 6
+
+
+def test_traces_that_are_lost_at_the_end_are_told(monkeypatch, caplog):
+    monkeypatch.setattr(entries, "CLOSE_TIMEOUT_S", 0.1)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Hanging(Sender):
+        def send(self, traces) -> bool:
+            asked.set()
+            return may_answer.wait(20)
+
+    tracer = Tracer(Hanging(), share=1.0, clock=VirtualClock())
+    try:
+        for _ in range(3):
+            entry = Entry(client="c", method="POST", path="/a", operation="chat", model="m", status=200)
+            entry.trace = tracer.begin(scope())
+            tracer.add(entry)
+            assert asked.wait(20)
+        tracer.close()
+    finally:
+        may_answer.set()
+    assert "did not take: 3" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "http://", "http://h:99999", "http://me:hush@h:4318", "http://h?key=hush"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -26,6 +25,15 @@ TIMEOUT_S = 5.0
 _SCOPE = InstrumentationScope("penstock", penstock.__version__)
 
 
+class _Cause(logging.Handler):
+    """Keeps the first message about a batch, since OpenTelemetry would log several for each batch that is not taken."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = self.text or record.getMessage()
+
+
 class SpanSender:
     def __init__(self, url: str) -> None:
         """`url`: of the collector. OpenTelemetry's variables say the rest, such as headers."""
@@ -33,7 +41,9 @@ class SpanSender:
         self._exporter = OTLPSpanExporter(endpoint=url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=TIMEOUT_S)
         about = {"service.name": "penstock", "service.version": penstock.__version__}
         self._resource = Resource.create(about).merge(OTELResourceDetector().detect())
-        self._is_lost = False
+        self._is_lost, self._cause = False, _Cause()
+        of_exporter = logging.getLogger(OTLPSpanExporter.__module__)
+        of_exporter.handlers, of_exporter.propagate = [self._cause], False
 
     def send(self, traces: Sequence[tuple[TraceContext, Sequence[Span], int]]) -> bool:
         """Return whether the collector has taken the spans of requests.
@@ -41,13 +51,13 @@ class SpanSender:
         `traces`: the context, the spans, and the difference of Unix time and the server's clock of each.
         """
         made = [one for context, spans, shift_ns in traces for one in self._made(context, spans, shift_ns)]
-        # Only the first batch that is lost is logged, with the cause.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL if self._is_lost else logging.ERROR)
-        is_sent = False
-        with suppress(OSError):  # 1.38 raises it
+        self._cause.text, is_sent = "", False
+        try:
             is_sent = self._exporter.export(made) is SpanExportResult.SUCCESS
+        except OSError as error:  # 1.38 raises it
+            self._cause.text = str(error)
         if not is_sent and not self._is_lost:
-            _log.warning("the collector at %s takes no traces: they are lost, and counted", self._url)
+            _log.warning("the collector at %s takes no traces, which are lost and counted: %s", self._url, self._cause.text)
         self._is_lost = not is_sent
         return is_sent
 

@@ -76,7 +76,7 @@ def _connect(url: str) -> SpanSender:
 class Tracer:
     def __init__(self, sender: SpanSender, *, share: float, clock: Clock) -> None:
         self._sender, self._least_id, self._clock = sender, round((1 - share) * 2**64), clock
-        self._second, self._num_left = -1, 0
+        self._second, self._num_left, self._num_taken = -1, 0, 0
         self._counts: Counter[str] = Counter({EXPORTED: 0, LOST: 0, LIMITED: 0})
         self._backlog = Backlog("traces", self._send, pause_s=_PAUSE_S)
 
@@ -102,6 +102,7 @@ class Tracer:
     def add(self, entry: Entry) -> None:
         """Take a request that has ended."""
         if entry.trace is not None and entry.trace.is_sampled:
+            self._num_taken += 1
             self._backlog.add(entry)
 
     def counts(self) -> dict[str, int]:
@@ -111,6 +112,8 @@ class Tracer:
     def close(self) -> None:
         self._backlog.close()
         self._sender.close()
+        if num_lost := self._num_taken - self._counts[EXPORTED]:
+            _log.warning("traces that the collector did not take: %d", num_lost)
 
     # For the thread.
 
