@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import queue
+import re
 import threading
 
 import httpx
@@ -61,7 +62,7 @@ def test_a_chat_is_told_with_its_times_and_tokens(lines, stream):
         answer = httpx.post(server.url + CHAT, json=ASK | {"stream": stream}, headers={"X-Request-Id": "mine"})
         line = told(lines)
     assert line.pop("client").startswith("127.0.0.1:")
-    assert line.pop("time")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", line.pop("time"))
     duration_ms, ttft_ms = line.pop("duration_ms"), line.pop("ttft_ms")
     assert 0 < ttft_ms <= duration_ms < 20_000
     assert line["queue_ms"] + line["prefill_ms"] == pytest.approx(ttft_ms, abs=0.01)

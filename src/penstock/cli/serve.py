@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -147,11 +148,9 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
 class JsonFormatter(logging.Formatter):
     """Formatter of log lines as JSON objects: time (ISO 8601, local with offset), level, logger, message, traceback."""
 
-    default_msec_format = "%s.%03d"
-
     def format(self, record: logging.LogRecord) -> str:
         entry = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

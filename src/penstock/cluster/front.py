@@ -129,8 +129,6 @@ def _release(bridge: Bridge, adapters: Adapters | None, on_closed: Callable[[], 
 class Histories:
     """The histories of requests at the replicas: a `History`."""
 
-    is_elsewhere = True
-
     def __init__(self, fleet: Fleet, max_ended: int) -> None:
         self._fleet, self.max_ended = fleet, max_ended
         fleet.num_explained = max_ended

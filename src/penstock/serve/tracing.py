@@ -201,7 +201,7 @@ def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
     if told:
         reasons = [END_WORDS[choice.finish_reason] for choice in told if choice.finish_reason is not None]
         found["gen_ai.response.finish_reasons"] = tuple(reasons)
-        found["gen_ai.request.choice.count"] = len(told)
+        found["penstock.choices"] = len(told)
         found["gen_ai.usage.cache_read.input_tokens"] = told[0].num_hit_tokens
         if steps := [step for choice in told for step in (choice.first_step, choice.last_step) if step is not None]:
             found["penstock.step.first"], found["penstock.step.last"] = min(steps), max(steps)

@@ -45,20 +45,13 @@ class History(Protocol):
     @property
     def max_ended(self) -> int: ...
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether `explain_all` waits for another process."""
-        ...
-
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        """Return the explanations of those requests that are remembered."""
+        """Return the explanations of those requests that are remembered. It may wait for another process."""
         ...
 
 
 class Journal:
     """A `RequestJournal` of the engine, from which requests are explained. Reading is thread-safe."""
-
-    is_elsewhere = False
 
     def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
         """`max_ended` requests are remembered after their end. `speaks_for_calls`: requests of a call (`parent_id`) are
