@@ -166,6 +166,8 @@ def test_several_gpus_add_up_their_results(folder: Path) -> None:
     assert (two.reduce_ns, two.reduce_token_ns) == (80e3, pytest.approx(2 * 4096 * 2 / 16))
     assert two.skews is not None
     assert {0.5, 0.25, 0.1} == set(two.skews.values), "with the usual of two GPUs"
+    with pytest.raises(CostFileError, match="no tables of 1 GPUs, only tp2"):
+        import_folder(folder)
     with pytest.raises(CostFileError, match=r"how long 2 GPUs take.*--link-gbytes-per-s"):
         import_folder(folder, Choice(num_gpus=2))
 

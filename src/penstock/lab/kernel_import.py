@@ -147,8 +147,10 @@ def _llmservingsim(folder: Path, choice: Choice) -> SavedCost:
 
 def _tables_of(folder: Path, num_gpus: int) -> Path:
     """Return the folder of the tables of `num_gpus`: the one that was given, or its part as the profiler writes it."""
-    part = folder / f"tp{num_gpus}"
-    return part if part.is_dir() else folder
+    part, parts = folder / f"tp{num_gpus}", sorted(path.name for path in folder.glob("tp*"))
+    if parts and not part.is_dir():
+        raise CostFileError(f"{folder} has no tables of {num_gpus} GPUs, only {', '.join(parts)}.", remedy="Set --gpus.")
+    return part if parts else folder
 
 
 def _meta(folder: Path, num_gpus: int) -> Mapping[str, str]:
