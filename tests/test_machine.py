@@ -14,13 +14,13 @@ from penstock.machine import (
     CPU_ADDRESS_BYTES,
     PROGRAM_ADDRESS_BYTES,
     Cores,
+    CpuMeter,
     CpuTimes,
     address_space,
     available_memory_bytes,
     claim_cpus,
     cpu_identity,
     cpu_name,
-    cpu_times,
     data_cache_bytes,
     find_cores,
     give_back_free_memory,
@@ -382,8 +382,22 @@ def test_large_blocks_go_back_to_the_system_when_they_are_freed():
 
 def test_threads_that_wait_for_a_cpu(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
-    assert cpu_times(proc=machine.proc) is None
+    meter = CpuMeter(proc=machine.proc)
+    assert meter.read() is None
     machine.write("proc/self/task/7/schedstat", "100 2000 3\n")
     machine.write("proc/self/task/8/schedstat", "100 30 3\n")
     machine.write("proc/self/task/9/schedstat", "")
-    assert cpu_times(proc=machine.proc) == CpuTimes(200, 2030)
+    assert meter.read() == CpuTimes(200, 2030)
+
+
+def test_times_of_threads_that_have_ended_are_kept(tmp_path: Path) -> None:
+    """They are counters, and Prometheus takes a counter that falls for one that began again."""
+    machine = FakeMachine(tmp_path)
+    meter = CpuMeter(proc=machine.proc)
+    machine.write("proc/self/task/7/schedstat", "100 2000 3\n")
+    machine.write("proc/self/task/8/schedstat", "100 30 3\n")
+    assert meter.read() == CpuTimes(200, 2030)
+    (machine.proc / "self/task/7/schedstat").unlink()
+    machine.write("proc/self/task/8/schedstat", "7 5 1\n")  # a new thread with the number of another one
+    assert meter.read() == CpuTimes(207, 2035)
+    assert meter.read() == CpuTimes(207, 2035)

@@ -14,6 +14,7 @@ import resource
 import socket
 import sys
 import sysconfig
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,11 +201,28 @@ class CpuTimes:
     wait_ns: int
 
 
-def cpu_times(*, proc: Path = _PROC) -> CpuTimes | None:
-    """Return the times of all threads so far, or None if Linux does not say. Ended threads do not count."""
-    parts = [_read(thread / "schedstat").split() for thread in (proc / "self/task").glob("*")]
-    told = [(int(part[0]), int(part[1])) for part in parts if len(part) > 1]  # a thread may have ended meanwhile
-    return CpuTimes(sum(run for run, _ in told), sum(wait for _, wait in told)) if told else None
+class CpuMeter:
+    """Sums the times of all threads. Those of a thread that has ended are kept as they were last read: sums never fall."""
+
+    def __init__(self, *, proc: Path = _PROC) -> None:
+        self._tasks = proc / "self/task"
+        self._lock = threading.Lock()
+        self._living: dict[str, tuple[int, int]] = {}
+        self._ended = (0, 0)
+
+    def read(self) -> CpuTimes | None:
+        """Return the times so far, or None if Linux does not say. Thread-safe."""
+        with self._lock:
+            before, parts = self._living, {task.name: _read(task / "schedstat").split() for task in self._tasks.glob("*")}
+            self._living = {name: (int(part[0]), int(part[1])) for name, part in parts.items() if len(part) > 1}
+            # A lower time is that of a new thread with the number of another one.
+            ended = [times for name, times in before.items() if self._living.get(name, (-1, -1)) < times]
+            self._ended = _sum([self._ended, *ended])
+            return CpuTimes(*_sum([self._ended, *self._living.values()])) if self._living else None
+
+
+def _sum(times: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(run for run, _ in times), sum(wait for _, wait in times)
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
-from penstock import machine
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.thread import EngineState
+from penstock.machine import CpuMeter
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.api import Parts
@@ -82,6 +82,7 @@ class StatusEndpoint:
         self._deployment, self._upstreams, self._batches = parts.deployment, parts.upstreams, parts.batches
         self._count_traces = parts.count_traces
         self._has_vllm_names = parts.config.metrics_compat == "vllm"
+        self._cpu_meter = CpuMeter()
 
     async def health(self, _http: HttpRequest) -> Status:
         """Report whether the process is alive. 503 means that a restart of the process is needed."""
@@ -181,7 +182,7 @@ class StatusEndpoint:
         from penstock.obs.prometheus import OPEN_METRICS, PLAIN, expose
 
         content_type = OPEN_METRICS if is_open else PLAIN
-        times = machine.cpu_times()
+        times = self._cpu_meter.read()
         body = expose(
             *metrics,
             upstreams=upstreams,
