@@ -123,7 +123,14 @@ def test_a_folder_with_other_files_is_left_alone(penstock: Penstock, tmp_path: P
 
 def test_its_own_folder_is_written_again(penstock: Penstock, tmp_path: Path) -> None:
     first = rendered(penstock, tmp_path / "own")
-    again = rendered(penstock, tmp_path / "own", "--target", "other:1", "--runbooks", "https://example.org/pages")
+    again = rendered(
+        penstock,
+        tmp_path / "own",
+        *("--target", "other:1", "--runbooks", "https://example.org/it's", "--server", "https://example.org"),
+    )
     assert first.keys() == again.keys()
     assert {name for name in first if first[name] != again[name]} == {"prometheus.yaml", "datasource.yaml", "rules.yaml"}
-    assert "runbook_url: 'https://example.org/pages/PenstockQueueDelay.md'" in again["rules.yaml"]
+    [group] = yaml.safe_load(again["rules.yaml"])["groups"]
+    urls = [rule["annotations"]["runbook_url"] for rule in group["rules"] if "alert" in rule]
+    assert "https://example.org/it's/PenstockQueueDelay.md" in urls
+    assert "https://example.org/v1/requests/" in again["datasource.yaml"]

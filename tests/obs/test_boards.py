@@ -90,7 +90,7 @@ def test_examples_are_asked_for_where_there_are_some() -> None:
     assert {target["exemplar"] for target in targets if "_bucket" in target["expr"]} == {True}
     [source] = yaml.safe_load(FILES["datasource.yaml"])["datasources"]
     [link] = source["jsonData"]["exemplarTraceIdDestinations"]
-    assert link == {"name": "request_id", "url": "http://server:8000/v1/requests/$${__value.raw}"}
+    assert link == {"name": "request_id", "url": "http://127.0.0.1:8000/v1/requests/$${__value.raw}"}, "for browsers"
 
 
 # Alerts

@@ -14,7 +14,7 @@ scrape_configs:
     # A server with keys wants one here, too:
     # authorization: {credentials_file: /etc/prometheus/key}
     static_configs:
-      - targets: ["$target"]
+      - targets: [$target]
 """
 
 RULES = """\
@@ -37,7 +37,7 @@ ALERT = """\
         labels: {severity: $severity}
         annotations:
           summary: '$summary'
-          runbook_url: '$runbooks/$name.md'
+          runbook_url: $url
 """
 
 RUNBOOK = """\
@@ -76,7 +76,7 @@ datasources:
       timeInterval: 5s  # as scrape_interval
       exemplarTraceIdDestinations:
         - name: request_id
-          url: http://$target/v1/requests/$$$${__value.raw}
+          url: $link
 """
 
 DASHBOARDS = """\

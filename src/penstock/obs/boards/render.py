@@ -15,18 +15,21 @@ from penstock.obs.boards.queries import checked
 _SOURCE = {"type": "prometheus", "uid": "penstock-prometheus"}
 
 
-def render(target: str, runbooks: str) -> dict[str, str]:
-    """Return path -> text of all files. `target`: host and port of the server. `runbooks`: the address of their folder.
+def render(target: str, runbooks: str, server: str = "http://127.0.0.1:8000") -> dict[str, str]:
+    """Return path -> text of all files.
 
-    Raises ValueError for a query that names a metric or a label that does not exist.
+    `target`: host and port of the server, for Prometheus. `runbooks`: the address of their folder. `server`: the address of the
+    server, for browsers. Raises ValueError for a query that names a metric or a label that does not exist.
     """
-    entries = [{**asdict(alert), "runbooks": runbooks, "query": checked(alert.query)} for alert in ALERTS]
+    entries = [
+        {**asdict(alert), "url": json.dumps(f"{runbooks}/{alert.name}.md"), "query": checked(alert.query)} for alert in ALERTS
+    ]
     indented = [entry | {"query": entry["query"].replace("\n", "\n          ")} for entry in entries]
     rules = files.RULES + "".join([Template(files.ALERT).substitute(entry) for entry in indented])
     texts = {
-        "prometheus.yaml": Template(files.PROMETHEUS).substitute(target=target),
+        "prometheus.yaml": Template(files.PROMETHEUS).substitute(target=json.dumps(target)),
         "rules.yaml": rules,
-        "datasource.yaml": Template(files.DATASOURCE).substitute(target=target),
+        "datasource.yaml": Template(files.DATASOURCE).substitute(link=json.dumps(f"{server}/v1/requests/$${{__value.raw}}")),
         "dashboards.yaml": files.DASHBOARDS,
         "compose.yaml": Template(files.COMPOSE).substitute(),
         "keda.yaml": files.KEDA,
