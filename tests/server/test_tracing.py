@@ -194,6 +194,8 @@ def test_a_chat_through_a_route_an_upstream_and_a_cluster_is_one_trace(collector
     [hop] = [span for span in spans if span.kind == CLIENT]
     [far_root] = [span for span in spans if span.kind == SERVER and span is not near_root]
     assert (by_id[hop.parent_id], by_id[far_root.parent_id]) == (near_root, hop)
+    assert hop.name == "upstream far"
+    assert (hop.attributes["gen_ai.operation.name"], hop.attributes["gen_ai.request.model"]) == ("chat", "toy")
     assert hop.attributes["penstock.result"] == "ok"
     assert hop.attributes["gen_ai.usage.output_tokens"] == 3
     assert near_root.attributes["penstock.routed"].startswith("auto; model=far")

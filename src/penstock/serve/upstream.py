@@ -142,7 +142,8 @@ class Upstream:
         """Return the answer; of a stream, the first event has come. Raises `ApiError` and `Rejected`."""
         question = await self._off_loop.run(len(data), partial(_question, data, self.config.model), limit=INLINE_MAX_BYTES)
         with contextlib.ExitStack() as held:
-            span, headers = held.enter_context(asked_elsewhere(http.scope, self.config.name, self.clock.now_ns))
+            far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
+            span, headers = held.enter_context(far)
             exchange = held.enter_context(self._open(terms, replace(question, headers=headers), span))
             answer = await unless_gone(http, exchange.begin(http.url.path))
             if isinstance(answer, UpstreamStream):

@@ -94,15 +94,18 @@ def note_model(scope: Scope, operation: str, model: str) -> None:
 
 
 @contextmanager
-def asked_elsewhere(scope: Scope, name: str, read_clock: Callable[[], int]) -> Iterator[tuple[Span, Mapping[str, str]]]:
+def asked_elsewhere(
+    scope: Scope, name: str, model: str, read_clock: Callable[[], int]
+) -> Iterator[tuple[Span, Mapping[str, str]]]:
     """Note a request to another server, which ends with the block. Yields its span, and headers that continue the trace.
 
-    `name`: of the model there.
+    `name`: of the model here. `model`: its name there.
     """
     now_ns, entry = read_clock(), entry_of(scope)
     span = Span(name=f"upstream {name}", began_ns=now_ns, ended_ns=now_ns, kind="client")
-    span.attributes["gen_ai.request.model"] = name
+    span.attributes["gen_ai.request.model"] = model
     if entry is not None:
+        span.attributes["gen_ai.operation.name"] = entry.operation
         entry.spans.append(span)
     try:
         yield span, {} if entry is None or entry.trace is None else entry.trace.headers(span.span_id)
