@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from penstock.cli.main import cli
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel
+from penstock.lab.doctor import RULES, Diagnosis, Finding, Verdict
 from penstock.lab.evidence import Scrape
 from penstock.lab.recording import open_recording
 from penstock.lab.replayed import show
@@ -75,6 +77,18 @@ def test_a_recording_is_diagnosed(tmp_path: Path) -> None:
     assert "few rows" in text
     assert "Try: --max-num-seqs 2" in text
     assert "Simulated" in text
+
+
+def test_a_flag_is_never_broken_at_the_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding(rule=rule, symptom=rule.symptom, lost_s=1.0, share=0.5, evidence="", change={}, gain=None) for rule in RULES
+    ]
+    every = Diagnosis(verdict=Verdict.ILL, findings=findings, summary="")
+    monkeypatch.setattr("penstock.cli.doctor.diagnose", lambda *_: every)
+    record(tmp_path / "r", poisson(6, 1, prompt=20, answer=5))
+    _, text = doctor(str(tmp_path / "r"))
+    flags = set(re.findall(r"--[a-z-]+", text))
+    assert flags == {flag for rule in RULES for flag in re.findall(r"--[a-z-]+", rule.remedy)}
 
 
 def test_json_has_the_figures(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def _gain(gain: Gain) -> str:
 
 def _lines(diagnosis: Diagnosis, doubt: str = "") -> Iterator[str]:
     words = {Verdict.HEALTHY: "Nothing is wrong.", Verdict.ILL: "Found:", Verdict.UNKNOWN: "Can't tell."}
-    yield from textwrap.wrap(f"{words[diagnosis.verdict]} {diagnosis.summary}", _WIDTH)
+    yield from textwrap.wrap(f"{words[diagnosis.verdict]} {diagnosis.summary}", _WIDTH, break_on_hyphens=False)
     for number, one in enumerate(diagnosis.findings, 1):
         yield ""
         yield f"{number}. {one.rule.name}: {one.share:.0%} of the time; {one.symptom}"
@@ -305,10 +305,10 @@ def _lines(diagnosis: Diagnosis, doubt: str = "") -> Iterator[str]:
         if one.gain is not None:
             texts.append(_gain(one.gain))
         for text in texts:
-            yield from textwrap.wrap(text, _WIDTH, initial_indent="   ", subsequent_indent="   ")
+            yield from textwrap.wrap(text, _WIDTH, initial_indent="   ", subsequent_indent="   ", break_on_hyphens=False)
     if doubt:
         yield ""
-        yield from textwrap.wrap(doubt, _WIDTH)
+        yield from textwrap.wrap(doubt, _WIDTH, break_on_hyphens=False)
 
 
 def _as_json(diagnosis: Diagnosis, doubt: str) -> dict[str, object]:
