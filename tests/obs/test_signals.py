@@ -50,6 +50,10 @@ def test_a_queue_that_does_not_drain_is_not_one_without_a_wait():
     server = Server(drain_rate=0.0)
     server.run(WINDOW_S, num_running=10, num_waiting=8)
     assert server.last.queue_delay_s == pytest.approx(8 * WINDOW_S, rel=0.05), "none ended, so at most one in the window"
+    server = Server(drain_rate=0.0)
+    server.run(WINDOW_S, num_running=1)
+    server.run(0.5, num_running=10, num_waiting=60)
+    assert server.last.queue_delay_s < 2, "none ended yet: of so short a queue nothing is known"
     server.run(WINDOW_S + 1, num_running=10)
     assert server.last.queue_delay_s == 0
 

@@ -37,7 +37,7 @@ class SustainedLoad:
     drain_rate: float = 0.0
     """Requests per second that ended while others waited; 0 if none waited."""
     queue_delay_s: float = 0.0
-    """Time to drain the queue; 0 if no request waited. If none ended, as if one did in the window."""
+    """Time to drain the queue; 0 if no request waited. If none ended, as if one did in all of that time."""
     desired_replicas: int = 1
 
 
@@ -111,7 +111,7 @@ class Signals:
                 kv_headroom=free,
                 arrivals_per_s=calls,
                 drain_rate=drain_rate,
-                queue_delay_s=depth / (drain_rate or 1 / WINDOW_S),
+                queue_delay_s=depth / drain_rate if drain_rate else depth * self._queued_s(now_ns // _SECOND_NS),
                 desired_replicas=self._replicas.desired,
             )
 
@@ -168,6 +168,10 @@ class Signals:
             sum(second.free_ns for second in seconds) / num_ns,
             sum(second.num_calls for second in seconds) * _SECOND_NS / max(num_ns, MIN_WINDOW_S * _SECOND_NS),
         )
+
+    def _queued_s(self, epoch: int) -> int:
+        """Return in how many seconds of the window requests waited."""
+        return sum(second.waiting_ns > 0 for second in self._seconds if epoch - WINDOW_S < second.epoch)
 
     def _num_needed(self, epoch: int, now_ns: int) -> int:
         """Return how many servers one second's load needs: its utilisation, or its arrivals / drain rate if they need more."""
