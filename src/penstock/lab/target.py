@@ -60,7 +60,7 @@ class Address:
 
     def unreachable(self, error: Exception) -> PenstockError:
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        remedy = "Is a server running there? `penstock serve` starts one, --url names another, and --in-process needs none."
+        remedy = "Is a server running there? `penstock serve` starts one."
         if isinstance(error, ssl.SSLCertVerificationError):
             remedy = "Name the file of its certificate: --cafile FILE.pem."
         return PenstockError(f"{self.url} can't be reached: {cause}.", remedy=remedy)
