@@ -16,6 +16,7 @@ from penstock.config import ServerConfig
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.serve import tracing
+from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http import entries
 from penstock.serve.http.entries import Entry
 from penstock.serve.tracing import EXPORTED, LIMITED, LOST, MAX_PER_S, Tracer, sender_of
@@ -280,6 +281,16 @@ def test_no_client_can_have_more_traced_than_the_bound():
         assert tracer.counts()[LIMITED] == 2 * MAX_PER_S
         clock.advance(3_600_000_000_000)
         assert sum(traced(tracer, **SAMPLED) for _ in range(3 * MAX_PER_S)) == MAX_PER_S, "what was not used is not saved"
+    finally:
+        tracer.close()
+
+
+def test_lines_of_batches_leave_the_bound_to_others():
+    tracer = Tracer(Sender(), share=1.0, clock=VirtualClock())
+    try:
+        assert not any(tracer.begin(scope() | {BACKGROUND_KEY: True}).is_sampled for _ in range(2 * MAX_PER_S))
+        assert traced(tracer)
+        assert tracer.counts()[LIMITED] == 0
     finally:
         tracer.close()
 

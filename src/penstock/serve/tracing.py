@@ -20,6 +20,7 @@ from penstock.config import ServerConfig
 from penstock.config.upstreams import is_address
 from penstock.obs.explain.explanation import END_WORDS, Explanation
 from penstock.obs.trace_context import Span, TraceContext, Value, new_span_id, new_trace_id, read_context
+from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http.checks import values_of
 from penstock.serve.http.entries import Backlog, Entry
 from penstock.serve.ops.requests import choice_of
@@ -83,12 +84,16 @@ class Tracer:
     # For the event loop.
 
     def begin(self, scope: Scope) -> TraceContext:
-        """Return the context of a request that has found its model. The caller decides by its flag, else `share` does."""
+        """Return the context of a request that has found its model. The caller decides by its flag, else `share` does.
+
+        Lines of batches are left out: they would use up what is traced in a second, and are not explained.
+        """
         caller = read_context(values_of(scope, b"traceparent"), values_of(scope, b"tracestate"))
         if caller is not None:
             return caller.child(is_sampled=caller.is_sampled and self._has_room())
         trace_id = new_trace_id()
-        is_sampled = int(trace_id[16:], 16) >= self._least_id and self._has_room()
+        is_chosen = int(trace_id[16:], 16) >= self._least_id and not scope.get(BACKGROUND_KEY)
+        is_sampled = is_chosen and self._has_room()
         return TraceContext(trace_id, new_span_id(), is_sampled)
 
     def _has_room(self) -> bool:
