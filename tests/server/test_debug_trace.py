@@ -92,8 +92,8 @@ def test_the_steps_of_a_cluster_are_elsewhere():
 
 
 def test_its_size_is_bounded():
-    window = Window(0, (), max_rows=3)
+    window = Window(0, (), max_rows=3 * 20)
     for _ in range(5):
-        window._note(1, lambda: iter([{"name": "x"}]))
+        window._note(lambda: iter([{"name": "x"}]), num_rows=12)
     assert window.is_cut
     assert sum(event["name"] == "x" for event in window.events("toy")) == 3

@@ -11,7 +11,8 @@ from penstock.obs.perfetto import PREEMPTED, WAITS, Event, Tracks
 from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 MAX_ROWS = 1 << 18
-"""Most rows of steps that are kept, of about 128 bytes: 33 MB. Other reports count as one."""
+"""Most rows of steps that are kept, of about 128 bytes: 33 MB. A report counts as `_REPORT_ROWS` and its rows."""
+_REPORT_ROWS = 8
 _PHASES = {Phase.WAITING: WAITS, Phase.PREFILL: "prefill", Phase.DECODE: "decodes", Phase.PAUSED: PREEMPTED}
 
 
@@ -33,23 +34,23 @@ class Window:
 
     def come(self, life: Life) -> None:
         about, at_ns = {"prompt": life.num_prompt_tokens}, max(self._began_ns, life.arrival_ns)
-        self._note(1, self._tracks.come, life.request_id, at_ns, about, _PHASES[life.phase])
+        self._note(self._tracks.come, life.request_id, at_ns, about, _PHASES[life.phase])
 
     def plan(self, news: PlanNews) -> None:
         for one in news.preemptions:
-            self._note(1, self._tracks.move, one.request_id, PREEMPTED, news.planned_ns)
+            self._note(self._tracks.move, one.request_id, PREEMPTED, news.planned_ns)
 
     def step(self, stats: StepStats) -> None:
-        self._note(1 + len(stats.rows), self._tracks.step, stats)
+        self._note(self._tracks.step, stats, num_rows=len(stats.rows))
 
     def finish(self, stats: RequestStats) -> None:
         about = {"output": stats.num_generated_tokens, "cached": stats.num_cached_tokens}
         reason = {"reason": END_WORDS[stats.finish_reason]}
-        self._note(1, self._tracks.leave, stats.request_id, stats.ended_ns, reason | about)
+        self._note(self._tracks.leave, stats.request_id, stats.ended_ns, reason | about)
 
-    def _note(self, num_rows: int, tell: Callable[..., Iterator[Event]], *arguments: Any) -> None:
+    def _note(self, tell: Callable[..., Iterator[Event]], *arguments: Any, num_rows: int = 0) -> None:
         if self._num_rows_left >= 0:
-            self._num_rows_left -= num_rows
+            self._num_rows_left -= _REPORT_ROWS + num_rows
             if self._num_rows_left >= 0:
                 self._noted.append((tell, arguments))
 
