@@ -254,6 +254,19 @@ def test_a_collector_that_takes_nothing_costs_its_traces_and_no_answer(collector
 # without a server
 
 
+def test_an_exporter_that_raises_is_a_lost_collector(monkeypatch, caplog):
+    from penstock.obs.otlp import OTLPSpanExporter, SpanSender
+
+    def export(exporter, spans):
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", export)
+    sender = SpanSender("http://127.0.0.1:9")
+    assert [sender.send([]), sender.send([])] == [False, False]
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["nobody listens"]
+    sender.close()
+
+
 class Sender:
     def __init__(self) -> None:
         self.num_sent = 0
