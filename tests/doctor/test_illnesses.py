@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from penstock.lab.doctor import Verdict
+from penstock.lab.doctor import RULES, Verdict
 from penstock.types.request import WaitTimes
-from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN
+from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN, slow_tier
 from support.doctor.stage import SECOND_NS, Stage, poisson
 
 ILL = {**SEEN, **UNSEEN}
@@ -68,3 +69,17 @@ def test_refusals_that_a_keys_own_limit_asks_for_are_no_illness() -> None:
     for _ in range(200):
         stage.metrics.count_rejected("tenant_requests", "scraper")
     assert stage.diagnose().verdict is Verdict.HEALTHY
+
+
+def test_a_tier_is_slow_if_computing_would_take_less() -> None:
+    [rule] = [rule for rule in RULES if rule.name == "slow tier"]
+    evidence = slow_tier().evidence
+    loading_s = evidence.parts_s["loading"]
+    assert rule.lost_s(evidence) == loading_s > 0
+
+    def with_prompts_that_take(seconds: float) -> float:
+        visits = [replace(one, parts_s={**one.parts_s, "prefill": seconds}) for one in evidence.visits]
+        return rule.lost_s(replace(evidence, visits=visits))
+
+    assert with_prompts_that_take(0.001) == loading_s
+    assert with_prompts_that_take(10.0) == 0

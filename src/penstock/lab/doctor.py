@@ -226,6 +226,15 @@ def _prefix_s(*ends: str) -> Callable[[Evidence], float]:
     return lambda evidence: sum(one.parts_s["prefill"] for one in evidence.visits if one.prefix_end in ends)
 
 
+def _spared_s(evidence: Evidence) -> float:
+    """Return how long prompts would have computed the tokens that they found in the cache, or that a tier brought there."""
+    found = sum(one.num_hit_tokens for one in evidence.visits)
+    computed = sum(one.num_prompt_tokens - one.num_hit_tokens for one in evidence.visits)
+    num_steps = sum(one.num_prefill_steps for one in evidence.visits)
+    work_s = max(0.0, evidence.parts_s.get("prefill", 0.0) - num_steps * evidence.plain_step_s)
+    return found * work_s / max(1, computed)
+
+
 def _alike(one: Visit) -> float:
     """Return the share of a prompt's computed tokens that the cache has, behind a token that differs."""
     return one.num_same_after / max(1, one.num_prompt_tokens - one.num_hit_tokens)
@@ -294,9 +303,11 @@ RULES: tuple[Rule, ...] = (
         name="slow tier",
         symptom=Symptom.IDLE,
         cause="Requests wait for keys and values from the tier below the KV cache.",
-        lost_s=_waits("loading"),
+        lost_s=lambda e: _waits("loading")(e) if _waits("loading")(e) > _spared_s(e) else 0.0,
         of=("loading",),
-        shows=lambda e: f"Loading blocks took {_share(e, 'loading')}.",
+        shows=lambda e: (
+            f"Loading blocks took {_share(e, 'loading')}. To compute what the cache had would have taken {_spared_s(e):.3g} s."
+        ),
         remedy="Put the file on a faster disk (--kv-disk-path), or do without (--kv-disk-size 0).",
     ),
     Rule(

@@ -299,8 +299,12 @@ class Workshop:
         while self._jobs and self._jobs[0][0] <= self.clock.now_ns():
             self._jobs.popleft()[1]()
 
+    @property
+    def evidence(self) -> Evidence:
+        return evidence_of(self.journal, self.metrics, self.ids, self.clock, self.capacity, {})
+
     def diagnose(self) -> Diagnosis:
-        evidence = evidence_of(self.journal, self.metrics, self.ids, self.clock, self.capacity, {})
+        evidence = self.evidence
         return diagnose(evidence, predictor_of(evidence).gain)
 
 
