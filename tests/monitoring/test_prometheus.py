@@ -94,6 +94,22 @@ CASES = [
     Case("PenstockSmallBatches", 20, small_batches(waiting=5), True),
     Case("PenstockSmallBatches", 20, small_batches(waiting=0), False),
     Case("PenstockSmallBatches", 20, small_batches(waiting=5, reason="prefix"), False),
+    *(
+        Case(
+            "PenstockSlowTier",
+            25,
+            {
+                f'penstock_queue_wait_seconds_total{{{M},reason="loading"}}': f"0+{loading}x40",
+                f"penstock_e2e_request_latency_seconds_sum{{{M}}}": "0+100x40",
+                f"penstock_prefix_cache_hits_total{{{M}}}": f"0+{found}x40",
+                f"penstock_prefill_time_seconds_sum{{{M}}}": "0+10x40",
+                f'penstock_prompt_tokens_total{{{M},source="computed"}}': "0+1000x40",
+            },
+            fires,
+        )
+        # A token takes 10 ms to compute. A tier that brings more than it costs is not slow.
+        for loading, found, fires in ((20, 1000, True), (20, 4000, False), (5, 100, False))
+    ),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1 2 3 4x20"}, True),
     Case("PenstockRestartLoop", 10, {'process_start_time_seconds{instance="a"}': "1 2 3 4 5x20"}, True),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1x20"}, False),

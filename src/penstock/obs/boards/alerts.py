@@ -46,6 +46,9 @@ def _burns(window: str, times: float) -> str:
     return f"{missed} / {asked} > {times * (1 - OBJECTIVE):.3g}"
 
 
+_LOADING = _rates('queue_wait_seconds_total{reason="loading"}', "10m")
+_COMPUTED = _rates('prompt_tokens_total{source="computed"}', "10m")
+
 ALERTS = (
     Alert(
         "PenstockQueueDelay",
@@ -122,6 +125,21 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
 - `memory`: more KV cache (`--kv-cache-memory`).
 - `gate`: a shorter delay in `--batching-args`, or `--batching continuous`.
 - `adapter`: a larger `--max-loras`.""",
+    ),
+    Alert(
+        "PenstockSlowTier",
+        f"{_LOADING} > {_rates('prefix_cache_hits_total', '10m')}"
+        f"\n* {_rates('prefill_time_seconds_sum', '10m')} / {_COMPUTED}"
+        f"\nand {_LOADING} / {_rates('e2e_request_latency_seconds_sum', '10m')} > 0.1",
+        "10m",
+        "warning",
+        "Requests to {{ $labels.model }} wait for the tier, and would compute as fast.",
+        "The wait for the tier is a tenth of the requests' time, and longer than it takes to compute what the cache has.",
+        "**Wait of a request, by reason** (`loading`), **Blocks to and from the tiers**, and `penstock doctor`.",
+        """\
+- A faster disk (`--kv-disk-path`).
+- More KV cache (`--kv-cache-memory`), so that less is read back.
+- Else no tier (`--kv-disk-size 0`).""",
     ),
     Alert(
         "PenstockRestartLoop",
