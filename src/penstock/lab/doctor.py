@@ -227,12 +227,10 @@ def _prefix_s(*ends: str) -> Callable[[Evidence], float]:
 
 
 def _spared_s(evidence: Evidence) -> float:
-    """Return how long prompts would have computed the tokens that they found in the cache, or that a tier brought there."""
+    """Return how long prompts would have taken to compute what they found in the cache, at their usual pace."""
     found = sum(one.num_hit_tokens for one in evidence.visits)
     computed = sum(one.num_prompt_tokens - one.num_hit_tokens for one in evidence.visits)
-    num_steps = sum(one.num_prefill_steps for one in evidence.visits)
-    work_s = max(0.0, evidence.parts_s.get("prefill", 0.0) - num_steps * evidence.plain_step_s)
-    return found * work_s / max(1, computed)
+    return found * evidence.parts_s.get("prefill", 0.0) / max(1, computed)
 
 
 def _alike(one: Visit) -> float:
