@@ -46,9 +46,10 @@ HASTE = 20
 SLOW_DISK = """\
 import os, sys, time
 def slowed(call):
-    def slow(*arguments):
-        num_bytes = call(*arguments)
-        time.sleep(num_bytes / {bytes_per_s})
+    def slow(fd, *arguments):
+        num_bytes = call(fd, *arguments)
+        if "/slow/" in os.readlink(f"/proc/self/fd/{{fd}}"):
+            time.sleep(num_bytes / {bytes_per_s})
         return num_bytes
     return slow
 os.preadv, os.pwritev = slowed(os.preadv), slowed(os.pwritev)
@@ -96,7 +97,7 @@ class Incident:
     counts: Mapping[str, str]
     """Name -> PromQL of a figure at the end of a run."""
     disk_bytes_per_s: float = 0.0
-    """0: as fast as the disk is."""
+    """Speed of files in a folder `slow`. 0: as fast as the disk is."""
     doctor_key: str = ""
 
 
@@ -128,16 +129,16 @@ INCIDENTS = {
     ),
     "slow-tier": Incident(
         settings=("--kv-cache-memory", "24MiB", "--max-num-seqs", "4"),
-        wrong=("--kv-disk-size", "1GiB", "--kv-disk-path", "tier"),
-        right=("--kv-disk-size", "0"),
-        users=[Users(3, prompt_tokens=400, answer_tokens=16, topics=24)],
-        panels=("Wait of a request, by reason", "Blocks to and from the tiers", "Requests"),
+        wrong=("--kv-disk-size", "1GiB", "--kv-disk-path", "slow"),
+        right=("--kv-disk-size", "1GiB", "--kv-disk-path", "fast"),
+        users=[Users(6, prompt_tokens=400, answer_tokens=16, topics=24)],
+        panels=("Wait of a request, by reason", "Blocks to and from the tiers"),
         counts={
             "seconds of waiting for the tier": 'sum(penstock_queue_wait_seconds_total{reason="loading"})',
             "blocks loaded": 'sum(penstock_kv_disk_blocks_total{direction="loaded"})',
             "blocks dropped": "sum(penstock_kv_disk_dropped_blocks_total)",
         },
-        disk_bytes_per_s=4e6,
+        disk_bytes_per_s=12e6,
     ),
 }
 
@@ -280,7 +281,7 @@ def pictured(prometheus: Prometheus, titles: Sequence[str], before: Run, after: 
         series = []
         for query, legend in board.queries:
             query = query.replace("$model", ".*").replace("$__rate_interval", "15s")
-            for labels, points in prometheus.over(query, before.begin_s, after.end_s, step_s=4):
+            for labels, points in prometheus.over(query, before.begin_s, after.end_s, step_s=5):
                 name = re.sub(r"\{\{(\w+)\}\}", lambda label, labels=labels: labels.get(label[1], ""), legend)
                 finite = [(at_s, value) for at_s, value in points if math.isfinite(value)]
                 if any(value for _, value in finite):
@@ -310,22 +311,24 @@ def slim(svg: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("incident", choices=INCIDENTS)
-    parser.add_argument("--seconds", type=float, default=90, help="of each of the two runs (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="of each of the two runs (default: %(default)s)")
+    parser.add_argument("--instead", metavar="FLAGS", help="settings to try in place of the right ones")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg")
     args = parser.parse_args()
     incident = INCIDENTS[args.incident]
+    right = args.instead.split() if args.instead else incident.right
     with tempfile.TemporaryDirectory() as name, scraping(Path(name)) as prometheus:
         scene = Scene(incident, Path(name), args.seconds, prometheus)
-        before, after = scene.run(incident.wrong), scene.run(incident.right)
+        before, after = scene.run(incident.wrong), scene.run(right)
         panels = pictured(prometheus, incident.panels, before, after)
     if args.picture:
         drawn = draw(f"{args.incident}: panels of the board, drawn from its queries", panels).svg().decode()
         args.picture.write_text(slim(drawn), encoding="utf-8")
-    for words, run in ((incident.wrong, before), (incident.right, after)):
+    for words, run in ((incident.wrong, before), (right, after)):
         print(f"{' '.join(words) or 'the defaults'}: alerts {run.fired_s or 'none'}\n{run.doctor}")
     rows = [(name, before.figures[name], after.figures[name]) for name in before.figures]
     print(origin(f"{args.seconds:g} s each"))
-    print(table(["", f"`{' '.join(incident.wrong) or 'defaults'}`", f"`{' '.join(incident.right)}`"], rows))
+    print(table(["", f"`{' '.join(incident.wrong) or 'defaults'}`", f"`{' '.join(right)}`"], rows))
     print(json.dumps({"benchmark": "incidents", "incident": args.incident, "before": asdict(before), "after": asdict(after)}))
 
 
