@@ -91,6 +91,16 @@ CASES = [
         )
         for hits, fires in (("0+800x360 288000x60", True), ("0+800x420", False), ("0+100x360 36000x60", False))
     ),
+    # Half of the tokens are found for hours. Then one short prompt is looked up, and not found.
+    Case(
+        "PenstockHitRateCollapse",
+        398,
+        {
+            f"penstock_prefix_cache_hits_total{{{M}}}": "0+500x350 175000x75",
+            f"penstock_prefix_cache_queries_total{{{M}}}": "0+1000x350 350000x25 350020x50",
+        },
+        False,
+    ),
     Case("PenstockSmallBatches", 20, small_batches(waiting=5), True),
     Case("PenstockSmallBatches", 20, small_batches(waiting=0), False),
     Case("PenstockSmallBatches", 20, small_batches(waiting=5, reason="prefix"), False),
@@ -121,11 +131,11 @@ CASES = [
     *(
         Case(
             "PenstockReplicaLost",
-            20,
-            {f"penstock_replicas{{{M}}}": "3x10 2x20", f"penstock_desired_replicas{{{M}}}": f"{wanted}x30"},
+            minute,
+            {f"penstock_replicas{{{M}}}": "3x10 2x120", f"penstock_desired_replicas{{{M}}}": f"{wanted}x130"},
             fires,
         )
-        for wanted, fires in ((3, True), (2, False))
+        for wanted, minute, fires in ((3, 20, True), (2, 20, False), (3, 120, True))
     ),
 ]
 

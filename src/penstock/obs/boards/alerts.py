@@ -98,7 +98,8 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
     ),
     Alert(
         "PenstockHitRateCollapse",
-        f"{_hits('30m')}\n< 0.5 * {_hits('6h')}\nand {_hits('6h')} > 0.2",
+        f"{_hits('30m')}\n< 0.5 * {_hits('6h')}\nand {_hits('6h')} > 0.2\n"
+        f"and {_rates('prefix_cache_queries_total', '30m')} > 0.1 * {_rates('prefix_cache_queries_total', '6h')}",
         "15m",
         "warning",
         "The prefix cache of {{ $labels.model }} finds {{ $value | humanizePercentage }} of the tokens, half of before.",
@@ -158,12 +159,12 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
     Alert(
         "PenstockReplicaLost",
         'sum by (instance) (up{job="penstock"}) == 0'
-        f"\nor {_sum('penstock_replicas', 'instance')} < {_sum('max_over_time(penstock_replicas[30m])', 'instance')}"
+        f"\nor {_sum('penstock_replicas', 'instance')} < {_sum('max_over_time(penstock_replicas[6h])', 'instance')}"
         f"\nand {_sum('penstock_replicas', 'instance')} < {_sum('penstock_desired_replicas', 'instance')}",
         "2m",
         "critical",
         "{{ $labels.instance }} does not answer, or has lost replicas that its load needs.",
-        "Prometheus cannot scrape the server, or a cluster has fewer replicas than half an hour ago, and than it needs.",
+        "Prometheus cannot scrape the server, or a cluster has fewer replicas than within six hours, and than it needs.",
         "`GET /load` lists the replicas. The log of the lost one has the reason.",
         """\
 - Start it again: requests in flight went on elsewhere.
