@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.lab.doctor import RULES, Verdict
+from penstock.lab.doctor import RULES, Gain, Outlook, Verdict, diagnose
 from penstock.types.request import WaitTimes
-from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN, slow_tier
+from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN, slow_tier, window_too_long
 from support.doctor.stage import SECOND_NS, Stage, poisson
 
 ILL = {**SEEN, **UNSEEN}
@@ -83,3 +83,11 @@ def test_a_tier_is_slow_if_computing_would_take_less() -> None:
 
     assert with_prompts_that_take(0.001) == loading_s
     assert with_prompts_that_take(10.0) == 0
+
+
+@pytest.mark.parametrize(("gap_s", "is_advised"), [(1.0, False), (0.5, True)])
+def test_a_setting_without_a_gain_is_not_advised(gap_s: float, is_advised: bool) -> None:
+    gain = Gain(Outlook(1.0, 1.0, 1.0), Outlook(1.0, 1.0, gap_s))
+    found = diagnose(window_too_long().evidence, lambda _: gain).findings[0]
+    assert found.rule.name == "batch window"
+    assert (bool(found.change), found.gain) == ((True, gain) if is_advised else (False, None))

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.lab.evidence import Evidence, Visit
 
 NAMED_SHARE = 0.1
-"""A cause that took a smaller share of the requests' time is not named. Nor are more rows or memory that would save less."""
+"""A cause that took a smaller share of the requests' time is not named. Nor is a setting that would save less."""
 LEAST_VISITS = 5
 """With fewer requests nothing is said."""
 FULL = 0.9
@@ -72,6 +72,11 @@ class Gain:
         before, after = self.before, self.after
         return max(1 - after.mean_s / before.mean_s, 1 - after.slowest_s / before.slowest_s)
 
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether requests take less time, or the longest gap between two tokens is shorter."""
+        return self.share >= NAMED_SHARE or self.after.gap_s <= (1 - NAMED_SHARE) * self.before.gap_s > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -118,6 +123,8 @@ def diagnose(evidence: Evidence, predict: Predict = lambda _: None) -> Diagnosis
         gain = predict(change) if change else None
         if rule.must_gain and gain is not None and gain.share < NAMED_SHARE:
             continue
+        if gain is not None and not gain.is_worth_it:
+            change, gain = {}, None
         for part in rule.of:
             left[part] = left.get(part, 0.0) * (1 - lost_s / have_s)
         is_busy = rule.symptom is Symptom.IDLE and evidence.busy >= FULL
