@@ -64,6 +64,7 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
         code = run_server(_deployment(configs, read_again, address, stack), config.server, listener=listener)
     # Exit at once, as `serve` does.
     sys.stdout.flush()
+    logging.shutdown()
     os._exit(code)
 
 

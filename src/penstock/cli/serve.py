@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from importlib import import_module
+from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -71,6 +73,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
             deployment.close()
     # Exit at once: Python would wait for threads that still compile a grammar or tokenize, although no request needs them.
     sys.stdout.flush()
+    logging.shutdown()
     os._exit(code)
 
 
@@ -170,9 +173,56 @@ class TextFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
+MAX_LOG_LINES = 10_000
+"""Most lines that wait for the reader of the log."""
+_FLUSH_TIMEOUT_S = 2.0
+
+
+class StderrHandler(logging.Handler):
+    """Writes the log to stderr on a thread of its own: a reader that pauses must not stop who logs.
+
+    Beyond `MAX_LOG_LINES`, lines are dropped and counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: SimpleQueue[str | threading.Event] = SimpleQueue()
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._thread.is_alive():  # so late, since `share_one_arena` comes before the first thread
+            self._thread.start()
+        if self._lines.qsize() >= MAX_LOG_LINES:
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            message, number, self._num_dropped = "lines of the log that its reader was too slow for: %d", self._num_dropped, 0
+            self._lines.put(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, (number,), None)))
+        self._lines.put(self.format(record))
+
+    def flush(self) -> None:
+        """Wait for the lines before, but not for long. Called at exit."""
+        if self._thread.is_alive():
+            written = threading.Event()
+            self._lines.put(written)
+            written.wait(_FLUSH_TIMEOUT_S)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            data = f"{line}\n".encode(errors="backslashreplace")
+            with suppress(OSError):
+                while data:  # not by `sys.stderr`: its lock would be held at exit
+                    data = data[os.write(2, data) :]
+
+
 def set_up_logging(config: LogConfig) -> None:
     """Send all log messages of the process to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     if config.log_format == LogFormat.JSON:
         handler.setFormatter(JsonFormatter())
     else:
