@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
-from penstock.deploy.draft import draft_config, open_draft
+from penstock.deploy import factory
+from penstock.deploy.draft import open_draft
 from penstock.deploy.factory import start_model
 from penstock.deploy.resolve import resolve as resolve_blueprint
 from penstock.deploy.resources import MemoryBudget, Resources
@@ -149,7 +150,7 @@ class TestRefused:
         blueprint, _ = resolve_blueprint(config(small), resolve(str(large), large.parent), Resources().machine("large"))
         on_gpu = replace(blueprint.compute, options=replace(blueprint.compute.options, backend=Backend.CUDA))
         with pytest.raises(ConfigError, match="A small model guesses only on the CPU"):
-            draft_config(config(small), replace(blueprint, compute=on_gpu))
+            factory._draft_config(config(small), replace(blueprint, compute=on_gpu))
 
     def test_a_model_with_a_recurrent_state(self, large: Path, tmp_path: Path) -> None:
         assert "recurrent state" in self.refused(large, write_case(CASES["lfm2"], tmp_path))

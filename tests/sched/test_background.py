@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from penstock.sched.background import PAUSE_NS, Share
-from penstock.sched.policies.base import UNLIMITED, BudgetView, GateDecision, GateView, StepRecord
+from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, GateDecision, GateView, StepLimits, StepRecord
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.orders import FirstComeFirstServed
@@ -484,3 +485,32 @@ def test_no_line_passes_a_longer_one() -> None:
         begun += sorted(rows_of(plan, "line") - set(begun))
     assert begun == ["line-0", "line-1", "line-2"]
     finish(driver, *lines)
+
+
+class Narrows(Budget):
+    """All tokens for the first steps, then one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def limits(self, view: BudgetView) -> StepLimits:
+        self.num_steps += 1
+        return StepLimits(view.max_step_tokens if self.num_steps < 20 else 1)
+
+
+@pytest.mark.parametrize("num_blocks", range(14, 22))
+def test_a_line_that_preempts_itself_leaves_its_row_to_the_next(num_blocks: int) -> None:
+    """Steps have one row, and there is no memory for both: somebody always advances."""
+    lines = [line(0, max_tokens=30), line(1, max_tokens=40)]
+    lines[0].priority = 1  # it is first, and is preempted for the other one
+    shape = replace(CAPACITY, num_blocks=num_blocks)
+    driver = Driver(make_core(shape, make_policies(order="priority", budget=Narrows(), reserve="chunk")), HashExecutor(shape))
+    driver.core.apply([Add(one) for one in lines], 0)
+    plans = []
+    while driver.core.has_work:
+        driver.turn()
+        plans.append(len(driver.plans))
+        assert len(plans) < 500
+    finish(driver, *lines)
+    assert len(driver.plans) == plans[-1]
+    assert all(after > before for before, after in pairwise(plans[:-1])), "no turn without a step"

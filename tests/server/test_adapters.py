@@ -341,7 +341,8 @@ async def test_a_gateway_is_told_which_adapters_are_in_the_kv_cache(client, runn
     assert 'max_lora="4"' in line
     [names] = re.findall(r'running_lora_adapters="(.*?)"', line)
     assert {"red", "team/blue"} <= set(names.split(","))
-    assert len(names.split(",")) == running.engine.load().adapters.num_resident
+    # An adapter whose files were changed is there twice.
+    assert len(names.split(",")) <= running.engine.load().adapters.num_resident
 
 
 async def test_metrics_and_load_tell_of_adapters_without_their_names(client, running):

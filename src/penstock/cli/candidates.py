@@ -122,17 +122,13 @@ def make_candidate(
     config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None, acceptance: Acceptance | None = None
 ) -> Candidate:
     """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises ConfigError."""
-    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
+    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_unsimulated
     from penstock.deploy.policies import choose_policies
     from penstock.lab.plan import Candidate
     from penstock.lab.simulation import Simulation
     from penstock.lab.sizing import roofline, speeds
 
-    if config.kv.kv_disk_size_bytes or config.kv.kv_host_size_bytes:
-        flag = "--kv-disk-size" if config.kv.kv_disk_size_bytes else "--kv-host-size"
-        raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
-    if config.scheduler.speculation_model is not None:
-        raise ConfigError("The guesses of a small model are not simulated.", remedy="Leave out --speculation-model.")
+    refuse_unsimulated(config)
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)

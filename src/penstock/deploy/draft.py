@@ -1,4 +1,4 @@
-"""The small model of --speculation-model: its config, its checks beside the large one, and its executor."""
+"""The small model of --speculation-model: its checks beside the large one, and its executor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.config import Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.config.units import format_size
 from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.executor import SeatOf, build_executor
@@ -21,23 +20,8 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-_REMEDY = "Leave out --speculation-model, or take another model."
 
-
-def draft_config(config: Config, blueprint: Blueprint) -> Config:
-    """Return the config of the small model beside a large one with this blueprint. Raises ConfigError on a GPU."""
-    compute, name = blueprint.compute, config.scheduler.speculation_model
-    assert name is not None
-    if compute.is_on_gpu:
-        raise ConfigError("A small model guesses only on the CPU, and a GPU is to be used.", remedy=_REMEDY)
-    return replace(
-        config,
-        model=ModelConfig(model=name, cache_dir=config.model.cache_dir, task="generate"),
-        kv=KvConfig(block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype, prefix_caching=False),
-        lora=LoraConfig(),
-        scheduler=SchedulerConfig(max_num_seqs=compute.max_rows, max_num_batched_tokens=compute.max_step_tokens),
-        server=replace(config.server, record=None),
-    )
+DRAFT_REMEDY = "Leave out --speculation-model, or take another model."
 
 
 def with_draft(blueprint: Blueprint, model: LoadedModel, small: Blueprint, small_model: LoadedModel) -> Blueprint:
@@ -51,7 +35,7 @@ def with_draft(blueprint: Blueprint, model: LoadedModel, small: Blueprint, small
         program = describe(one.spec)
         if program.state or program.paged_state:
             cause = f"{one.name} keeps a recurrent state, which can't go back to the last guess that was right."
-            raise ConfigError(cause, remedy=_REMEDY)
+            raise ConfigError(cause, remedy=DRAFT_REMEDY)
     plan, capacity, most = small.measured_plan, small.measured_plan.capacity, blueprint.measured_plan.capacity
     num_blocks = min(capacity.num_blocks, most.num_blocks)
     longest = min(capacity.max_model_len, most.max_model_len, (num_blocks - 1) * capacity.block_size)
@@ -78,7 +62,7 @@ def check_same_tokens(large: Tokenizer, small: Tokenizer, model: LoadedModel, sm
                 break
     if cause:
         raise ConfigError(
-            f"{small_model.name} can't guess for {model.name}, since its vocabulary is another: {cause}.", remedy=_REMEDY
+            f"{small_model.name} can't guess for {model.name}, since its vocabulary is another: {cause}.", remedy=DRAFT_REMEDY
         )
 
 

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import Config, Load, LoraConfig
+from penstock.config import Config, KvConfig, Load, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.config.routing import Routing
 from penstock.config.units import format_size
 from penstock.deploy.build import EngineTap, Lasting, build, seat_of
-from penstock.deploy.draft import draft_config, with_draft
+from penstock.deploy.draft import DRAFT_REMEDY, with_draft
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
 from penstock.deploy.pipelines import open_pipelines
@@ -193,7 +193,7 @@ def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blu
     blueprint, model = resolve(config, source, machine)
     if config.scheduler.speculation_model is None:
         return blueprint, model
-    small, share = draft_config(config, blueprint), blueprint.share
+    small, share = _draft_config(config, blueprint), blueprint.share
     left_bytes = machine.available_bytes - share.num_bytes + share.num_reserve_bytes
     try:
         beside = resolve(small, locate(small), replace(machine, available_bytes=left_bytes, num_models=1))
@@ -201,6 +201,22 @@ def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blu
         message = f"Beside {blueprint.name}, the model {small.model.model} that guesses for it has no room: {error.message}"
         raise NotEnoughMemory(message, remedy="Leave out --speculation-model, or lower --kv-cache-memory.") from error
     return with_draft(blueprint, model, *beside), model
+
+
+def _draft_config(config: Config, blueprint: Blueprint) -> Config:
+    """Return the config of the small model beside a large one with this blueprint. Raises ConfigError on a GPU."""
+    compute, name = blueprint.compute, config.scheduler.speculation_model
+    assert name is not None
+    if compute.is_on_gpu:
+        raise ConfigError("A small model guesses only on the CPU, and a GPU is to be used.", remedy=DRAFT_REMEDY)
+    return replace(
+        config,
+        model=ModelConfig(model=name, cache_dir=config.model.cache_dir, task="generate"),
+        kv=KvConfig(block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype, prefix_caching=False),
+        lora=LoraConfig(),
+        scheduler=SchedulerConfig(max_num_seqs=compute.max_rows, max_num_batched_tokens=compute.max_step_tokens),
+        server=replace(config.server, record=None),
+    )
 
 
 def start_model(

@@ -299,6 +299,17 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
 # --- the virtual server of `penstock simulate` ---
 
 
+def refuse_unsimulated(config: Config) -> None:
+    """Raise ConfigError if the config has parts that a simulation lacks."""
+    for flag, value, name in (
+        ("--kv-disk-size", config.kv.kv_disk_size_bytes, "A tier below the KV cache is"),
+        ("--kv-host-size", config.kv.kv_host_size_bytes, "A tier below the KV cache is"),
+        ("--speculation-model", config.scheduler.speculation_model, "Guesses of a small model are"),
+    ):
+        if value:
+            raise ConfigError(f"{name} not simulated.", remedy=f"Leave out {flag}.")
+
+
 def simulation_of(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> Simulation:
     """Return a simulated server with the policies, admission limits, capacity and timeouts of this config.
 
@@ -307,12 +318,7 @@ def simulation_of(config: Config, cost: CostModel, *, num_blocks: int | None = N
     """
     from penstock.lab.simulation import Simulation
 
-    for flag, size_bytes in (
-        ("--kv-disk-size", config.kv.kv_disk_size_bytes),
-        ("--kv-host-size", config.kv.kv_host_size_bytes),
-    ):
-        if size_bytes:
-            raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
+    refuse_unsimulated(config)
     compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
     capacity = _capacity(config, compute, num_blocks)
     policies = choose_policies(config)
