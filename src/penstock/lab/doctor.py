@@ -188,7 +188,13 @@ def _share(evidence: Evidence, *parts: str) -> str:
 
 
 _OF_BATCHES = (
-    *("preset", "batching", "batching_args", "batch_window", "max_batch_size", "preferred_batch_size", "length_buckets"),
+    "preset",
+    "batching",
+    "batching_args",
+    "batch_window",
+    "max_batch_size",
+    "preferred_batch_size",
+    "length_buckets",
 )
 """Settings that make batches other than continuous ones."""
 _COMPUTING = ("prefill", "decode")
