@@ -1,6 +1,7 @@
 """What do traces cost? Two servers of the same model, one of which sends them, asked in turn by 32 clients.
 
     python benchmarks/tracing.py
+    python benchmarks/tracing.py --on "--log-requests 1 --metrics-compat vllm" --off "--explained-requests 0"
 
 Both serve the default model (`penstock pull`). The collector is here, and only counts bytes. The last line printed is one JSON
 object: medians over the rounds and their range, and the CPU time that making and encoding the spans of one request takes.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -97,13 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=96, help="of a round, to each server")
+    parser.add_argument("--on", default="", metavar="FLAGS", help="more, for the server that sends traces")
+    parser.add_argument("--off", default="", metavar="FLAGS", help="likewise, for the other one")
     args = parser.parse_args()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     made_us = us_per_request(url)
     command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--served-model-name", SERVED_NAME, "--port", "{port}"]
-    traced = {"off": command, "on": [*command, "--otlp-endpoint", url]}
+    traced = {"off": [*command, *shlex.split(args.off)], "on": [*command, "--otlp-endpoint", url, *shlex.split(args.on)]}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in traced}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         sessions = {}
