@@ -160,4 +160,4 @@ def test_without_explanations_it_says_so() -> None:
         ask(server.url, 6)
         code, text = doctor(server.url, "--seconds", "0.1")
     assert code == 2
-    assert "0 requests were seen" in text
+    assert "Requests seen: 0" in text

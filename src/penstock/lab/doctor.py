@@ -159,7 +159,7 @@ def _without_visits(evidence: Evidence) -> Diagnosis:
             "to this key. Give the key that sent them (--api-key), or let the server explain some (--explained-requests)."
         )
     else:
-        why = f"{len(evidence.visits)} requests were seen, and it takes {LEAST_VISITS}. Ask again under load, or watch longer."
+        why = f"Requests seen: {len(evidence.visits)}, and it takes {LEAST_VISITS}. Ask again under load, or watch longer."
     return Diagnosis(verdict=verdict, findings=(), summary=why)
 
 
