@@ -15,6 +15,7 @@ from penstock.config.components import config_from
 from penstock.deploy import build
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import choose_policies
+from penstock.deploy.recorder import shown_settings
 from penstock.lab.recording import Departure, open_recording
 from penstock.lab.steps import steps_of
 from penstock.models.catalog import ModelSource, SourceKind, resolve
@@ -128,6 +129,11 @@ def serve_tenants(gguf: Path, config: Config) -> None:
 
     asyncio.run(everything())
     running.close(10)
+
+
+def test_the_file_of_a_small_model_is_not_shown() -> None:
+    chosen = SchedulerConfig(speculation_model="/home/ann/small.gguf", max_num_seqs=3)
+    assert shown_settings([chosen], has_names=False) == {"speculation_model": "not recorded", "max_num_seqs": 3}
 
 
 @pytest.mark.parametrize("has_names", [False, True])

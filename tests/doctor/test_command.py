@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.doctor import predictor_of
 from penstock.cli.main import cli
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel
@@ -114,6 +116,12 @@ def test_a_simulator_that_is_far_off_predicts_nothing(tmp_path: Path) -> None:
     told = json.loads(doctor(str(tmp_path / "r"), "--cost", str(tmp_path / "cost"), "--json")[1])
     assert told["findings"][0]["gain"] is None
     assert told["doubt"].startswith("No gain is predicted: simulated as they were, requests take ")
+
+
+def test_a_small_model_that_guesses_does_not_hinder_the_simulator() -> None:
+    evidence = too_few_rows().evidence
+    settings = {**evidence.settings, "speculation_model": "small"}
+    assert predictor_of(replace(evidence, settings=settings)).gain({"max_num_seqs": 8}) is not None
 
 
 @pytest.mark.parametrize("stage", [too_few_rows, small_kv_cache])

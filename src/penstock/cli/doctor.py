@@ -35,7 +35,7 @@ _RECENT_S = 600.0
 _MAX_ENDED = 100
 """The most ended requests that a server lists."""
 _WIDTH = 100
-_NOT_SIMULATED = ("kv_cache_memory", "kv_disk_size", "kv_host_size")
+_NOT_SIMULATED = ("kv_cache_memory", "kv_disk_size", "kv_host_size", "speculation_model")
 
 
 @click.command()
@@ -125,6 +125,7 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
     from penstock.lab.steps import steps_of
     from penstock.lab.traces import read_workload
     from penstock.serve.ops.requests import choice_of
+    from penstock.serve.ops.status import capacity_of
 
     recording = open_recording(path)
     header, shown = recording.header, show(recording)
@@ -139,13 +140,7 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
         Scrape(shown.after, header.model),
         window_s,
         settings=header.settings,
-        capacity={
-            "blocks": header.capacity.num_blocks - 1,
-            "block_size": header.capacity.block_size,
-            "rows": header.capacity.max_rows,
-            "step_tokens": header.capacity.max_step_tokens,
-            "model_len": header.capacity.max_model_len,
-        },
+        capacity=capacity_of(header.capacity),
     )
     predictor = Predictor(evidence, read_workload(path))
     with suppress(ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times

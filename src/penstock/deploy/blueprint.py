@@ -141,7 +141,7 @@ class Blueprint:
     """None: nothing is recorded."""
     settings_hash: str
     shown_settings: Mapping[str, object]
-    """As in `ModelInfo.settings`."""
+    """Settings that are not the defaults, without secrets: see `ModelInfo.settings`."""
     shares_kv: bool = False
     """Other processes on this machine may read the KV cache."""
     draft: Blueprint | None = None

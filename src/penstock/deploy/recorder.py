@@ -89,6 +89,5 @@ def _recorded(key: str, value: object, has_names: bool) -> object:
     """Return a setting's value for the header, hidden if it may name tenants or files and `has_names` is false."""
     from penstock.sched.policies.own import is_own
 
-    if has_names or not (key.endswith("_args") or (isinstance(value, str) and is_own(value))):
-        return value
-    return NOT_RECORDED
+    may_name = key == "speculation_model" or key.endswith("_args") or (isinstance(value, str) and is_own(value))
+    return NOT_RECORDED if may_name and not has_names else value

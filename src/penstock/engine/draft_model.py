@@ -51,7 +51,7 @@ class DraftModel:
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """Those drafted longest ago first."""
         self._num_in_use = 0
-        """The last so many rows are those that were read last."""
+        """How many rows, from the end of `_rows`, the last `read` was for."""
         self._known: set[str] = set()
         """Requests that the executor knows."""
         self._num_steps = 0

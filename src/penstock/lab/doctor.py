@@ -20,7 +20,7 @@ from penstock.lab.evidence import Evidence, Visit
 NAMED_SHARE = 0.1
 """A cause that took a smaller share of the requests' time is not named. Nor is a setting that would save less."""
 LEAST_VISITS = 5
-"""With fewer requests nothing is said."""
+"""Fewer requests are not judged."""
 FULL = 0.9
 """A machine that computes for this share of the time has nothing left."""
 
@@ -235,7 +235,7 @@ def _chopped_s(evidence: Evidence) -> float:
 
 
 def _prefix_s(*ends: str) -> Callable[[Evidence], float]:
-    """Return a function for the time of prompts of which the prefix cache had no more for one of these reasons."""
+    """Return a function for the time of prompts whose lookup in the prefix cache ended for one of these reasons."""
     return lambda evidence: sum(one.parts_s["prefill"] for one in evidence.visits if one.prefix_end in ends)
 
 
@@ -349,7 +349,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="order",
         symptom=Symptom.LATENCY,
-        cause="The waiting order lets later requests go first, and those that they pass wait long.",
+        cause="The waiting order lets later requests go first, and earlier ones wait long.",
         lost_s=_waits("order"),
         of=("order",),
         shows=lambda e: f"Being passed took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}.",

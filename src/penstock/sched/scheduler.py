@@ -367,11 +367,11 @@ class Scheduler:
         draft.gate = self._filling.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
         for fewer in (sitting_out, sitting_out_alone, ()):
-            most, num_running = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens)), -1
-            while num_running != len(running):  # the first may have preempted itself, and left its memory to the next
+            most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
+            self._extending.decodes(draft, running, fewer, most=most)
+            while not draft.rows and len(left := self._running.of_class(background=True)) < len(running):
+                running = left  # the first was preempted for the next
                 self._extending.decodes(draft, running, fewer, most=most)
-                num_running = len(running)
-                running = running if draft.rows else self._running.of_class(background=True)
             if draft.rows or not counts.sat_out:
                 break
         num_decodes = counts.num_tokens - num_before

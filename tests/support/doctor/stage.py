@@ -32,6 +32,7 @@ from penstock.obs.prometheus import expose
 from penstock.obs.recording import Recorder
 from penstock.obs.signals import Signals
 from penstock.serve.ops.requests import choice_of
+from penstock.serve.ops.status import capacity_of
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.testing.driver import Driver
 from penstock.types.errors import Rejected
@@ -230,13 +231,7 @@ def evidence_of(
         Scrape(expose(metrics, cpu_ns=cpu_ns).decode(), MODEL),
         now_ns / SECOND_NS,
         settings=settings,
-        capacity={
-            "blocks": capacity.num_blocks - 1,
-            "block_size": capacity.block_size,
-            "rows": capacity.max_rows,
-            "step_tokens": capacity.max_step_tokens,
-            "model_len": capacity.max_model_len,
-        },
+        capacity=capacity_of(capacity),
     )
 
 

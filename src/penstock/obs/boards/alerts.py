@@ -124,7 +124,7 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
         """\
 - `tokens`: a larger `--max-num-batched-tokens`.
 - `memory`: more KV cache (`--kv-cache-memory`).
-- `gate`: a shorter delay in `--batching-args`, or `--batching continuous`.
+- `gate`: a shorter `--batch-window`, or `--batching continuous`.
 - `adapter`: a larger `--max-loras`.""",
     ),
     Alert(

@@ -17,7 +17,7 @@ _PHASES = {Phase.WAITING: WAITS, Phase.PREFILL: "prefill", Phase.DECODE: "decode
 
 
 class Window:
-    """For the journal, with its lock held. `events` and `is_cut` are for after the window was closed."""
+    """The journal tells it what happens, with its lock held. Read `events` and `is_cut` once the journal has let go of it."""
 
     def __init__(self, now_ns: int, lives: Iterable[Life], *, max_rows: int = MAX_ROWS) -> None:
         """`lives`: those of the requests in flight."""

@@ -143,7 +143,7 @@ class StatusEndpoint:
                 for one in metrics.read_decisions()
             ]
         if name is not None and served.running is not None:
-            load["settings"], load["capacity"] = dict(served.running.model.settings), _capacity(served.running.model.capacity)
+            load["settings"], load["capacity"] = dict(served.running.model.settings), capacity_of(served.running.model.capacity)
         if name is None:
             memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
             load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
@@ -196,7 +196,8 @@ class StatusEndpoint:
         return Response(body, headers={"content-type": content_type})
 
 
-def _capacity(capacity: Capacity) -> dict[str, int]:
+def capacity_of(capacity: Capacity) -> dict[str, int]:
+    """Return the limits that the settings come to, as `/load` shows them."""
     return {
         "blocks": capacity.num_blocks - 1,
         "block_size": capacity.block_size,
