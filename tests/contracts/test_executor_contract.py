@@ -228,10 +228,10 @@ class TestSteps:
     """Plans made by hand."""
 
     def test_the_capacity_is_the_one_asked_for(self, harness: Harness) -> None:
-        # Each executor knows best for how many positions it has logits, whether it checks guesses, and which sampling
-        # parameters it computes.
+        # Each executor knows best for how many positions it has logits, whether it checks guesses, its vocabulary, and which
+        # sampling parameters it computes.
         made, asked = harness.make().capacity, harness.capacity
-        own = {name: getattr(made, name) for name in ("max_scored", "checks_guesses", "unsupported_parameters")}
+        own = {name: getattr(made, name) for name in ("max_scored", "checks_guesses", "vocab_size", "unsupported_parameters")}
         assert made == replace(asked, **own)
 
     def test_only_rows_that_sample_have_a_token(self, harness: Harness) -> None:

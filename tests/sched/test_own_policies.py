@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sched.policies.base import Eviction, GateDecision, Order, PreemptMethod, StepLimits
+from penstock.sched.policies.base import Eviction, GateDecision, Guess, Order, PreemptMethod, StepLimits
 from penstock.sched.policies.own import OwnPolicyError
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, expected_tokens, make_core, make_request, run_to_completion
 from penstock.types.errors import ConfigError, PolicyError
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason
 
 FILE = """
 from dataclasses import dataclass
@@ -229,7 +231,7 @@ class TestDefaults:
 def run(policies, **options) -> dict[str, list[int]]:
     capacity = replace(HashExecutor().capacity, **options)
     executor = HashExecutor(capacity)
-    core = make_core(capacity, policies)
+    core = make_core(executor.capacity, policies)
     requests = [make_request(name, 8, max_tokens=20) for name in "abc"]
     run_to_completion(core, executor, *(Add(request) for request in requests))
     return {request.request_id: list(request.output_token_ids) for request in requests}
@@ -357,6 +359,46 @@ class TestGuard:
         for request in (first, *others, again):
             run_to_completion(core, executor, Add(request))
         assert again.num_cached_tokens, "blocks of others were given up"
+
+    @pytest.mark.parametrize(
+        ("answer", "says"),
+        [
+            (lambda: Guess([5, 1000], 9), "answered the token 1000 in guess, and must answer tokens from 0 to 999"),
+            (lambda: Guess([-7], 9), "answered the token -7 in guess"),
+            (lambda: [5], "answered something of type list in guess, and must answer a Guess"),
+            (lambda: 1 // 0, "failed in guess: ZeroDivisionError"),
+        ],
+    )
+    def test_a_guesser_that_fails_is_named_and_asked_no_more_and_harms_no_request(self, answer, says: str, caplog):
+        num_asked = 0
+
+        class Wrong:
+            def guess(self, request, most):
+                nonlocal num_asked
+                num_asked += 1
+                return answer()
+
+        outputs = run(make_policies(guesser=Wrong()), checks_guesses=True, max_scored=60)
+        assert outputs == run(make_policies(guesser="off"))
+        assert num_asked == 1
+        [record] = [record for record in caplog.records if record.name == "penstock.engine.core"]
+        assert record.exc_info is not None
+        assert re.search(rf"guesser '.*Wrong' {says}", str(record.exc_info[1]))
+
+    def test_a_guesser_that_fails_at_the_end_of_a_request_harms_no_other(self, caplog):
+        class Wrong:
+            def guess(self, request, most):
+                return None
+
+            def ended(self, request):
+                raise KeyError(request.request_id)
+
+        executor = HashExecutor(replace(HashExecutor().capacity, checks_guesses=True, max_scored=60))
+        core = make_core(executor.capacity, make_policies(guesser=Wrong()))
+        requests = [make_request(name, 8, max_tokens=num) for name, num in (("a", 5), ("b", 20))]
+        outcomes = run_to_completion(core, executor, *map(Add, requests))
+        assert [outcomes[name].finish_reason for name in "ab"] == [FinishReason.LENGTH] * 2
+        assert "failed in ended: KeyError" in caplog.text
 
     def test_max_running_is_within_the_capacity(self):
         policy = type("Own", (), {"max_running": lambda self, capacity: 999, "decide": lambda self, view: GateDecision(1)})()

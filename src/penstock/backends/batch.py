@@ -45,6 +45,7 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_sta
         max_scored=max_scored,
         checks_guesses=not (is_one_pass or program.state or program.paged_state),
         is_one_pass=is_one_pass,
+        vocab_size=program.vocab_size,
     )
 
 

@@ -70,7 +70,8 @@ def shown_settings(parts: Sequence[Component], *, has_names: bool) -> dict[str, 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:
     """Return the recording's header: facts of model, machine and settings."""
     capacity = asdict(executor.capacity)
-    del capacity["checks_guesses"]  # a recording has no words to guess from, and older readers know no such key
+    for key in ("checks_guesses", "vocab_size"):  # a recording has no words to guess from, and older readers know no such keys
+        del capacity[key]
     return {
         "penstock": __version__,
         "model": name,

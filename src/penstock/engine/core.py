@@ -118,6 +118,8 @@ class EngineCore:
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for
             self._journal.on_news(news)
+        if (failure := self.scheduler.take_guesser_failure()) is not None:
+            _logger.error("answers go on without guesses, since the guesser failed", exc_info=failure)
         self.snapshot = self._take_snapshot()
         return plan
 

@@ -22,6 +22,8 @@ from penstock.sched import progress
 from penstock.sched.draft import StepDraft
 from penstock.sched.drafting import Drafter, Drafting
 from penstock.sched.policies.base import Guess, Guesser, StepRecord
+from penstock.sched.policies.guessers import NoGuesses
+from penstock.types.errors import PolicyError
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 from penstock.types.result import StepResult
@@ -112,6 +114,8 @@ class Guessing:
         """Request id -> (matched tokens, guesses) in the step that is planned or in flight. A draft has matched none."""
         self.drafting_ns = 0
         """Time of the small model for that step."""
+        self.failure: PolicyError | None = None
+        """Why the guesser is asked no more."""
 
     def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
         """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
@@ -132,7 +136,7 @@ class Guessing:
             if most <= 0 or (row.query_len, row.samples) != (1, 1) or request.sampling.beams is not None:
                 continue
             could_have.append((idx, most))
-            guess = self._guesser.guess(request, most)
+            guess = self._ask(request, most)
             if guess is not None:
                 record = self._records.get(row.request_id) or Record()
                 weight = record.weight(guess.num_matched)
@@ -144,6 +148,23 @@ class Guessing:
         guesses = self._plan(draft, running, found, nums, num_left)
         self._steps_since_plain = self._steps_since_plain + 1 if guesses else 0
         return guesses
+
+    def _ask(self, request: Request, most: int) -> Guess | None:
+        """Return the guesser's answer. A guesser that fails is asked no more, since answers go on without guesses."""
+        try:
+            guess = self._guesser.guess(request, most)
+            if guess is not None and guess.token_ids:
+                lowest, highest = min(guess.token_ids), max(guess.token_ids)
+                if lowest < 0 or highest >= self._capacity.vocab_size:
+                    what = f"answered the token {lowest if lowest < 0 else highest} in guess, and must answer tokens"
+                    raise PolicyError("guesser", self._guesser, f"{what} from 0 to {self._capacity.vocab_size - 1}")
+        except PolicyError as error:
+            self._give_up(error)
+            return None
+        return guess
+
+    def _give_up(self, error: PolicyError) -> None:
+        self._guesser, self.failure = NoGuesses(), error
 
     def _draft(
         self,
@@ -245,7 +266,10 @@ class Guessing:
             self._line.learn(step.num_decodes, step.duration_ns - self.drafting_ns)
 
     def ended(self, request: Request) -> None:
-        self._guesser.ended(request)
+        try:
+            self._guesser.ended(request)
+        except PolicyError as error:
+            self._give_up(error)
         self._records.pop(request.request_id, None)
         if self._drafting is not None:
             self._drafting.ended(request.request_id)

@@ -29,7 +29,7 @@ from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import Queues
 from penstock.sched.running import Extending, Running, most_blocks
 from penstock.types.adapter import AdapterSource
-from penstock.types.errors import Rejected, RejectReason, counted
+from penstock.types.errors import PolicyError, Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StateSave, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
@@ -147,6 +147,13 @@ class Scheduler:
     def drafting_ns(self) -> int | None:
         """Time of the small model while the last step was planned. None: there is no such model."""
         return self._guessing.drafting_ns if self._guessing is not None and self._has_drafter else None
+
+    def take_guesser_failure(self) -> PolicyError | None:
+        """Return why the guesser is asked no more, once."""
+        if self._guessing is None:
+            return None
+        error, self._guessing.failure = self._guessing.failure, None
+        return error
 
     @property
     def num_running(self) -> int:

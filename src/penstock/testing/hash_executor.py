@@ -233,7 +233,8 @@ class HashExecutor:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_padding_tokens = 0
-        self.capacity = replace(capacity, checks_guesses=capacity.checks_guesses and depth == 1)
+        checks_guesses = capacity.checks_guesses and depth == 1
+        self.capacity = replace(capacity, checks_guesses=checks_guesses, vocab_size=self.model.vocab_size)
         self.block_bytes = capacity.block_size * SLOT_BYTES
         self._step_ns = step_ns
         self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)

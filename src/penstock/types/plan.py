@@ -131,6 +131,8 @@ class Capacity:
     is_one_pass: bool = False
     """Each request is a text that is computed whole in one step and answered by `StepResult.states`. Nothing is cached."""
 
+    vocab_size: int = 1 << 31
+    """Guesses are below it."""
     unsupported_parameters: frozenset[str] = frozenset()
     """Names of `types.sampling.PARAMETERS` that the executor does not compute."""
 

@@ -319,7 +319,7 @@ def _check_guess(answer: Any, request: Request, most: int) -> str:
     if answer is None:
         return ""
     is_guess = isinstance(answer, Guess) and len(answer.token_ids) <= most and type(answer.num_matched) is int
-    is_possible = is_guess and answer.num_matched >= 1 and all(type(token) is int and token >= 0 for token in answer.token_ids)
+    is_possible = is_guess and answer.num_matched >= 1 and all(type(token) is int for token in answer.token_ids)
     return "" if is_possible else f"a Guess of at most {most} token ids with a whole num_matched of at least 1, or None"
 
 
@@ -342,4 +342,4 @@ _CHECKS: Mapping[tuple[str, str], Callable[..., str]] = {
     ("eviction", "choose"): _of_type(Hashable, "a group that has blocks"),
     ("guesser", "guess"): _check_guess,
 }
-"""The checks of answers. The queue finds keys that shrink, and the pool finds groups without blocks."""
+"""The checks of answers. Keys that shrink, groups without blocks and tokens that do not exist are found where they are used."""
