@@ -68,6 +68,22 @@ def test_experts_on_disk_are_told_with_what_a_token_reads(penstock: Penstock, tm
     assert json.loads(penstock("show", path, "--no-speed", "--json").stdout)["memory"]["disk_bytes"] == 0
 
 
+def test_a_model_that_drafts_is_part_of_the_memory(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    draft = ("--speculation-model", tiny_model, "--no-speed")
+    result = penstock("show", tiny_model, *draft)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.search(r"memory .*; \d\S* \wiB more for the model that drafts", result.stdout)
+    alone, beside = (
+        json.loads(penstock("show", tiny_model, *options, "--json").stdout)["memory"] for options in (["--no-speed"], draft)
+    )
+    assert alone["draft_bytes"] == 0
+    assert beside["draft_bytes"] > beside["weight_bytes"]
+    absent = json.loads(
+        penstock("show", tiny_model, "--speculation-model", tmp_path / "none.gguf", "--json", "--no-speed").stdout
+    )
+    assert [one["check"] for one in absent["refused"]] == ["draft model"]
+
+
 def test_an_adapter_is_shown_with_its_rank_its_model_and_what_would_be_refused(penstock: Penstock, tmp_path: Path) -> None:
     factors = factors_of_llama(TinyLlama(), rank=4, ends=("q_proj",))
     good = write_adapter(tmp_path / "good", factors, target_modules=["q_proj"], base_model_name_or_path="org/base")

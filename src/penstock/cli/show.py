@@ -57,6 +57,7 @@ _WITHOUT = (
 @config_options("model", "kv", without=_WITHOUT)
 @setting_option("merge_lora")
 @setting_option("weight_dtype")
+@setting_option("speculation_model")
 def show(is_json: bool, speed: bool, **values: Any) -> None:
     """Describe MODEL: architecture, parameters, bits, context, template, refusals, memory and speed here.
 
@@ -264,10 +265,13 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     longest = f"longest request {counted(kv.capacity.max_model_len, 'token')}"
     free = format_size(appraisal.num_free_bytes)
     words = f"{words}; a server takes {format_size(kv.num_bytes)} for them, of {free} free: {longest}"
+    if appraisal.num_draft_bytes:
+        words += f"; {format_size(appraisal.num_draft_bytes)} more for the model that drafts"
     if appraisal.model is not None and appraisal.outline is not None and appraisal.outline.num_disk_bytes:
         taken_bytes = (
             size.num_weight_bytes - appraisal.outline.num_disk_bytes + kv.num_bytes + kv.num_step_bytes + RESERVE_BYTES
         )
+        taken_bytes += appraisal.num_draft_bytes
         words += f"; {disk_words(appraisal.model, appraisal.num_free_bytes - taken_bytes)}"
     return words
 
@@ -306,6 +310,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
             "state_bytes_per_request": size.state_bytes,
             "kv_dtype": size.kv_dtype.value,
             "kv_cache_bytes": None if forecast is None else forecast.kv.num_bytes,
+            "draft_bytes": appraisal.num_draft_bytes,
             "longest_request_tokens": None if forecast is None else forecast.kv.capacity.max_model_len,
             "free_bytes": appraisal.num_free_bytes,
         },

@@ -180,12 +180,16 @@ def open_adapters(lora: LoraConfig) -> Adapters | None:
     return Adapters(modules=modules, folder=folder, max_in_memory=lora.max_cpu_loras)
 
 
-def plan_share(config: Config, source: ModelSource, resources: Resources) -> MemoryShare:
-    """Return the memory that the model will take, from the headers of its files. Raises the errors of `start_model`."""
+def plan_share(config: Config, source: ModelSource, resources: Resources, available_bytes: int | None = None) -> MemoryShare:
+    """Return the memory that the model will take, from the headers of its files. Raises the errors of `start_model`.
+
+    `available_bytes`: memory that it may take at most. None: all of the machine's.
+    """
     if decide(config).is_on_gpu:
         return MemoryShare()  # a GPU has memory of its own
     machine = resources.machine(served_names(config, source)[0])
-    return _resolve(config, source, replace(machine, available_bytes=machine.total_bytes))[0].share
+    machine = replace(machine, available_bytes=available_bytes or machine.total_bytes)
+    return _resolve(config, source, machine)[0].share
 
 
 def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:

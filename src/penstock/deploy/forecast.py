@@ -17,7 +17,9 @@ from penstock.config import Config, Device
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
 from penstock.deploy.experts import check_disk, check_experts
+from penstock.deploy.factory import plan_share
 from penstock.deploy.policies import admission_limits, choose_policies
+from penstock.deploy.resources import Resources
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv
 from penstock.machine import available_memory_bytes
 from penstock.types.errors import ConfigError, ModelError, PenstockError
@@ -201,6 +203,8 @@ class Appraisal:
     forecast: Forecast | None
     """The memory plan on this machine's CPU. None if planning fails, or for an encoder, which has no KV cache."""
     num_free_bytes: int
+    num_draft_bytes: int
+    """Memory for the small model of --speculation-model."""
 
 
 def appraise(config: Config, source: ModelSource) -> Appraisal:
@@ -213,7 +217,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     from penstock.models.read_facts import read_facts
 
     facts, refusals = read_facts(source), list[Refusal]()
-    model, outline, expected = None, None, None
+    model, outline, expected, num_draft_bytes = None, None, None, 0
     with _check("weights", refusals):
         settings = config.model
         pooling = cast("Pooling | None", settings.pooling)
@@ -240,8 +244,17 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
                 expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
             else:
                 resolve.plan_texts(config, compute, model)
+        if expected is not None and config.scheduler.speculation_model is not None:
+            with _check("draft model", refusals):
+                num_draft_bytes = plan_share(config, source, Resources(), free_bytes).num_draft_bytes
     return Appraisal(
-        facts=facts, refusals=tuple(refusals), model=model, outline=outline, forecast=expected, num_free_bytes=free_bytes
+        facts=facts,
+        refusals=tuple(refusals),
+        model=model,
+        outline=outline,
+        forecast=expected,
+        num_free_bytes=free_bytes,
+        num_draft_bytes=num_draft_bytes,
     )
 
 
