@@ -8,6 +8,8 @@ import pytest
 
 from penstock.sched.drafting import Drafted
 from penstock.sched.policies.base import Guess, Guesser
+from penstock.sched.policies.budgets import HoldLatency
+from penstock.sched.policies.presets import make_policies
 from penstock.testing.hash_executor import mix
 from penstock.types.request import Request
 from support.timed_steps import MODEL, Knowing, Timed, answer_of
@@ -57,10 +59,16 @@ class Small:
 
 
 def timed_with(
-    small: Small | None, num_rows: int = 1, fixed_ns: int = 20_000_000, each_ns: int = 500_000, guesser: Guesser | str = "off"
+    small: Small | None,
+    num_rows: int = 1,
+    fixed_ns: int = 20_000_000,
+    each_ns: int = 500_000,
+    guesser: Guesser | str = "off",
+    slo_itl_ns: int = 0,
 ) -> Timed:
     """The scheduler has seen steps of many sizes."""
-    timed = Timed(num_rows, fixed_ns, each_ns, guesser, drafter=small)
+    policies = make_policies(guesser=guesser, budget=HoldLatency(slo_itl_ns=slo_itl_ns))
+    timed = Timed(num_rows, fixed_ns, each_ns, guesser, policies=policies, drafter=small)
     if timed.scheduler._guessing is not None:
         for num in [*range(1, 40)] * 3:
             timed.scheduler._guessing._line.learn(num, fixed_ns + each_ns * num)
@@ -123,6 +131,44 @@ class TestPrice:
     def test_drafts_that_are_sometimes_right_do_not_cost_more_than_they_give(self, num_rows: int, wrong_period: int) -> None:
         small = Small(1 - 1 / wrong_period, wrong_period, fixed_ns=1_000_000)
         assert gain(small, num_rows, each_ns=1_000_000) > 0.98
+
+
+class TestTarget:
+    @pytest.mark.parametrize(
+        ("slo_ms", "each_ms", "has_drafts"), [(40, 1, True), (28, 1, True), (23, 1, False), (40, 15, False)]
+    )
+    def test_drafts_and_checking_them_keep_to_the_target_for_gaps(self, slo_ms: int, each_ms: int, has_drafts: bool) -> None:
+        small = Small(fixed_ns=each_ms * 1_000_000)
+        timed, gaps_ns = timed_with(small, 4, slo_itl_ns=slo_ms * 1_000_000), []
+        for num in range(12):
+            before_ns = timed.now_ns
+            timed.step()
+            gaps_ns += [timed.now_ns - before_ns] if num > 3 else []  # it must first learn how long drafts take
+        assert max(gaps_ns) <= max(slo_ms, 23) * 1_000_000, "a step without drafts takes 22 ms"
+        assert (small.num_drafted > 20) is has_drafts
+
+    def test_a_long_prompt_is_read_within_the_target(self) -> None:
+        small = Small(each_ns=100_000)
+        timed, gaps_ns = timed_with(small, 2, slo_itl_ns=28_000_000), []
+        long = timed.requests[1]
+        long.prompt_token_ids = tuple([*range(30)] * 5)
+        long.num_tokens, long.max_total_tokens = len(long.prompt_token_ids), 195
+        while len(timed.requests[0].output_token_ids) < 60 and len(long.output_token_ids) < 40:
+            before_ns = timed.now_ns
+            plan = timed.step()
+            if plan.num_tokens < 20:  # not the prompt of the large model
+                gaps_ns.append(timed.now_ns - before_ns)
+        assert small.num_read["r1"] >= 150
+        assert max(gaps_ns[2:]) <= 28_000_000
+
+    def test_the_time_of_drafts_is_not_taken_for_that_of_steps(self) -> None:
+        timed = timed_with(Small(fixed_ns=3_000_000), 2)
+        for _ in range(8):
+            plan = timed.step()
+        record = timed.scheduler._last_step
+        assert timed.scheduler.drafting_ns
+        assert record is not None
+        assert record.duration_ns == 20_000_000 + 500_000 * plan.num_tokens
 
 
 class TestRows:

@@ -123,7 +123,8 @@ class TestLimits:
     def test_rows_share_the_room_of_a_step(self, field: str, most: int) -> None:
         timed = Timed(5, 20_000_000, 10_000, Knowing(), replace(CAPACITY, max_rows=6, **{field: most}))
         plans = [timed.step() for _ in range(12)]
-        assert [len(token_ids) for token_ids in plans[-1].guesses.values()] == [2] * 5
+        nums = [len(token_ids) for token_ids in plans[-1].guesses.values()]
+        assert (sorted(nums), sum(nums)) == ([2, 2, 2, 2, 3], 11)
 
     def test_guesses_keep_to_the_budget(self) -> None:
         budget = HoldLatency(slo_itl_ns=24_000_000)

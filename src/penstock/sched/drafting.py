@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from penstock.sched.policies.base import StepRecord
-from penstock.sched.policies.budgets import FIRST_TOKENS, MIN_CHUNK_TOKENS, StepCost
+from penstock.sched.policies.budgets import FIRST_TOKENS, MIN_CHUNK_TOKENS, MIN_PREFILL_NS, StepCost
 from penstock.types.request import Request
 
 FIRST_PROBABILITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -93,11 +93,12 @@ class Drafting:
         return self._record(request.request_id).ratio * self._sums[-1] / len(self._sorted)
 
     def draft(
-        self, rows: Sequence[tuple[Request, int]], num_tokens: float, step_ns: float, guess_ns: float
+        self, rows: Sequence[tuple[Request, int]], num_tokens: float, step_ns: float, guess_ns: float, most_ns: float
     ) -> dict[str, Sequence[int]]:
         """Return drafts by request id. `rows`: requests, and how many drafts each can have at most.
 
-        Without drafts the step gives `num_tokens` in `step_ns`. A draft adds `guess_ns` to check it.
+        Without drafts the step gives `num_tokens` in `step_ns`. A draft adds `guess_ns` to check it. With all of
+        this the step keeps to `most_ns`.
         """
         self.spent_ns = 0
         self._made.clear()
@@ -105,7 +106,7 @@ class Drafting:
         most = {request.request_id: num for request, num in rows}
         drafts: dict[str, list[int]] = {}
         chances: dict[str, list[float]] = {}
-        chunks = self._to_read([request for request, _ in rows], num_tokens / step_ns, step_ns, guess_ns)
+        chunks = self._to_read([request for request, _ in rows], num_tokens / step_ns, step_ns, guess_ns, most_ns)
         self._idle_ns = 0.0 if chunks else self._idle_ns + step_ns
         going = [request for request, _ in chunks]
         while going:
@@ -121,6 +122,8 @@ class Drafting:
                 if before[-1] > num_tokens / step_ns * guess_ns:
                     num_tokens += before[-1]
                     step_ns += guess_ns
+            if step_ns + self._cost.estimate_ns(StepRecord(len(going), 0, 0)) + guess_ns > most_ns:
+                break
             hopes = [
                 (request, chances[request.request_id][-1])
                 for request in going
@@ -133,7 +136,7 @@ class Drafting:
         return {request_id: draft for request_id, draft in drafts.items() if draft}
 
     def _to_read(
-        self, requests: Sequence[Request], rate: float, step_ns: float, guess_ns: float
+        self, requests: Sequence[Request], rate: float, step_ns: float, guess_ns: float, most_ns: float
     ) -> Sequence[tuple[Request, int]]:
         """Return which requests to read in this step, and how many tokens of each."""
         cost = self._cost
@@ -146,6 +149,8 @@ class Drafting:
             > rate * cost.prefill_ns * (behind[request.request_id] - 1)
         ]
         room = max(MIN_CHUNK_TOKENS, int(READING_SHARE * step_ns / cost.prefill_ns) if cost.is_known else FIRST_TOKENS)
+        rest_ns = most_ns - step_ns - guess_ns - cost.least_ns(max(1, len(going)))
+        room = int(min(room, rest_ns / max(cost.prefill_ns, MIN_PREFILL_NS)))
         chunks: list[tuple[Request, int]] = []
         for request in sorted(going, key=lambda request: behind[request.request_id]):
             if room > 0:
@@ -154,7 +159,7 @@ class Drafting:
         if hopes and not chunks:
             request = min([request for request, _ in hopes], key=lambda request: behind[request.request_id])
             num = min(behind[request.request_id], MIN_CHUNK_TOKENS)
-            if cost.estimate_ns(StepRecord(1, num - 1, 0)) < TRIAL_SHARE * self._idle_ns:
+            if cost.estimate_ns(StepRecord(1, num - 1, 0)) < TRIAL_SHARE * self._idle_ns and cost.prefill_ns * num < rest_ns:
                 chunks.append((request, num))
         return chunks
 

@@ -121,10 +121,8 @@ class Guessing:
         """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
         self._made.clear()
         self.drafting_ns = 0
-        max_tokens = min(self._capacity.max_step_tokens, draft.limits.max_tokens)  # guesses keep to the budget, as prompts do
-        num_left = min(max_tokens - draft.counts.num_tokens, draft.num_scored_left)
         is_plain = self._steps_since_plain >= PLAIN_PERIOD - 1
-        is_possible = draft.num_decode_rows and num_left > 0 and self._line.num_steps
+        is_possible = draft.num_decode_rows and self._line.num_steps and self._num_left(draft) > 0
         if not is_possible or is_plain or self._price(draft.counts) >= 1.0:
             self._steps_since_plain = 0
             return {}
@@ -145,9 +143,16 @@ class Guessing:
         nums = self._nums(draft.counts, found)
         if self._drafting is not None:
             found, nums = self._draft(self._drafting, draft, running, could_have, found, nums)
-        guesses = self._plan(draft, running, found, nums, num_left)
+        guesses = self._plan(draft, running, found, nums, self._num_left(draft))
         self._steps_since_plain = self._steps_since_plain + 1 if guesses else 0
         return guesses
+
+    def _num_left(self, draft: StepDraft) -> int:
+        """Return how many guesses the step has room for. They keep to the budget, as prompts do, and to its time."""
+        limits, counts = draft.limits, draft.counts
+        num_left = min(self._capacity.max_step_tokens, limits.max_tokens) - counts.num_tokens
+        most_ns = limits.most_ns - self.drafting_ns - self._step_ns(counts, 0)
+        return max(0, int(min(num_left, draft.num_scored_left, most_ns / self._line.position_ns)))
 
     def _ask(self, request: Request, most: int) -> Guess | None:
         """Return the guesser's answer. A guesser that fails is asked no more, since answers go on without guesses."""
@@ -189,7 +194,7 @@ class Guessing:
         num_right = sum([_num_right(weight, num) for _, weight, num in matches.values()])
         rows = [(requests[idx], most) for idx, most in could_have if idx not in matches]
         num_tokens, step_ns = draft.counts.num_tokens + num_right, self._step_ns(draft.counts, num_guesses)
-        drafts = drafting.draft(rows, num_tokens, step_ns, self._line.position_ns)
+        drafts = drafting.draft(rows, num_tokens, step_ns, self._line.position_ns, draft.limits.most_ns)
         self.drafting_ns = drafting.spent_ns
         chosen = {idx: (guess, weight, num) for (idx, guess, weight), num in zip(found, nums, strict=True)}
         for idx, request in requests.items():
@@ -225,10 +230,13 @@ class Guessing:
         kv, counts, guesses, num_wanted = self._kv, draft.counts, dict[str, tuple[int, ...]](), sum(nums)
         # Each running row may need a block for its next token.
         num_spare = kv.pool.num_available - draft.num_promised_blocks - len(running)
+        num_asked = num_given = 0
         for (idx, guess, _), wanted in zip(found, nums, strict=True):
             row, request = draft.rows[idx], running[draft.rows[idx].request_id]
             if num_wanted > num_left:
-                wanted = wanted * num_left // num_wanted
+                num_asked += wanted
+                wanted = num_asked * num_left // num_wanted - num_given
+                num_given += wanted
             num_slots = kv.num_slots[row.request_id] + max(0, num_spare) * kv.block_size
             end = min(row.context_len + 1 + wanted, num_slots)
             blocks, num = kv.extend(row.request_id, row.context_len, end), end - row.context_len - 1
@@ -261,9 +269,9 @@ class Guessing:
             record.learn(num_matched, num_guesses, len(token_ids) - 1)
 
     def time(self, step: StepRecord) -> None:
-        """Note how long a step took, the drafts for it left out."""
-        if step.num_decodes and not step.num_prefill_tokens and step.duration_ns > self.drafting_ns:
-            self._line.learn(step.num_decodes, step.duration_ns - self.drafting_ns)
+        """Note how long a step took."""
+        if step.num_decodes and not step.num_prefill_tokens and step.duration_ns:
+            self._line.learn(step.num_decodes, step.duration_ns)
 
     def ended(self, request: Request) -> None:
         try:

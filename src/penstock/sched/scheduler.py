@@ -370,7 +370,7 @@ class Scheduler:
         limits = draft.limits
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
         # No line passes a longer one: their order is that of what they share.
-        draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts)
+        draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts, most_ns=limits.most_ns)
         draft.gate = self._filling.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
         for fewer in (sitting_out, sitting_out_alone, ()):
@@ -589,7 +589,8 @@ class Scheduler:
         began_ns = self._last_commit_ns if counts.num_decodes else max(plan.now_ns, self._last_commit_ns)
         duration_ns = now_ns - began_ns - waited_ns
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
-        self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs, waited_ns)
+        step_ns = max(0, duration_ns - (self.drafting_ns or 0))
+        self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, step_ns, counts.num_prefill_pairs, waited_ns)
         if self._guessing is not None:
             self._guessing.time(self._last_step)
         self._last_commit_ns = now_ns

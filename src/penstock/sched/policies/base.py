@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import ClassVar, Protocol
 
 from penstock.kv.eviction import EvictionPolicy
@@ -165,7 +166,7 @@ class StepRecord:
     """Tokens of decodes: one each, forced ones, and guesses."""
     num_prefill_tokens: int
     duration_ns: int
-    """From the previous commit, or without decodes from its plan if that was later. Without `waited_ns`."""
+    """From the previous commit, or without decodes from its plan if that was later. Without drafting and `waited_ns`."""
     num_prefill_pairs: int = 0
     """(prefill token, earlier token of its request) pairs: the work of attention."""
     waited_ns: int = 0
@@ -213,6 +214,8 @@ class StepLimits:
     """A background request's decode counts as this many tokens."""
     splits_prompts: bool = True
     """False: a prefill that does not fit waits, unless it would be the only one."""
+    most_ns: float = inf
+    """With guesses, and the time to draft them, the step should not take longer."""
 
 
 class Budget(Protocol):

@@ -196,6 +196,8 @@ class HoldLatency(Budget):
                 num_prefill_tokens = max(1, num_prefill_tokens // PROBE_SHARE)
         max_tokens = view.num_decodes + num_prefill_tokens
         limits = StepLimits(max_tokens)
+        if self.slo_itl_ns:
+            limits.most_ns = self.slo_itl_ns / self.excess
         if self.long_prefill_token_threshold:
             limits.long_prefill_tokens = self.long_prefill_token_threshold
             limits.max_long_prefills = self.max_long_partial_prefills or UNLIMITED
