@@ -79,7 +79,7 @@ def test_answers_are_the_same_and_guesses_are_right(
     monkeypatch.setattr(Guessing, "_step_ns", lambda *_: 1e12)  # whatever the machine does, guesses cost nothing
     caplog.set_level(logging.INFO)
     found: list[list[Any]] = []
-    guesses: list[Counter[tuple[int, int]]] = []
+    guesses: list[Counter[tuple[str, int, int]]] = []
     for options in ({"speculation": "off"}, {"speculation_model": str(small), "speculation": "off"}):
         running = start(large, replace(config(None, backend), scheduler=SchedulerConfig(max_num_seqs=4, **options)))
         found.append(answers(running))
@@ -89,7 +89,8 @@ def test_answers_are_the_same_and_guesses_are_right(
     assert found[0] == found[1]
     assert all(reason is FinishReason.LENGTH for reason, _ in found[0])
     assert not guesses[0]
-    assert sum(num_accepted * rows for (_, num_accepted), rows in guesses[1].items()) > 20
+    assert sum(num_accepted * rows for (_, _, num_accepted), rows in guesses[1].items()) > 20
+    assert {source for source, *_ in guesses[1]} == {"draft"}
     assert [record.message for record in caplog.records if "guesses tokens in" in record.message]
 
 

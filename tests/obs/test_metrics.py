@@ -448,7 +448,7 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     metrics.read_moves = lambda: {"lost": 1}
     metrics.tenants, metrics.num_shared_texts = frozenset({"t"}), 0
     metrics.count_routed("route")
-    metrics.on_step(make_step(guesses={"a": (2, 1)}))
+    metrics.on_step(make_step(guesses={"a": (2, 1)}, guess_sources={"a": "suffix"}))
     metrics.on_finish(make_end(tenant="t"))
     upstream = UpstreamStats(name="u", results={"ok": 1}, tokens={"prompt": 1}, is_resting=False)
     return metrics, {
@@ -457,6 +457,22 @@ def everything() -> tuple[Metrics, dict[str, object]]:
         "cpu_ns": {"running": 1},
         "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1}),
     }
+
+
+def test_guesses_are_told_by_who_made_them_and_by_place():
+    metrics = Metrics("m")
+    sources = {"a": "suffix", "b": "draft", "c": "draft"}
+    metrics.on_step(make_step(guesses={"a": (2, 1), "b": (2, 2), "c": (1, 0)}, guess_sources=sources))
+    found = {
+        (sample.name, sample.labels["source"], sample.labels["position"]): sample.value
+        for family in text_string_to_metric_families(expose(metrics).decode())
+        for sample in family.samples
+        if "source" in sample.labels and "position" in sample.labels
+    }
+    guessed = {("suffix", "1"): 1, ("suffix", "2"): 1, ("draft", "1"): 2, ("draft", "2"): 1}
+    accepted = {("suffix", "1"): 1, ("draft", "1"): 1, ("draft", "2"): 1}
+    names = (("penstock_guessed_tokens_total", guessed), ("penstock_accepted_tokens_total", accepted))
+    assert found == {(name, *key): num for name, nums in names for key, num in nums.items()}
 
 
 def test_the_server_writes_what_the_table_has_and_nothing_else():

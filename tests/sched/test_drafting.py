@@ -12,6 +12,7 @@ from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.presets import make_policies
 from penstock.testing.hash_executor import mix
 from penstock.types.request import Request
+from penstock.types.stats import StepCounts
 from support.timed_steps import MODEL, Knowing, Timed, answer_of
 
 
@@ -131,6 +132,16 @@ class TestPrice:
     def test_drafts_that_are_sometimes_right_do_not_cost_more_than_they_give(self, num_rows: int, wrong_period: int) -> None:
         small = Small(1 - 1 / wrong_period, wrong_period, fixed_ns=1_000_000)
         assert gain(small, num_rows, each_ns=1_000_000) > 0.98
+
+
+def test_guesses_are_counted_by_who_made_them() -> None:
+    for small, guesser, source in ((Small(), "off", "draft"), (None, Knowing(), "own"), (Small(0.1), Knowing(), "own")):
+        timed, counts = timed_with(small, 2, guesser=guesser), list[StepCounts]()
+        for _ in range(6):
+            timed.step(counts)
+        assert counts[-1].guess_sources == dict.fromkeys(counts[-1].guesses, source)
+        assert counts[-1].guesses
+    assert make_policies().guesser.source == "suffix"
 
 
 class TestTarget:

@@ -132,8 +132,8 @@ class Metrics:
         """Preemptions that moved KV to a lower tier."""
         self.num_recomputed_tokens = 0
         self.num_forced_tokens = 0
-        self.guesses: Counter[tuple[int, int]] = Counter()
-        """(Guesses of a row, how many were accepted) -> rows."""
+        self.guesses: Counter[tuple[str, int, int]] = Counter()
+        """(Who guessed, guesses of a row, how many were accepted) -> rows."""
         self.num_restarts = 0
         self.num_padding_tokens = 0
         self.num_background_tokens = 0
@@ -291,7 +291,8 @@ class Metrics:
         self.num_generated_tokens += stats.counts.num_sampled_tokens
         self.num_forced_tokens += sum(stats.counts.forced.values())
         if stats.counts.guesses:
-            self.guesses.update(stats.counts.guesses.values())
+            sources = stats.counts.guess_sources
+            self.guesses.update([(sources[name], *nums) for name, nums in stats.counts.guesses.items()])
         self.batch_size.observe(stats.counts.num_rows)
         self.batch_tokens.observe(stats.counts.num_tokens)
         self._waits.on_step(stats)

@@ -190,10 +190,10 @@ class _Snapshot:
 def _of_requests(metrics: Metrics, load: EngineLoad) -> dict[str, Value]:
     waiting = dict.fromkeys((reason.value or NO_WAIT for reason in WaitReason), 0)
     waiting[load.waits_for.value or NO_WAIT] = load.num_waiting
-    guessed, accepted = Counter[str](), Counter[str]()
-    for (num_guessed, num_accepted), num_rows in metrics.guesses.items():
-        guessed.update({str(position): num_rows for position in range(1, num_guessed + 1)})
-        accepted.update({str(position): num_rows for position in range(1, num_accepted + 1)})
+    guessed, accepted = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for (source, num_guessed, num_accepted), num_rows in metrics.guesses.items():
+        guessed.update({(source, str(position)): num_rows for position in range(1, num_guessed + 1)})
+        accepted.update({(source, str(position)): num_rows for position in range(1, num_accepted + 1)})
     targets = itertools.product(("ttft", "itl"), (True, False))
     values: dict[str, Value] = {
         "requests_running": load.num_running,

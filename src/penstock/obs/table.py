@@ -33,8 +33,8 @@ counter tenant_tokens model tenant kind | Tokens of a named key's requests.
 counter prompt_tokens model source | Prompt tokens of requests that got a first token.
 counter generation_tokens model | Tokens generated.
 counter forced_tokens model | Generated tokens that a grammar forced.
-counter guessed_tokens model position | Guesses that steps checked, by place after a row's token.
-counter accepted_tokens model position | Those that the model agreed with.
+counter guessed_tokens model source position | Guesses that steps checked, by who guessed and place after a row's token.
+counter accepted_tokens model source position | Those that the model agreed with.
 counter shared_texts model | Texts answered without being computed.
 histogram request_prompt_tokens model | Prompt tokens per request, of those that ended.
 histogram request_generation_tokens model | Generated tokens per request, of those that ended.

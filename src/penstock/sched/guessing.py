@@ -43,6 +43,10 @@ MOST_LATE = 2
 """A step counts as no longer than this many times what was expected."""
 
 
+DRAFT = "draft"
+"""Source of a small model's guesses."""
+
+
 @dataclass(slots=True)
 class StepLine:
     """How long steps without prompts take by their positions: a line through the latest ones, in nanoseconds.
@@ -247,6 +251,7 @@ class Guessing:
             progress.plan(request, 1 + num)
             guesses[row.request_id] = tuple(guess.token_ids[:num])
             self._made[row.request_id] = guess.num_matched, num
+            counts.guess_sources[row.request_id] = self._guesser.source if guess.num_matched else DRAFT
             counts.num_decodes += num
             counts.num_tokens += num
             counts.num_background_tokens += num * request.background

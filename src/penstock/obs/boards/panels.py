@@ -154,6 +154,19 @@ BOARD: tuple[str | Panel, ...] = (
         (_rate("generation_tokens_total"), "answers"),
     ),
     _stack(
+        "Tokens without a step of their own",
+        "short",
+        "Tokens per second, by who guessed them; `grammar`: those that a grammar forced.",
+        (_rate("accepted_tokens_total", "source"), "{{source}}"),
+        (_rate("forced_tokens_total"), "grammar"),
+    ),
+    _lines(
+        "Guesses that held",
+        "percentunit",
+        "Share of the guesses that the model agreed with, by who guessed.",
+        (_rate("accepted_tokens_total", "source") + " / " + _rate("guessed_tokens_total", "source"), "{{source}}"),
+    ),
+    _stack(
         "Tokens by key",
         "short",
         "Tokens per second, of prompts and answers, for keys with names (`--api-keys-file`).",

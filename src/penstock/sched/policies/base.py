@@ -328,6 +328,8 @@ class Guesser(Protocol):
 
     is_on: bool = True
     """False: it never guesses, and is not asked."""
+    source: str = "own"
+    """Its name in the metrics."""
 
     @abstractmethod
     def guess(self, request: Request, most: int) -> Guess | None:

@@ -97,6 +97,7 @@ class Suffix(Guesser):
     Frequencies in a tree of suffixes find nothing that the newest place does not (notes/2026-11-26-speculation.md).
     """
 
+    source = "suffix"
     _readers: dict[str, _Reader] = field(default_factory=dict)
     _recent: OrderedDict[str, tuple[bytes, _Text]] = field(default_factory=OrderedDict)
     """Tenant -> the salt of its last request, and the answers to those with it. Least recent first."""
