@@ -19,6 +19,7 @@ from penstock.serve import tracing
 from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http import entries
 from penstock.serve.http.entries import Entry
+from penstock.serve.http.request_log import RequestLog
 from penstock.serve.tracing import EXPORTED, LIMITED, LOST, MAX_PER_S, Tracer, sender_of
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
@@ -336,6 +337,29 @@ def test_what_waits_for_a_slow_collector_is_bounded_and_counted(monkeypatch):
     assert counts[LOST] + counts[EXPORTED] == 10
     assert counts[EXPORTED] == sender.num_sent
     assert counts[LOST] >= 6
+
+
+def test_a_request_is_explained_once_for_its_trace_and_its_line_of_the_log():
+    both, asked = threading.Barrier(2), []
+
+    def explain():
+        asked.append(threading.current_thread().name)
+        return ()
+
+    class Watched(Entry):
+        def told(self):
+            both.wait(20)  # the two threads ask at the same time
+            return super().told()
+
+    log, tracer = RequestLog(1.0, None), Tracer(sender := Sender(), share=1.0, clock=VirtualClock())
+    entry = Watched(client="c", method="POST", path="/a", operation="chat", model="m", status=200, explain=explain)
+    entry.trace = tracer.begin(scope())
+    log.add(entry)
+    tracer.add(entry)
+    log.close()
+    tracer.close()
+    assert sender.num_sent == 1
+    assert len(asked) == 1
 
 
 def test_traces_that_are_lost_at_the_end_are_told(monkeypatch, caplog):

@@ -70,6 +70,15 @@ class Entry:
     """The rest of its work, if that goes on after the answer: the entry ends with it."""
     begin_trace: Callable[[Scope], TraceContext] | None = None
     trace: TraceContext | None = None
+    _told: Sequence[Explanation] | None = None
+    _telling: threading.Lock = field(default_factory=threading.Lock)
+
+    def told(self) -> Sequence[Explanation]:
+        """Return what `explain` does, asked once for the log and the trace. For their threads."""
+        with self._telling:
+            if self._told is None:
+                self._told = self.explain()
+            return self._told
 
     @property
     def duration_ns(self) -> int:

@@ -44,7 +44,7 @@ class RequestLog:
         for entry in entries:
             is_slow = self._is_slow(entry)
             try:
-                fields = fields_of(entry, entry.explain(), is_slow=is_slow)
+                fields = fields_of(entry, entry.told(), is_slow=is_slow)
                 _log.log(logging.WARNING if is_slow else logging.INFO, "%s", line_of(fields), extra={"fields": fields})
             except Exception:
                 _log.exception("a request could not be logged")
