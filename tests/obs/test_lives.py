@@ -8,7 +8,8 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.obs.explain.lives import MAX_STEPS, MAX_TURNS, REASONS, StepLog, StepNote, Ticket, Turns, WaitMark
+from penstock.obs.explain.lives import MAX_STEPS, MAX_TURNS, StepLog, StepNote, Ticket, Turns
+from penstock.obs.waits import REASONS, WaitMark
 
 
 def mark(number: int) -> WaitMark:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.obs.explain.lives import REASONS, Gap, Life, Pause, Phase, Span, Turn, WaitMark
+from penstock.obs.explain.lives import Gap, Life, Pause, Phase, Span, Turn
+from penstock.obs.waits import REASONS, WaitMark
 from penstock.types.errors import counted
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReason

@@ -27,10 +27,9 @@ from penstock.obs.explain.lives import (
     Ticket,
     Turn,
     Turns,
-    WaitClock,
-    WaitMark,
 )
 from penstock.obs.explain.window import Window
+from penstock.obs.waits import WaitMark, Waits
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats
@@ -81,7 +80,7 @@ class Journal:
         """Requests that sat out the last step."""
         self._last_pieces: list[tuple[Life, int]] = []
         """Requests with one prompt token left, and how often they were preempted. The next step computes it like a decode."""
-        self._clock = WaitClock()
+        self._waits = Waits()
         self._turns = Turns()
         self._log = StepLog()
         self._last_step = 0
@@ -156,7 +155,7 @@ class Journal:
             return [self._explain(life, now_ns) for life in lives if life is not None]
 
     def _explain(self, life: Life, now_ns: int) -> Explanation:
-        now = self._clock.mark(now_ns)
+        now = self._waits.mark(now_ns)
         turn = life.turn if life.began is not None or life.ticket is None or life.end else self._turn(life, life.ticket)
         decodes = Span()
         decodes.add(life.decodes)
@@ -164,7 +163,7 @@ class Journal:
             life.last_step = self._last_step
         if life.phase is Phase.DECODE:
             decodes.add(self._log.span(life.decodes_from, self._log.next))
-        return explain(life, now, turn, decodes, self._clock.reason)
+        return explain(life, now, turn, decodes, self._waits.reason)
 
     @contextmanager
     def watched(self, read_clock: Callable[[], int]) -> Iterator[Window]:
@@ -202,12 +201,12 @@ class Journal:
             beams = self._searches[life.search_id]
             life.num_before -= sum(beam.arrival_ns <= life.arrival_ns for beam in beams)  # they start together
             beams.append(life)
-        life.queued = self._clock.mark(now_ns)
+        life.queued = self._waits.mark(now_ns)
         if self._window is not None:
             self._window.come(life)
 
     def _plan(self, news: PlanNews) -> None:
-        now = self._clock.mark(news.planned_ns)
+        now = self._waits.mark(news.planned_ns)
         for preemption in news.preemptions:
             self._pause(preemption, now)
         for admission in news.admissions:
@@ -216,7 +215,7 @@ class Journal:
             life = self._lives.get(request_id)
             if life is not None and life.aside is None and life.began is None:
                 life.aside, life.aside_for = now, reason
-        self._clock.lack(news.waits_for, news.planned_ns)
+        self._waits.lack(news.waits_for, news.planned_ns)
         if self._window is not None:
             self._window.plan(news)
 
@@ -382,7 +381,7 @@ class Journal:
             return
         life.end = stats
         was_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
-        life.left = self._clock.mark(stats.ended_ns) if was_waiting else WaitMark(stats.ended_ns, ())
+        life.left = self._waits.mark(stats.ended_ns) if was_waiting else WaitMark(stats.ended_ns, ())
         life.phase = Phase.ENDED
         name = life.call_id or life.request_id
         self._ended[name] = life

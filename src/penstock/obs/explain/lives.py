@@ -1,7 +1,7 @@
 """The journal's data: the history of each request (`Life`), the recent steps, and the queue's waiting time by reason.
 
 A decoding request is in every step until it pauses or ends, so the numbers of its first and last step tell all of them. All
-waiting requests wait for the resource that the first of them lacks, so a request's waiting time is the total of `WaitClock`
+waiting requests wait for the resource that the first of them lacks, so a request's waiting time is the total of `Waits`
 when it was admitted, less the total when it was queued.
 """
 
@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.obs.waits import WaitMark
 from penstock.types.request import NO_WAITS, WaitTimes
 from penstock.types.stats import PreemptReason, PrefixStop, RequestStats, WaitReason
 
@@ -125,49 +126,6 @@ class StepLog:
         longest = Gap(longest_ns, notes[gaps_ns.index(longest_ns)])
         waited_ns = sum([note.waited_ns for note in notes])
         return Span(len(rows), sum(rows), max(rows), sum(beside_ns), len(beside_ns), waited_ns, longest)
-
-
-REASONS = tuple(WaitReason)
-_INDEX = {reason: idx for idx, reason in enumerate(REASONS)}
-
-
-@dataclass(frozen=True, slots=True)
-class WaitMark:
-    """The queue's total waiting times at an instant."""
-
-    at_ns: int
-    totals_ns: tuple[int, ...]
-    """In the order of `REASONS`."""
-
-    def since(self, earlier: WaitMark) -> tuple[int, ...]:
-        """Return the waiting time since `earlier`, in the order of `REASONS`."""
-        return tuple([max(0, late - early) for late, early in zip(self.totals_ns, earlier.totals_ns, strict=True)])
-
-
-class WaitClock:
-    """Adds up the queue's waiting time by reason."""
-
-    def __init__(self) -> None:
-        self._at_ns = 0
-        self._current = _INDEX[WaitReason.NOTHING]
-        self._totals_ns = [0] * len(REASONS)
-
-    @property
-    def reason(self) -> WaitReason:
-        """The reason why the queue waits now."""
-        return REASONS[self._current]
-
-    def lack(self, reason: WaitReason, now_ns: int) -> None:
-        """Set the reason why the queue waits from now on."""
-        if now_ns > self._at_ns:
-            self._totals_ns[self._current] += now_ns - self._at_ns
-            self._at_ns = now_ns
-        self._current = _INDEX[reason]
-
-    def mark(self, now_ns: int) -> WaitMark:
-        totals_ns = list(self._totals_ns)
-        totals_ns[self._current] += max(0, now_ns - self._at_ns)
-        return WaitMark(now_ns, tuple(totals_ns))
 
 
 @dataclass(frozen=True, slots=True)
