@@ -25,6 +25,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
     monkeypatch.setattr("penstock.cli.route.embed", embed)
+    monkeypatch.setattr("penstock.cli.route.digest", lambda model: f"digest of {model}")
 
 
 def write(path: Path, count: int, seed: int, **changes: object) -> Path:
@@ -82,6 +83,7 @@ def test_a_cascade_is_fitted_to_the_first_tokens_of_the_small_model(
     route = read_route(tmp_path / "r.json")
     assert route.cascade is not None
     assert (route.embedder, route.cascade.starter, route.cascade.window) == ("minilm", "tiny", 5)
+    assert route.digests == {"minilm": "digest of minilm", "tiny": "digest of tiny"}
     told = invoke("eval", unseen, *KEYS, "--route", tmp_path / "r.json")
     assert told.exit_code == 0, told.output
     assert "small begins " in told.output

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import add_options
+from penstock.cli.options import (
+    EPILOG,
+    GroupedCommand,
+    add_options,
+    config_options,
+    models_argument,
+    printable,
+    routing_of_file,
+)
+from penstock.config.several import configs_of
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy
+    from penstock.config import Config
+    from penstock.deploy.routes import Route
     from penstock.routes.answers import F64, Answers, Chat, Rows
     from penstock.routes.curve import Figures
     from penstock.routes.learned import LearnedRoute
@@ -92,7 +105,7 @@ def fit(
         lines.append((f"{other}, fitted to {one}", part, gains_of(route, vectors[rows], part, some)))
     show(lines)
     path = output or file.with_name(f"{file.name}.route.json")
-    found.write(path)
+    replace(found, digests={name: digest(name) for name in filter(None, (embedder, cascade))}).write(path)
     print(f"Wrote {path}.")
 
 
@@ -135,6 +148,53 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
     print(f"Its threshold for {share:.0%} of the calls sends {sent:.1%} of these to {strong}: quality {quality:.1%}.")
 
 
+@route.command(cls=GroupedCommand, epilog=EPILOG)
+@models_argument
+@click.option("--question", default="", metavar="TEXT", help="Say which model each route would ask for it.")
+@config_options("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "log")
+def check(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], question: str, **values: Any) -> None:
+    """Say whether the routes of a configuration can work, without serving it.
+
+    Takes what `penstock serve` takes: MODEL, --config and the settings. Nothing is fetched, and no upstream is asked. For a
+    --question, the embedding model of a learned route runs.
+    """
+    from penstock.cli.serve import models_in
+    from penstock.deploy.route_check import check as check_routes
+
+    configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
+    routing = routing_of_file()
+    if not routing.routes:
+        raise ConfigError("The configuration has no routes.", remedy="Name a file with [[routes]] by --config.")
+    found = check_routes(configs, routing, question, partial(_gain, question))
+    width = max((len(subject) for subject, _ in found.facts), default=0)
+    for subject, told in found.facts:
+        print(printable(f"{subject:{width}}  {told}"))
+    for fault in found.faults:
+        print(printable(f"error: {fault}"))
+    if found.faults:
+        click.get_current_context().exit(1)
+
+
+def _gain(question: str, route: Route, embedder: Config) -> float:
+    import numpy as np
+
+    learned = route.learned
+    assert learned is not None
+    of_model = embedder.model
+    settings = {"cache": of_model.cache_dir, "task": of_model.task, "pooling": of_model.pooling}
+    [vector] = embed(of_model.model, [question], **settings)
+    return learned.gain(vector.astype(np.float32).tobytes(), question)
+
+
+def digest(model: str) -> str:
+    """Return the hash by which `penstock route check` tells that a model is still the one of the fit."""
+    from penstock.deploy.route_check import digest_of
+    from penstock.models import catalog
+    from penstock.models.cache import cache_dir
+
+    return digest_of(catalog.resolve(model, cache_dir(None)))
+
+
 def gains_of(route: LearnedRoute, vectors: F64, answers: Answers, starts: Starts | None) -> F64:
     """Return the gain of each question, by its first tokens too if the route is a cascade."""
     from penstock.routes.learned import inputs_of
@@ -153,13 +213,13 @@ def check_gain(answers: Answers) -> None:
         )
 
 
-def embed(model: str, prompts: Sequence[str]) -> F64:
-    """Return vectors of length 1. [prompts, width]"""
+def embed(model: str, prompts: Sequence[str], **settings: object) -> F64:
+    """Return vectors of length 1. [prompts, width]. `settings`: of `LLM`."""
     import numpy as np
 
     from penstock.llm import LLM
 
-    with LLM(model) as llm:
+    with LLM(model, **settings) as llm:
         answers = llm.embed(list(prompts), truncate_prompt_tokens=-1)
     vectors = np.array([answer.outputs.embedding for answer in answers], dtype=np.float64)
     found: F64 = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

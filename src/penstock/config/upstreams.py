@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,10 @@ class UpstreamConfig:
     """Names of API keys whose requests stay here."""
     never_matching: tuple[re.Pattern[str], ...] = ()
     """A request stays here if one of these is found in a text of it."""
+
+    def keeps_text(self, texts: Iterable[str]) -> bool:
+        """Return whether `never_matching` keeps a request with these texts here."""
+        return any(pattern.search(text) for text in texts for pattern in self.never_matching)
 
 
 _KEYS = ("name", "url", "model", "key_env", "max_silence_s", "max_answer_s", "max_concurrent", "never_keys", "never_matching")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,28 +64,35 @@ def _open(config: RouteConfig) -> Route:
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:
     """Raise ConfigError for a route with a model's name, or of models that are not served. `by_name`: the models here."""
+    for fault in faults_of(routes, by_name, upstreams):
+        raise fault
+
+
+def faults_of(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> Iterator[ConfigError]:
+    """Yield all that `check_routes` refuses."""
     for name in upstreams:
         if name in by_name or any(name == route.name for route in routes):
-            raise ConfigError(f"An upstream is called {name!r}, and so is a model or a route.", remedy="Rename the upstream.")
+            yield ConfigError(f"An upstream is called {name!r}, and so is a model or a route.", remedy="Rename the upstream.")
         if not any(name in route.models for route in routes):
-            raise ConfigError(f"The upstream {name} is in no route.", remedy="Name it in a route, which clients can ask for.")
+            yield ConfigError(f"The upstream {name} is in no route.", remedy="Name it in a route, which clients can ask for.")
     for route in routes:
         if route.name in by_name:
-            raise ConfigError(f"A route is called {route.name!r}, and so is a model.", remedy="Rename the route.")
+            yield ConfigError(f"A route is called {route.name!r}, and so is a model.", remedy="Rename the route.")
         if inner := next((one.name for one in routes if one.name in route.models), None):
-            raise ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
+            yield ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
+            continue
         here = [name for name in route.models if name not in upstreams]
         if not here or (route.learned is not None and route.models[0] not in here):
-            raise ConfigError(
+            yield ConfigError(
                 f"The route {route.name} needs a model of this server.",
                 remedy="Name one. If the route has a weak model, it must be that.",
             )
         needed = here if route.learned is None else [*here, route.learned.route.embedder]
-        for name in needed:
-            if name not in by_name:
-                raise ConfigError(
-                    f"The route {route.name} needs {name!r}, which is not served.",
-                    remedy=f"Name it beside the others, as in `penstock serve {' '.join(dict.fromkeys(needed))}`.",
-                )
-        if len({id(by_name[name]) for name in here}) < len(here):
-            raise ConfigError(f"The route {route.name} names one model twice.", remedy="Name each once, by one of its names.")
+        missing = [name for name in needed if name not in by_name]
+        for name in missing:
+            yield ConfigError(
+                f"The route {route.name} needs {name!r}, which is not served.",
+                remedy=f"Name it beside the others, as in `penstock serve {' '.join(dict.fromkeys(needed))}`.",
+            )
+        if not missing and len({id(by_name[name]) for name in here}) < len(here):
+            yield ConfigError(f"The route {route.name} names one model twice.", remedy="Name each once, by one of its names.")

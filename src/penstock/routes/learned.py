@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class LearnedRoute:
     cascade: Cascade | None = None
     thresholds: tuple[float, ...]
     """Least gain for which the strong model is asked, one for each of `SHARES`."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Model, as it was named -> hash of the files that it had at the fit. Empty in files of older versions."""
 
     def tries(self, gain: float, threshold: float) -> bool:
         """Return whether the weak model's first tokens can change what the question's gain says."""
@@ -87,6 +89,7 @@ class LearnedRoute:
 
     def write(self, path: Path) -> None:
         value: dict[str, Any] = {"format": FORMAT, "embedder": self.embedder, "thresholds": self.thresholds}
+        value["digests"] = {**self.digests}
         value["by_question"] = _told(self.by_question)
         if (cascade := self.cascade) is not None:
             about = {name: getattr(cascade, name) for name in ("starter", "window", "margin")}
@@ -108,12 +111,15 @@ def read_route(path: Path) -> LearnedRoute:
             raise ValueError("it names no embedder")
         if (np.diff(thresholds) > 0).any():
             raise ValueError("its thresholds can't have been fitted")
+        digests = value.get("digests", {})
+        if not isinstance(digests, dict) or not all(isinstance(one, str) for one in digests.values()):
+            raise ValueError("its digests are not texts")
         by_question = _read_fit(value["by_question"], NUM_COUNTS)
         cascade = _read_cascade(value["cascade"], by_question.width) if "cascade" in value else None
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not a route: {error}.", remedy="Fit it anew with `penstock route fit`.") from error
     fitted = tuple(thresholds.tolist())
-    return LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=fitted)
+    return LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=fitted, digests=digests)
 
 
 def _told(fit: Fit) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Upstream:
         wishes = http.headers.getlist(LOCAL_ONLY)
         if any(wish.lower() not in ("", "0", "false") for wish in wishes) or key_name(http.scope) in config.never_keys:
             return True
-        return any(pattern.search(text) for pattern in config.never_matching for text in texts)
+        return config.keeps_text(texts)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those under way have ended. Return whether all of them have."""
