@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.learned import Cascade, Fit, LearnedRoute
+from penstock.routes.prices import Bill, Price
 from penstock.serve import asking
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH, HashModel
@@ -234,3 +236,67 @@ async def test_a_deadline_that_passes_in_the_window_is_the_answer(gated_models) 
         answer = await task
         assert (answer.status_code, "deadline" in answer.text) == (408, True), answer.text
         assert large.num_uses == 0
+
+
+PRICES = {"small": Price(1.0, 4.0), "large": Price(16.0, 64.0)}
+
+
+def priced() -> Route:
+    return replace(cascade(), bill=Bill(PRICES))
+
+
+def dollars(metrics: str) -> dict[str, float]:
+    """The costs in a scrape: by model, and `full`."""
+    lines = [line.rpartition(" ") for line in metrics.splitlines() if line.startswith("penstock_route_")]
+    found = {(re.findall('model="([^"]+)"', name) or ["full"])[0]: float(value) for name, _, value in lines}
+    assert all('route="auto"' in name for name, _, _ in lines)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_kept_saves_what_the_large_model_would_have_cost(models, stream: bool) -> None:
+    async with make_client(*models, routes=[priced()]) as client:
+        body = chat(EASY, model="auto", stream=stream, stream_options={"include_usage": True} if stream else None)
+        answer = await client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+        usage = json.loads(re.findall(r'"usage":({[^}]*})', answer.text.replace(" ", ""))[-1] + "}")
+        tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        paid, full = PRICES["small"].of(*tokens), PRICES["large"].of(*tokens)
+        told = (await client.get("/v1/requests/mine")).json()
+        assert told["cost"] == pytest.approx({"usd": paid, "saved_usd": full - paid})
+        assert dollars((await client.get("/metrics")).text) == pytest.approx({"small": paid, "full": full})
+        assert ("cost=" in answer.headers["x-route"]) == (not stream)  # a stream's is not known when its head is sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_begun_in_vain_is_paid_for(models, stream: bool) -> None:
+    async with make_client(*models, routes=[priced()]) as client:
+        body = chat(HARD, model="auto", stream=stream)
+        await client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+        alone = (await client.post("/v1/chat/completions", json=chat(HARD, model="large"))).json()["usage"]
+        told, paid = (await client.get("/v1/requests/mine")).json(), dollars((await client.get("/metrics")).text)
+        assert (
+            paid["large"]
+            == paid["full"]
+            == pytest.approx(PRICES["large"].of(alone["prompt_tokens"], alone["completion_tokens"]))
+        )
+        assert paid["small"] >= PRICES["small"].of(alone["prompt_tokens"], WINDOW)
+        assert told["cost"] == pytest.approx({"usd": paid["small"] + paid["large"], "saved_usd": -paid["small"]})
+
+
+async def test_a_route_without_prices_tells_no_costs(models) -> None:
+    async with make_client(*models, routes=[cascade()]) as client:
+        await client.post("/v1/chat/completions", json=chat(HARD, model="auto"), headers={"X-Request-Id": "mine"})
+        assert "cost" not in (await client.get("/v1/requests/mine")).json()
+        assert not dollars((await client.get("/metrics")).text)
+
+
+async def test_what_refuses_costs_nothing(gated_models) -> None:
+    small, _, _ = gated_models
+    async with make_client(*gated_models, routes=[priced()]) as client:
+        held = [asyncio.create_task(client.post("/v1/chat/completions", json=chat(EASY, model="small"))) for _ in range(3)]
+        await until(lambda: any(one.done() for one in held))
+        answer = await client.post("/v1/chat/completions", json=chat(EASY, model="auto"))
+        assert answer.headers["x-route"].startswith("auto; model=large; after=small; cost=")
+        assert {*dollars((await client.get("/metrics")).text)} == {"large", "full"}
+        small.engine._executor.open()
+        await asyncio.gather(*held)

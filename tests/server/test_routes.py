@@ -18,6 +18,7 @@ from penstock.deploy.factory import start_deployment
 from penstock.deploy.routes import Learned, Route, open_routes
 from penstock.deploy.running import ServedModel
 from penstock.routes.learned import SHARES, Fit, LearnedRoute
+from penstock.routes.prices import Bill, Price
 from penstock.serve.questions import question_of
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
@@ -281,6 +282,9 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a", "c"]\n')
     [made] = open_routes(read_config_file(path).routing.routes)
     assert made == Route(name="auto", models=("b", "a", "c"))
+    path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a"]\nprice = {a = [0.5, 2], b = [0, 0]}\n')
+    [made] = open_routes(read_config_file(path).routing.routes)
+    assert made.bill == Bill({"a": Price(0.5, 2.0), "b": Price(0.0, 0.0)})
 
 
 @pytest.mark.parametrize(
@@ -297,6 +301,10 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
         (TABLE, '[[routes]]\nname = "auto"\nfallback = ["a", "b", "a"]\n', "fallback names a model twice"),
         ('strong = "b"', 'strong = "a"', "weak and strong are one model"),
         ('name = "auto"', 'name = "auto\\r\\nx"', "can't be a name"),
+        ("share = 0.3", "share = 0.3\nprice = {a = [1, 2]}", "price is not that of a, b"),
+        ("share = 0.3", "share = 0.3\nprice = {a = [1, 2], b = [1, -2]}", "the price of b is not two numbers"),
+        ("share = 0.3", "share = 0.3\nprice = {a = [1, inf], b = [1, 2]}", "the price of a is not two numbers"),
+        ("share = 0.3", "share = 0.3\nprice = {a = 1, b = [1, 2]}", "the price of a is not two numbers"),
     ],
 )
 def test_a_wrong_table_is_named(old: str, new: str, cause: str, tmp_path: Path) -> None:

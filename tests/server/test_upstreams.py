@@ -10,6 +10,7 @@ import shutil
 import ssl
 import subprocess
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
+from penstock.routes.prices import Bill, Price
 from penstock.serve import breaker, upstream_stream
 from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http.checks import Sender
@@ -34,6 +36,7 @@ FAR_FIRST = Route(name="auto", models=("far", "near"))
 NEAR_FIRST = Route(name="auto", models=("near", "far"))
 BODY = {"model": "auto", "messages": [{"role": "user", "content": "What is red?"}], "max_tokens": 4, "temperature": 0}
 CHAT = "/v1/chat/completions"
+USAGE = b"data: " + json.dumps(json.loads(END[6:]) | {"choices": [], "usage": whole()["usage"]}).encode() + b"\n\n"
 
 
 def far(url: str, **fields: object) -> UpstreamConfig:
@@ -550,3 +553,31 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None
         for task in (first, other):
             task.cancel()
         await asyncio.gather(first, other, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "stream", "tokens"),
+    [
+        (answers(200, whole()), False, (5, 2)),
+        (streams(event("far"), event(" away"), END + DONE), True, (19, 3)),  # guessed
+        (streams(event("far"), END, USAGE, DONE), True, (5, 2)),
+    ],
+    ids=["whole", "without usage", "with usage"],
+)
+async def test_an_answer_from_elsewhere_has_its_price(near, script: Script, stream: bool, tokens: tuple[int, int]) -> None:
+    bill = Bill({"far": Price(10.0, 30.0), "near": Price(1.0, 2.0)})
+    async with clients(near, script, route=replace(FAR_FIRST, bill=bill)) as (client, _server):
+        await client.post(CHAT, json=BODY | {"stream": stream})
+        assert bill.paid == pytest.approx({"far": bill.prices["far"].of(*tokens)})
+        assert bill.full == pytest.approx(bill.paid["far"])
+
+
+async def test_a_fault_elsewhere_costs_nothing_and_the_next_answer_its_own(near) -> None:
+    bill = Bill({"far": Price(10.0, 30.0), "near": Price(1.0, 2.0)})
+    async with clients(near, hang_up, route=replace(FAR_FIRST, bill=bill)) as (client, _server):
+        answer = await client.post(CHAT, json=BODY)
+        usage = answer.json()["usage"]
+        tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        assert bill.paid == pytest.approx({"near": bill.prices["near"].of(*tokens)})
+        assert bill.full == pytest.approx(bill.prices["far"].of(*tokens))
+        assert answer.headers["x-route"].startswith("auto; model=near; after=far; cost=0.0")

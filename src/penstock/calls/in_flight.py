@@ -25,6 +25,7 @@ from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import GRAMMAR, MODEL, PROMPT, Explanation, explain_arrival, explain_intake, summary
 from penstock.obs.explain.journal import History
 from penstock.obs.explain.lives import Life
+from penstock.routes.prices import Cost
 from penstock.text.answers import AnswerForm
 from penstock.types.request import NO_WAITS, FinishReason, Request, RequestStatus, WaitTimes
 
@@ -44,6 +45,7 @@ class _Landed:
     clock: Clock
     unix_time_s: Callable[[], int]
     model: str
+    cost: Cost | None
 
 
 @dataclass(slots=True)
@@ -97,6 +99,8 @@ class Told:
     """(index of the choice, its explanation), not empty."""
     num_forgotten: int = 0
     """Number of choices that are no longer in the journal."""
+    cost: Cost | None = None
+    """Known at the end of an answer for a route with prices."""
 
     @property
     def summary(self) -> str:
@@ -160,13 +164,20 @@ class RunningCall:
         self.form = form
         """How answers are divided into content, reasoning and calls. None means all is content."""
         self.stream = stream
+        self.price: Callable[[int, int], Cost] | None = None
+        """Pays for the tokens of prompts and answers, if the call answers for a route with prices and generates any."""
+        self.cost: Cost | None = None
         self._hides_logprobs = requests[0].sampling.logprobs is not None and not call.answer.has_logprobs
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
+        self._num_generated = [0] * len(requests)
+        """As far as they are counted, which a price needs."""
 
     async def next_chunks(self) -> list[OutputChunk]:
         """Wait for the next output chunks, without what the client did not ask for."""
         chunks = await self.stream.next_chunks()
+        if self.price is not None:
+            self._count(chunks)
         if self._hides_logprobs:
             for chunk in chunks:
                 chunk.logprobs = ()
@@ -185,8 +196,23 @@ class RunningCall:
             if not (chunks := await self.stream.next_chunks()):
                 break
             begun = merge_chunks([*begun, *chunks])
+        self._count(begun)
         self.stream.put_back(begun)
         return begun
+
+    def _count(self, chunks: Sequence[OutputChunk]) -> None:
+        for chunk in chunks:
+            self._num_generated[self.index_of[chunk.request_id]] = chunk.num_generated_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts. A prompt with several choices counts once."""
+        return sum([request.num_prompt_tokens for request in self.requests[:: self.num_choices]])
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Generated tokens of all choices, after `begin` or with a `price`."""
+        return sum(self._num_generated)
 
     @property
     def is_plain(self) -> bool:
@@ -215,6 +241,8 @@ class RunningCall:
         if not self._is_closed:
             self._is_closed = True
             self.stream.close()
+            if self.price is not None and self.num_counted_tokens:
+                self.cost = self.price(self.num_prompt_tokens, self.num_counted_tokens)
             self._in_flight.land(self)
 
 
@@ -351,7 +379,7 @@ class InFlight:
         age_ns = now_ns - choices[0][1].arrival_ns
         num_forgotten = len(call.engine_ids) - len(choices)
         created_s = landed.unix_time_s() - age_ns // 1_000_000_000
-        return Told(call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten)
+        return Told(call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten, landed.cost)
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)
@@ -383,4 +411,5 @@ def _landed(call: CallInFlight) -> _Landed | None:
     running = call.running
     if running.journal is None:
         return None
-    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, running.sources.unix_time_s, running.name)
+    cost, unix_time_s = call.cost if isinstance(call, RunningCall) else None, running.sources.unix_time_s
+    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, unix_time_s, running.name, cost)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config.routes import FallbackConfig, RouteConfig
+from penstock.routes.prices import Bill, Price
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy, which a server starts without
@@ -45,6 +46,8 @@ class Route:
     """The weak and the strong model, or those to try one after another."""
     learned: Learned | None = None
     """None: the others answer when the first one refuses."""
+    bill: Bill | None = None
+    """The costs so far, if its models have prices. Written by the event loop."""
 
 
 def open_routes(configs: Sequence[RouteConfig]) -> list[Route]:
@@ -53,13 +56,14 @@ def open_routes(configs: Sequence[RouteConfig]) -> list[Route]:
 
 
 def _open(config: RouteConfig) -> Route:
+    bill = Bill({name: Price(*price) for name, price in config.prices.items()}) if config.prices else None
     if isinstance(config.by, FallbackConfig):
-        return Route(name=config.name, models=config.by.models)
+        return Route(name=config.name, models=config.by.models, bill=bill)
     from penstock.routes.learned import read_route
 
     route = read_route(Path(config.by.file))
     learned = Learned(route=route, threshold=route.threshold(config.by.share))
-    return Route(name=config.name, models=(config.by.weak, config.by.strong), learned=learned)
+    return Route(name=config.name, models=(config.by.weak, config.by.strong), learned=learned, bill=bill)
 
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:

@@ -31,6 +31,7 @@ from penstock.types.stats import (
     BatchStats,
     EngineLoad,
     ReplicaLoad,
+    RouteStats,
     TierStats,
     UpstreamStats,
     WaitReason,
@@ -46,6 +47,7 @@ _MAX_EXAMPLE = 116
 def expose(
     *models: Metrics,
     upstreams: Sequence[UpstreamStats] = (),
+    routes: Sequence[RouteStats] = (),
     batches: BatchStats | None = None,
     traces: Mapping[str, int] | None = None,
     cpu_ns: Mapping[str, int] | None = None,
@@ -63,6 +65,8 @@ def expose(
     registry.register(_Families([*families, *vllm_families(families, models)] if vllm else families))
     if upstreams:
         registry.register(_Families(_of_upstreams(upstreams)))
+    if routes:
+        registry.register(_Families(_of_routes(routes)))
     if batches is not None:
         registry.register(_Families(_of_batches(batches)))
     if traces is not None:
@@ -107,6 +111,13 @@ def _of_upstreams(upstreams: Sequence[UpstreamStats]) -> list[Metric]:
         _family("upstream_requests", results),
         _family("upstream_tokens", tokens),
         _family("upstream_resting", [((one.name,), int(one.is_resting)) for one in upstreams]),
+    ]
+
+
+def _of_routes(routes: Sequence[RouteStats]) -> list[Metric]:
+    return [
+        _family("route_cost_dollars", [((one.name, model), usd) for one in routes for model, usd in one.paid.items()]),
+        _family("route_full_cost_dollars", [((one.name,), one.full) for one in routes]),
     ]
 
 

@@ -107,6 +107,8 @@ counter adapter_placements model | Adapters copied into the KV cache.
 counter adapter_evictions model place | Evicted adapters.
 # Routes, traces, batches, replicas
 counter routed_requests model route | Requests for which a route chose this model.
+counter route_cost_dollars route model | Cost of answers and of those begun in vain, by the prices of the route.
+counter route_full_cost_dollars route | Cost of the same answers at the dearest model of the route.
 counter upstream_requests upstream result | Requests to a model of another server, by how they ended.
 counter upstream_tokens upstream kind | Tokens of prompts and answers, as the upstream counts them.
 gauge upstream_resting upstream | 1 while the upstream is left alone, since it failed.

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -39,7 +39,7 @@ from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.obs.trace_context import Span
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
-from penstock.serve.cascade import Trial, Unsure
+from penstock.serve.cascade import Unsure
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, from_rejected, invalid, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import (
     JsonEndpoint,
@@ -52,6 +52,7 @@ from penstock.serve.http.checks import (
     values_of,
 )
 from penstock.serve.http.entries import Entry, entry_of, note_model
+from penstock.serve.routed import ROUTED_KEY, Routed, charge
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
@@ -83,8 +84,6 @@ FILLED_KEY = "penstock.filled"
 """Key of a scope: the name of the pipeline that has put its sources into the body."""
 KEPT_KEY = "penstock.kept_from"
 """Key of a scope: names of the upstreams that must not see the request."""
-ROUTED_KEY = "penstock.routed"
-"""Key of a scope: the `Routed` of a request that names a route."""
 BACKGROUND_KEY = "penstock.background"
 """Key of a scope: true for a line of a batch, which the server itself asks."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
@@ -106,24 +105,6 @@ MAX_LOOKS = 1024
 
 
 # Models and adapters by name
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """The model that a route chose for a request, and why."""
-
-    route: str
-    model: str
-    why: str = ""
-    rest: tuple[str, ...] = ()
-    """Models to ask one after another if this one refuses."""
-    trial: Trial | None = None
-    """In a cascade: decides whether this model goes on."""
-
-    @property
-    def header(self) -> bytes:
-        parts = (self.route, f"model={self.model}", *filter(None, [self.why]))
-        return "; ".join(parts).encode("ascii", "backslashreplace")
 
 
 class PipelineOpen(ApiError):
@@ -601,7 +582,7 @@ class Waits:
         rest = [name for name in routed.rest if name in there]
         if not rest:
             return False
-        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], why, rest=(*rest[1:],))
+        http.scope[ROUTED_KEY] = replace(routed, model=rest[0], why=why, rest=(*rest[1:],), trial=None, cost=None)
         return True
 
     def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
@@ -616,7 +597,9 @@ class Waits:
         if (entry := entry_of(http.scope)) is not None:
             entry.explain = tuple  # of the small model of a cascade
         terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
-        return await self._upstreams[name].answer(data, http, terms)
+        routed: Routed = http.scope[ROUTED_KEY]
+        pay = None if routed.bill is None else partial(charge, http.scope, routed)
+        return await self._upstreams[name].answer(data, http, terms, pay)
 
     def _tell_route(self, http: HttpRequest) -> None:
         """Say which model a route chose, in a header and in metrics."""
@@ -838,7 +821,14 @@ async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCa
     routed: Routed | None = http.scope.get(ROUTED_KEY)
     if routed is not None and routed.trial is not None:
         with opened:
-            http.scope[ROUTED_KEY] = replace(routed, why=await unless_gone(http, routed.trial.judge(opened)))
+            try:
+                why = await unless_gone(http, routed.trial.judge(opened))
+            except BaseException:
+                http.scope[ROUTED_KEY] = routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
+                raise
+            http.scope[ROUTED_KEY] = routed = replace(routed, why=why)
+    if routed is not None and routed.bill is not None:
+        opened.price = partial(charge, http.scope, routed)
     return opened
 
 

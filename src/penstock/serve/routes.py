@@ -11,11 +11,12 @@ from starlette.requests import Request as HttpRequest
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
-from penstock.serve.asking import KEPT_KEY, ROUTED_KEY, Routed, models_of
+from penstock.serve.asking import KEPT_KEY, models_of
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.cascade import Trial
 from penstock.serve.errors import model_not_found, stays_here, unavailable
 from penstock.serve.questions import QuestionReader
+from penstock.serve.routed import ROUTED_KEY, Routed
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
@@ -34,23 +35,23 @@ class RouteChooser:
         if not models:  # a folder lost their files
             raise model_not_found(route.name, self._deployment.names)
         if learned is None or len(models) == 1:
-            http.scope[ROUTED_KEY] = Routed(route.name, models[0], rest=(*models[1:],))
+            http.scope[ROUTED_KEY] = Routed(route.name, models[0], rest=(*models[1:],), bill=route.bill)
             return
         weak, strong = models
         # A model here refuses for good reasons; of another server anything may fail.
         after_strong = (weak,) if strong in self._upstreams else ()
         read = await self._read(learned, data, http)
         if read is None:
-            http.scope[ROUTED_KEY] = Routed(route.name, strong, "no question", rest=after_strong)
+            http.scope[ROUTED_KEY] = Routed(route.name, strong, "no question", rest=after_strong, bill=route.bill)
             return
         gain, cascade = learned.gain(*read), learned.route.cascade
         if cascade is not None and learned.route.tries(gain, learned.threshold):
             trial = Trial(cascade.window, partial(learned.gain, *read), learned.threshold)
-            http.scope[ROUTED_KEY] = Routed(route.name, weak, rest=(strong, *after_strong), trial=trial)
+            http.scope[ROUTED_KEY] = Routed(route.name, weak, rest=(strong, *after_strong), trial=trial, bill=route.bill)
             return
         why = f"gain={gain:.3f}; threshold={learned.threshold:.3f}"
         model, rest = (strong, after_strong) if gain >= learned.threshold else (weak, (strong,))
-        http.scope[ROUTED_KEY] = Routed(route.name, model, why, rest=rest)
+        http.scope[ROUTED_KEY] = Routed(route.name, model, why, rest=rest, bill=route.bill)
 
     async def _keep_here(self, route: Route, data: bytes, http: HttpRequest) -> None:
         """Note which upstreams of the route must not see the request."""

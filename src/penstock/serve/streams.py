@@ -96,7 +96,7 @@ class Usage:
 
     def __init__(self, call: RunningCall) -> None:
         self._num_choices = call.num_choices
-        self._num_prompt_tokens = sum([request.num_prompt_tokens for request in call.requests[:: call.num_choices]])
+        self._num_prompt_tokens = call.num_prompt_tokens
         self._num_generated = [0] * len(call.requests)
         self._num_cached = [0] * len(call.requests)
 

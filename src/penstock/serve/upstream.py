@@ -14,7 +14,7 @@ import math
 import re
 import ssl
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -138,13 +138,20 @@ class Upstream:
             await self._client.aclose()
             self._client = None
 
-    async def answer(self, data: bytes, http: HttpRequest, terms: Terms) -> Response:
-        """Return the answer; of a stream, the first event has come. Raises `ApiError` and `Rejected`."""
+    async def answer(
+        self, data: bytes, http: HttpRequest, terms: Terms, charge: Callable[[int, int], object] | None = None
+    ) -> Response:
+        """Return the answer; of a stream, the first event has come. Raises `ApiError` and `Rejected`.
+
+        `charge` gets the tokens of prompt and answer at its end, if there is one.
+        """
         question = await self._off_loop.run(len(data), partial(_question, data, self.config.model), limit=INLINE_MAX_BYTES)
         with contextlib.ExitStack() as held:
             far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
             span, headers = held.enter_context(far)
             exchange = held.enter_context(self._open(terms, replace(question, headers=headers), span))
+            if charge is not None:
+                held.callback(_pay, exchange, charge)
             answer = await unless_gone(http, exchange.begin(http.url.path))
             if isinstance(answer, UpstreamStream):
                 answer.hold(held.pop_all())
@@ -234,10 +241,14 @@ class Exchange:
         self.terms = terms
         self.result = "left"
         """How it ends, a key of `Upstream.results`: its client leaves, unless something else happens."""
-        self.num_tokens = 0
-        """Tokens that the request's key pays for."""
+        self.num_prompt_tokens = self.num_new_tokens = 0
+        """Tokens that the request's key pays for, guessed until the upstream tells."""
         self._turn = turn
         self._span = span
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_new_tokens
 
     @property
     def max_silence_s(self) -> float:
@@ -301,7 +312,7 @@ class Exchange:
         value = await self.upstream.parse(data)
         if not isinstance(value.get("choices"), list):
             raise Garbage("its answer has no choices")
-        self.num_tokens = self.question.num_prompt_tokens + self.question.num_new_tokens
+        self.num_prompt_tokens, self.num_new_tokens = self.question.num_prompt_tokens, self.question.num_new_tokens
         self.succeeded(value)
         return Response(data, media_type="application/json")
 
@@ -343,13 +354,15 @@ class Exchange:
             self.upstream.tokens.update(known)
             names = {"prompt": "gen_ai.usage.input_tokens", "completion": "gen_ai.usage.output_tokens"}
             self._span.attributes |= {names[kind]: number for kind, number in known.items()}
-            self.num_tokens = sum(known.values()) or self.num_tokens
+            if any(known.values()):
+                self.num_prompt_tokens, self.num_new_tokens = known.get("prompt", 0), known.get("completion", 0)
 
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
         if "error" in event and "choices" not in event:
             raise Garbage(f"it ended the answer with an error{self.upstream.told(event)}".removesuffix("."))
-        self.num_tokens = max(self.num_tokens, self.question.num_prompt_tokens) + 1
+        self.num_prompt_tokens = self.question.num_prompt_tokens
+        self.num_new_tokens += 1
 
     def was_late(self, message: str) -> ApiError:
         """Count a deadline that has passed, and return what to tell the client."""
@@ -367,6 +380,11 @@ class Exchange:
             message = f"{config.name} was silent for {silence_s:g} s."
             return ApiError(504, message, code="upstream_timeout", error_type="server_error")
         return _bad_gateway(f"{config.name} failed: {why}.")
+
+
+def _pay(exchange: Exchange, charge: Callable[[int, int], object]) -> None:
+    if exchange.num_tokens:
+        charge(exchange.num_prompt_tokens, exchange.num_new_tokens)
 
 
 def _has_token_ids(body: object) -> bool:

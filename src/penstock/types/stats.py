@@ -184,6 +184,16 @@ class UpstreamStats:
     """It failed, and is left alone for a while."""
 
 
+class RouteStats(NamedTuple):
+    """Totals of a route whose models have prices, in USD."""
+
+    name: str
+    paid: Mapping[str, float]
+    """By model, with answers begun in vain."""
+    full: float
+    """For the same answers at the dearest model."""
+
+
 class BatchStats(NamedTuple):
     """Totals of batches since the server's start, and what is left of them."""
 

@@ -95,6 +95,9 @@ class RequestChoice(TypedDict):
     route: NotRequired[Routed]
 
 
+Cost = TypedDict("Cost", {"usd": float, "saved_usd": float})
+
+
 class Request(TypedDict):
     id: str
     object: Literal["request"]
@@ -104,6 +107,7 @@ class Request(TypedDict):
     summary: str
     choices: list[RequestChoice]
     forgotten_choices: Count
+    cost: NotRequired[Cost]
 
 
 RequestList = TypedDict("RequestList", {"object": Literal["list"], "data": list[Request]})
@@ -171,7 +175,7 @@ def _max_ended(text: str | None) -> int:
 
 def _call(told: Told) -> Request:
     choices = [choice_of(choice, index) for index, choice in told.choices]
-    return {
+    request: Request = {
         "id": told.request_id,
         "object": "request",
         "model": told.model,
@@ -181,6 +185,9 @@ def _call(told: Told) -> Request:
         "choices": choices,
         "forgotten_choices": told.num_forgotten,
     }
+    if told.cost is not None:
+        request["cost"] = {"usd": told.cost.paid, "saved_usd": told.cost.saved}
+    return request
 
 
 def _candidates(request_id: str) -> list[str]:

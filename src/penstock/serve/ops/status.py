@@ -21,7 +21,7 @@ from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.plan import Capacity
-from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, UpstreamStats
+from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, RouteStats, UpstreamStats
 
 
 class ModelLoad(TypedDict):
@@ -165,16 +165,19 @@ class StatusEndpoint:
         """Return metrics in Prometheus' text format, or as OpenMetrics if the scraper accepts that."""
         # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         upstreams = [one.stats() for one in self._upstreams.values()]
+        bills = [(one.name, one.bill) for one in self._deployment.routes.values() if one.bill is not None]
+        routes = [RouteStats(name, dict(bill.paid), bill.full) for name, bill in bills]
         batches = None if self._batches is None else self._batches.stats()
         traces = None if self._count_traces is None else self._count_traces()
         metrics = [served.metrics for served in self._deployment.served]
         is_open = "application/openmetrics-text" in http.headers.get("accept", "")
-        return await asyncio.to_thread(self._render, metrics, upstreams, batches, traces, is_open)
+        return await asyncio.to_thread(self._render, metrics, upstreams, routes, batches, traces, is_open)
 
     def _render(
         self,
         metrics: Sequence[Metrics],
         upstreams: Sequence[UpstreamStats],
+        routes: Sequence[RouteStats],
         batches: BatchStats | None,
         traces: Mapping[str, int] | None,
         is_open: bool,
@@ -186,6 +189,7 @@ class StatusEndpoint:
         body = expose(
             *metrics,
             upstreams=upstreams,
+            routes=routes,
             batches=batches,
             traces=traces,
             cpu_ns=None if times is None else {"running": times.run_ns, "waiting": times.wait_ns},

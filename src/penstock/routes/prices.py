@@ -1,0 +1,64 @@
+"""Prices of a route's models, the cost of its answers, and the saving against its dearest model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_PER = 1_000_000
+
+
+class Price(NamedTuple):
+    """USD per million tokens."""
+
+    prompt: float
+    output: float
+
+    def of(self, num_prompt_tokens: int, num_tokens: int) -> float:
+        return (self.prompt * num_prompt_tokens + self.output * num_tokens) / _PER
+
+
+class Cost(NamedTuple):
+    """USD for one answer."""
+
+    paid: float
+    full: float
+    """For the same tokens at the dearest model of the route."""
+
+    @property
+    def saved(self) -> float:
+        """Negative if an answer that was begun in vain cost more than the choice saved."""
+        return self.full - self.paid
+
+    @property
+    def words(self) -> str:
+        return f"cost={_usd(self.paid)}; saved={_usd(self.saved)}"
+
+
+def _usd(number: float) -> str:
+    return f"{round(number, 9) + 0.0:.9f}".rstrip("0").rstrip(".")
+
+
+@dataclass(slots=True)
+class Bill:
+    """The costs of a route so far."""
+
+    prices: Mapping[str, Price]
+    """Each model of the route, and its price."""
+    paid: dict[str, float] = field(default_factory=dict)
+    """Model -> USD, for answers and for those begun in vain."""
+    full: float = 0.0
+    """For the answers' tokens at the dearest model. Those of answers begun in vain do not count: it would have begun none."""
+
+    def pay(self, model: str, num_prompt_tokens: int, num_tokens: int) -> float:
+        """Count tokens of a model, and return what they cost."""
+        usd = self.prices[model].of(num_prompt_tokens, num_tokens)
+        self.paid[model] = self.paid.get(model, 0.0) + usd
+        return usd
+
+    def answered(self, model: str, num_prompt_tokens: int, num_tokens: int, *, in_vain: float) -> Cost:
+        """Count an answer. `in_vain`: USD paid for one that was begun before, and not kept."""
+        full = max(price.of(num_prompt_tokens, num_tokens) for price in self.prices.values())
+        self.full += full
+        return Cost(in_vain + self.pay(model, num_prompt_tokens, num_tokens), full)

@@ -1,0 +1,49 @@
+"""The model that a route chose for a request, why, and what the answer costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from starlette.types import Scope
+
+from penstock.routes.prices import Bill, Cost
+from penstock.serve.cascade import Trial
+
+ROUTED_KEY = "penstock.routed"
+"""Key of a scope: the `Routed` of a request that names a route."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    route: str
+    model: str
+    why: str = ""
+    rest: tuple[str, ...] = ()
+    """Models to ask one after another if this one refuses."""
+    trial: Trial | None = None
+    """In a cascade: decides whether this model goes on."""
+    bill: Bill | None = None
+    """The route's, if its models have prices."""
+    in_vain: float = 0.0
+    """USD paid for an answer that was begun and not kept."""
+    cost: Cost | None = None
+    """Known at the end of the answer."""
+
+    @property
+    def header(self) -> bytes:
+        parts = [self.route, f"model={self.model}", self.why, "" if self.cost is None else self.cost.words]
+        return "; ".join(filter(None, parts)).encode("ascii", "backslashreplace")
+
+    def begun_in_vain(self, num_prompt_tokens: int, num_tokens: int) -> Routed:
+        """Pay for an answer that is not kept."""
+        if self.bill is None:
+            return self
+        return replace(self, in_vain=self.in_vain + self.bill.pay(self.model, num_prompt_tokens, num_tokens))
+
+
+def charge(scope: Scope, routed: Routed, num_prompt_tokens: int, num_tokens: int) -> Cost:
+    """Pay for an answer that has ended, and note its cost in the request's scope."""
+    assert routed.bill is not None
+    cost = routed.bill.answered(routed.model, num_prompt_tokens, num_tokens, in_vain=routed.in_vain)
+    scope[ROUTED_KEY] = replace(routed, cost=cost)
+    return cost
