@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_a_route_is_fitted_and_holds_for_questions_that_it_has_not_seen(invoke: 
     apgr = float(told.output.splitlines()[1].split("(")[1].split()[-1])
     assert apgr > 0.7
     assert "sends 5" in told.output or "sends 4" in told.output
+    far = float(re.findall(r"Their gains are ([\d.]+) from those of the fit", told.output)[0])
+    assert 0 < far < 0.12  # 1.36 * sqrt(1 / 400 + 1 / 200) = 0.118 in 19 of 20 cases, if nothing has changed
 
 
 def test_a_cascade_is_fitted_to_the_first_tokens_of_the_small_model(

@@ -454,7 +454,7 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     upstream = UpstreamStats(name="u", results={"ok": 1}, tokens={"prompt": 1}, is_resting=False)
     return metrics, {
         "upstreams": [upstream],
-        "routes": [RouteStats("auto", {"small": 0.25}, 1.0)],
+        "routes": [RouteStats("auto", {"small": 0.25}, 1.0, drift=0.1)],
         "traces": {"exported": 1},
         "cpu_ns": {"running": 1},
         "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1}),

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Learned, Route
+from penstock.routes.drift import Drift
 from penstock.routes.learned import Cascade, Fit, LearnedRoute
 from penstock.routes.prices import Bill, Price
 from penstock.serve import asking
@@ -116,6 +117,18 @@ async def test_where_first_tokens_can_change_nothing_the_question_decides(models
             "small",
             "auto; model=small; gain=0.000; threshold=0.250",
         )
+
+
+@pytest.mark.parametrize("margin", [1.0, 0.1])
+async def test_each_question_counts_once_by_the_gain_that_has_decided(models, margin: float) -> None:
+    route = cascade(margin)
+    drift = Drift(np.zeros(8))
+    route = replace(route, learned=replace(route.learned, drift=drift))
+    async with make_client(*models, routes=[route]) as client:
+        told = [(await client.post("/v1/chat/completions", json=chat(one, model="auto"))) for one in (EASY, HARD)]
+    assert told[0].headers["x-route"].split("; ")[2] == f"gain={drift.recent[0]:.3f}"
+    assert told[1].headers["x-route"].split("; ")[2] == f"gain={drift.recent[1]:.3f}"
+    assert len(drift.recent) == 2
 
 
 async def test_fewer_tokens_than_the_window_decide_too(models) -> None:

@@ -17,6 +17,7 @@ from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.routes import Learned, Route, open_routes
 from penstock.deploy.running import ServedModel
+from penstock.routes import drift
 from penstock.routes.learned import SHARES, Fit, LearnedRoute
 from penstock.routes.prices import Bill, Price
 from penstock.serve.questions import question_of
@@ -116,6 +117,25 @@ async def test_the_question_decides_which_model_answers(models, path: str) -> No
         'penstock_routed_requests_total{model="small",route="auto"} 2.0',
         'penstock_routed_requests_total{model="large",route="auto"} 1.0',
     }
+
+
+async def test_questions_unlike_those_of_the_fit_are_seen(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit has seen easy questions alone."""
+    monkeypatch.setattr(drift, "LEAST", 8)
+    route = replace(ROUTE, learned=replace(ROUTE.learned, drift=drift.Drift(np.zeros(8))))
+    async with make_client(*models, routes=[route, replace(FALLBACK, name="either")]) as client:
+
+        async def ask(text: str, times: int) -> tuple[float | None, str]:
+            for _ in range(times):
+                await client.post("/v1/completions", json=BODIES["/v1/completions"](text))
+            [told, other] = (await client.get("/load")).json()["routes"]
+            assert other == {"name": "either", "usd": None, "saved_usd": None, "drift": None}
+            series = [line for line in (await client.get("/metrics")).text.splitlines() if line.startswith("penstock_route_d")]
+            return told["drift"], "".join(series)
+
+        assert await ask(EASY, 7) == (None, "")
+        assert await ask(EASY, 1) == (0.0, 'penstock_route_drift_ratio{route="auto"} 0.0')
+        assert await ask(HARD, 8) == (0.5, 'penstock_route_drift_ratio{route="auto"} 0.5')
 
 
 async def test_other_names_are_not_routed_and_the_route_is_listed(models) -> None:

@@ -143,6 +143,10 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
         is_tried = np.array([found.tries(gain, threshold) for gain in by_question])
         gains = np.where(is_tried, gains, by_question)
         print(f"{weak} begins {is_tried.mean():.1%} of the answers; of the others, the question decides.")
+    if (fitted := found.fitted_gains(threshold)) is not None:
+        from penstock.routes.drift import distance
+
+        print(f"Their gains are {distance(gains, fitted):.3f} from those of the fit (Kolmogorov-Smirnov distance).")
     is_strong = gains >= threshold
     sent, quality = is_strong.mean(), (answers.strong * is_strong + answers.weak * ~is_strong).mean()
     print(f"Its threshold for {share:.0%} of the calls sends {sent:.1%} of these to {strong}: quality {quality:.1%}.")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from penstock.config.routes import FallbackConfig, RouteConfig
 from penstock.routes.prices import Bill, Price
 from penstock.types.errors import ConfigError
+from penstock.types.stats import RouteStats
 
 if TYPE_CHECKING:  # with NumPy, which a server starts without
+    from penstock.routes.drift import Drift
     from penstock.routes.learned import LearnedRoute
 
 
@@ -22,6 +24,13 @@ class Learned:
     route: LearnedRoute
     threshold: float
     """Least gain with which the strong model answers."""
+    drift: Drift | None = None
+    """None: the file of the fit does not have its gains."""
+
+    def note(self, gain: float) -> None:
+        """Remember the gain that has decided a question."""
+        if self.drift is not None:
+            self.drift.recent.append(gain)
 
     def gain(self, states: bytes, question: str, start: Sequence[float] | None = None) -> float:
         """Return what the strong model is expected to gain.
@@ -50,6 +59,17 @@ class Route:
     """The costs so far, if its models have prices. Written by the event loop."""
 
 
+def stats_of(route: Route) -> RouteStats:
+    """Return what metrics say of a route. For the event loop."""
+    bill, drift = route.bill, None if route.learned is None else route.learned.drift
+    return RouteStats(
+        name=route.name,
+        paid={} if bill is None else dict(bill.paid),
+        full=0.0 if bill is None else bill.full,
+        drift=None if drift is None else drift.distance(),
+    )
+
+
 def open_routes(configs: Sequence[RouteConfig]) -> list[Route]:
     """Read the routes' files. Raises ConfigError."""
     return [_open(config) for config in configs]
@@ -59,10 +79,13 @@ def _open(config: RouteConfig) -> Route:
     bill = Bill({name: Price(*price) for name, price in config.prices.items()}) if config.prices else None
     if isinstance(config.by, FallbackConfig):
         return Route(name=config.name, models=config.by.models, bill=bill)
+    from penstock.routes.drift import Drift
     from penstock.routes.learned import read_route
 
     route = read_route(Path(config.by.file))
-    learned = Learned(route=route, threshold=route.threshold(config.by.share))
+    threshold = route.threshold(config.by.share)
+    fitted = route.fitted_gains(threshold)
+    learned = Learned(route=route, threshold=threshold, drift=None if fitted is None else Drift(fitted))
     return Route(name=config.name, models=(config.by.weak, config.by.strong), learned=learned, bill=bill)
 
 

@@ -117,7 +117,8 @@ def _of_upstreams(upstreams: Sequence[UpstreamStats]) -> list[Metric]:
 def _of_routes(routes: Sequence[RouteStats]) -> list[Metric]:
     return [
         _family("route_cost_dollars", [((one.name, model), usd) for one in routes for model, usd in one.paid.items()]),
-        _family("route_full_cost_dollars", [((one.name,), one.full) for one in routes]),
+        _family("route_full_cost_dollars", [((one.name,), one.full) for one in routes if one.paid]),
+        _family("route_drift_ratio", [((one.name,), one.drift) for one in routes if one.drift is not None]),
     ]
 
 

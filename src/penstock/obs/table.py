@@ -109,6 +109,7 @@ counter adapter_evictions model place | Evicted adapters.
 counter routed_requests model route | Requests for which a route chose this model.
 counter route_cost_dollars route model | Cost of answers and of those begun in vain, by the prices of the route.
 counter route_full_cost_dollars route | Cost of the same answers at the dearest model of the route.
+gauge route_drift_ratio route | Distance between the gains of the last questions and those of the fit.
 counter upstream_requests upstream result | Requests to a model of another server, by how they ended.
 counter upstream_tokens upstream kind | Tokens of prompts and answers, as the upstream counts them.
 gauge upstream_resting upstream | 1 while the upstream is left alone, since it failed.

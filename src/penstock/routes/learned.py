@@ -76,10 +76,20 @@ class LearnedRoute:
     """Least gain for which the strong model is asked, one for each of `SHARES`."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Model, as it was named -> hash of the files that it had at the fit. Empty in files of older versions."""
+    quantiles: F64 | None = None
+    """Gains of questions that the fit did not see, from `drift.quantiles_of`. None in files of older versions."""
 
     def tries(self, gain: float, threshold: float) -> bool:
         """Return whether the weak model's first tokens can change what the question's gain says."""
         return self.cascade is not None and abs(gain - threshold) < self.cascade.margin
+
+    def fitted_gains(self, threshold: float) -> F64 | None:
+        """Return the gains that would have decided the questions of the fit, at even ranks, or None if they are not known."""
+        if self.quantiles is None:
+            return None
+        gains, moved = self.quantiles.T
+        found: F64 = np.where([self.tries(gain, threshold) for gain in gains], moved, gains)
+        return found
 
     def threshold(self, share: float) -> float:
         """Return the least gain with which the strong model should answer, so that it answers this share of the questions."""
@@ -90,6 +100,8 @@ class LearnedRoute:
     def write(self, path: Path) -> None:
         value: dict[str, Any] = {"format": FORMAT, "embedder": self.embedder, "thresholds": self.thresholds}
         value["digests"] = {**self.digests}
+        if self.quantiles is not None:
+            value["quantiles"] = self.quantiles.tolist()
         value["by_question"] = _told(self.by_question)
         if (cascade := self.cascade) is not None:
             about = {name: getattr(cascade, name) for name in ("starter", "window", "margin")}
@@ -114,12 +126,22 @@ def read_route(path: Path) -> LearnedRoute:
         digests = value.get("digests", {})
         if not isinstance(digests, dict) or not all(isinstance(one, str) for one in digests.values()):
             raise ValueError("its digests are not texts")
+        quantiles = None if "quantiles" not in value else np.array(value["quantiles"], dtype=np.float64)
+        if quantiles is not None and (quantiles.shape[1:] != (2,) or not np.isfinite(quantiles).all() or not len(quantiles)):
+            raise ValueError("its quantiles are not pairs of numbers")
         by_question = _read_fit(value["by_question"], NUM_COUNTS)
         cascade = _read_cascade(value["cascade"], by_question.width) if "cascade" in value else None
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not a route: {error}.", remedy="Fit it anew with `penstock route fit`.") from error
     fitted = tuple(thresholds.tolist())
-    return LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=fitted, digests=digests)
+    return LearnedRoute(
+        embedder=embedder,
+        by_question=by_question,
+        cascade=cascade,
+        thresholds=fitted,
+        digests=digests,
+        quantiles=quantiles,
+    )
 
 
 def _told(fit: Fit) -> dict[str, Any]:

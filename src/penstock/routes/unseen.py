@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.routes.answers import F64, Answers, Rows
 from penstock.routes.curve import apgr
+from penstock.routes.drift import quantiles_of
 from penstock.routes.learned import Cascade, Fit, LearnedRoute, fit, inputs_of, thresholds_of
 
 NUM_FOLDS, SEED = 5, 0
@@ -26,11 +27,19 @@ def fit_route(
     """
     by_question, gains = _best(inputs_of(vectors, answers.prompts), answers, has_starts=False)
     if starts is None:
-        return LearnedRoute(embedder=embedder, by_question=by_question, thresholds=thresholds_of(gains)), gains
+        thresholds, quantiles = thresholds_of(gains), quantiles_of(gains)
+        return LearnedRoute(embedder=embedder, by_question=by_question, thresholds=thresholds, quantiles=quantiles), gains
     by_start, moved = _best(inputs_of(vectors, answers.prompts, starts), answers, has_starts=True)
     margin = float(np.quantile(np.abs(moved - gains), MARGIN_SHARE))
     cascade, thresholds = Cascade(starter, window, margin, by_start), thresholds_of(gains, moved, margin)
-    return LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=thresholds), moved
+    route = LearnedRoute(
+        embedder=embedder,
+        by_question=by_question,
+        cascade=cascade,
+        thresholds=thresholds,
+        quantiles=quantiles_of(gains, moved),
+    )
+    return route, moved
 
 
 def _best(inputs: F64, answers: Answers, *, has_starts: bool) -> tuple[Fit, F64]:

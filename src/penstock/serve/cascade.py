@@ -26,6 +26,8 @@ class Trial:
     """Returns the expected gain of asking the large model, from the log-probabilities of the first tokens."""
     threshold: float
     """Least gain for which the large model is asked."""
+    note: Callable[[float], None]
+    """Remembers the gain that has decided."""
 
     def prepared(self, call: Call) -> Call:
         """Return the call with log-probabilities, which its client is not shown. Raises `Unsure`."""
@@ -43,6 +45,7 @@ class Trial:
         # Of several choices, the least sure one counts.
         starts = [[token.logprob for token in chunk.logprobs[: self.num_tokens]] for chunk in chunks]
         gain = max(map(self.gain, starts), default=0.0)
+        self.note(gain)
         why = f"gain={gain:.3f}; threshold={self.threshold:.3f}"
         if gain >= self.threshold:
             call.stream.cancel(_LEFT)

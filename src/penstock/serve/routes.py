@@ -46,9 +46,10 @@ class RouteChooser:
             return
         gain, cascade = learned.gain(*read), learned.route.cascade
         if cascade is not None and learned.route.tries(gain, learned.threshold):
-            trial = Trial(cascade.window, partial(learned.gain, *read), learned.threshold)
+            trial = Trial(cascade.window, partial(learned.gain, *read), learned.threshold, learned.note)
             http.scope[ROUTED_KEY] = Routed(route.name, weak, rest=(strong, *after_strong), trial=trial, bill=route.bill)
             return
+        learned.note(gain)
         why = f"gain={gain:.3f}; threshold={learned.threshold:.3f}"
         model, rest = (strong, after_strong) if gain >= learned.threshold else (weak, (strong,))
         http.scope[ROUTED_KEY] = Routed(route.name, model, why, rest=rest, bill=route.bill)

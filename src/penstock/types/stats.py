@@ -185,13 +185,15 @@ class UpstreamStats:
 
 
 class RouteStats(NamedTuple):
-    """Totals of a route whose models have prices, in USD."""
+    """Costs of a route so far, in USD, and its drift."""
 
     name: str
     paid: Mapping[str, float]
-    """By model, with answers begun in vain."""
+    """By model, with answers begun in vain. Empty without prices."""
     full: float
     """For the same answers at the dearest model."""
+    drift: float | None = None
+    """Distance from 0 to 1, as in `routes.drift`. None: not known."""
 
 
 class BatchStats(NamedTuple):

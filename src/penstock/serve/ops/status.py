@@ -11,6 +11,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
+from penstock.deploy.routes import stats_of
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.machine import CpuMeter
@@ -56,6 +57,9 @@ class Decision(TypedDict):
 Memory = TypedDict("Memory", {"limit_bytes": Count, "free_bytes": Count, "stuck_bytes": Count})
 
 
+RouteTotals = TypedDict("RouteTotals", {"name": str, "usd": float | None, "saved_usd": float | None, "drift": float | None})
+
+
 class Load(TypedDict):
     state: str
     server_load: Count
@@ -75,6 +79,7 @@ class Load(TypedDict):
     capacity: NotRequired[dict[str, Count]]
     models: NotRequired[list[ModelLoad]]
     memory: NotRequired[Memory]
+    routes: NotRequired[list[RouteTotals]]
 
 
 class StatusEndpoint:
@@ -146,6 +151,8 @@ class StatusEndpoint:
             load["settings"], load["capacity"] = dict(served.running.model.settings), capacity_of(served.running.model.capacity)
         if name is None:
             memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
+            if self._deployment.routes:
+                load["routes"] = [_route(stats_of(one)) for one in self._deployment.routes.values()]
             load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
             load["memory"] = {
                 "limit_bytes": memory.total_bytes(),
@@ -165,8 +172,7 @@ class StatusEndpoint:
         """Return metrics in Prometheus' text format, or as OpenMetrics if the scraper accepts that."""
         # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         upstreams = [one.stats() for one in self._upstreams.values()]
-        bills = [(one.name, one.bill) for one in self._deployment.routes.values() if one.bill is not None]
-        routes = [RouteStats(name, dict(bill.paid), bill.full) for name, bill in bills]
+        routes = [stats_of(one) for one in self._deployment.routes.values()]
         batches = None if self._batches is None else self._batches.stats()
         traces = None if self._count_traces is None else self._count_traces()
         metrics = [served.metrics for served in self._deployment.served]
@@ -198,6 +204,13 @@ class StatusEndpoint:
             content_type=content_type,
         )
         return Response(body, headers={"content-type": content_type})
+
+
+def _route(stats: RouteStats) -> RouteTotals:
+    paid = sum(stats.paid.values()) if stats.paid else None
+    saved = None if paid is None else stats.full - paid
+    drift = None if stats.drift is None else round(stats.drift, 4)
+    return {"name": stats.name, "usd": paid, "saved_usd": saved, "drift": drift}
 
 
 def capacity_of(capacity: Capacity) -> dict[str, int]:
