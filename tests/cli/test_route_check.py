@@ -150,6 +150,15 @@ def test_a_model_that_is_not_here_is_named_with_its_command(check: Callable[...,
     assert "`penstock pull smollm2:135m` fetches" in fact
 
 
+def test_a_route_by_agreement_is_told(check: Callable[..., list[str]]) -> None:
+    by = '[[routes]]\nname = "auto"\nweak = "small"\nstrong = "large"\nconfidence = "agreement"\nagreement = 0.6\n'
+    told = [line.split("  ")[-1].strip() for line in check(MODELS + by, "--question", "What is red?")[-2:]]
+    assert told == [
+        "small answers 5 times; large unless a share of 0.6 says the same",
+        "small begins, and the agreement of its answers decides",
+    ]
+
+
 def test_a_missing_key_is_told_by_its_variable(check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLOUD_KEY")
     lines = check(MODELS + FAR, code=2)

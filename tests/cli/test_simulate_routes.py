@@ -41,6 +41,12 @@ fallback = ["far", "farther"]
 [[upstreams]]
 name = "farther"
 url = "http://localhost:9/v1"
+[[routes]]
+name = "agreed"
+weak = "small"
+strong = "large"
+confidence = "agreement"
+agreement = 0.6
 [[pipelines]]
 name = "docs"
 index = "docs.index"
@@ -147,6 +153,7 @@ def test_a_pipeline_waits_for_its_vector_and_its_search(simulate: Callable[..., 
         (("--shares", "2"), "are not shares from 0 to 1"),
         (("--route", "other"), "no route or pipeline 'other'"),
         (("--route", "all-far"), "The route's weak model is an upstream"),
+        (("--route", "agreed"), "agreed decides by the agreement of answers, and scores are of one"),
         (("--device", "cuda"), "is on a GPU"),
         (("--workload", "away.jsonl"), "away.jsonl"),
     ],

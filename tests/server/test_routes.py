@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.config.components import config_from
-from penstock.config.routes import LearnedConfig, RouteConfig
+from penstock.config.routes import AgreementConfig, LearnedConfig, RouteConfig
 from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
@@ -290,6 +291,18 @@ def test_a_route_of_models_that_are_not_served_is_refused(models, change: dict, 
 TABLE = '[[routes]]\nname = "auto"\nweak = "a"\nstrong = "b"\nfile = "r.json"\nshare = 0.3\n'
 
 
+AGREEMENT = """
+[[routes]]
+name = "auto"
+weak = "a"
+strong = "b"
+confidence = "agreement"
+agreement = 0.6
+samples = 3
+part = "= *(.*)"
+"""
+
+
 def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text('model = "x"\n' + TABLE)
@@ -305,6 +318,10 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a"]\nprice = {a = [0.5, 2], b = [0, 0]}\n')
     [made] = open_routes(read_config_file(path).routing.routes)
     assert made.bill == Bill({"a": Price(0.5, 2.0), "b": Price(0.0, 0.0)})
+    path.write_text(AGREEMENT)
+    [made] = open_routes(read_config_file(path).routing.routes)
+    by = AgreementConfig(weak="a", strong="b", samples=3, temperature=0.7, least=0.6, part=re.compile("= *(.*)"))
+    assert made == Route(name="auto", models=("a", "b"), agreement=by)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +338,13 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
         (TABLE, '[[routes]]\nname = "auto"\nfallback = ["a", "b", "a"]\n', "fallback names a model twice"),
         ('strong = "b"', 'strong = "a"', "weak and strong are one model"),
         ('name = "auto"', 'name = "auto\\r\\nx"', "can't be a name"),
+        (TABLE, AGREEMENT.replace('"agreement"', '"luck"'), "confidence is not 'agreement'"),
+        (TABLE, AGREEMENT.replace("samples = 3", "samples = 1"), "samples is not a number from 2 to 32"),
+        (TABLE, AGREEMENT.replace("samples = 3", "samples = 2.5"), "samples is not a whole number"),
+        (TABLE, AGREEMENT.replace("samples = 3", "temperature = 0"), "temperature is not a number from 0.01 to 2"),
+        (TABLE, AGREEMENT.replace("agreement = 0.6", ""), "agreement is not a number from 0 to 1"),
+        (TABLE, AGREEMENT.replace("= *(.*)", "("), "is not a regular expression"),
+        (TABLE, AGREEMENT.replace('weak = "a"', 'weak = "b"'), "weak and strong are one model"),
         ("share = 0.3", "share = 0.3\nprice = {a = [1, 2]}", "price is not that of a, b"),
         ("share = 0.3", "share = 0.3\nprice = {a = [1, 2], b = [1, -2]}", "the price of b is not two numbers"),
         ("share = 0.3", "share = 0.3\nprice = {a = [1, inf], b = [1, 2]}", "the price of a is not two numbers"),

@@ -172,6 +172,8 @@ class RunningCall:
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
         self._num_generated = [0] * len(requests)
         """As far as they are counted, which a price needs."""
+        self.num_dropped_tokens = 0
+        """Generated for choices that `keep` has dropped."""
 
     async def next_chunks(self) -> list[OutputChunk]:
         """Wait for the next output chunks, without what the client did not ask for."""
@@ -199,6 +201,14 @@ class RunningCall:
         self._count(begun)
         self.stream.put_back(begun)
         return begun
+
+    def keep(self, index: int) -> None:
+        """Answer with this choice alone. Call it after `begin`, once all choices have ended."""
+        engine_id, num_tokens = self.engine_ids[index], self._num_generated[index]
+        self.num_dropped_tokens = self.num_counted_tokens - num_tokens
+        self.stream.keep(engine_id)
+        self.requests, self.engine_ids, self.index_of = [self.requests[index]], (engine_id,), {engine_id: 0}
+        self.num_choices, self._num_generated = 1, [num_tokens]
 
     def _count(self, chunks: Sequence[OutputChunk]) -> None:
         for chunk in chunks:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from penstock.config.tables import Table, check_keys, name_of, parse_tables, text_of
+from penstock.config.tables import Table, check_keys, name_of, number_of, parse_tables, pattern_of, text_of
 from penstock.types.errors import ConfigError
 
 ROUTES = "routes"
-_TEXTS = ("weak", "strong", "file")
+FALLBACK, CONFIDENCE = "fallback", "confidence"
+DEFAULT_SAMPLES, MAX_SAMPLES = 5, 32
+LEAST_TEMPERATURE, DEFAULT_TEMPERATURE, MAX_TEMPERATURE = 0.01, 0.7, 2.0
+_PAIR = ("weak", "strong")
+_KEYS = {
+    FALLBACK: (FALLBACK,),
+    CONFIDENCE: (*_PAIR, CONFIDENCE, "samples", "temperature", "agreement", "part"),
+    "file": (*_PAIR, "file", "share"),
+}
+"""Keys of each kind of route, by the one that tells it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +38,22 @@ class LearnedConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementConfig:
+    """The weak model, if enough of its answers to the question say the same."""
+
+    weak: str
+    strong: str
+    samples: int = DEFAULT_SAMPLES
+    """Answers that are compared."""
+    temperature: float = DEFAULT_TEMPERATURE
+    """The temperature of these."""
+    least: float
+    """Share of them that must be equal."""
+    part: re.Pattern[str] | None = None
+    """The part of an answer that is compared. None: all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackConfig:
     """The first of these models that does not refuse."""
 
@@ -38,7 +64,7 @@ class FallbackConfig:
 class RouteConfig:
     name: str
     """The name that clients ask for."""
-    by: LearnedConfig | FallbackConfig
+    by: LearnedConfig | AgreementConfig | FallbackConfig
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Model -> USD per million tokens of prompts, and of answers. Every model of the route has a price, or none has."""
 
@@ -49,25 +75,43 @@ def parse_routes(tables: object, place: str, folder: Path) -> tuple[RouteConfig,
 
 
 def _parse(folder: Path, table: Table, place: str) -> RouteConfig:
-    is_fallback = "fallback" in table
-    check_keys(table, ("name", "price", *(("fallback",) if is_fallback else (*_TEXTS, "share"))), place)
+    kind = next((key for key in (FALLBACK, CONFIDENCE) if key in table), "file")
+    check_keys(table, ("name", "price", *_KEYS[kind]), place)
     name = name_of(table, place)
-    if is_fallback:
-        models = table["fallback"]
+    if kind == FALLBACK:
+        models = table[FALLBACK]
         if not isinstance(models, list) or len(models) < 2 or not all(isinstance(one, str) for one in models):
             raise ConfigError(f"{place}fallback is not a list of two models or more.", remedy="docs/routes.md shows one.")
         if len(set(models)) < len(models):
             raise ConfigError(f"{place}fallback names a model twice.", remedy="Name each once.")
         return RouteConfig(name=name, by=FallbackConfig(models=tuple(models)), prices=_prices(table, models, place))
-    texts = {key: text_of(table, key, place) for key in _TEXTS}
-    texts["file"] = str(folder / texts["file"])
-    if texts["weak"] == texts["strong"]:
+    weak, strong = (text_of(table, key, place) for key in _PAIR)
+    if weak == strong:
         raise ConfigError(f"{place}weak and strong are one model.", remedy="Name two.")
-    share = table.get("share")
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
-        raise ConfigError(f"{place}share is not a number from 0 to 1.", remedy="Say which part the strong model answers: 0.5.")
-    prices = _prices(table, [texts["weak"], texts["strong"]], place)
-    return RouteConfig(name=name, by=LearnedConfig(**texts, share=float(share)), prices=prices)
+    by: LearnedConfig | AgreementConfig
+    if kind == CONFIDENCE:
+        by = _agreement(weak, strong, table, place)
+    else:
+        file = str(folder / text_of(table, "file", place))
+        share = number_of(table, "share", None, 0, 1, place, "Say which part the strong model answers: 0.5.")
+        by = LearnedConfig(weak=weak, strong=strong, file=file, share=share)
+    return RouteConfig(name=name, by=by, prices=_prices(table, [weak, strong], place))
+
+
+def _agreement(weak: str, strong: str, table: Table, place: str) -> AgreementConfig:
+    if table[CONFIDENCE] != "agreement":
+        raise ConfigError(f"{place}confidence is not 'agreement'.", remedy="Name that, or the file of a fit.")
+    samples = number_of(table, "samples", DEFAULT_SAMPLES, 2, MAX_SAMPLES, place)
+    if samples != int(samples):
+        raise ConfigError(f"{place}samples is not a whole number.", remedy=f"Leave it out for {DEFAULT_SAMPLES}.")
+    return AgreementConfig(
+        weak=weak,
+        strong=strong,
+        samples=int(samples),
+        temperature=number_of(table, "temperature", DEFAULT_TEMPERATURE, LEAST_TEMPERATURE, MAX_TEMPERATURE, place),
+        least=number_of(table, "agreement", None, 0, 1, place, "Say which share of the answers must be equal: 0.6."),
+        part=pattern_of(text_of(table, "part", place), place) if "part" in table else None,
+    )
 
 
 def _prices(table: Table, models: Sequence[str], place: str) -> dict[str, tuple[float, float]]:

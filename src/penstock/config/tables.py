@@ -55,3 +55,21 @@ def name_of(table: Table, place: str) -> str:
             f"{place}{name!r} can't be a name.", remedy="Use up to 200 printable ASCII characters, and no spaces."
         )
     return name
+
+
+def number_of(table: Table, key: str, default: float | None, least: float, most: float, place: str, remedy: str = "") -> float:
+    """Return a number from `least` to `most`. It must be there if there is no default, and `remedy` says what to write."""
+    value = table.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        message = f"{place}{key} is not a number from {least:g} to {most:g}."
+        raise ConfigError(message, remedy=remedy or f"Leave it out for {default:g}.")
+    return float(value)
+
+
+def pattern_of(text: str, place: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(
+            f"{place}{text!r} is not a regular expression: {error}.", remedy="Python's re describes them."
+        ) from None

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.config.tables import Table, check_keys, name_of, parse_tables, text_of
+from penstock.config.tables import Table, check_keys, name_of, number_of, parse_tables, pattern_of, text_of
 from penstock.types.errors import ConfigError
 
 UPSTREAMS = "upstreams"
 DEFAULT_SILENCE_S, DEFAULT_ANSWER_S, DEFAULT_CONCURRENT = 60.0, 600.0, 64
+MAX_LIMIT = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +59,11 @@ def _parse(table: Table, place: str) -> UpstreamConfig:
         url=url.rstrip("/"),
         model=text_of(table, "model", place) if "model" in table else name,
         key=_key(text_of(table, "key_env", place), place) if "key_env" in table else "",
-        max_silence_s=_number(table, "max_silence_s", DEFAULT_SILENCE_S, place),
-        max_answer_s=_number(table, "max_answer_s", DEFAULT_ANSWER_S, place),
-        max_concurrent=int(_number(table, "max_concurrent", DEFAULT_CONCURRENT, place)),
+        max_silence_s=number_of(table, "max_silence_s", DEFAULT_SILENCE_S, 1, MAX_LIMIT, place),
+        max_answer_s=number_of(table, "max_answer_s", DEFAULT_ANSWER_S, 1, MAX_LIMIT, place),
+        max_concurrent=int(number_of(table, "max_concurrent", DEFAULT_CONCURRENT, 1, MAX_LIMIT, place)),
         never_keys=_texts(table, "never_keys", place),
-        never_matching=tuple(_pattern(text, place) for text in _texts(table, "never_matching", place)),
+        never_matching=tuple(pattern_of(text, place) for text in _texts(table, "never_matching", place)),
     )
 
 
@@ -91,19 +92,3 @@ def _texts(table: Table, key: str, place: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ConfigError(f"{place}{key} is not a list of texts.", remedy="docs/routes.md shows an upstream.")
     return tuple(value)
-
-
-def _number(table: Table, key: str, default: float, place: str) -> float:
-    value = table.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 1 <= value <= 86_400:
-        raise ConfigError(f"{place}{key} is not a number from 1 to 86400.", remedy=f"Leave it out for {default:g}.")
-    return value
-
-
-def _pattern(text: str, place: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ConfigError(
-            f"{place}{text!r} is not a regular expression: {error}.", remedy="Python's re describes them."
-        ) from None

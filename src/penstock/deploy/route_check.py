@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
-from penstock.config.routes import LearnedConfig, RouteConfig
+from penstock.config.routes import FallbackConfig, LearnedConfig, RouteConfig
 from penstock.config.routing import Routing
 from penstock.config.units import format_size
 from penstock.deploy.resolve import aliases, served_names
@@ -91,7 +91,7 @@ def _open(config: RouteConfig, found: RouteCheck) -> Route:
     except ConfigError as error:
         found.faults.append(error)
         by = config.by
-        return Route(name=config.name, models=(by.weak, by.strong) if isinstance(by, LearnedConfig) else by.models)
+        return Route(name=config.name, models=by.models if isinstance(by, FallbackConfig) else (by.weak, by.strong))
     return route
 
 
@@ -127,6 +127,9 @@ def _check_model(name: str, model: Found, found: RouteCheck, *, width: int | Non
 
 def _rule(route: Route, shares: Mapping[str, float]) -> str:
     """Return what the route does, in words."""
+    if route.agreement is not None:
+        by = route.agreement
+        return f"{by.weak} answers {by.samples} times; {by.strong} unless a share of {by.least:g} says the same"
     if route.learned is None:
         return ", then ".join(route.models)
     weak, strong = route.models
@@ -157,6 +160,8 @@ def _decision(route: Route, kept_from: Sequence[str], models: Mapping[str, Found
     words = "".join(f"; {name} must not see it" for name in kept_from)
     if not left:
         return f"nobody{words}"
+    if len(left) > 1 and route.agreement is not None:
+        return f"{route.models[0]} begins, and the agreement of its answers decides"
     if route.learned is None or len(left) == 1:
         return f"{', then '.join(left)}{words}"
     config, source = models[route.learned.route.embedder]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.routes import FallbackConfig, RouteConfig
+from penstock.config.routes import AgreementConfig, FallbackConfig, RouteConfig
 from penstock.routes.prices import Bill, Price
 from penstock.types.errors import ConfigError
 from penstock.types.stats import RouteStats
@@ -54,7 +54,8 @@ class Route:
     models: tuple[str, ...]
     """The weak and the strong model, or those to try one after another."""
     learned: Learned | None = None
-    """None: the others answer when the first one refuses."""
+    agreement: AgreementConfig | None = None
+    """With neither of the two, the others answer when the first one refuses."""
     bill: Bill | None = None
     """The costs so far, if its models have prices. Written by the event loop."""
 
@@ -79,6 +80,9 @@ def _open(config: RouteConfig) -> Route:
     bill = Bill({name: Price(*price) for name, price in config.prices.items()}) if config.prices else None
     if isinstance(config.by, FallbackConfig):
         return Route(name=config.name, models=config.by.models, bill=bill)
+    models = config.by.weak, config.by.strong
+    if isinstance(config.by, AgreementConfig):
+        return Route(name=config.name, models=models, agreement=config.by, bill=bill)
     from penstock.routes.drift import Drift
     from penstock.routes.learned import read_route
 
@@ -86,7 +90,7 @@ def _open(config: RouteConfig) -> Route:
     threshold = route.threshold(config.by.share)
     fitted = route.fitted_gains(threshold)
     learned = Learned(route=route, threshold=threshold, drift=None if fitted is None else Drift(fitted))
-    return Route(name=config.name, models=(config.by.weak, config.by.strong), learned=learned, bill=bill)
+    return Route(name=config.name, models=models, learned=learned, bill=bill)
 
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:
@@ -109,7 +113,8 @@ def faults_of(routes: Sequence[Route], by_name: Mapping[str, object], upstreams:
             yield ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
             continue
         here = [name for name in route.models if name not in upstreams]
-        if not here or (route.learned is not None and route.models[0] not in here):
+        has_weak = route.learned is not None or route.agreement is not None
+        if not here or (has_weak and route.models[0] not in here):
             yield ConfigError(
                 f"The route {route.name} needs a model of this server.",
                 remedy="Name one. If the route has a weak model, it must be that.",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.config.routes import FallbackConfig
+from penstock.config.routes import AgreementConfig, FallbackConfig
 from penstock.config.routing import Routing
 from penstock.config.upstreams import UpstreamConfig
 from penstock.lab.distant import Distant
@@ -43,6 +43,10 @@ def wanted_of(name: str, routing: Routing) -> Wanted:
             raise ConfigError(f"{name} has {len(config.by.models)} models, and scores are of two.", remedy="Simulate two.")
         first, second = config.by.models
         return Wanted(models={second: "weak", first: "strong"}, by="fallback")
+    if isinstance(config.by, AgreementConfig):
+        raise ConfigError(
+            f"{name} decides by the agreement of answers, and scores are of one.", remedy="Simulate another kind of route."
+        )
     route = read_route(Path(config.by.file))
     return Wanted(models={config.by.weak: "weak", config.by.strong: "strong"}, by="learned", route=route)
 

@@ -218,6 +218,10 @@ class Stream:
         if not self._is_cancelled:
             self._chunks[:0] = chunks
 
+    def keep(self, request_id: str) -> None:
+        """Drop what has come for the other requests."""
+        self._chunks = [chunk for chunk in self._chunks if chunk.request_id == request_id]
+
     def put(self, chunk: OutputChunk) -> None:
         """Take a chunk from the bridge, on the event loop. `flush` follows."""
         self._chunks.append(chunk)

@@ -826,6 +826,8 @@ async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCa
             except BaseException:
                 http.scope[ROUTED_KEY] = routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
                 raise
+            if opened.num_dropped_tokens:
+                routed = routed.begun_in_vain(0, opened.num_dropped_tokens)
             http.scope[ROUTED_KEY] = routed = replace(routed, why=why)
     if routed is not None and routed.bill is not None:
         opened.price = partial(charge, http.scope, routed)

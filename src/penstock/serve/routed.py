@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from starlette.types import Scope
 
 from penstock.routes.prices import Bill, Cost
+from penstock.serve.agreement import Agreement
 from penstock.serve.cascade import Trial
 
 ROUTED_KEY = "penstock.routed"
@@ -20,7 +21,7 @@ class Routed:
     why: str = ""
     rest: tuple[str, ...] = ()
     """Models to ask one after another if this one refuses."""
-    trial: Trial | None = None
+    trial: Trial | Agreement | None = None
     """In a cascade: decides whether this model goes on."""
     bill: Bill | None = None
     """The route's, if its models have prices."""

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
+from penstock.serve.agreement import Agreement
 from penstock.serve.asking import KEPT_KEY, models_of
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.cascade import Trial
@@ -34,12 +35,17 @@ class RouteChooser:
             raise stays_here(route.name)
         if not models:  # a folder lost their files
             raise model_not_found(route.name, self._deployment.names)
-        if learned is None or len(models) == 1:
+        if len(models) == 1 or (learned is None and route.agreement is None):
             http.scope[ROUTED_KEY] = Routed(route.name, models[0], rest=(*models[1:],), bill=route.bill)
             return
         weak, strong = models
         # A model here refuses for good reasons; of another server anything may fail.
         after_strong = (weak,) if strong in self._upstreams else ()
+        if learned is None:
+            assert route.agreement is not None
+            agreement = Agreement(route.agreement)
+            http.scope[ROUTED_KEY] = Routed(route.name, weak, rest=(strong, *after_strong), trial=agreement, bill=route.bill)
+            return
         read = await self._read(learned, data, http)
         if read is None:
             http.scope[ROUTED_KEY] = Routed(route.name, strong, "no question", rest=after_strong, bill=route.bill)

@@ -1,0 +1,175 @@
+"""A cascade by agreement over HTTP: one of the small model's answers, or the large model's if too few say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from penstock.config.routes import AgreementConfig
+from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.routes import Route
+from penstock.routes.prices import Bill, Price
+from penstock.testing import HashExecutor
+from penstock.testing.hash_executor import HashModel
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, VOCAB_SIZE, GatedExecutor, make_client, make_runtime, until
+
+CHAT = "/v1/chat/completions"
+SAMPLES = 5
+BY = AgreementConfig(weak="small", strong="large", samples=SAMPLES, temperature=0.7, least=0.8, part=re.compile("(.)$"))
+ROUTE = Route(name="auto", models=("small", "large"), agreement=BY)
+TWO_WORDS = HashModel(vocab_size=VOCAB_SIZE, first_token_id=VOCAB_SIZE - 2)
+"""Each token is one of two characters, by the seed. The last one of an answer is compared."""
+
+
+def made(small, **fields):
+    return [
+        make_runtime(small, served_names=("small",), aliases=(), **fields),
+        make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("large",), aliases=()),
+    ]
+
+
+@pytest.fixture
+def models():
+    found = made(HashExecutor(CAPACITY, model=TWO_WORDS))
+    yield found
+    for one in found:
+        one.close()
+
+
+@pytest.fixture
+def gated_models():
+    """The small model computes nothing by itself."""
+    found = made(GatedExecutor(replace(CAPACITY, max_rows=SAMPLES), model=TWO_WORDS), max_queue=SAMPLES)
+    yield found
+    found[0].engine._executor.open()
+    for one in found:
+        one.close()
+
+
+def body(seed: int, model: str = "auto", **fields: object) -> dict:
+    return {"model": model, "messages": [{"role": "user", "content": "Heads?"}], "max_tokens": 6, "seed": seed, **fields}
+
+
+def said(answer) -> str:
+    if "json" in answer.headers["content-type"]:
+        return answer.json()["choices"][0]["message"]["content"]
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+async def samples(client, seed: int) -> list[str]:
+    """The answers that the small model gives if it is asked for all of them."""
+    asked = body(seed, "small", n=SAMPLES, temperature=0.7)
+    choices = (await client.post(CHAT, json=asked)).json()["choices"]
+    return [choice["message"]["content"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_of_those_that_agree_is_the_answer_or_the_large_models(models, stream: bool) -> None:
+    kept = Counter()
+    async with make_client(*models, routes=[ROUTE]) as client:
+        for seed in range(12):
+            texts = await samples(client, seed)
+            last, count = Counter(text[-1] for text in texts).most_common(1)[0]
+            answer = await client.post(CHAT, json=body(seed, stream=stream))
+            kept[count >= 4] += 1
+            name = "small" if count >= 4 else "large"
+            why = f"agreement={count / SAMPLES:.2f}; least=0.80"
+            assert answer.headers["x-route"] == f"auto; model={name}; {why}"
+            if name == "small":
+                assert said(answer) == next(text for text in texts if text[-1] == last)
+            else:
+                assert said(answer) == said(await client.post(CHAT, json=body(seed, "large")))
+        assert min(kept[True], kept[False]) > 0, "both were tried"
+        assert all(one.bridge.num_open_requests == 0 for one in models)
+
+
+async def test_the_client_sees_one_answer_and_its_tokens(models) -> None:
+    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=0.0))]) as client:
+        for path, asked in (
+            (CHAT, body(1, logprobs=True, top_logprobs=2)),
+            ("/v1/completions", {"model": "auto", "prompt": "Heads?", "max_tokens": 6, "seed": 1}),
+        ):
+            answer = (await client.post(path, json=asked, headers={"X-Request-Id": "mine"})).json()
+            assert [choice["index"] for choice in answer["choices"]] == [0]
+            assert answer["usage"]["completion_tokens"] == 6
+            told = (await client.get("/v1/requests/mine")).json()
+            assert [choice["completion_tokens"] for choice in told["choices"]] == [6]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/api/generate", "/completion"])
+async def test_it_works_in_each_api(models, path: str, stream: bool) -> None:
+    asked = {
+        "/v1/responses": {"input": "Heads?", "max_output_tokens": 16},
+        "/v1/messages": {"messages": [{"role": "user", "content": "Heads?"}], "max_tokens": 6},
+        "/api/generate": {"prompt": "Heads?", "options": {"num_predict": 6}},
+        "/completion": {"prompt": "Heads?", "n_predict": 6},
+    }[path]
+    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=0.0))]) as client:
+        answer = await client.post(path, json=asked | {"model": "auto", "stream": stream})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-route"].startswith("auto; model=small; agreement=")
+        assert re.search(r"[}~]{6}", answer.text)
+
+
+@pytest.mark.parametrize("least", [0.0, 1.01], ids=["kept", "not kept"])
+async def test_all_samples_are_paid_for(models, least: float) -> None:
+    bill = Bill({"small": Price(1.0, 4.0), "large": Price(16.0, 64.0)})
+    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=least), bill=bill)]) as client:
+        usage = (await client.post(CHAT, json=body(1))).json()["usage"]
+    tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    assert bill.paid["small"] == pytest.approx(bill.prices["small"].of(tokens[0], SAMPLES * 6))
+    assert bill.paid.get("large", 0.0) == pytest.approx(bill.prices["large"].of(*tokens) if least else 0.0)
+    assert bill.full == pytest.approx(bill.prices["large"].of(*tokens))
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt_logprobs": 1}])
+async def test_what_is_not_one_answer_goes_to_the_large_model(models, fields: dict) -> None:
+    async with make_client(*models, routes=[ROUTE]) as client:
+        answer = await client.post(CHAT, json=body(1, **fields))
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=large; not one answer alone")
+
+
+async def test_the_small_model_answers_if_a_large_one_elsewhere_can_not(models) -> None:
+    route = replace(ROUTE, models=("small", "far"), agreement=replace(BY, least=1.01))
+    upstream = UpstreamConfig(name="far", url="http://localhost:9/v1", model="m")  # nobody listens there
+    async with make_client(models[0], routes=[route], upstreams=[upstream]) as client:
+        answer = await client.post(CHAT, json=body(1))
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; after=far")
+        for one in client.app.state.upstreams:
+            await one.close()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_whoever_leaves_or_cancels_ends_all_samples(gated_models, leaves: bool) -> None:
+    small, large = gated_models
+    async with make_client(*gated_models, routes=[ROUTE]) as client:
+        asked = asyncio.create_task(client.post(CHAT, json=body(1), headers={"X-Request-Id": "mine"}))
+        await until(lambda: small.engine.load().num_waiting + small.engine.load().num_running == SAMPLES)
+        if leaves:
+            asked.cancel()
+        else:
+            assert (await client.delete("/v1/requests/mine")).status_code == 200
+        small.engine._executor.open()
+        if not leaves:
+            assert "cancelled" in (await asked).text
+        await until(lambda: small.engine.load().num_waiting + small.engine.load().num_running == 0)
+        assert small.bridge.num_open_requests == 0
+        assert large.num_uses == 0
+
+
+async def test_the_large_model_answers_when_the_small_one_refuses(gated_models) -> None:
+    small, _ = gated_models
+    async with make_client(*gated_models, routes=[ROUTE]) as client:
+        held = [asyncio.create_task(client.post(CHAT, json=body(1, "small"))) for _ in range(3 * SAMPLES)]
+        await until(lambda: any(one.done() for one in held))
+        answer = await client.post(CHAT, json=body(1))
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=large; after=small")
+        small.engine._executor.open()
+        await asyncio.gather(*held)
