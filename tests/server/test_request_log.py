@@ -12,6 +12,8 @@ import pytest
 
 from penstock.cli.serve import JsonFormatter, TextFormatter
 from penstock.config import ServerConfig
+from penstock.deploy.routes import Route
+from penstock.routes.prices import Bill, Cost, Price
 from penstock.serve.app import create_app
 from penstock.serve.http import entries, request_log
 from penstock.serve.http.entries import Entry
@@ -83,6 +85,22 @@ def test_a_chat_is_told_with_its_times_and_tokens(lines, stream):
         "model": "toy",
         "request_id": "mine",
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_a_route_is_told_with_its_cost(lines, stream):
+    other = make_runtime(served_names=("other",), aliases=())
+    bill = Bill({"other": Price(1.0, 1.0), "toy": Price(3.0, 3.0)})
+    route = Route(name="auto", models=("other", "toy"), bill=bill)
+    with running(config=config(), others=[other], more={"routes": [route]}) as server:
+        httpx.post(server.url + CHAT, json=ASK | {"model": "auto", "stream": stream})
+        line = told(lines)
+    other.close()
+    num_tokens = line["prompt_tokens"] + line["completion_tokens"]
+    assert (line["model"], line["route"]) == (
+        "other",
+        f"auto; model=other; {Cost(num_tokens / 1e6, 3 * num_tokens / 1e6).words}",
+    )
 
 
 def test_a_stream_that_fails_says_its_error(lines):

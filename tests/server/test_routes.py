@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.cli.route import digest
 from penstock.config.components import config_from
 from penstock.config.routes import AgreementConfig, LearnedConfig, RouteConfig
 from penstock.config.routing import Routing
@@ -368,6 +369,20 @@ def test_a_server_starts_with_its_routes(tmp_path: Path) -> None:
     route = RouteConfig(name="auto", by=by)
     with pytest.raises(ConfigError, match="penstock serve small large vectors"):
         start_deployment(configs, routing=Routing(routes=(route,)))
+
+
+def test_a_server_warns_of_a_model_that_is_not_the_one_of_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [write_gguf(tmp_path / f"{name}.gguf", TinyLlama(seed=seed)) for seed, name in enumerate(("small", "large"))]
+    configs = [config_from({"model": str(path), "load_on": "request", "kv_cache_memory": 4 << 20}) for path in paths]
+    by = LearnedConfig(weak="small", strong="large", file=str(tmp_path / "r.json"), share=0.5)
+    routing = Routing(routes=(RouteConfig(name="auto", by=by),))
+    for digests, warnings in (({"large": digest(str(paths[1]))}, []), ({"large": "0" * 32}, ["another large than large is"])):
+        replace(learned("large"), digests=digests).write(tmp_path / "r.json")
+        caplog.clear()
+        start_deployment(configs, routing=routing).close()
+        told = [record.getMessage() for record in caplog.records if "fitted" in record.getMessage()]
+        assert len(told) == len(warnings)
+        assert all(part in line for part, line in zip(warnings, told, strict=True))
 
 
 async def test_a_route_whose_models_have_gone_is_a_404(models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def _gain(question: str, route: Route, embedder: Config) -> float:
 
 def digest(model: str) -> str:
     """Return the hash by which `penstock route check` tells that a model is still the one of the fit."""
-    from penstock.deploy.route_check import digest_of
+    from penstock.deploy.routes import digest_of
     from penstock.models import catalog
     from penstock.models.cache import cache_dir
 

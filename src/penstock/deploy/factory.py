@@ -27,7 +27,7 @@ from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
 from penstock.deploy.resolve import aliases, decide, nanoseconds, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resources
-from penstock.deploy.routes import open_routes
+from penstock.deploy.routes import digest_faults, open_routes
 from penstock.deploy.splits import read_split
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory
@@ -71,7 +71,12 @@ def start_deployment(
 
     memory, routing = MemoryBudget(limit_bytes=configs[0].sharing.memory_bytes), routing or Routing()
     resources = Resources(memory, num_models=_num_at_once(configs))
-    served = [serve_model(config, locate(config), resources) for config in configs]
+    sources = [locate(config) for config in configs]
+    served = [serve_model(config, source, resources) for config, source in zip(configs, sources, strict=True)]
+    routes = open_routes(routing.routes)
+    named = {name: source for one, source in zip(served, sources, strict=True) for name in (*one.names, *one.aliases)}
+    for fault in (fault for route in routes for fault in digest_faults(route, named)):
+        _log.warning("%s", fault)
     find_new = None
     if config_of_found is not None and (folder := _folder(configs[0])) is not None:
         from penstock.deploy.folder import ModelFolder
@@ -88,7 +93,7 @@ def start_deployment(
         memory,
         find_new=find_new,
         splits=[split for split in splits if split is not None],
-        routes=open_routes(routing.routes),
+        routes=routes,
         upstreams=routing.upstreams,
         pipelines=open_pipelines(routing.pipelines),
     )

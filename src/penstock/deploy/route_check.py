@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from penstock.config.routes import FallbackConfig, LearnedConfig, RouteConfig
 from penstock.config.routing import Routing
 from penstock.config.units import format_size
 from penstock.deploy.resolve import aliases, served_names
-from penstock.deploy.routes import Route, faults_of, open_routes
+from penstock.deploy.routes import Route, digest_faults, faults_of, open_routes
 from penstock.types.errors import ConfigError, PenstockError, damaged
 
 if TYPE_CHECKING:  # with NumPy
@@ -50,19 +50,12 @@ def check(configs: Sequence[Config], routing: Routing, question: str, gain: Gain
         found.note(f"upstream {upstream.name}", f"{upstream.url}, {'with a' if upstream.key else 'without a'} key")
     for route in routes:
         found.note(f"route {route.name}", _rule(route, shares))
-        found.faults += _digest_faults(route, models)
+        found.faults += digest_faults(route, {name: source for name, (_, source) in models.items()})
     if question and not found.faults:
         for route in routes:
             kept_from = [name for name in route.models if name in upstreams and upstreams[name].keeps_text([question])]
             found.note(f"by {route.name}", _decision(route, kept_from, models, gain))
     return found
-
-
-def digest_of(source: ModelSource) -> str:
-    """Return a hash of a model's files, by their names, sizes and samples of the content. Raises OSError."""
-    from penstock.models.load import fingerprint
-
-    return fingerprint(source.path, has_times=False).hex()[:32]
 
 
 def _models(configs: Sequence[Config], found: RouteCheck) -> dict[str, Found]:
@@ -136,22 +129,6 @@ def _rule(route: Route, shares: Mapping[str, float]) -> str:
     words = f"{strong} from a gain of {route.learned.threshold:.3f} on (share {shares[route.name]:g}), else {weak}"
     cascade = route.learned.route.cascade
     return words if cascade is None else f"{words}, which begins {cascade.window} tokens if those can change that"
-
-
-def _digest_faults(route: Route, models: Mapping[str, Found]) -> Iterator[PenstockError]:
-    if route.learned is None:
-        return
-    learned, weak = route.learned.route, route.models[0]
-    of_file = {learned.embedder: learned.embedder}
-    if learned.cascade is not None:
-        of_file[learned.cascade.starter] = weak
-    for fitted, name in of_file.items():
-        digest, model = learned.digests.get(fitted), models.get(name)
-        if digest is not None and model is not None and model[1].is_present and digest != digest_of(model[1]):
-            yield ConfigError(
-                f"The route {route.name} was fitted with another {fitted} than {name} is here: their files differ.",
-                remedy="Fit it anew with `penstock route fit`.",
-            )
 
 
 def _decision(route: Route, kept_from: Sequence[str], models: Mapping[str, Found], gain: Gain) -> str:

@@ -13,6 +13,7 @@ from penstock.types.errors import ConfigError
 from penstock.types.stats import RouteStats
 
 if TYPE_CHECKING:  # with NumPy, which a server starts without
+    from penstock.models.catalog import ModelSource
     from penstock.routes.drift import Drift
     from penstock.routes.learned import LearnedRoute
 
@@ -91,6 +92,30 @@ def _open(config: RouteConfig) -> Route:
     fitted = route.fitted_gains(threshold)
     learned = Learned(route=route, threshold=threshold, drift=None if fitted is None else Drift(fitted))
     return Route(name=config.name, models=models, learned=learned, bill=bill)
+
+
+def digest_of(source: ModelSource) -> str:
+    """Return a hash of a model's files, by their names, sizes and samples of the content. Raises OSError."""
+    from penstock.models.load import fingerprint
+
+    return fingerprint(source.path, has_times=False).hex()[:32]
+
+
+def digest_faults(route: Route, models: Mapping[str, ModelSource]) -> Iterator[ConfigError]:
+    """Yield an error for each model here that is not the one of the fit. Models to be fetched are not looked at."""
+    if route.learned is None:
+        return
+    learned, weak = route.learned.route, route.models[0]
+    names = {learned.embedder: learned.embedder}
+    if learned.cascade is not None:
+        names[learned.cascade.starter] = weak
+    for fitted, name in names.items():
+        digest, source = learned.digests.get(fitted), models.get(name)
+        if digest is not None and source is not None and source.is_present and digest != digest_of(source):
+            yield ConfigError(
+                f"The route {route.name} was fitted with another {fitted} than {name} is here: their files differ.",
+                remedy="Fit it anew with `penstock route fit`.",
+            )
 
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:

@@ -65,6 +65,7 @@ def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = Fals
         "duration_ms": _ms(entry.duration_ns) if entry.ended_ns else None,
         "ttft_ms": None if entry.ttft_s is None else _ms(entry.ttft_s * 1e9),
         "model": (entry.model or "")[:MAX_TOLD_CHARS],
+        "route": entry.route,
         "request_id": entry.request_id,
         "trace_id": None if entry.trace is None else entry.trace.trace_id,
         "error": entry.error,
