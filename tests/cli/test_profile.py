@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.lab.cost_files import load_cost
+from penstock.lab.cost_files import SavedCost, load_cost, save_cost
+from penstock.lab.cost_model import CostModel, Fitted
 from support.lab.kernels import write_tables
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -86,6 +87,11 @@ def test_a_server_is_recorded_and_its_steps_are_drawn_and_fitted(penstock: Penst
     assert {"request", "waits", "prefill", "decodes", "schedule", "commit", "output", "1 decodes"} <= names
     open_phases = sum({"b": 1, "e": -1}.get(event["ph"], 0) for event in events)
     assert open_phases == 0, "every phase that begins ends"
+    wide = Fitted(max_rows=32, max_decodes=32, max_prefill_tokens=512, max_context_len=8000)
+    save_cost(cost, SavedCost(cost=CostModel(fitted=wide), source="profile"))
+    result = penstock("profile", "--from", recording, "--onto", cost, "--fit", tmp_path / "served.json")
+    assert result.returncode == 0, result.stderr
+    assert load_cost(tmp_path / "served.json").cost.fitted == wide
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,7 @@ def test_a_server_is_recorded_and_its_steps_are_drawn_and_fitted(penstock: Penst
     [
         (["--trace", "x"], 2, "--trace is about a recording"),
         (["--from", "absent"], 1, "absent can't be read"),
+        (["--onto", "x"], 2, "--onto adds what a recording's steps took"),
         (["--from", "absent", "--plot", "x.png"], 2, "--plot draws steps of this machine"),
         (["--fit", "x", "--plot", "x.png"], 2, "--plot draws the table"),
     ],

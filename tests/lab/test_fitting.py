@@ -32,6 +32,29 @@ def test_times_of_other_steps_are_told() -> None:
     assert fitted.num_steps == 300
 
 
+def test_reads_in_steps_of_few_tokens_have_a_price_of_their_own() -> None:
+    cost = replace(COST, narrow_read_ns=80.0)
+    measured = [MeasuredStep(shape, cost.duration_ns(shape), group=idx) for idx, shape in enumerate(shapes(200))]
+    fitted = fit(measured).cost
+    assert fitted.narrow_read_ns == pytest.approx(80, rel=0.1)
+    assert fitted.decode_read_ns == pytest.approx(100, rel=0.1)
+
+
+def test_a_fit_onto_another_keeps_its_proportions_and_its_range() -> None:
+    """A server is a tenth slower than a profile, takes more for each step and token, and had short contexts only."""
+    base = replace(fit(steps(noise=0.0)).cost, residuals=())
+    slower = replace(base.scaled(1.1), step_ns=1.1 * base.step_ns + 2e5, sample_ns=1.1 * base.sample_ns + 4e4)
+    served = [shape for shape in shapes(400, seed=3) if max(context_len for _, context_len in shape.rows) < 1000]
+    measured = [MeasuredStep(shape, slower.duration_ns(shape), host_ns=70_000, group=idx) for idx, shape in enumerate(served)]
+    fitted = fit(measured, base=base)
+    far = StepShape(((1, 8000),) * 4, 4)
+    assert fitted.cost.duration_ns(far) == pytest.approx(slower.duration_ns(far), rel=0.01)
+    assert fitted.cost.host_ns(1, has_prefill=False) == pytest.approx(70_000, rel=0.01), "the recording's"
+    assert fitted.cost.fitted == base.fitted
+    assert fitted.left_out["execute"].p90 < 0.01
+    assert fitted.cost.residuals, "the noise is the recording's too"
+
+
 def test_outliers_do_not_lead_it_astray() -> None:
     rng = random.Random(4)
     spoilt = [replace(step, execute_ns=4 * step.execute_ns) if rng.random() < 0.08 else step for step in steps()]
@@ -143,7 +166,7 @@ def test_the_range_is_told() -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_too_few_steps_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 8 costs apart"):
+    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 9 costs apart"):
         fit([MeasuredStep(shape, 1, group=idx) for idx, shape in enumerate(shapes(count))])
 
 

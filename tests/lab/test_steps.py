@@ -5,20 +5,23 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.ports import Detokenizer
-from penstock.lab.cost_model import coldness_after
+from penstock.lab.cost_model import CostModel, coldness_after
+from penstock.lab.fitting import units_of
 from penstock.lab.recording import open_recording
+from penstock.lab.step_design import _draw, design
 from penstock.lab.steps import (
     NUM_TO_WARM,
     REFERENCE,
     MeasuredStep,
     StepRunner,
-    design,
     fits,
     measure,
     measure_with_host,
@@ -63,6 +66,30 @@ def test_designed_steps_fit_and_come_once() -> None:
     assert any({query_len > 1 for query_len, _ in shape.rows} == {True, False} for shape in shapes), "mixes"
     assert design(CAPACITY) == shapes
     assert design(CAPACITY, seed=2) != shapes
+
+
+def test_designed_steps_reach_what_the_server_can_do() -> None:
+    limits = replace(CAPACITY, num_blocks=4097, max_rows=32, max_step_tokens=512, max_model_len=8192)
+    counts = [CostModel().counts(shape) for shape in design(limits)]
+    assert max(one.num_rows for one in counts) == 32
+    assert max(one.num_prefill_tokens for one in counts) > 400
+    assert max(one.max_context_len for one in counts) > 7000
+    assert max(one.num_decode_reads for one in counts) > 30_000
+    assert 1 in [one.num_rows for one in counts]
+
+
+def test_designed_steps_tell_more_than_as_many_drawn_ones() -> None:
+    """What steps tell is the determinant of their information."""
+    limits = replace(CAPACITY, num_blocks=4097, max_rows=32, max_step_tokens=512, max_model_len=8192)
+    chosen, rng = design(limits), Random(3)
+    drawn = [shape for shape in (_draw(limits, rng) for _ in range(400)) if shape.rows and fits(shape, limits)][: len(chosen)]
+    rough = CostModel()
+    counts = [rough.counts(shape) for shape in (*chosen, *drawn)]
+    matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([[rough.cost_of(one)] for one in counts])
+    matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
+    half = len(chosen)
+    told = [np.linalg.slogdet(rows.T @ rows + 1e-9 * np.eye(matrix.shape[1]))[1] for rows in (matrix[:half], matrix[half:])]
+    assert told[0] > told[1] + 5
 
 
 class TimedRunner(StepRunner):

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 @click.option("--fit", "fit_file", type=FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
 @click.option("--from", "source", type=FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
 @click.option(
+    "--onto", type=FILE, metavar="COST", help="With --from and --fit: keep the proportions and the range of this fit."
+)
+@click.option(
     "--import", "folder", type=FOLDER, metavar="FOLDER", help="Kernel times that others published, as of LLMServingSim."
 )
 @click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 def profile(
     fit_file: Path | None,
     source: Path | None,
+    onto: Path | None,
     folder: Path | None,
     layers: int | None,
     hidden_size: int | None,
@@ -69,6 +73,7 @@ def profile(
       penstock profile --fit cost.json
       penstock profile --from traffic.rec
       penstock profile --from traffic.rec --fit cost.json
+      penstock profile --from traffic.rec --onto cost.json --fit served.json
       penstock profile --from traffic.rec --trace trace.json
       penstock profile --import RTXPRO6000/bf16 --fit cost.json
     """
@@ -90,6 +95,8 @@ def profile(
         return
     if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us:
         raise click.UsageError("--layers, --hidden-size, --gpus and --link are for tables of kernels: name them with --import.")
+    if onto is not None and (source is None or fit_file is None):
+        raise click.UsageError("--onto adds what a recording's steps took to a fit: name the recording with --from, and --fit.")
     if source is None:
         if trace is not None:
             raise click.UsageError("--trace is about a recording: name one with --from.")
@@ -104,7 +111,7 @@ def profile(
         raise click.UsageError("--plot draws steps of this machine: leave out --from.")
     from penstock.lab.recording import open_recording
 
-    _from_recording(open_recording(source), fit_file, trace)
+    _from_recording(open_recording(source), fit_file, trace, onto)
 
 
 def _import(folder: Path, choice: Choice, fit_file: Path | None) -> None:
@@ -124,7 +131,8 @@ def _import(folder: Path, choice: Choice, fit_file: Path | None) -> None:
     print(f"written to {fit_file}")
 
 
-def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | None) -> None:
+def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | None, onto: Path | None) -> None:
+    from penstock.lab.cost_files import load_cost
     from penstock.lab.fitting import fit
     from penstock.lab.profiling import recording_lines
     from penstock.lab.steps import steps_of
@@ -138,7 +146,7 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
     if fit_file is not None:
         steps = steps_of(recording)
         try:
-            fitted = fit(steps, are_in_order=True)
+            fitted = fit(steps, are_in_order=True, base=None if onto is None else load_cost(onto).cost)
         except ValueError as error:
             raise ConfigError(f"The recording can't be fitted: {error}.", remedy="Record more traffic.") from None
         header = recording.header
@@ -200,7 +208,8 @@ def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import require_answers
     from penstock.lab.fitting import fit
-    from penstock.lab.steps import StepRunner, design, measure, measure_with_host
+    from penstock.lab.step_design import design
+    from penstock.lab.steps import StepRunner, measure, measure_with_host
     from penstock.machine import cpu_name, usable_cpus
     from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.lab.kernel_tables import KernelTables
-from penstock.lab.step_counts import Counts
+from penstock.lab.step_counts import NARROW_TOKENS, Counts
 from penstock.types.plan import RowPlan, StepShape
 
 
@@ -39,21 +39,19 @@ COLD_AFTER_NS = 35e6
 """A step this long evicts all weights from the processor's caches. Measured, as the next two: docs/profile.md."""
 COLD_DECAY = 0.75
 """Share of the evicted weights that is still missing after one more step."""
-COLD_TOKENS = 16
-"""Products of more tokens are bound by arithmetic, which hides part of the time to fetch weights."""
 
 
 def coldness_after(coldness: float, duration_ns: float) -> float:
     """Return the share of the weights that is missing from the processor's caches after a step of `duration_ns`.
 
-    `coldness`: that share before the step. A next step of at most `COLD_TOKENS` takes that share of
+    `coldness`: that share before the step. A next step of at most `NARROW_TOKENS` takes that share of
     `CostModel.cold_ns` longer, and one of more tokens less.
     """
     return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
 
 
 def cold_share(coldness: float, num_tokens: int) -> float:
-    return coldness * min(1.0, COLD_TOKENS / num_tokens)
+    return coldness * min(1.0, NARROW_TOKENS / num_tokens)
 
 
 class Residuals(NamedTuple):
@@ -83,6 +81,8 @@ class CostModel:
     """Each KV position that each token of a longer row reads."""
     prefill_context_ns: float = 0.0
     """Each KV position before a longer row, once for all of its tokens."""
+    narrow_read_ns: float = 0.0
+    """Each KV position that a row of one token reads in a step of fewer than `NARROW_TOKENS`, besides."""
     sample_ns: float = 0.0
     """Each sampled token: computing its logits and choosing it."""
     sample_step_ns: float = 0.0
@@ -140,7 +140,7 @@ class CostModel:
             "step": self.step_ns,
             "decode_row": self.decode_row_ns * counts.num_decodes,
             "prefill_token": self.prefill_token_ns * counts.num_prefill_tokens,
-            "decode_read": self.decode_read_ns * counts.num_decode_reads,
+            "decode_read": self.decode_read_ns * counts.num_decode_reads + self.narrow_read_ns * counts.num_narrow_reads,
             "prefill_read": self.prefill_read_ns * counts.num_prefill_reads,
         }
         if self.prefill_context_ns:
@@ -163,12 +163,19 @@ class CostModel:
             + self.decode_row_ns * counts.num_decodes
             + self.prefill_token_ns * counts.num_prefill_tokens
             + self.decode_read_ns * counts.num_decode_reads
+            + self.narrow_read_ns * counts.num_narrow_reads
             + self.prefill_read_ns * counts.num_prefill_reads
             + self.prefill_context_ns * counts.num_prefill_context
             + self._sample_ns(counts.num_samples)
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
             + (0.0 if self.kernels is None else self.kernels.step_ns(counts))
         )
+
+    def scaled(self, factor: float) -> CostModel:
+        """Return this model with all times in the executor multiplied. Its noise and the host's time stay."""
+        names = [one.name for one in fields(self) if one.name.endswith("_ns") and not one.name.startswith("host_")]
+        costs: dict[str, Any] = {name: factor * getattr(self, name) for name in names}
+        return replace(self, **costs, token_brackets=tuple([(up_to, factor * ns) for up_to, ns in self.token_brackets]))
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
         return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))

@@ -29,6 +29,7 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
     "decode_row_ns": lambda counts: counts.num_decodes,
     "prefill_token_ns": lambda counts: counts.num_prefill_tokens,
     "decode_read_ns": lambda counts: counts.num_decode_reads,
+    "narrow_read_ns": lambda counts: counts.num_narrow_reads,
     "prefill_read_ns": lambda counts: counts.num_prefill_reads,
     "prefill_context_ns": lambda counts: counts.num_prefill_context,
     "sample_ns": lambda counts: counts.num_samples,
@@ -36,13 +37,23 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
 }
 _COSTS_OF: Mapping[str, tuple[str, ...]] = {
     "linear": ("step_ns", "brackets", "decode_read_ns", "sample_ns", "sample_step_ns", "cold_ns"),
-    "attention": ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns", "prefill_context_ns"),
+    "attention": (
+        "step_ns",
+        "decode_row_ns",
+        "prefill_token_ns",
+        "decode_read_ns",
+        "narrow_read_ns",
+        "prefill_read_ns",
+        "prefill_context_ns",
+    ),
     "rows": ("step_ns", "brackets", "decode_row_ns", "prefill_token_ns"),
     "sampling": ("sample_step_ns", "sample_ns"),
     OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
     TOTAL: (*_UNITS, "brackets", "cold_ns"),
 }
 """Part of a step -> costs that it can have. If the executor reports no parts, `TOTAL` is the only one."""
+_COSTS_BEYOND = ("base", "step_ns", "sample_ns")
+"""Costs of a fit to another one: a factor of its time, and what HTTP and text of a server take of the cores."""
 _OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
@@ -67,8 +78,11 @@ class Fit:
     num_steps: int
 
 
-def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
+def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False, base: CostModel | None = None) -> Fit:
     """Fit a cost model to measured steps. `are_in_order`: each step ran right after the one before it, so noise can correlate.
+
+    `base`: a fit to steps of more kinds, whose proportions are kept. Fitted are a factor, and what each step and sample takes
+    besides; the host's time and the noise are those of `steps`.
 
     Raises ValueError if there are too few steps or groups to separate the costs, or if a step took no time.
     """
@@ -77,7 +91,7 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
         raise ValueError(f"{len(steps)} steps in {len(names)} groups can't tell {len(_UNITS)} costs apart")
     if min(step.execute_ns for step in steps) <= 0:
         raise ValueError("a step that took no time has no relative error")
-    table = _Table(steps)
+    table = _Table(steps, base)
     cost = table.fit(np.ones(len(steps), dtype=bool))
     predicted = table.predict(cost)
     left_out = {part: np.full(len(steps), np.nan) for part in predicted}
@@ -99,7 +113,9 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
             max_decodes=most.num_decodes,
             max_prefill_tokens=most.num_prefill_tokens,
             max_context_len=most.max_context_len,
-        ),
+        )
+        if base is None
+        else base.fitted,
     )
     return Fit(model, table.errors(predicted), table.errors(left_out), len(steps))
 
@@ -108,19 +124,19 @@ _Cost = Mapping[str, Mapping[str, float]]
 
 
 class _Table:
-    def __init__(self, steps: Sequence[MeasuredStep]) -> None:
+    def __init__(self, steps: Sequence[MeasuredStep], base: CostModel | None) -> None:
+        self._base = base
         counter = CostModel()
         self.counts = [counter.counts(step.shape) for step in steps]
         self.groups = np.array([step.group for step in steps])
         self.is_step = np.array([not step.is_for_host for step in steps])
-        units = {name: np.array([unit(one) for one in self.counts], dtype=float) for name, unit in _UNITS.items()}
-        num_tokens = np.array([one.num_tokens for one in self.counts], dtype=float)
-        self._edges = _edges(num_tokens)
-        for idx, (begin, end) in enumerate(pairwise((0.0, *self._edges))):
-            units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
+        self._edges, units = units_of(self.counts)
         units["cold_ns"] = np.array(
             [cold_share(step.coldness, one.num_tokens) for step, one in zip(steps, self.counts, strict=True)]
         )
+        if base is not None:
+            cold = base.cold_ns * units["cold_ns"]
+            units["base"] = np.array([base.cost_of(one) for one in self.counts], dtype=float) + cold
         self._units = units
         self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
         # Divide by the slowness of the reference steps beside it, to get the time at the machine's usual speed.
@@ -128,7 +144,7 @@ class _Table:
         self.raw = np.array([step.execute_ns for step in steps], dtype=float)
         total = self.raw / slowness
         self.measured: dict[str, Floats] = {TOTAL: total}
-        own = [name for name in _OWN_PARTS if all(name in step.parts_ns for step in steps)]
+        own = [name for name in _OWN_PARTS if base is None and all(name in step.parts_ns for step in steps)]
         for name in own:
             self.measured[name] = np.array([step.parts_ns[name] for step in steps], dtype=float) / slowness
         self.parts = [*own, OTHER] if own else [TOTAL]
@@ -169,6 +185,12 @@ class _Table:
         return predicted
 
     def model(self, cost: _Cost) -> CostModel:
+        if self._base is not None:
+            found = cost[TOTAL]
+            scaled = self._base.scaled(found["base"])
+            besides: dict[str, Any] = {name: getattr(scaled, name) + found[name] for name in ("step_ns", "sample_ns")}
+            besides |= cost.get(HOST, {})
+            return replace(scaled, **besides)
         totals: dict[str, float] = {}
         for part in cost.values():
             for name, cost_ns in part.items():
@@ -196,9 +218,19 @@ class _Table:
 
     def _names(self, part: str) -> list[str]:
         names: list[str] = []
-        for name in _COSTS_OF[part]:
+        for name in _COSTS_OF[part] if self._base is None else _COSTS_BEYOND:
             names += [f"bracket {idx}" for idx in range(len(self._edges))] if name == "brackets" else [name]
         return names
+
+
+def units_of(counts: Sequence[Counts]) -> tuple[tuple[float, ...], dict[str, Floats]]:
+    """Return the upper ends of the brackets, and what each step pays for: cost -> number [num_steps]."""
+    units = {name: np.array([unit(one) for one in counts], dtype=float) for name, unit in _UNITS.items()}
+    num_tokens = np.array([one.num_tokens for one in counts], dtype=float)
+    edges = _edges(num_tokens)
+    for idx, (begin, end) in enumerate(pairwise((0.0, *edges))):
+        units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
+    return edges, units
 
 
 def _edges(num_tokens: Floats) -> tuple[float, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+NARROW_TOKENS = 16
+"""Products of so many tokens are bound by arithmetic, and hide part of the time to fetch weights, keys and values."""
+
 
 class Counts(NamedTuple):
     num_tokens: int
@@ -23,6 +26,11 @@ class Counts(NamedTuple):
     max_decode_reads: int = 0
     """KV positions read by the longest row of one token."""
     min_decode_reads: int = 0
+
+    @property
+    def num_narrow_reads(self) -> int:
+        """Positions read by rows of one token in a step of few tokens."""
+        return self.num_decode_reads if self.num_tokens < NARROW_TOKENS else 0
 
     @property
     def has_prompts(self) -> bool:

@@ -1,7 +1,6 @@
-"""Measures steps for fits and `penstock profile`: of a designed set on an executor, or from a recording.
+"""Measures steps for fits and `penstock profile`: of given shapes on an executor, or from a recording.
 
-The designed steps decode 1 to 64 rows at several context lengths, compute chunks of prompts, or do both. Each round has another
-order, so that a slow phase of the machine affects all shapes alike.
+Each round has another order, so that a slow phase of the machine affects all shapes alike.
 """
 
 from __future__ import annotations
@@ -30,10 +29,6 @@ from penstock.types.sampling import SamplingParams
 from penstock.types.stats import StepStats
 
 DECODE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-DECODE_CONTEXTS = (32, 500, 1800)
-CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-CHUNK_CONTEXTS = (0, 1000)
-NUM_MIXES = 24
 REFERENCE = StepShape(((1, 128),), 1)
 """Shape of the step run between measured steps. Its time shows how much other processes slow the machine."""
 NUM_TO_WARM = 10
@@ -56,30 +51,6 @@ class MeasuredStep:
     """Time of the neighbouring reference steps / median of all reference steps."""
     group: int = 0
     """Steps of one group are left out together in cross-validation."""
-
-
-def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
-    """Return the shapes of the steps to measure, without those that exceed the capacity."""
-    rng = Random(seed)  # noqa: S311  # repeatable on purpose
-    shapes = [
-        StepShape(((1, context_len),) * num_rows, num_rows) for num_rows in DECODE_ROWS for context_len in DECODE_CONTEXTS
-    ]
-    for num_tokens in CHUNK_TOKENS:
-        shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in CHUNK_CONTEXTS]
-        shapes.append(StepShape(((num_tokens, 0),), 0))  # a chunk in the middle of a prompt samples nothing
-    for _ in range(NUM_MIXES):
-        shapes.append(_mix(capacity, rng))
-    return [shape for shape in dict.fromkeys(shapes) if fits(shape, capacity)]
-
-
-def _mix(capacity: Capacity, rng: Random) -> StepShape:
-    num_chunks = rng.choice((1, 1, 2, 4))
-    num_decodes = min(rng.choice((1, 2, 4, 8, 16, 24, 32, 48)), capacity.max_rows - num_chunks)
-    most_tokens = max(2, min(256, (capacity.max_step_tokens - num_decodes) // num_chunks))
-    most_context = max(2, min(1500, capacity.max_model_len - most_tokens))
-    decodes = [(1, rng.randrange(1, most_context)) for _ in range(num_decodes)]
-    chunks = [(rng.randrange(2, most_tokens + 1), rng.choice((0, 0, rng.randrange(most_context)))) for _ in range(num_chunks)]
-    return StepShape((*decodes, *chunks), num_decodes + rng.randrange(num_chunks + 1))
 
 
 def fits(shape: StepShape, capacity: Capacity) -> bool:

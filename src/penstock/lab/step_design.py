@@ -1,0 +1,59 @@
+"""Chooses the steps to measure for a fit: those about whose time it would be least sure.
+
+Candidates are drawn from all that a server can do, evenly over the logarithms of rows, tokens and contexts. Then one after the
+other is taken: always the one whose time a fit to those before would tell with the largest relative variance (the greedy
+D-optimal design of Fedorov, Theory of Optimal Experiments, 1972).
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from penstock.lab.cost_model import CostModel
+from penstock.lab.fitting import units_of
+from penstock.lab.steps import fits
+from penstock.types.plan import Capacity, StepShape
+
+NUM_SHAPES, NUM_CANDIDATES = 90, 3000
+MOST_CHUNKS = 4
+
+
+def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
+    """Return the shapes of the steps to measure, up to the limits of the capacity."""
+    rng = Random(seed)  # noqa: S311  # repeatable on purpose
+    drawn = dict.fromkeys(_draw(capacity, rng) for _ in range(NUM_CANDIDATES))
+    candidates = [shape for shape in drawn if shape.rows and fits(shape, capacity)]
+    rough = CostModel()  # only proportions matter
+    counts = [rough.counts(shape) for shape in candidates]
+    matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([rough.cost_of(one) for one in counts])[:, None]
+    matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
+    covariance = 1e6 * np.eye(matrix.shape[1])
+    chosen: list[int] = []
+    for _ in range(min(NUM_SHAPES, len(candidates))):
+        variances = np.einsum("ij,jk,ik->i", matrix, covariance, matrix)
+        variances[chosen] = -1
+        chosen.append(int(variances.argmax()))
+        along = covariance @ matrix[chosen[-1]]
+        covariance -= np.outer(along, along) / (1 + matrix[chosen[-1]] @ along)
+    return [candidates[idx] for idx in chosen]
+
+
+def _draw(capacity: Capacity, rng: Random) -> StepShape:
+    """Draw a shape. It may be larger than the capacity, or have no row."""
+    most_context = capacity.max_model_len - 2
+    num_chunks = rng.choice((0, 1, rng.randint(1, MOST_CHUNKS)))
+    num_decodes = 0 if num_chunks and rng.random() < 0.3 else _log_uniform(rng, capacity.max_rows - num_chunks)
+    longest = _log_uniform(rng, most_context)
+    are_even = rng.random() < 0.5
+    decodes = [(1, longest if are_even else _log_uniform(rng, longest)) for _ in range(num_decodes)]
+    num_tokens = _log_uniform(rng, capacity.max_step_tokens - num_decodes)
+    chunks = [(num_tokens // num_chunks, rng.choice((0, _log_uniform(rng, most_context)))) for _ in range(num_chunks)]
+    chunks = [chunk for chunk in chunks if chunk[0] > 1]
+    return StepShape((*decodes, *chunks), num_decodes + rng.randint(0, len(chunks)))
+
+
+def _log_uniform(rng: Random, most: int) -> int:
+    """Return a number from 1 to `most`, evenly drawn over its logarithm, or 0 if there is none."""
+    return round(most ** rng.random()) if most > 0 else 0
