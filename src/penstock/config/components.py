@@ -280,7 +280,7 @@ class SchedulerConfig(Component):
     budget: str | None = choice(
         None,
         "How the tokens of a step are split.",
-        choices=("decode-first", "hold-step", "itl", "whole-prompts"),
+        choices=("decode-first", "hold-step", "itl", "prefill-first", "whole-prompts"),
         takes_class=True,
         default_doc="itl with --slo-itl, else the preset's: itl; hold-step for texts",
     )
@@ -320,7 +320,7 @@ class SchedulerConfig(Component):
     victim: str | None = choice(
         None,
         "Which running request is preempted when memory is short.",
-        choices=("latest", "lowest-priority", "least-computed", "cheapest"),
+        choices=("latest", "lowest-priority", "least-computed", "least-output", "cheapest"),
         takes_class=True,
         default_doc="lowest-priority with --policy priority, else the preset's: cheapest",
     )

@@ -30,6 +30,7 @@ class KVManager:
         *,
         window: int = 0,
         enable_prefix_caching: bool = True,
+        shares_parts: bool = True,
         has_state: bool = False,
         num_state_blocks: int = 0,
         eviction: EvictionPolicy | None = None,
@@ -56,6 +57,7 @@ class KVManager:
             block_size,
             self.tables,
             is_shared=enable_prefix_caching,
+            shares_parts=shares_parts,
             has_state=has_state,
             states=self.states if num_state_blocks else None,
         )

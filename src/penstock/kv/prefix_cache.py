@@ -74,11 +74,13 @@ class PrefixCache:
         tables: Mapping[str, BlockTable],
         *,
         is_shared: bool,
+        shares_parts: bool = True,
         has_state: bool = False,
         states: SavedStates | None = None,
     ) -> None:
-        """`is_shared`: requests find each other's prefixes; else each finds only its own, loaded back from a tier. With
-        `has_state` (see `Capacity`), no hit ends inside a block; with `states`, each ends where one is saved."""
+        """`is_shared`: requests find each other's prefixes; else each finds only its own, loaded back from a tier. Without
+        `shares_parts`, or with `has_state` (see `Capacity`), no hit ends inside a block; with `states`, each ends where one is
+        saved."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
         self.promises: dict[bytes, Request] = {}
@@ -86,7 +88,7 @@ class PrefixCache:
         self.in_flight: Collection[str] = ()
         """While a step is planned ahead: ids of requests with several tokens in the step in flight."""
         self.is_shared = is_shared
-        self.shares_parts = is_shared and not has_state
+        self.shares_parts = shares_parts and is_shared and not has_state
         self._pool, self._block_size, self._tables, self._states = pool, block_size, tables, states
         self._evicted_ns: Recent[bytes, int] = Recent(8 * MAX_REMEMBERED)
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_REMEMBERED)

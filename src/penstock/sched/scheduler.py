@@ -80,6 +80,7 @@ class Scheduler:
             capacity.block_size,
             window=capacity.window,
             enable_prefix_caching=enable_prefix_caching,
+            shares_parts=policies.shares_parts,
             has_state=capacity.has_state,
             num_state_blocks=capacity.num_state_blocks,
             eviction=policies.eviction,
@@ -349,16 +350,33 @@ class Scheduler:
         """Plan the rows of one class of requests, and ask the budget for the tokens of their prompts."""
         counts, running = draft.counts, self._running.of_class(background=joining.is_background)
         draft.gate = joining.ask_gate(draft.now_ns)
+        is_alone = self._is_continuous and self._policies.budget.separates_prompts
+        if is_alone:
+            self._serve_prompts(draft, joining, running)
+            if draft.rows:
+                return
+            running = self._running.of_class(background=joining.is_background)
         prefills = self._extending.decodes(draft, running, sitting_out)
         if len(prefills) > 1:
             prefills = joining.rank(prefills, draft.now_ns)
         if draft.rows or prefills or counts.sat_out or len(joining.waiting):
             draft.limits = self._ask_budget(counts, prefills)
-        if prefills or len(joining.waiting):  # else there is nothing to share out, as in most steps
+        if not is_alone and (prefills or len(joining.waiting)):  # else there is nothing to share out, as in most steps
             self._share_out(draft, joining, prefills)
         for fewer in (sitting_out_alone, ()):
             if counts.sat_out and not draft.rows:  # no other request has a row
                 self._extending.decodes(draft, running, fewer)
+
+    def _serve_prompts(self, draft: StepDraft, joining: Joining, running: Sequence[Request]) -> None:
+        """Plan a step of prompts alone, if any can be computed: all decodes rest."""
+        prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
+        if prefills or len(joining.waiting):
+            draft.limits = self._ask_budget(draft.counts, prefills)
+            self._share_out(draft, joining, joining.rank(prefills, draft.now_ns))
+        if draft.rows:
+            with_rows = {row.request_id for row in draft.rows}
+            resting = [request.request_id for request in running if request.request_id not in with_rows]
+            draft.counts.rested = [*draft.counts.rested, *resting]
 
     def _fill(self, draft: StepDraft, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> None:
         """Plan rows of background requests in what the others have left of the step, as far as the budget allows."""

@@ -219,6 +219,9 @@ class StepLimits:
 
 
 class Budget(Protocol):
+    separates_prompts: ClassVar[bool] = False
+    """A step has either prompts or decodes, and prompts go first. Then no decode has its token when `limits` is called."""
+
     @abstractmethod
     def limits(self, view: BudgetView) -> StepLimits: ...
 
@@ -351,6 +354,8 @@ class Policies:
     predictor: Predictor
     eviction: EvictionPolicy
     guesser: Guesser
+    shares_parts: bool = True
+    """A prefix hit may end inside a block."""
     background_share: float = 0.0
     """Share of the time that background requests get at least, [0, 1)."""
     words: Mapping[str, str] = field(default_factory=dict, compare=False)

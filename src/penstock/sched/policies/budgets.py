@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import mul
+from typing import ClassVar
 
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimits, StepRecord
 
@@ -43,6 +44,16 @@ class DecodeFirst(Budget):
         if not threshold:
             return StepLimits(view.max_step_tokens)
         return StepLimits(view.max_step_tokens, threshold, threshold, self.max_long_partial_prefills or UNLIMITED)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFirst(Budget):
+    """Prompts are computed in steps of their own, before decodes go on (SGLang without `enable_mixed_chunk`)."""
+
+    separates_prompts: ClassVar[bool] = True
+
+    def limits(self, view: BudgetView) -> StepLimits:
+        return StepLimits(view.max_step_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,5 +317,6 @@ BUDGETS = {
     "decode-first": "penstock.sched.policies.budgets:DecodeFirst",
     "hold-step": "penstock.sched.policies.budgets:HoldStep",
     "itl": "penstock.sched.policies.budgets:HoldLatency",
+    "prefill-first": "penstock.sched.policies.budgets:PrefillFirst",
     "whole-prompts": "penstock.sched.policies.budgets:WholePrompts",
 }

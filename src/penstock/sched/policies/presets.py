@@ -31,6 +31,8 @@ class Preset:
     predictor: str = "online"
     eviction: str = "lru"
     guesser: str = "off"
+    shares_parts: bool = True
+    """See `Policies`."""
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """By seam: fields of its policy that differ from their defaults."""
 
@@ -45,8 +47,11 @@ PRESETS: Mapping[str, Preset] = {
     # Iteration-level scheduling; prompts whole; `max_tokens` reserved for each request (Yu et al., OSDI 2022).
     "orca": Preset(gate="continuous", order="fcfs", budget="whole-prompts", reserve="no-evict", victim="latest"),
     # vLLM 1 (v1/core/sched/scheduler.py): chunked prefill within max_num_batched_tokens; `scheduler_reserve_full_isl` and no
-    # watermark; the last running request is preempted and goes to the head of the queue.
-    "vllm": Preset(gate="continuous", order="fcfs", budget="decode-first", reserve="prompt", victim="latest"),
+    # watermark; the last running request is preempted and goes to the head of the queue. Only whole blocks are shared
+    # (v1/core/kv_cache_manager.py), those of the same step too, where a request here waits for the step's end.
+    "vllm": Preset(
+        gate="continuous", order="fcfs", budget="decode-first", reserve="prompt", victim="latest", shares_parts=False
+    ),
     # Sarathi-Serve (OSDI 2024; core/scheduler/sarathi_scheduler.py): decodes, then running prefills, then new ones, up to a
     # fixed chunk size; a watermark of 1 %, as in vLLM at the time.
     "sarathi": Preset(
@@ -58,13 +63,13 @@ PRESETS: Mapping[str, Preset] = {
         settings={"reserve": {"growth_tokens": 0}},
     ),
     # SGLang (managers/schedule_policy.py, schedule_batch.py): room for a share of the tokens left (`new_token_ratio`); the
-    # request with least to lose is retracted. Its steps of prompts alone are not reproduced.
+    # request with the shortest answer is retracted. The decay of that share, and 'lpm', its order, are not reproduced.
     "sglang": Preset(
         gate="continuous",
         order="fcfs",
-        budget="decode-first",
+        budget="prefill-first",
         reserve="predicted",
-        victim="least-computed",
+        victim="least-output",
         settings={"reserve": {"unknown_share": 0.7, "growth_tokens": 0}},
     ),
     # The best in our measurements: docs/budgets.md.
@@ -156,7 +161,8 @@ def make_policies(
         chosen[seam] = _make(seam, name, {**known, **given}, written)
         shown = ", ".join(f"{key} = {value!r}" for key, value in {**known, **given, **written}.items())
         words[seam] = f"{name} ({shown})" if shown else name
-    return Policies(**chosen, background_share=background_share, words=words)
+    shares_parts = PRESETS[preset].shares_parts
+    return Policies(**chosen, shares_parts=shares_parts, background_share=background_share, words=words)
 
 
 class LacksSetting(ConfigError):

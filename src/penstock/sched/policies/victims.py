@@ -26,6 +26,13 @@ class LeastComputed(Victim):
         return _evict(view, lambda request: -request.num_computed_tokens)
 
 
+class LeastOutput(Victim):
+    """Preempts the request with the fewest generated tokens, among equals that with the longest prompt (SGLang)."""
+
+    def choose(self, view: VictimView) -> Eviction:
+        return _evict(view, lambda request: (-len(request.output_token_ids), request.num_prompt_tokens))
+
+
 class Cheapest(Victim):
     """Preempts the request that is fastest to restore. If some free enough blocks, only these are considered."""
 
@@ -52,5 +59,6 @@ VICTIMS = {
     "latest": "penstock.sched.policies.victims:LatestArrived",
     "lowest-priority": "penstock.sched.policies.victims:LowestPriority",
     "least-computed": "penstock.sched.policies.victims:LeastComputed",
+    "least-output": "penstock.sched.policies.victims:LeastOutput",
     "cheapest": "penstock.sched.policies.victims:Cheapest",
 }
