@@ -18,7 +18,8 @@ from time import process_time
 from typing import Any, NamedTuple
 
 from penstock.lab.cost_model import CostModel
-from penstock.lab.kernel_import import Choice, import_folder
+from penstock.lab.kernel_files import Choice
+from penstock.lab.kernel_import import import_folder
 from penstock.lab.plots import Axis, Panel, Series, draw
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.workload import NS_PER_S, Job, Workload

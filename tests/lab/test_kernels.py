@@ -12,7 +12,8 @@ import pytest
 
 from penstock.lab.cost_files import CostFileError, load_cost, save_cost
 from penstock.lab.cost_model import CostModel
-from penstock.lab.kernel_import import Choice, import_folder
+from penstock.lab.kernel_files import Choice
+from penstock.lab.kernel_import import import_folder
 from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 from penstock.lab.sizing import with_more_bandwidth, with_more_compute
 from penstock.types.plan import StepShape
@@ -206,7 +207,7 @@ def test_damaged_tables_are_refused_by_file_and_line(folder: Path, name: str, te
 
 
 def test_folders_without_tables_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CostFileError, match=r"no tables of kernels.*Formats: LLMServingSim"):
+    with pytest.raises(CostFileError, match=r"no tables of kernels.*LLMServingSim's folders have"):
         import_folder(tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_designed_steps_reach_what_the_server_can_do() -> None:
 
 
 def test_designed_steps_tell_more_than_as_many_drawn_ones() -> None:
-    """What steps tell is the determinant of their information."""
+    """The determinant of their information says how much they tell."""
     limits = replace(CAPACITY, num_blocks=4097, max_rows=32, max_step_tokens=512, max_model_len=8192)
     chosen, rng = design(limits), Random(3)
     drawn = [shape for shape in (_draw(limits, rng) for _ in range(400)) if shape.rows and fits(shape, limits)][: len(chosen)]

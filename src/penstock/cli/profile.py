@@ -19,7 +19,7 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.ports import Executor
     from penstock.lab.fitting import Fit
-    from penstock.lab.kernel_import import Choice
+    from penstock.lab.kernel_files import Choice
     from penstock.lab.recording import Recording
     from penstock.lab.step_table import Peaks
 
@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     "--onto", type=FILE, metavar="COST", help="With --from and --fit: keep the proportions and the range of this fit."
 )
 @click.option(
-    "--import", "folder", type=FOLDER, metavar="FOLDER", help="Kernel times that others published, as of LLMServingSim."
+    "--import",
+    "folder",
+    type=FOLDER,
+    metavar="FOLDER",
+    help="Kernel times that others published: of LLMServingSim or AIConfigurator.",
 )
+@click.option("--model-config", type=FILE, metavar="FILE", help="With --import, of AIConfigurator: the model's config.json.")
+@click.option("--engine", metavar="NAME/VERSION", help="The same: whose kernels, such as vllm/0.19.0.")
+@click.option("--weights", default="bfloat16", help="The same: type of the weights as in the tables, or fp8_static.")
+@click.option("--kv", default="bfloat16", help="The same: type of the KV cache.")
 @click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
 @click.option("--hidden-size", type=click.IntRange(1, 1 << 20), help="With --import: the same for its width.")
 @click.option("--gpus", type=click.IntRange(1, 64), default=1, help="With --import: GPUs that share each layer.")
@@ -61,6 +69,10 @@ def profile(
     gpus: int,
     link_gbytes_per_s: float | None,
     link_latency_us: float,
+    model_config: Path | None,
+    engine: str | None,
+    weights: str,
+    kv: str,
     trace: Path | None,
     plot_file: Path | None,
     rounds: int,
@@ -76,13 +88,14 @@ def profile(
       penstock profile --from traffic.rec --onto cost.json --fit served.json
       penstock profile --from traffic.rec --trace trace.json
       penstock profile --import RTXPRO6000/bf16 --fit cost.json
+      penstock profile --import h200_sxm --engine vllm/0.19.0 --model-config config.json --fit cost.json
     """
     if folder is not None:
         if source is not None or trace is not None or plot_file is not None:
             raise click.UsageError("--import is about tables of others: leave out --from, --trace and --plot.")
         if gpus == 1 and (link_gbytes_per_s or link_latency_us):
             raise click.UsageError("One GPU has no link: say how many there are with --gpus.")
-        from penstock.lab.kernel_import import Choice
+        from penstock.lab.kernel_files import Choice
 
         choice = Choice(
             num_layers=layers,
@@ -90,11 +103,15 @@ def profile(
             num_gpus=gpus,
             link_bytes_per_s=1e9 * (link_gbytes_per_s or 0.0),
             link_latency_ns=1e3 * link_latency_us,
+            model_config=model_config,
+            engine=engine or "",
+            weights=weights,
+            kv=kv,
         )
         _import(folder, choice, fit_file)
         return
-    if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us:
-        raise click.UsageError("--layers, --hidden-size, --gpus and --link are for tables of kernels: name them with --import.")
+    if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us or model_config or engine:
+        raise click.UsageError("These are options for tables of kernels: name them with --import.")
     if onto is not None and (source is None or fit_file is None):
         raise click.UsageError("--onto adds what a recording's steps took to a fit: name the recording with --from, and --fit.")
     if source is None:
@@ -122,6 +139,8 @@ def _import(folder: Path, choice: Choice, fit_file: Path | None) -> None:
     saved = import_folder(folder, choice)
     assert saved.cost.kernels is not None, "tables were imported"
     print(saved.words)
+    for name, note in saved.notes.items():
+        print(f"  {name}: {note}")
     for line in kernel_lines(saved.cost.kernels):
         print(line)
     if fit_file is None:

@@ -23,9 +23,9 @@ from penstock.types.errors import PenstockError
 from penstock.types.plan import StepShape
 
 FORMAT = "penstock-cost-model"
-VERSION = 4
-READ_VERSIONS = (3, 4)
-"""Version 3 has no tables of kernels."""
+VERSION = 5
+READ_VERSIONS = (3, 4, 5)
+"""Version 3 has no tables of kernels, and those of version 4 have mixtures."""
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 _STEP_COLUMNS = ("rows", "tokens", "context", "ms")

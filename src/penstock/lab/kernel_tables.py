@@ -87,9 +87,9 @@ class KernelTables:
     """Attention of a layer without prompts, by (decodes, positions that each reads)."""
     prefills: Grid
     """Attention of one prompt's chunk, by (tokens, positions before)."""
-    mixtures: Grid
+    mixtures: Grid | None = None
     """Attention of a chunk beside decodes, by (tokens, positions before, decodes, positions that each reads). Such a step runs
-    another kernel than one without prompts, so times between the two are not interpolated."""
+    another kernel than one without prompts, so times between the two are not interpolated. None: the sum of both alone."""
     skews: Grid | None = None
     """How far decodes of uneven lengths are from the time at their mean (0) towards that at their longest (1), in bins of
     (tokens of the chunk, decodes, share, longest, positions before the chunk). The share is (mean - shortest) / (longest -
@@ -104,16 +104,21 @@ class KernelTables:
 
     def __post_init__(self) -> None:
         curves, planes = (self.layer_tokens, self.step_tokens, self.step_rows), (self.decodes, self.prefills)
-        numbers = ((1, curves), (2, planes), (4, (self.mixtures,)), (5, () if self.skews is None else (self.skews,)))
+        numbers = (
+            (1, curves),
+            (2, planes),
+            (4, () if self.mixtures is None else (self.mixtures,)),
+            (5, () if self.skews is None else (self.skews,)),
+        )
         if any(len(grid.axes) != number for number, grids in numbers for grid in grids):
             raise ValueError("a table of kernels has another number of axes")
         if len(self.prefills.axes[1]) < 2:
             raise ValueError("the table of attention has only one number of positions before a chunk")
 
     def times(self) -> list[float]:
-        tables = (self.layer_tokens, self.step_tokens, self.step_rows, self.decodes, self.prefills, self.mixtures)
-        experts = () if self.experts is None else self.experts.ns.values
-        return [*[ns for table in tables for ns in table.values], *experts, self.reduce_ns, self.reduce_token_ns]
+        tables = [self.layer_tokens, self.step_tokens, self.step_rows, self.decodes, self.prefills]
+        tables += [table for table in (self.mixtures, None if self.experts is None else self.experts.ns) if table is not None]
+        return [*[ns for table in tables for ns in table.values], self.reduce_ns, self.reduce_token_ns]
 
     @property
     def max_tokens(self) -> int:
@@ -159,9 +164,11 @@ class KernelTables:
         return self._shared(self._decodes_ns(counts.num_decodes, mean), ns)
 
     def _at_lengths_ns(self, counts: Counts, num_reads: float) -> float:
-        if counts.num_prefill_tokens:
-            return self._chunk_ns(counts, counts.num_decodes, num_reads)
-        return self._decodes_ns(counts.num_decodes, num_reads)
+        if not counts.num_prefill_tokens:
+            return self._decodes_ns(counts.num_decodes, num_reads)
+        if self.mixtures is None:
+            return self._chunk_ns(counts, 0, 0.0) + self._decodes_ns(counts.num_decodes, num_reads)
+        return self._chunk_ns(counts, counts.num_decodes, num_reads)
 
     def _decodes_ns(self, num_decodes: int, num_reads: float) -> float:
         return _grown(self.decodes, _reads, num_decodes, num_reads)
@@ -176,7 +183,7 @@ class KernelTables:
         context = counts.num_prefill_reads / num_tokens - (num_tokens + 1) / 2
 
         def at(context_len: float) -> float:
-            if num_decodes:
+            if num_decodes and self.mixtures is not None:
                 return _grown(self.mixtures, _pairs, num_tokens, context_len, num_decodes, num_reads)
             return _grown(self.prefills, _pairs, num_tokens, context_len)
 

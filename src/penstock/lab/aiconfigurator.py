@@ -1,0 +1,315 @@
+"""Reads the tables of AIConfigurator (https://github.com/ai-dynamo/aiconfigurator): kernels by operation, in milliseconds.
+
+Products are listed by shape and attention by heads, so that one folder serves any dense model: the model's config.json says
+which of them its layers need. Norms and activations are not measured; their time is AIConfigurator's formula, with constants of
+the system's own file (`h200_sxm.yaml`). Its sums are followed (aic-core: sdk/models/llama.py, operators/*.rs), but not its
+corrections of whole requests, which a simulation does not need.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from itertools import product
+from math import ceil, log2
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.lab.cost_files import CostFileError, SavedCost
+from penstock.lab.cost_model import NO_COSTS, Fitted
+from penstock.lab.kernel_files import Choice, Point, filled, rows_of, summed, text_of
+from penstock.lab.kernel_tables import Grid, KernelTables
+
+_GEMM, _CONTEXT, _GENERATION = "gemm_perf", "context_attention_perf", "generation_attention_perf"
+_REDUCE = "custom_allreduce_perf"
+_FAMILIES = {_GEMM: "gemm", _CONTEXT: "attention", _GENERATION: "attention", _REDUCE: "comm"}
+"""Table -> the folder above the engine's. Releases before 2026 have the engine's folder at the top."""
+_ENDINGS = (".parquet", ".txt", ".csv")
+_STATIC = "_static"
+"""Ending of a type of weights whose activations have scales that are known beforehand. The tables' products find them first."""
+_LOW_PRECISION_INPUTS = ("output", "down")
+"""Products whose input's kernel can write it rounded, so that with known scales no pass of its own is left."""
+_BF16_BYTES = 2
+_NORM_COPIES = 8
+"""Vectors that a residual addition with its norm reads and writes, in bytes per element: two in and two out, in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Sizes of a dense decoder."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    mlp_size: int
+    vocab_size: int
+
+    def products(self, num_gpus: int) -> Mapping[str, tuple[int, int]]:
+        """Return the (outputs, inputs) of a layer's products on each GPU."""
+        heads, kv_heads, mlp_size = self.num_heads // num_gpus, self.kv_heads_of(num_gpus), self.mlp_size // num_gpus
+        return {
+            "qkv": ((heads + 2 * kv_heads) * self.head_size, self.hidden_size),
+            "output": (self.hidden_size, heads * self.head_size),
+            "gate and up": (2 * mlp_size, self.hidden_size),
+            "down": (self.hidden_size, mlp_size),
+        }
+
+    def logits(self, num_gpus: int) -> tuple[int, int]:
+        return ceil(self.vocab_size / num_gpus), self.hidden_size
+
+    def kv_heads_of(self, num_gpus: int) -> int:
+        return max(1, self.num_kv_heads // num_gpus)
+
+
+class System(NamedTuple):
+    """A GPU's memory, by the system's own file."""
+
+    read_bytes_per_s: float
+    read_share: float
+    latency_s: float
+
+    def copy_ns(self, num_bytes: float) -> float:
+        return 1e9 * (num_bytes / (self.read_bytes_per_s * self.read_share) + self.latency_s)
+
+
+def is_there(folder: Path) -> bool:
+    return bool(_engines(folder, _GEMM))
+
+
+def read(folder: Path, choice: Choice) -> SavedCost:
+    if choice.model_config is None:
+        raise CostFileError(f"{folder} serves any dense model.", remedy="Name one: --model-config config.json.")
+    model, system, gpus = read_model(choice.model_config), read_system(folder), choice.num_gpus
+    if model.num_heads % gpus or model.mlp_size % gpus:
+        raise CostFileError(f"{gpus} GPUs can't share the {model.num_heads} heads of {model.name}.", remedy="Set --gpus.")
+    notes: dict[str, str] = {}
+    path = _find(folder, choice.engine, _GEMM)
+    found = _products(path, choice.weights.removesuffix(_STATIC))
+    logits = found if choice.weights == "bfloat16" else _products(path, "bfloat16")
+    reduced = _reduced(_find(folder, choice.engine, _REDUCE), gpus, model.hidden_size) if gpus > 1 else None
+    layer, once = [], []
+    for name, shape in model.products(gpus).items():
+        product_ns = _nearest(found, shape, _area, f"the product {name}", notes)
+        if choice.weights.endswith(_STATIC):
+            product_ns = _without_scales(product_ns, system, shape, num_passes=2 if name in _LOW_PRECISION_INPUTS else 1)
+        layer.append(product_ns)
+    if reduced is not None:
+        layer += [reduced, reduced]
+        once.append(reduced)
+    axis = sorted({number for curve in layer for number in curve.axes[0]})
+    norm, act = _NORM_COPIES * model.hidden_size, 3 * _BF16_BYTES * model.mlp_size // gpus
+    layer += [_copies(system, norm, axis), _copies(system, norm, axis), _copies(system, act, axis)]
+    once += [_copies(system, _BF16_BYTES * model.hidden_size, axis), _copies(system, norm, axis)]
+    heads = (model.num_heads // gpus, model.kv_heads_of(gpus), model.head_size)
+    tables = KernelTables(
+        num_layers=model.num_layers,
+        layer_tokens=summed(layer),
+        step_tokens=summed(once),
+        step_rows=_nearest(logits, model.logits(gpus), _area, "the product logits", notes),
+        decodes=_nearest(_decodes(_find(folder, choice.engine, _GENERATION), choice.kv), heads, _kv_size, "decodes", notes),
+        prefills=_after_prefixes(
+            _nearest(_prompts(_find(folder, choice.engine, _CONTEXT), choice.kv), heads, _head_size, "prompts", notes)
+        ),
+    )
+    fitted = Fitted(
+        max_rows=int(tables.step_rows.axes[0][-1]),
+        max_decodes=tables.max_decodes,
+        max_prefill_tokens=tables.max_tokens,
+        max_context_len=tables.max_context_len,
+    )
+    about = {"format": "AIConfigurator", "engine": choice.engine, "weights": choice.weights, "kv": choice.kv}
+    return SavedCost(
+        cost=replace(NO_COSTS, kernels=tables, fitted=fitted),
+        source="kernels",
+        model=model.name,
+        machine={"cpu": folder.name if gpus == 1 else f"{gpus} {folder.name}"},
+        notes=about | notes,
+    )
+
+
+def read_model(path: Path) -> Model:
+    """Read a dense model's config.json. Raises CostFileError for what it lacks, and for a mixture of experts."""
+    remedy = "Give the config.json of a dense model, as Hugging Face has it."
+    try:
+        config = json.loads(text_of(path))
+        if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise CostFileError(f"{path} describes a mixture of experts.", remedy=remedy)
+        heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
+        name = path.resolve().parent.name if path.stem == "config" else path.stem.removesuffix("_config").replace("--", "/")
+        model = Model(
+            name=str(config.get("_name_or_path") or name),
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_size=hidden_size,
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_size=int(config.get("head_dim") or hidden_size // heads),
+            mlp_size=int(config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+        )
+        if min(size for size in astuple(model) if isinstance(size, int)) < 1:
+            raise ValueError("its sizes are not all above 0")
+        return model
+    except KeyError as error:
+        raise CostFileError(f"{path} has no {error.args[0]}.", remedy=remedy) from None
+    except (ValueError, TypeError) as error:
+        raise CostFileError(f"{path} is not a model's configuration: {error}.", remedy=remedy) from None
+
+
+def read_system(folder: Path) -> System:
+    """Read a system's speed of memory from the file beside `data`, such as `systems/h200_sxm.yaml`."""
+    path = folder.resolve().parent.parent / f"{folder.resolve().name}.yaml"
+    text = text_of(path)
+
+    def value(name: str) -> float:
+        match = re.search(rf"^ +{name}: +([-+.\deE]+)", text, re.MULTILINE)
+        if match is None:
+            raise CostFileError(f"{path} has no {name}.", remedy="Copy the file as it is published.")
+        return float(match[1])
+
+    names = ("mem_bw", "mem_bw_empirical_scaling_factor", "mem_empirical_constant_latency")
+    return System(*map(value, names))
+
+
+def _engines(folder: Path, table: str) -> list[str]:
+    paths = [*folder.glob(f"{_FAMILIES[table]}/*/*/{table}.*"), *folder.glob(f"*/*/{table}.*")]
+    return sorted({f"{path.parent.parent.name}/{path.parent.name}" for path in paths if path.suffix in _ENDINGS})
+
+
+def _find(folder: Path, engine: str, table: str) -> Path:
+    for inside, ending in product((folder / _FAMILIES[table], folder), _ENDINGS):
+        path = inside / engine / f"{table}{ending}"
+        if engine and path.exists():
+            return path
+    named = f"of {engine}" if engine else "of no engine in particular"
+    raise CostFileError(
+        f"{folder} has no {table} {named}.", remedy=f"Set --engine, one of: {', '.join(_engines(folder, table)) or 'none'}."
+    )
+
+
+def _curves(points: Mapping[tuple[int, ...], dict[float, float]]) -> dict[tuple[int, ...], Grid]:
+    return {key: Grid((tuple(sorted(of)),), tuple(of[at] for at in sorted(of))) for key, of in points.items()}
+
+
+def _products(path: Path, weights: str) -> dict[tuple[int, ...], Grid]:
+    """Read products of one type of weights: (outputs, inputs) -> times by tokens."""
+    points: dict[tuple[int, ...], dict[float, float]] = {}
+    for tokens, outputs, inputs, ms in _of(path, ("m", "n", "k", "latency"), "gemm_dtype", weights, "--weights"):
+        points.setdefault((int(outputs), int(inputs)), {}).setdefault(tokens, ms * 1e6)
+    return _curves(points)
+
+
+def _without_scales(times: Grid, system: System, shape: tuple[int, int], num_passes: int) -> Grid:
+    """Return times of a product without passes over its input. AIConfigurator subtracts their measured times, which most of its
+    systems lack: here they take as long as copies."""
+    outputs, inputs = shape
+    values = []
+    for tokens, ns in zip(times.axes[0], times.values, strict=True):
+        least_ns = 1e9 * outputs * inputs / system.read_bytes_per_s
+        values.append(max(min(ns, least_ns), ns - num_passes * system.copy_ns(_BF16_BYTES * inputs * tokens)))
+    return Grid(times.axes, tuple(values))
+
+
+def _of(path: Path, columns: tuple[str, ...], word: str, wanted: str, option: str) -> Iterator[list[float]]:
+    """Yield rows whose column `word` has the wanted value. A point may be there twice; the first one counts."""
+    others = set[str]()
+    is_found = False
+    for _, words, numbers in rows_of(path, columns, words=(word,), where=_PLAIN):
+        if words[word] == wanted:
+            is_found = True
+            yield numbers
+        else:
+            others.add(words[word])
+    if not is_found:
+        raise CostFileError(f"{path} has no rows of {wanted}.", remedy=f"Set {option}, one of: {', '.join(sorted(others))}.")
+
+
+_PLAIN = {"attn_dtype": "bfloat16", "window_size": "0"}
+"""Attention that computes in bf16 over the whole context. Older tables have no windows."""
+_HEADS = ("num_heads", "num_key_value_heads", "head_dim", "batch_size", "isl")
+
+
+def _decodes(path: Path, kv: str) -> dict[tuple[int, ...], Grid]:
+    """Read attention of decodes: (heads, KV heads, head size) -> times by (decodes, positions that each reads)."""
+    points: dict[tuple[int, ...], dict[Point, float]] = {}
+    for *heads, num, isl, step, ms in _of(path, (*_HEADS, "step", "latency"), "kv_cache_dtype", kv, "--kv"):
+        points.setdefault(tuple(map(int, heads)), {}).setdefault((num, isl + step), ms * 1e6)
+    return {key: filled(path, of, lambda num, reads: num * reads) for key, of in points.items()}
+
+
+def _prompts(path: Path, kv: str) -> dict[tuple[int, ...], Grid]:
+    """Read attention of one prompt: (heads, KV heads, head size) -> times by tokens."""
+    points: dict[tuple[int, ...], dict[float, float]] = {}
+    for *heads, num, tokens, ms in _of(path, (*_HEADS, "latency"), "kv_cache_dtype", kv, "--kv"):
+        if num == 1:
+            points.setdefault(tuple(map(int, heads)), {}).setdefault(tokens, ms * 1e6)
+    return _curves(points)
+
+
+def _after_prefixes(prompts: Grid) -> Grid:
+    """Return times of a chunk by (tokens, positions before): those of the whole prompt times the chunk's share of its pairs.
+
+    Between entries the root of the time is interpolated, which is nearly linear in the tokens.
+    """
+    (axis,) = prompts.axes
+    roots = Grid(prompts.axes, tuple(ns**0.5 for ns in prompts.values))
+
+    def whole_ns(tokens: float) -> float:
+        last = axis[-1]
+        return roots.at(tokens) ** 2 * max(1.0, tokens / last) ** 2
+
+    befores = (0.0, *axis)
+    values = [whole_ns(new + old) * (1 - (old / (new + old)) ** 2) for new, old in product(axis, befores)]
+    return Grid((axis, befores), tuple(round(ns, 1) for ns in values))
+
+
+def _reduced(path: Path, num_gpus: int, hidden_size: int) -> Grid:
+    """Read times in which GPUs add up a vector per token, by tokens. The table counts elements of 16 bits."""
+    points: dict[float, float] = {}
+    others = set[int]()
+    for _, words, (gpus, size, ms) in rows_of(path, ("num_gpus", "message_size", "latency"), words=("kernel_source",)):
+        others.add(int(gpus))
+        if gpus == num_gpus and not words["kernel_source"].endswith("_eager"):
+            points.setdefault(size / hidden_size, ms * 1e6)
+    if not points:
+        raise CostFileError(
+            f"{path} has no times of {num_gpus} GPUs.", remedy=f"Set --gpus, one of: {', '.join(map(str, sorted(others)))}."
+        )
+    return Grid((tuple(sorted(points)),), tuple(points[at] for at in sorted(points)))
+
+
+def _copies(system: System, token_bytes: float, axis: list[float]) -> Grid:
+    return Grid((tuple(axis),), tuple(system.copy_ns(token_bytes * tokens) for tokens in axis))
+
+
+def _area(outputs: int, inputs: int) -> int:
+    return outputs * inputs
+
+
+def _kv_size(_heads: int, kv_heads: int, head_size: int) -> int:
+    return kv_heads * head_size
+
+
+def _head_size(heads: int, _kv_heads: int, head_size: int) -> int:
+    return heads * head_size
+
+
+def _nearest(
+    found: Mapping[tuple[int, ...], Grid], wanted: tuple[int, ...], work: Callable[..., int], what: str, notes: dict[str, str]
+) -> Grid:
+    """Return the table of the wanted sizes. Without one, that of the nearest sizes, in doublings, in proportion to the work."""
+
+    def distance(sizes: tuple[int, ...]) -> float:
+        return sum(abs(log2(size / other)) for size, other in zip(sizes, wanted, strict=True))
+
+    nearest = min(sorted(found), key=distance)
+    grid = found[nearest]
+    if nearest == wanted:
+        return grid
+    share = work(*wanted) / work(*nearest)
+    notes[what] = f"{'x'.join(map(str, wanted))}, from {'x'.join(map(str, nearest))}"
+    return Grid(grid.axes, tuple(ns * share for ns in grid.values))

@@ -1,0 +1,153 @@
+"""Reads files of kernel times, CSV or parquet, and makes whole tables of them: for the readers of each publisher's format."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.lab.cost_files import CostFileError, read_text
+from penstock.lab.kernel_tables import Grid
+
+MAX_TABLE_BYTES = 64 << 20
+MAX_POINTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Facts that the tables lack. None: as for the model that the tables name."""
+
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    num_gpus: int = 1
+    """GPUs that share each layer (tensor parallelism)."""
+    link_bytes_per_s: float = 0.0
+    """Bytes that each GPU can send to the others."""
+    link_latency_ns: float = 0.0
+    model_config: Path | None = None
+    """The model's config.json, for tables by operation."""
+    engine: str = ""
+    """Name and version of the engine that ran the kernels, such as `vllm/0.14.0`, if a folder has several."""
+    weights: str = "bfloat16"
+    """Type of the weights, as the tables name it. `kv`: the same of the KV cache."""
+    kv: str = "bfloat16"
+
+
+Point = tuple[float, ...]
+
+
+def text_of(path: Path) -> str:
+    try:
+        return read_text(path, MAX_TABLE_BYTES)
+    except (OSError, ValueError) as error:
+        raise CostFileError(f"{path} can't be read as a table: {error}.", remedy="Copy the whole folder.") from None
+
+
+def rows_of(
+    path: Path, columns: Sequence[str], *, words: Sequence[str] = (), where: Mapping[str, str] = {}
+) -> Iterator[tuple[int, dict[str, str], list[float]]]:
+    """Yield (line, values of the columns in `words`, numbers of the others). Other columns are passed over.
+
+    `where`: values of further columns; rows with others are left out. A table may lack such a column.
+    """
+    num_rows = 0
+    read = _parquet if path.suffix == ".parquet" else _csv
+    for line, row in read(path, (*words, *columns), tuple(where)):
+        num_rows += 1
+        if any(str(row.get(name, value)) != value for name, value in where.items()):
+            continue
+        at = f"{path}, line {line}"
+        yield line, {name: str(row[name]) for name in words}, [_number(at, name, row[name]) for name in columns]
+    if not num_rows:
+        raise CostFileError(f"{path} has no rows below its header.", remedy="Copy the file again: it may be cut off.")
+
+
+def _csv(path: Path, columns: Sequence[str], _optional: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
+    reader = csv.reader(text_of(path).splitlines())
+    header = next(reader, [])
+    _require(path, columns, header)
+    for cells in filter(None, reader):
+        if len(cells) != len(header):
+            cause = f"{path}, line {reader.line_num}: {len(cells)} values for {len(header)} columns."
+            raise CostFileError(cause, remedy="Copy the file again: it may be cut off.")
+        yield reader.line_num, dict(zip(header, cells, strict=True))
+
+
+def _parquet(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """Yield rows of a parquet file. Their line is that of the same table as CSV, below its header."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise CostFileError(
+            f"{path} needs pyarrow, which is not installed.", remedy="pip install pyarrow, or save the table as .csv."
+        ) from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _require(path, columns, file.schema_arrow.names)
+            if file.metadata.num_rows > MAX_POINTS:
+                raise CostFileError(f"{path} has more than {MAX_POINTS} rows.", remedy="Keep those of one model.")
+            columns = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
+            table = file.read(columns=columns).to_pydict()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise CostFileError(f"{path} can't be read as a table: {error}.", remedy="Copy the whole folder.") from None
+    for line, values in enumerate(zip(*(table[name] for name in columns), strict=True), start=2):
+        yield line, dict(zip(columns, values, strict=True))
+
+
+def _require(path: Path, columns: Sequence[str], header: Sequence[str]) -> None:
+    if missing := [name for name in columns if name not in header]:
+        raise CostFileError(f"{path}, line 1: there is no column {', '.join(missing)}.", remedy="Copy the whole table.")
+
+
+def _number(at: str, name: str, cell: object) -> float:
+    with suppress(ValueError):
+        value = float(str(cell))
+        if isfinite(value) and (value >= 0 or name == "alpha"):
+            return value
+    raise CostFileError(f"{at}: {name} is {cell!r}.", remedy="It must be a number of at least 0.")
+
+
+def summed(curves: Sequence[Grid]) -> Grid:
+    """Return the sum of times by one number, as far as all of them go."""
+    last = min(curve.axes[0][-1] for curve in curves)
+    axis = sorted({number for curve in curves for number in curve.axes[0] if number <= last})
+    return Grid((tuple(axis),), tuple(round(sum(curve.at(number) for curve in curves), 1) for number in axis))
+
+
+def filled(path: Path, points: Mapping[Point, float], work: Callable[..., float] | None = None) -> Grid:
+    """Return a whole grid of what may be a union of several: holes are interpolated along one axis after the other.
+
+    Outside of what is known values are those at its edge, or in proportion to `work`, a function of a point.
+    """
+    axes = [sorted(set(values)) for values in zip(*points, strict=True)]
+    shape = tuple(map(len, axes))
+    if prod(shape) > MAX_POINTS:
+        raise CostFileError(f"{path} is not a grid: its numbers have {prod(shape)} combinations.", remedy="Round its numbers.")
+    values = np.full(shape, np.nan)
+    places = [{number: idx for idx, number in enumerate(axis)} for axis in axes]
+    for point, ns in points.items():
+        values[tuple(place[number] for place, number in zip(places, point, strict=True))] = ns
+    shares = 1.0 if work is None else np.vectorize(work, otypes=[float])(*np.meshgrid(*axes, indexing="ij"))
+    values = _fill_all(values, axes, np.nan)  # inside what is known
+    values = _fill_all(values / shares, axes, None) * shares
+    return Grid(tuple(map(tuple, axes)), tuple(values.round().ravel().tolist()))
+
+
+def _fill_all(values: NDArray[np.float64], axes: Sequence[Sequence[float]], outside: float | None) -> NDArray[np.float64]:
+    for number in range(len(axes) - 1, -1, -1):
+        values = np.apply_along_axis(_fill, number, values, np.array(axes[number]), outside)
+    return values
+
+
+def _fill(line: NDArray[np.float64], axis: NDArray[np.float64], outside: float | None) -> NDArray[np.float64]:
+    known = ~np.isnan(line)
+    if known.all() or not known.any():
+        return line
+    return np.interp(axis, axis[known], line[known], left=outside, right=outside)
