@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from time import process_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.lab.aiconfigurator import Model, read_model
 from penstock.lab.cost_model import CostModel
@@ -38,6 +38,7 @@ from penstock.types.plan import Capacity
 BLOCK_SIZE = 16
 BYTES = {"bfloat16": 2.0, "fp8": 1.0, "fp8_static": 1.0, "fp8_block": 1.0}
 SYSTEMS = "aic-core/src/aiconfigurator_core/systems"
+HOST_HELP = "host time of a step, and of each row, for engines that plan synchronously"
 CONFIGS = "aic-core/src/aiconfigurator_core/model_configs"
 
 
@@ -64,6 +65,10 @@ class Runs:
     memory_share: float = 0.9
     is_share_of_rest: bool = False
     """Whether the share is that of the memory beside the weights."""
+    is_synchronous: bool = False
+    """Whether the engine plans a step when the one before has ended, so that the GPU waits for the host."""
+    host_step_us: float = 0.0
+    host_row_us: float = 0.0
 
 
 LLAMA_70B, LLAMA_8B, QWEN_32B = "meta-llama--Meta-Llama-3.1-70B", "meta-llama--Meta-Llama-3.1-8B", "Qwen--Qwen3-32B"
@@ -74,6 +79,18 @@ RUNS = (
     Runs(
         name="vLLM, Llama-3.1-70B fp8, H200",
         system="h200_sxm",
+        backend="vllm",
+        model_path="meta-llama/Llama-3.1-70B",
+        precision="fp8",
+        config=LLAMA_70B,
+        tables="vllm/0.14.0",
+        weights="fp8_static",
+        kv="fp8",
+        least_share=0.8,
+    ),
+    Runs(
+        name="vLLM, Llama-3.1-70B fp8, H100",
+        system="h100_sxm",
         backend="vllm",
         model_path="meta-llama/Llama-3.1-70B",
         precision="fp8",
@@ -99,7 +116,7 @@ RUNS = (
         least_share=0.8,
         is_share_of_rest=True,
     ),
-    # How the others were measured is not said: fixed lengths and defaults are assumed.
+    # How the others were measured is not said: fixed lengths and defaults are assumed. vLLM 0.12 plans synchronously.
     Runs(
         name="vLLM 0.12, Llama-3.1-8B fp8, H200",
         system="h200_sxm",
@@ -110,6 +127,7 @@ RUNS = (
         tables="vllm/0.14.0",
         weights="fp8_static",
         kv="fp8",
+        is_synchronous=True,
     ),
     Runs(
         name="vLLM 0.12, Qwen3-32B bf16, H100",
@@ -121,6 +139,7 @@ RUNS = (
         tables="vllm/0.14.0",
         weights="bfloat16",
         kv="bfloat16",
+        is_synchronous=True,
     ),
     Runs(
         name="SGLang 0.5.6, Llama-3.1-8B fp8, H200",
@@ -177,6 +196,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--requests", type=int, default=10, help="of each client, as InferenceMAX's")
     parser.add_argument("--max-answer", type=int, default=1 << 20, help="leave out runs with longer answers")
+    parser.add_argument(
+        "--lengths", default="", help="runs of these lengths alone, such as 1024+1024; with ! in front, of others"
+    )
+    parser.add_argument("--host-us", type=float, nargs=2, default=(0.0, 0.0), metavar=("STEP", "ROW"), help=HOST_HELP)
     parser.add_argument("--tables", help="other tables than in RUNS, such as vllm/0.19.0")
     parser.add_argument("--kv", help="another type of the KV cache")
     parser.add_argument("--seed", type=int, default=0, help="of lengths")
@@ -186,8 +209,12 @@ def main() -> None:
     began_s = process_time()
     chosen = [run for run in published(asked.folder / SYSTEMS / "silicon_sample.csv") if asked.only in run.runs.name]
     chosen = [run for run in chosen if run.num_output_tokens <= asked.max_answer]
-    others = {name: getattr(asked, name) for name in ("tables", "kv") if getattr(asked, name)}
-    chosen = [replace(run, runs=replace(run.runs, **others)) for run in chosen]
+    if asked.lengths:
+        lengths, are_others = asked.lengths.removeprefix("!"), asked.lengths.startswith("!")
+        chosen = [run for run in chosen if (f"{run.num_prompt_tokens}+{run.num_output_tokens}" == lengths) != are_others]
+    others: dict[str, Any] = {name: getattr(asked, name) for name in ("tables", "kv") if getattr(asked, name)}
+    host = dict(zip(("host_step_us", "host_row_us"), asked.host_us, strict=True))
+    chosen = [replace(run, runs=replace(run.runs, **others, **(host if run.runs.is_synchronous else {}))) for run in chosen]
     work = partial(simulate, asked.folder, asked.requests, asked.seed)
     if asked.processes > 1:
         with ProcessPoolExecutor(asked.processes) as pool:
@@ -243,7 +270,7 @@ def simulate(folder: Path, num_requests: int, seed: int, run: Run) -> Simulated:
         cost=cost_of(folder, runs, run.num_gpus),
         max_tokens=None,
         enable_prefix_caching=False,
-        depth=2,
+        depth=1 if runs.is_synchronous else 2,
     )
     rng = Random(seed)  # repeatable on purpose
     jobs = [
@@ -267,7 +294,8 @@ def simulate(folder: Path, num_requests: int, seed: int, run: Run) -> Simulated:
 def cost_of(folder: Path, runs: Runs, num_gpus: int) -> CostModel:
     config = folder / CONFIGS / f"{runs.config}_config.json"
     choice = Choice(model_config=config, engine=runs.tables, weights=runs.weights, kv=runs.kv, num_gpus=num_gpus)
-    return import_folder(folder / SYSTEMS / "data" / runs.system, choice).cost
+    cost = import_folder(folder / SYSTEMS / "data" / runs.system, choice).cost
+    return replace(cost, host_step_ns=1e3 * runs.host_step_us, host_row_ns=1e3 * runs.host_row_us)
 
 
 def blocks_of(folder: Path, run: Run) -> int:
