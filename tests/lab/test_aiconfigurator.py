@@ -17,6 +17,7 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.kernel_files import Choice
 from penstock.lab.kernel_import import import_folder
 from penstock.types.plan import StepShape
+from support.lab.kernels import write_tables
 from support.lab.operations import CONFIG, ENGINE, decode_us, product_us, prompt_us, write_config, write_system
 
 GEMM = f"gemm/{ENGINE}/gemm_perf.txt"
@@ -201,6 +202,13 @@ def test_engines_without_tables_are_refused_with_those_that_have(folder: Path, c
     for engine in ("", "vllm/2.0"):
         with pytest.raises(CostFileError, match=rf"no gemm_perf.*--engine, one of: {ENGINE}"):
             import_folder(folder, replace(choice, engine=engine))
+
+
+def test_options_for_tables_of_another_format_are_refused(folder: Path, choice: Choice, tmp_path: Path) -> None:
+    with pytest.raises(CostFileError, match="Leave out --layers"):
+        import_folder(folder, replace(choice, num_layers=2))
+    with pytest.raises(CostFileError, match="Leave out --model-config"):
+        import_folder(write_tables(tmp_path / "tables"), choice)
 
 
 def test_configurations_without_a_dense_model_are_refused(folder: Path, choice: Choice) -> None:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 )
 @click.option("--model-config", type=FILE, metavar="FILE", help="With --import, of AIConfigurator: the model's config.json.")
 @click.option("--engine", metavar="NAME/VERSION", help="The same: whose kernels, such as vllm/0.19.0.")
-@click.option("--weights", default="bfloat16", help="The same: type of the weights as in the tables, or fp8_static.")
-@click.option("--kv", default="bfloat16", help="The same: type of the KV cache.")
+@click.option("--weights", help="The same: type of the weights as in the tables, or fp8_static. Default: bfloat16.")
+@click.option("--kv", help="The same: type of the KV cache. Default: bfloat16.")
 @click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
 @click.option("--hidden-size", type=click.IntRange(1, 1 << 20), help="With --import: the same for its width.")
 @click.option("--gpus", type=click.IntRange(1, 64), default=1, help="With --import: GPUs that share each layer.")
@@ -71,8 +71,8 @@ def profile(
     link_latency_us: float,
     model_config: Path | None,
     engine: str | None,
-    weights: str,
-    kv: str,
+    weights: str | None,
+    kv: str | None,
     trace: Path | None,
     plot_file: Path | None,
     rounds: int,
@@ -105,12 +105,12 @@ def profile(
             link_latency_ns=1e3 * link_latency_us,
             model_config=model_config,
             engine=engine or "",
-            weights=weights,
-            kv=kv,
+            weights=weights or "bfloat16",
+            kv=kv or "bfloat16",
         )
         _import(folder, choice, fit_file)
         return
-    if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us or model_config or engine:
+    if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us or model_config or engine or weights or kv:
         raise click.UsageError("These are options for tables of kernels: name them with --import.")
     if onto is not None and (source is None or fit_file is None):
         raise click.UsageError("--onto adds what a recording's steps took to a fit: name the recording with --from, and --fit.")

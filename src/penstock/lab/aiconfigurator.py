@@ -84,6 +84,9 @@ def is_there(folder: Path) -> bool:
 def read(folder: Path, choice: Choice) -> SavedCost:
     if choice.model_config is None:
         raise CostFileError(f"{folder} serves any dense model.", remedy="Name one: --model-config config.json.")
+    if choice.num_layers or choice.hidden_size or choice.link_bytes_per_s:
+        remedy = "Leave out --layers, --hidden-size and --link-gbytes-per-s."
+        raise CostFileError(f"The model's sizes and the link's times are in {choice.model_config} and {folder}.", remedy=remedy)
     model, system, gpus = read_model(choice.model_config), read_system(folder), choice.num_gpus
     if model.num_heads % gpus or model.mlp_size % gpus:
         raise CostFileError(f"{gpus} GPUs can't share the {model.num_heads} heads of {model.name}.", remedy="Set --gpus.")

@@ -49,6 +49,8 @@ def is_there(folder: Path) -> bool:
 
 
 def read(folder: Path, choice: Choice) -> SavedCost:
+    if choice.model_config or choice.engine:
+        raise CostFileError(f"{folder} has tables of one model and engine.", remedy="Leave out --model-config and --engine.")
     meta = _meta(folder, choice.num_gpus)
     model = meta.get("model", "")
     known = SHAPES.get(model)
