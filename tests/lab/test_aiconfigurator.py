@@ -18,7 +18,7 @@ from penstock.lab.kernel_files import Choice
 from penstock.lab.kernel_import import import_folder
 from penstock.types.plan import StepShape
 from support.lab.kernels import write_tables
-from support.lab.operations import CONFIG, ENGINE, decode_us, product_us, prompt_us, write_config, write_system
+from support.lab.operations import CONFIG, ENGINE, decode_us, product_us, prompt_us, write_config, write_csv, write_system
 
 GEMM = f"gemm/{ENGINE}/gemm_perf.txt"
 DECODES = f"attention/{ENGINE}/generation_attention_perf.txt"
@@ -100,6 +100,17 @@ def test_known_scales_save_passes_over_the_input_but_never_the_reading_of_weight
     saved = sum(saved_us(8, *one) for one in ((128, 64, 1), (64, 64, 2), (256, 64, 1), (64, 128, 2)))
     assert step_us(found, *[(1, 15)] * 8) - step_us(known, *[(1, 15)] * 8) == pytest.approx(3 * saved, abs=0.05)
     assert saved > 0
+
+
+def test_passes_that_were_measured_are_subtracted(folder: Path, choice: Choice) -> None:
+    found = import_folder(folder, replace(choice, weights="fp8")).cost
+    for name, us in (("computescale", 0.25), ("scale_matrix", 0.125)):
+        rows = [("fp8", tokens, width, us * width / 64e3) for tokens in (1, 64) for width in (64, 128)]
+        write_csv(folder / "quantize" / ENGINE / f"{name}_perf.txt", "quant_dtype,m,k,latency", rows)
+    known = import_folder(folder, replace(choice, weights="fp8_static")).cost
+    saved = 0.25 + (0.25 + 0.125) + 0.25 + 2 * (0.25 + 0.125)
+    prompt = (64, 0)  # a step of few tokens is bound by reading weights
+    assert step_us(found, prompt) - step_us(known, prompt) == pytest.approx(3 * saved, abs=0.01)
 
 
 def saved_us(tokens: int, outputs: int, inputs: int, passes: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 from math import ceil, log2
@@ -24,7 +24,10 @@ from penstock.lab.kernel_tables import Grid, KernelTables
 
 _GEMM, _CONTEXT, _GENERATION = "gemm_perf", "context_attention_perf", "generation_attention_perf"
 _REDUCE = "custom_allreduce_perf"
-_FAMILIES = {_GEMM: "gemm", _CONTEXT: "attention", _GENERATION: "attention", _REDUCE: "comm"}
+_SCALES, _ROUNDING = "computescale_perf", "scale_matrix_perf"
+_FAMILIES = {_GEMM: "gemm", _CONTEXT: "attention", _GENERATION: "attention", _REDUCE: "comm"} | dict.fromkeys(
+    (_SCALES, _ROUNDING), "quantize"
+)
 """Table -> the folder above the engine's. Releases before 2026 have the engine's folder at the top."""
 _ENDINGS = (".parquet", ".txt", ".csv")
 _STATIC = "_static"
@@ -99,7 +102,9 @@ def read(folder: Path, choice: Choice) -> SavedCost:
     for name, shape in model.products(gpus).items():
         product_ns = _nearest(found, shape, _area, f"the product {name}", notes)
         if choice.weights.endswith(_STATIC):
-            product_ns = _without_scales(product_ns, system, shape, num_passes=2 if name in _LOW_PRECISION_INPUTS else 1)
+            number = 2 if name in _LOW_PRECISION_INPUTS else 1
+            passes = _passes(folder, choice.engine, shape[1], number, system, product_ns.axes[0])
+            product_ns = _without_scales(product_ns, passes, 1e9 * shape[0] * shape[1] / system.read_bytes_per_s)
         layer.append(product_ns)
     if reduced is not None:
         layer += [reduced, reduced]
@@ -206,15 +211,29 @@ def _products(path: Path, weights: str) -> dict[tuple[int, ...], Grid]:
     return _curves(points)
 
 
-def _without_scales(times: Grid, system: System, shape: tuple[int, int], num_passes: int) -> Grid:
-    """Return times of a product without passes over its input. AIConfigurator subtracts their measured times, which most of its
-    systems lack: here they take as long as copies."""
-    outputs, inputs = shape
-    values = []
-    for tokens, ns in zip(times.axes[0], times.values, strict=True):
-        least_ns = 1e9 * outputs * inputs / system.read_bytes_per_s
-        values.append(max(min(ns, least_ns), ns - num_passes * system.copy_ns(_BF16_BYTES * inputs * tokens)))
+def _without_scales(times: Grid, passes: Sequence[Grid], least_ns: float) -> Grid:
+    """Return times of a product without passes over its input, and not below the time to read its weights."""
+    values = [
+        max(min(ns, least_ns), ns - sum(one.at(tokens) for one in passes))
+        for tokens, ns in zip(times.axes[0], times.values, strict=True)
+    ]
     return Grid(times.axes, tuple(values))
+
+
+def _passes(folder: Path, engine: str, inputs: int, number: int, system: System, axis: Sequence[float]) -> list[Grid]:
+    """Return times by tokens to find the scales of a product's input, and for two passes to round it.
+
+    Engines without tables of them take as long as copies.
+    """
+    if engine not in _engines(folder, _SCALES):
+        return [_copies(system, _BF16_BYTES * inputs, axis)] * number
+    found = []
+    for table in (_SCALES, _ROUNDING)[:number]:
+        points: dict[tuple[int, ...], dict[float, float]] = {}
+        for tokens, width, ms in _of(_find(folder, engine, table), ("m", "k", "latency"), "quant_dtype", "fp8", "--weights"):
+            points.setdefault((int(width),), {}).setdefault(tokens, ms * 1e6)
+        found.append(_nearest(_curves(points), (inputs,), int, table, {}))
+    return found
 
 
 def _of(path: Path, columns: tuple[str, ...], word: str, wanted: str, option: str) -> Iterator[list[float]]:
@@ -285,7 +304,7 @@ def _reduced(path: Path, num_gpus: int, hidden_size: int) -> Grid:
     return Grid((tuple(sorted(points)),), tuple(points[at] for at in sorted(points)))
 
 
-def _copies(system: System, token_bytes: float, axis: list[float]) -> Grid:
+def _copies(system: System, token_bytes: float, axis: Sequence[float]) -> Grid:
     return Grid((tuple(axis),), tuple(system.copy_ns(token_bytes * tokens) for tokens in axis))
 
 
