@@ -55,6 +55,14 @@ def test_a_fit_onto_another_keeps_its_proportions_and_its_range() -> None:
     assert fitted.cost.residuals, "the noise is the recording's too"
 
 
+@pytest.mark.parametrize("host_ns", [None, 0])
+def test_steps_without_host_time_are_fitted_without_an_error_of_it(host_ns: int | None) -> None:
+    fitted = fit([replace(step, host_ns=host_ns) for step in steps()])
+    assert "host" not in fitted.left_out
+    assert fitted.cost.host_step_ns == 0
+    assert fitted.left_out["execute"].median < 0.02
+
+
 def test_outliers_do_not_lead_it_astray() -> None:
     rng = random.Random(4)
     spoilt = [replace(step, execute_ns=4 * step.execute_ns) if rng.random() < 0.08 else step for step in steps()]

@@ -211,8 +211,8 @@ class _Table:
                 if part != HOST and not self.is_step[indices[0]]:
                     continue
                 measured = float(np.median(self.measured[part][indices]))
-                # Relative errors of a part below a tenth of the step are meaningless.
-                if not np.isnan(measured) and (part == HOST or measured > 0.1 * whole):
+                # Relative errors of a part below a tenth of the step are meaningless; a host's time may be unknown (NaN) or 0.
+                if measured > (0.0 if part == HOST else 0.1 * whole):
                     found.setdefault(part, []).append(float(np.median(values[indices])) / measured - 1)
         return {part: _errors(np.array(values)) for part, values in found.items()}
 
