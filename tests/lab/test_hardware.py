@@ -18,7 +18,8 @@ ROW = "box,cpu,mine,64,100,4,2,0.8,0.5,100,measured,,,,"
 
 def test_each_machine_has_its_sources_and_a_price_its_date() -> None:
     table = known_hardware()
-    assert {"c7i.4xlarge", "c7a.4xlarge", "L4", "A10G", "A100", "H100", "H200"} <= table.keys()
+    assert {"c7i.4xlarge", "c7a.4xlarge", "L4", "L40S", "A10G", "A100", "H100", "H200", "B200", "MI300X"} <= table.keys()
+    assert {name for name, one in table.items() if "LLMServingSim" in one.tables} == {"RTX4090", "RTXPRO6000"}
     for hardware in table.values():
         assert hardware.spec_source.startswith("https://"), hardware.name
         assert hardware.basis.startswith(("measured", "assumed")), hardware.name
@@ -34,7 +35,7 @@ def test_published_figures() -> None:
     assert intel.ops_per_s(is_quantised=False) == intel.bf16_ops_per_s
 
 
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
+def test_a_table_of_ones_own_needs_no_column_of_tables(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(f"# my machines\n\n{HEADER}\n{ROW}\n")
     box = read_table(path)["box"]
@@ -102,5 +103,5 @@ def test_impossible_hardware_is_refused() -> None:
 
 
 def test_prices_of_serverless_workers_say_so() -> None:
-    for name in ("A100", "H100", "H200"):
+    for name in ("A100", "H100", "H200", "B200", "L40S", "RTX4090"):
         assert "RunPod serverless" in find(name, known_hardware()).price_source

@@ -59,6 +59,8 @@ class Hardware:
     price_source: str = ""
     price_date: str = ""
     spec_source: str = ""
+    tables: str = ""
+    """Projects that published kernel times measured on it."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "read_bytes_per_s", "bf16_ops_per_s"):
@@ -173,4 +175,5 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
         price_source=row["price_source"],
         price_date=row["price_date"],
         spec_source=row["spec_source"],
+        tables=row.get("tables", ""),
     )

@@ -154,13 +154,14 @@ def _order(sized: Sized) -> tuple[bool, float, float]:
 
 
 def hardware_table(machines: Sequence[Hardware]) -> str:
-    rows = [["name", "memory", "reads", "operations", "USD an hour", "of", "description"]]
+    rows = [["name", "memory", "reads", "operations", "USD an hour", "of", "kernels measured by", "description"]]
     for one in machines:
         price = "" if one.price_per_hour is None else f"{one.price_per_hour:.2f}"
         peak = format_number(one.ops_per_s(is_quantised=True), "op/s")
         memory, reads = format_number(one.memory_bytes, "B"), format_number(one.read_bytes_per_s, "B/s")
-        rows.append([one.name, memory, reads, peak, price, one.price_date, one.description])
-    return table(rows)
+        rows.append([one.name, memory, reads, peak, price, one.price_date.partition(" ")[0], one.tables, one.description])
+    note = "\n`penstock profile --import` makes step times of measured kernels: docs/profile.md. Without, they are estimates."
+    return table(rows) + note
 
 
 def trial_words(trial: Trial) -> str:
