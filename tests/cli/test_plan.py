@@ -14,6 +14,7 @@ import pytest
 
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
+from penstock.lab.fitting import Errors
 from penstock.machine import cpu_name
 from penstock.models.cache import default_cache_dir
 
@@ -113,6 +114,40 @@ def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock
     assert penstock("plan", tiny_model, *SHORT, "--cost", "cost.json").returncode == 0
 
 
+def test_each_machine_has_step_times_of_its_own_source_with_their_error(
+    penstock: Penstock, tiny_model: Path, tmp_path: Path
+) -> None:
+    fast = CostModel(step_ns=1e6, decode_row_ns=1e4, prefill_token_ns=1e4)
+    missed = {"execute": Errors(median=0.1, p90=0.25, largest=0.5, signed_mean=0.0, num=9)}
+    machine = {"cpu": "NVIDIA RTX PRO 6000 Blackwell Server Edition"}
+    save_cost(tmp_path / "kernels.json", SavedCost(cost=fast, source="kernels", machine=machine, model="someone/tiny"))
+    save_cost(tmp_path / "fit.json", SavedCost(cost=fast, source="profile", machine={"cpu": "NVIDIA L40S"}, errors=missed))
+    costs = ("--cost", "RTXPRO6000=kernels.json,L4=fit.json", "--hardware", "rtxpro6000,L4,H100", "--json", "plan.json")
+    result = penstock("plan", tiny_model, *SHORT, "--slo", "e2e=5s", *costs)
+    assert result.returncode == 0, result.stderr
+    machines = {one["hardware"]: one for one in json.loads((tmp_path / "plan.json").read_text())["machines"]}
+    assert {name: one["step_error"] for name, one in machines.items()} == {"RTXPRO6000": 1.1, "L4": 1.25, "H100": 1.5}
+    for name, kind in {"RTXPRO6000": "measured kernels", "L4": "fitted", "H100": "estimated from peaks"}.items():
+        assert re.search(rf"^  {name} .* {kind}$", result.stdout, re.MULTILINE), name
+        assert machines[name]["highest_rates"][0] < machines[name]["highest_rates"][1]
+    assert "The step times are those of NVIDIA L40S, not of L4." in result.stdout
+    assert "not of RTXPRO6000" not in result.stdout
+    assert "The step times are those of someone/tiny" not in result.stdout
+
+
+def test_a_preset_is_planned_beside_these_settings(penstock: Penstock, tiny_model: Path) -> None:
+    server = ("--slo", "ttft=20ms", "--hardware", "L4", "--router", "prefix", "--policy", "sjf", "--slo-itl", "20ms")
+    result = penstock("plan", tiny_model, *SHORT, *server, "--beside", "vllm", "--beside", "orca")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()[1:4]]
+    assert [row[:4] for row in rows] == [
+        ["L4", "these", "settings", "prefix"],
+        ["L4", "preset", "vllm", "round-robin"],
+        ["L4", "preset", "orca", "round-robin"],
+    ]
+    assert "x" in rows[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -125,7 +160,10 @@ def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock
         (("--hardware-table", "absent.csv"), "can't be read as a table"),
         (("--workload", "absent.csv"), "absent.csv"),
         (("--cost", "absent.json"), "absent.json"),
-        (("--cost", "absent.json", "--hardware", "L4,H100"), "of one machine"),
+        (("--cost", "absent.json", "--hardware", "L4,H100"), "--cost L4=absent.json; the others are estimated"),
+        (("--cost", "H200=absent.json", "--hardware", "L4,H100"), "'H200=absent.json' is not a file for one of L4, H100"),
+        (("--beside", "vllm", "--hardware", "L4"), "--beside compares highest rates"),
+        (("--beside", "vlm", "--slo", "e2e=9s", "--hardware", "L4"), "'vlm' is not available; available: static"),
         ((*SHORT, "--json", "absent/plan.json", "--hardware", "L4"), "can't be written"),
         (("--input-tokens", "9000", "--hardware", "L4"), "this server takes 512"),
         (("--router", "fastest", "--hardware", "L4"), "There is no router 'fastest'"),

@@ -34,12 +34,14 @@ from penstock.lab.plan import (
     long_enough,
     make_bill,
     make_trial,
+    p99_ttft_ns,
     plan,
+    plan_briefly,
     queue_table,
     saturated_rate,
     search,
 )
-from penstock.lab.plan_report import as_json, comparison, plots, report
+from penstock.lab.plan_report import as_json, beside, comparison, plots, report
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import ModelSize, Speeds, batch_point, fullest_batch, lengths_of, roofline
 from penstock.lab.workload import Job, Workload
@@ -539,6 +541,52 @@ def test_a_plan_says_everything_and_what_is_not_certain() -> None:
     assert numbers["num_replicas"] == sized.fleet.num_replicas  # type: ignore[union-attr]
     assert numbers["load"] == pytest.approx(30 / (numbers["num_replicas"] * sized.search.saturated_rate))  # type: ignore[union-attr]
     assert text.index("What binds:") < text.index("What is not certain") < text.index("Arithmetic"), "the answer first"
+
+
+def test_slower_and_faster_steps_bound_the_answer() -> None:
+    """With one row and even arrivals the rate is 1 / service."""
+    server, jobs = replace(candidate(max_rows=1), step_error=2.0), workload(100)
+    sized = plan(server, BOX, jobs, asked(["e2e=2s"], rate=7.0, least_run_s=0))
+    assert sized.search is not None
+    assert sized.fleet is not None
+    assert sized.rates == (pytest.approx(sized.search.rate / 2, rel=0.03), pytest.approx(2 * sized.search.rate, rel=0.03))
+    assert sized.replicas == (math.ceil(7 / sized.rates[1]), math.ceil(7 / sized.rates[0]))
+    text, (fewest, most) = report(sized), sized.replicas
+    assert f"{sized.rates[0]:.3g} to {sized.rates[1]:.3g} with steps 2 times as slow or as fast" in text
+    assert f"{fewest} to {most} replicas behind a round-robin router; {sized.fleet.num_replicas} with these step times" in text
+    assert f"{fewest:.2f} to {most:.2f} USD an hour" in text
+    [machine] = as_json([sized])["machines"]  # type: ignore[misc]
+    assert (machine["highest_rates"], machine["replicas"]) == ([*sized.rates], [fewest, most])
+
+
+def test_an_answer_that_slower_steps_do_not_change_is_one_number() -> None:
+    sized = plan(replace(candidate(), step_error=1.01), BOX, workload(100), asked(["e2e=9s"], rate=0.1, least_run_s=0))
+    assert sized.replicas == (1, 1)
+    assert "For 0.1 requests/s: 1 replica, at a load" in report(sized)
+
+
+def test_steps_that_hold_no_slo_need_more_replicas_than_can_be_said() -> None:
+    sized = plan(replace(candidate(), step_error=3.0), BOX, workload(100), asked(["ttft=30ms"], rate=1.0, least_run_s=0))
+    assert sized.fleet is not None
+    assert sized.rates[0] == 0, "even one prompt takes 42 ms"
+    assert sized.replicas == (1, None)
+    assert "For 1 requests/s: 1 or more replicas" in report(sized)
+
+
+def test_policies_are_compared_at_a_rate_that_all_of_them_hold() -> None:
+    """The rival's batches have four rows."""
+    jobs = workload(200, instants=poisson(Random(1), 200, 1.0))
+    slos = asked(["ttft=500ms"], rate=20.0, least_run_s=0)
+    sized, rival = plan(candidate(), BOX, jobs, slos), plan_briefly(candidate(max_rows=4), BOX, jobs, slos)
+    assert sized.search is not None
+    assert rival.search is not None
+    assert (rival.binding, rival.search.rate > 0) == (None, True)
+    lines = beside([sized], [{"small": rival}]).splitlines()
+    assert f"{sized.search.rate / rival.search.rate:.2f} x" in lines[2]
+    assert lines[2].split()[:3] == ["box", "preset", "small"]
+    assert f"{rival.search.rate:.3g}/s" in lines[1]
+    assert p99_ttft_ns(rival, rival.search.rate) <= 500e6
+    assert sized.search.rate > 1.2 * rival.search.rate
 
 
 def test_machines_are_compared_from_the_cheapest_on() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from penstock.lab.sizing import ModelSize
     from penstock.types.kv_dtype import KvDtype
 
+ESTIMATE_ERROR, KERNELS_ERROR = 1.5, 1.1
+"""Factor within which most step times are right, by their source (docs/plan.md): estimates from peaks; published kernel times,
+and fits that do not know their error."""
+
 
 hardware_options = add_options(
     click.option(
@@ -38,9 +43,8 @@ hardware_options = add_options(
     ),
     click.option(
         "--cost",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Step times that `penstock profile --fit` wrote, instead of an estimate from peaks.",
+        metavar="FILE|NAME=FILE,...",
+        help="Step times that `penstock profile` wrote, of the machine or of each by name, instead of estimates from peaks.",
     ),
 )
 
@@ -100,22 +104,34 @@ def _this_machine(num_threads: int | None) -> Hardware:
     )
 
 
-def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
-    """Read the cost model that --cost names, if any. Raises PenstockError if it can't be of the machines given."""
+def read_costs(text: str | None, machines: Sequence[Hardware]) -> dict[str, SavedCost]:
+    """Read the cost models that --cost names: machine -> cost. Raises PenstockError if one can't be of its machine."""
     from penstock.lab.cost_files import load_cost
     from penstock.machine import cpu_name
 
-    if path is None:
-        return None
-    if len(machines) > 1:
-        raise ConfigError("A fitted cost model is of one machine.", remedy="Name one --hardware, or leave out --cost.")
-    saved = load_cost(path)
-    if machines[0].name != "this" and saved.source != "table" and saved.machine.get("cpu") == cpu_name():
+    if text is None:
+        return {}
+    names = {machine.name.lower(): machine.name for machine in machines}
+    if "=" not in text and len(machines) > 1:
         raise ConfigError(
-            f"{path} has the step times of this machine, and {machines[0].name} is another one.",
-            remedy="Leave out --hardware for this machine, or --cost for estimates of the other one.",
+            "A fitted cost model is of one machine.",
+            remedy=f"Say of which: --cost {machines[0].name}={text}; the others are estimated.",
         )
-    return saved
+    found: dict[str, SavedCost] = {}
+    for part in text.split(",") if "=" in text else [f"{machines[0].name}={text}"]:
+        name, _, path = part.strip().partition("=")
+        machine = names.get(name.lower())
+        if machine is None or not path:
+            raise ConfigError(
+                f"--cost {part!r} is not a file for one of {', '.join(names.values())}.", remedy="Write NAME=FILE,NAME=FILE."
+            )
+        saved = found[machine] = load_cost(Path(path))
+        if machine != "this" and saved.source != "table" and saved.machine.get("cpu") == cpu_name():
+            raise ConfigError(
+                f"{path} has the step times of this machine, and {machine} is another one.",
+                remedy="Leave out --hardware for this machine, or --cost for estimates of the other one.",
+            )
+    return found
 
 
 def make_candidate(
@@ -147,7 +163,16 @@ def make_candidate(
     doubts = list(_doubts(outline, hardware, saved))
     if acceptance is None and simulation.may_guess:
         doubts.append("No guesses of tokens (--speculation) are simulated.")
-    return Candidate(simulation=simulation, size=size, rates=rates, is_fitted=saved is not None, doubts=doubts)
+    source, error = _step_times(saved)
+    return Candidate(
+        simulation=simulation,
+        size=size,
+        rates=rates,
+        is_fitted=saved is not None,
+        step_source=source,
+        step_error=error,
+        doubts=doubts,
+    )
 
 
 def size_of_outline(outline: Outline, kv_dtype: KvDtype) -> ModelSize:
@@ -164,17 +189,39 @@ def size_of_outline(outline: Outline, kv_dtype: KvDtype) -> ModelSize:
     )
 
 
+def _step_times(saved: SavedCost | None) -> tuple[str, float]:
+    """Return the source of the step times, and the factor within which they are taken to be right."""
+    if saved is None:
+        return "estimated from peaks", ESTIMATE_ERROR
+    if saved.is_estimated:
+        return f"estimated: {saved.words}", ESTIMATE_ERROR
+    if saved.source == "kernels":
+        return f"measured kernels: {saved.words}", KERNELS_ERROR
+    missed = saved.errors.get("execute")
+    return f"fitted: {saved.words}", KERNELS_ERROR if missed is None else 1 + missed.p90
+
+
+def _is_of(hardware: Hardware, machine: str) -> bool:
+    """Return whether a name such as `NVIDIA RTX PRO 6000 Server Edition` contains that of the hardware, `RTXPRO6000`."""
+    spelled = r"[\W_]*".join(map(re.escape, hardware.name))
+    return re.search(rf"(?<![a-z0-9]){spelled}(?![a-z0-9])", machine, re.IGNORECASE) is not None
+
+
 def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
     """Yield warnings for the report: what is only assumed about the model, its memory and its step times."""
     if saved is None:
         yield (
-            f"Step times are estimates from peaks ({hardware.basis}), in which nothing ever stalls. Take the rate for an upper "
-            "bound: where a limit is near the best TTFT of a long prompt, the real one may be half. `penstock profile --fit "
-            "cost.json` there, then --cost cost.json, give the real one."
+            f"Step times are estimates from peaks ({hardware.basis}): single ones may be half or twice as long, and a limit "
+            "near the best TTFT of a long prompt multiplies that in the rate. `penstock profile --fit cost.json` there, then "
+            "--cost cost.json, give the real one."
+            + (f" Or import kernel times that {hardware.tables} measured (docs/profile.md)." if hardware.tables else "")
         )
     elif saved.is_estimated:
         yield f"Step times are estimates: {saved.words}."
-    if saved is not None and saved.model and saved.model != outline.name:
+    machine = "" if saved is None else str(saved.machine.get("cpu", ""))
+    if saved is not None and hardware.is_gpu and machine and not _is_of(hardware, machine):
+        yield f"The step times are those of {machine}, not of {hardware.name}."
+    if saved is not None and saved.model and _last(saved.model) != _last(outline.name):
         yield f"The step times are those of {saved.model}, not of {outline.name}."
     if outline.num_disk_bytes and (saved is None or saved.is_estimated):
         yield "Step times are as if memory held all experts. Those that it does not hold come from the disk, which is slower."
@@ -182,3 +229,8 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
         yield f"There are no weights of {outline.name}: they are assumed to be bf16."
     if hardware.is_gpu:
         yield "The memory of a GPU's steps is assumed; a server measures it when it starts, and has more or fewer KV blocks."
+
+
+def _last(model: str) -> str:
+    """Return the last part of a model's name: `llama-3.1-8b` of `meta-llama/Llama-3.1-8B`."""
+    return model.rstrip("/").rpartition("/")[2].lower()

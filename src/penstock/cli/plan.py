@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_cost, read_model
+from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_costs, read_model
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -29,6 +30,7 @@ from penstock.types.errors import ConfigError, PenstockError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.config import Config
     from penstock.deploy.forecast import Outline
     from penstock.lab.plan import Sized
 
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Of several replicas: this, least-work, prefix or MODULE:CLASS.",
 )
+@click.option(
+    "--beside", "presets", multiple=True, metavar="PRESET", help="Plan a preset's policies, such as vllm, too. Repeatable."
+)
 @click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write the numbers there, too.")
 @config_options(
     "model",
@@ -71,6 +76,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     \b
       penstock plan --workload hour.jsonl --slo ttft=2s --slo tpot=100ms
       penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware L4,A10G,H100
+      penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware H100 --beside vllm
 
     Without SLOs it shows only the arithmetic: memory, batch sizes, step times, queues. The rate is searched in the simulator,
     which runs the real scheduler with these settings.
@@ -79,7 +85,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.lab import plan_report
     from penstock.lab.acceptance import acceptance_of
     from penstock.lab.figures import parse_slos
-    from penstock.lab.plan import Requirements
+    from penstock.lab.plan import Requirements, plan_briefly
     from penstock.lab.plan import plan as size_deployment
     from penstock.lab.workload_choice import make_workload
 
@@ -101,18 +107,27 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         seed=choice.seed,
         **shares,
     )
+    in_turn = replace(asked, router="round-robin")
     config = config_from(values)
     machines = find_machines(values["hardware"], values["hardware_table"])
-    saved = read_cost(values["cost"], machines)
+    saved = read_costs(values["cost"], machines)
+    if values["presets"] and not asked.slos:
+        raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
     workload = make_workload(choice)
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
-    some, outlines = [], dict[bool, "Outline"]()
+    some, outlines, others = [], dict[bool, "Outline"](), list[dict[str, "Sized"]]()
     for hardware in machines:
         try:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
-            candidate = make_candidate(config, outlines[hardware.is_gpu], hardware, saved, acceptance)
-            some.append(size_deployment(candidate, hardware, workload, asked))
+            about = (outlines[hardware.is_gpu], hardware, saved.get(hardware.name), acceptance)
+            # A preset's replicas stand behind a plain load balancer: other servers do not bring a router.
+            rivals = {
+                name: plan_briefly(make_candidate(_with(config, name), *about), hardware, workload, in_turn)
+                for name in values["presets"]
+            }
+            some.append(size_deployment(make_candidate(config, *about), hardware, workload, asked))
+            others.append(rivals)
         except PenstockError as error:
             if len(machines) == 1:
                 raise
@@ -121,10 +136,23 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         raise ConfigError("No machine is left to plan for.", remedy="Take another model, other settings, or other --hardware.")
     if len(some) > 1:
         print(plan_report.comparison(some) + "\n")
+    if values["presets"]:
+        print(f"{plan_report.beside(some, others)}\n")
     print("\n\n".join(plan_report.report(sized) for sized in some))
     if not asked.slos:
         print("\nFor the highest rate, replicas and cost, give SLOs: --slo ttft=2s --slo tpot=100ms")
     _write(some, values["json_path"], values["folder"])
+
+
+def _with(config: Config, preset: str) -> Config:
+    """Return the config with a preset's policies alone, and steps of the same size."""
+    from penstock.config.components import SchedulerConfig
+
+    given = config.scheduler
+    scheduler = SchedulerConfig(
+        preset=preset, max_num_seqs=given.max_num_seqs, max_num_batched_tokens=given.max_num_batched_tokens
+    )
+    return replace(config, scheduler=scheduler)
 
 
 def _write(some: Sequence[Sized], json_path: Path | None, folder: Path | None) -> None:

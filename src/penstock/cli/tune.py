@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.candidates import find_machines, hardware_options, make_candidate, read_cost, read_model
+from penstock.cli.candidates import find_machines, hardware_options, make_candidate, read_costs, read_model
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -146,7 +146,8 @@ class _Simulator:
         machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])
         if len(machines) > 1:
             raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")
-        [self._hardware], self._saved = machines, read_cost(values["cost"], machines)
+        [self._hardware] = machines
+        self._saved = read_costs(values["cost"], machines).get(self._hardware.name)
         self.device = "cuda" if self._hardware.is_gpu else "cpu"
         if other := {values["device"], values["backend"]} & (
             {"cpu", "native", "reference"} if self._hardware.is_gpu else {"cuda"}

@@ -106,6 +106,8 @@ class CostModel:
     kernels: KernelTables | None = None
     """Tables of kernel times, added to the other costs."""
     fitted: Fitted | None = None
+    slowness: float = 1.0
+    """Factor on all times, to ask what slower or faster steps would change."""
 
     def counts(self, shape: StepShape) -> Counts:
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
@@ -151,14 +153,14 @@ class CostModel:
             parts["tokens"] = self._tokens_ns(counts.num_tokens)
         if self.kernels is not None:
             parts["kernels"] = self.kernels.step_ns(counts)
-        return {name: round(part_ns) for name, part_ns in parts.items()}
+        return {name: round(self.slowness * part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
         """Return the executor's time for a step of this shape, with warm caches and without noise."""
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:
-        return round(
+        total_ns = (
             self.step_ns
             + self.decode_row_ns * counts.num_decodes
             + self.prefill_token_ns * counts.num_prefill_tokens
@@ -170,6 +172,7 @@ class CostModel:
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
             + (0.0 if self.kernels is None else self.kernels.step_ns(counts))
         )
+        return round(self.slowness * total_ns)
 
     def scaled(self, factor: float) -> CostModel:
         """Return this model with all times in the executor multiplied. Its noise and the host's time stay."""
@@ -178,7 +181,8 @@ class CostModel:
         return replace(self, **costs, token_brackets=tuple([(up_to, factor * ns) for up_to, ns in self.token_brackets]))
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
-        return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))
+        total_ns = self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0)
+        return round(self.slowness * total_ns)
 
     def noise(self, rng: Random) -> Noise:
         return Noise(self.residuals, self.residual_correlation, rng)

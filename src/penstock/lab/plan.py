@@ -57,6 +57,8 @@ MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
 """Limits of a run with several replicas. The limit of tokens is `MOST_TOKENS` for each replica if that is more."""
 LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 256
 """Fewest and most replicas in a simulated group, at the rate that they just keep up with; most in all groups."""
+OUTLOOK_REPLICAS = 4
+"""With slower steps at most this many times the replicas are tried."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
 """Full batches and most output tokens of the run that times a saturated server. In the first batch all prompts arrive at
 once, so one batch is not enough."""
@@ -96,8 +98,17 @@ class Candidate:
     rates: Speeds
     is_fitted: bool
     """Whether the cost model comes from a file instead of the roofline."""
+    step_source: str = ""
+    """Kind of the step times, such as `estimated`."""
+    step_error: float = 1.0
+    """Factor by which steps may be slower or faster than modelled. The plan is repeated with both; 1 leaves that out."""
     doubts: Sequence[str] = ()
     """Sentences about the assumptions on model, memory and step times."""
+
+    def slowed(self, factor: float) -> Candidate:
+        """Return the candidate with steps that take `factor` times as long."""
+        cost = self.simulation.cost
+        return replace(self, simulation=replace(self.simulation, cost=replace(cost, slowness=factor * cost.slowness)))
 
     def doubled(self, resource: Resource) -> Candidate:
         """Return the candidate with twice as much of one resource, or the same candidate for `Resource.QUEUE`."""
@@ -283,11 +294,11 @@ def saturated_rate(outcome: Outcome, workload: Workload) -> float:
 
 
 def search(candidate: Candidate, workload: Workload, asked: Requirements) -> Search:
+    return highest_rate(_attempt(candidate, workload, asked), find_saturated_rate(candidate, workload))
 
-    def attempt(rate: float) -> Trial:
-        return make_trial(candidate.simulation.run(at_rate(workload, rate, asked.seed)), rate, asked)
 
-    return highest_rate(attempt, find_saturated_rate(candidate, workload))
+def _attempt(candidate: Candidate, workload: Workload, asked: Requirements) -> Callable[[float], Trial]:
+    return lambda rate: make_trial(candidate.simulation.run(at_rate(workload, rate, asked.seed)), rate, asked)
 
 
 def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
@@ -449,8 +460,16 @@ class Fleet:
         return self.num_groups * self.num_in_group
 
 
-def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, found: Search, rate: float) -> Fleet | None:
-    """Find the fewest replicas behind a router that meet the SLOs at `rate`, or None if `MOST_REPLICAS` miss them.
+def find_fleet(
+    candidate: Candidate,
+    workload: Workload,
+    asked: Requirements,
+    found: Search,
+    rate: float,
+    *,
+    most: int = MOST_REPLICAS,
+) -> Fleet | None:
+    """Find the fewest replicas behind a router that meet the SLOs at `rate`, or None if `most` miss them.
 
     `rate` divided by the highest rate of one replica would be too many, because several replicas share each burst. `found` is
     the search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` can't keep up with.
@@ -473,7 +492,7 @@ def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, fo
             return make_trial(replicas.run(jobs), share, asked)
 
         least = max(2, math.ceil(share / found.saturated_rate - 1e-9))
-        fewest = fewest_replicas(attempt, least, MOST_REPLICAS // num_groups)
+        fewest = fewest_replicas(attempt, least, min(most, MOST_REPLICAS) // num_groups)
     if fewest is None:
         return None
     num_in_group, held, failed = fewest
@@ -625,6 +644,15 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
 # All of it, for one machine
 
 
+class Outlook(NamedTuple):
+    """Answer if every step took `slowness` times as long."""
+
+    slowness: float
+    rate: float
+    num_replicas: int | None
+    """None if no number of them was found."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
     hardware: Hardware
@@ -636,11 +664,28 @@ class Sized:
     binding: Binding | None = None
     fleet: Fleet | None = None
     bill: Bill | None = None
+    outlooks: Sequence[Outlook] = ()
+    """Answers with slower and with faster steps, by `Candidate.step_error`."""
     warnings: Sequence[str] = ()
 
     @property
     def lengths(self) -> Lengths:
         return lengths_of(self.workload.jobs)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The lowest and the highest of the highest rates, over the outlooks."""
+        rates = [self.search.rate if self.search else 0.0, *(outlook.rate for outlook in self.outlooks)]
+        return min(rates), max(rates)
+
+    @property
+    def replicas(self) -> tuple[int, int | None] | None:
+        """The fewest and the most replicas over the outlooks. None for the most if slower steps need more than was tried."""
+        if self.fleet is None:
+            return None
+        numbers = [outlook.num_replicas for outlook in self.outlooks]
+        known = [self.fleet.num_replicas, *(number for number in numbers if number is not None)]
+        return min(known), None if None in numbers else max(known)
 
     @property
     def batches(self) -> Sequence[BatchPoint]:
@@ -650,6 +695,58 @@ class Sized:
 
 def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements) -> Sized:
     """Size a deployment. Without SLOs, leave out the rate, its limiting resource, replicas and bill. Raises ConfigError."""
+    served = _checked(candidate, workload, asked)
+    sized = Sized(hardware=hardware, candidate=candidate, workload=workload, asked=asked, warnings=candidate.doubts)
+    if not asked.slos:
+        return sized
+    found = search(candidate, served, asked)
+    binding = find_binding(candidate, served, asked, found)
+    wanted, fleet = _wanted(workload, asked, found), None
+    # If a rate holds only with even arrivals, bursts are the cause, and replicas share bursts.
+    if wanted and (found.best or binding.gains[Resource.QUEUE].most):
+        fleet = find_fleet(candidate, served, asked, found, wanted)
+    doubts = [*candidate.doubts, *warnings(workload, found, fleet)]
+    error = candidate.step_error
+    slow_and_fast = (error, 1 / error) if error > 1 else ()
+    outlooks = [find_outlook(candidate, served, asked, found, fleet, slowness) for slowness in slow_and_fast]
+    bill = _bill(hardware, workload, asked, fleet)
+    return replace(sized, search=found, binding=binding, fleet=fleet, bill=bill, outlooks=outlooks, warnings=doubts)
+
+
+def plan_briefly(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements) -> Sized:
+    """Size a deployment, without the limiting resource and other step times. Raises ConfigError."""
+    served = _checked(candidate, workload, asked)
+    found = search(candidate, served, asked)
+    wanted = _wanted(workload, asked, found)
+    fleet = find_fleet(candidate, served, asked, found, wanted) if found.best else None
+    sized = Sized(hardware=hardware, candidate=candidate, workload=workload, asked=asked, warnings=candidate.doubts)
+    return replace(sized, search=found, fleet=fleet, bill=_bill(hardware, workload, asked, fleet))
+
+
+def find_outlook(
+    candidate: Candidate, workload: Workload, asked: Requirements, found: Search, fleet: Fleet | None, slowness: float
+) -> Outlook:
+    """Search again with steps that take `slowness` times as long. `found`, `fleet`: with steps as modelled."""
+    other, number = candidate.slowed(slowness), None
+    # A saturated server is never idle, so its rate changes as its steps do.
+    again = highest_rate(_attempt(other, workload, asked), found.saturated_rate / slowness)
+    if fleet is not None and again.best and fleet.rate / (1 - asked.headroom) <= MOST_REPLICAS * again.saturated_rate:
+        most = OUTLOOK_REPLICAS * fleet.num_replicas
+        needed = find_fleet(other, workload, asked, again, fleet.rate, most=most)
+        number = needed.num_replicas if needed else None
+    return Outlook(slowness, again.rate, number)
+
+
+def p99_ttft_ns(sized: Sized, rate: float) -> float:
+    """Return the p99 of the time to the first token of one replica at `rate`."""
+    served = _checked(sized.candidate, sized.workload, sized.asked)
+    outcome = sized.candidate.simulation.run(at_rate(served, rate, sized.asked.seed))
+    samples = Samples.of(outcome.records)
+    return _quantile(samples.latency_ns("ttft")[samples.is_ok].astype(np.float64), 0.99)
+
+
+def _checked(candidate: Candidate, workload: Workload, asked: Requirements) -> Workload:
+    """Return the workload, long enough for the searches. Raises ConfigError for requirements that can't be met."""
     find_router(asked.router)
     if not 0 < asked.goal <= 1:
         raise ConfigError(f"The goal is {asked.goal:g}.", remedy="Set it above 0 and to 1 at most, such as 99%.")
@@ -661,19 +758,15 @@ def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Re
             f"The longest request has {lengths.longest} tokens, and this server takes {capacity.max_model_len}.",
             remedy="Shorten the workload (--max-input-tokens, --divide-lengths), or give more memory or another model.",
         )
-    sized = Sized(hardware=hardware, candidate=candidate, workload=workload, asked=asked, warnings=candidate.doubts)
-    if not asked.slos:
-        return sized
-    fleet = bill = None
-    served = long_enough(workload, fullest_batch(candidate.simulation.cost, lengths, capacity), asked.least_run_s)
-    found = search(candidate, served, asked)
-    binding = find_binding(candidate, served, asked, found)
-    wanted = asked.rate or mean_rate(workload) or found.rate
-    # If a rate holds only with even arrivals, bursts are the cause, and replicas share bursts.
-    if wanted and (found.best or binding.gains[Resource.QUEUE].most):
-        fleet = find_fleet(candidate, served, asked, found, wanted)
+    return long_enough(workload, fullest_batch(candidate.simulation.cost, lengths, capacity), asked.least_run_s)
+
+
+def _wanted(workload: Workload, asked: Requirements, found: Search) -> float:
+    return asked.rate or mean_rate(workload) or found.rate
+
+
+def _bill(hardware: Hardware, workload: Workload, asked: Requirements, fleet: Fleet | None) -> Bill | None:
     price = hardware.price_per_hour if asked.price_per_hour is None else asked.price_per_hour
-    if fleet is not None and price is not None:
-        bill = make_bill(fleet.rate, fleet.num_replicas, lengths, price_per_hour=price)
-    doubts = [*candidate.doubts, *warnings(workload, found, fleet)]
-    return replace(sized, search=found, binding=binding, fleet=fleet, bill=bill, warnings=doubts)
+    if fleet is None or price is None:
+        return None
+    return make_bill(fleet.rate, fleet.num_replicas, lengths_of(workload.jobs), price_per_hour=price)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.lab.arrivals import mean_rate
 from penstock.lab.hardware import Hardware
-from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, queue_table
+from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, p99_ttft_ns, queue_table
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
 from penstock.lab.sizing import arithmetic, format_number, format_time
 from penstock.lab.workload import NS_PER_S
@@ -18,10 +18,13 @@ def report(sized: Sized) -> str:
     hardware, lengths = sized.hardware, sized.lengths
     peak = format_number(hardware.ops_per_s(is_quantised=sized.candidate.size.is_quantised), "op/s")
     memory, reads = format_number(hardware.memory_bytes, "B"), format_number(hardware.read_bytes_per_s, "B/s")
+    candidate = sized.candidate
+    right = f", taken to be right within a factor of {candidate.step_error:.3g}" if candidate.step_error > 1 else ""
     parts = [
         f"{sized.candidate.size.name} on {hardware.name}: {hardware.description}; {memory} of memory, peaks {reads} and {peak}",
         f"Workload {sized.workload.name}: {counted(lengths.num_jobs, 'request')}, prompts of {lengths.mean_prompt:.0f} tokens "
         f"on average (p99 {lengths.p99_prompt}), answers of {lengths.mean_output:.0f}",
+        *([f"Step times: {candidate.step_source}{right}"] if candidate.step_source else []),
     ]
     if sized.search is not None:
         parts.append("\n" + "\n".join(_answer(sized)))
@@ -78,9 +81,12 @@ def _answer(sized: Sized) -> Iterator[str]:
         yield "Loosen that SLO, or take a faster machine or a smaller model."
         yield binding.reason
     else:
-        bound, runs = "" if sized.candidate.is_fitted else "at most ", counted(len(found.trials), "run")
+        runs = counted(len(found.trials), "run")
         goal, own_rate = f"{100 * sized.asked.goal:.4g} %", mean_rate(sized.workload)
-        yield f"Highest rate: {bound}{found.rate:.3g} requests/s, at which {goal} hold the SLOs ({runs})"
+        low, high = sized.rates
+        error = sized.candidate.step_error
+        between = f" ({low:.3g} to {high:.3g} with steps {error:.3g} times as slow or as fast)" if sized.outlooks else ""
+        yield f"Highest rate: {found.rate:.3g} requests/s{between}, at which {goal} hold the SLOs ({runs})"
         yield f"  holds   {trial_words(found.best)}"
         if found.failed is not None:
             yield f"  fails   {trial_words(found.failed)}"
@@ -102,7 +108,10 @@ def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
     headroom, hardware, bill = sized.asked.headroom, sized.hardware, sized.bill
     room = f" with {headroom:.0%} of headroom" if headroom else ""
     routed = f" behind a {sized.asked.router} router" if fleet.num_replicas > 1 else ""
+    range_ = replica_range(sized)
     number = f"{counted(fleet.num_replicas, 'replica')}{routed}"
+    if range_ != f"{fleet.num_replicas}":
+        number = f"{range_} replicas{routed}; {fleet.num_replicas} with these step times"
     yield f"For {fleet.rate:.3g} requests/s{room}: {number}, at a load of {fleet.load:.0%} of what they keep up with"
     replicas = counted(fleet.num_in_group, "replica")
     if fleet.held is not None:
@@ -116,9 +125,11 @@ def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
     if bill is None:
         yield "  No price is known: give --price-per-hour."
         return
-    output, every = _price(bill.price_per_million_output_tokens), _price(bill.price_per_million_tokens)
+    output, every = (
+        _range_of_prices(sized, price) for price in (bill.price_per_million_output_tokens, bill.price_per_million_tokens)
+    )
     yield (
-        f"  {bill.price_per_hour:.2f} USD an hour: {output} USD per million output tokens, "
+        f"  {_range_of_prices(sized, bill.price_per_hour)} USD an hour: {output} USD per million output tokens, "
         f"{every} per million tokens of prompts and answers"
     )
     if hardware.price_per_hour is not None and bill.price_per_hour == hardware.price_per_hour * fleet.num_replicas:
@@ -132,13 +143,13 @@ def comparison(some: Sequence[Sized]) -> str:
         rows.append(
             [
                 sized.hardware.name,
-                f"{sized.search.rate:.3g}" if sized.search else "-",
+                rate_range(sized) if sized.search else "-",
                 sized.binding.words if sized.binding else "-",
-                f"{fleet.num_replicas}" if fleet else "none",
+                replica_range(sized) if fleet else "none",
                 f"{fleet.load:.0%}" if fleet else "",
-                f"{bill.price_per_hour:.2f}" if bill else "",
-                _price(bill.price_per_million_output_tokens) if bill else "",
-                "fitted" if sized.candidate.is_fitted else "estimated",
+                _range_of_prices(sized, bill.price_per_hour) if bill else "",
+                _range_of_prices(sized, bill.price_per_million_output_tokens) if bill else "",
+                f"{sized.candidate.step_source.partition(':')[0]}",
             ]
         )
     sources = dict.fromkeys(
@@ -146,6 +157,44 @@ def comparison(some: Sequence[Sized]) -> str:
     )
     note = f"\nPrices are of {'; '.join(sources)}. Yours will differ." if sources else ""
     return table(rows) + note
+
+
+def rate_range(sized: Sized) -> str:
+    low, high = (f"{rate:.3g}" for rate in sized.rates)
+    return low if low == high else f"{low} to {high}"
+
+
+def replica_range(sized: Sized) -> str:
+    assert sized.replicas is not None
+    low, high = sized.replicas
+    return f"{low} or more" if high is None else f"{low}" if low == high else f"{low} to {high}"
+
+
+def _range_of_prices(sized: Sized, price: float) -> str:
+    """Return a price of the planned replicas, as a range over the numbers of them that other step times need."""
+    assert sized.fleet is not None
+    assert sized.replicas is not None
+    low, high = (None if number is None else _price(price * number / sized.fleet.num_replicas) for number in sized.replicas)
+    return f"{low} or more" if high is None else f"{low}" if low == high else f"{low} to {high}"
+
+
+def beside(some: Sequence[Sized], others: Sequence[Mapping[str, Sized]]) -> str:
+    """Compare plans with those of presets on the same hardware, with the same step times. `others` has those of each plan."""
+    rows = [["hardware", "policies", "router", "requests/s", "gain", "p99 TTFT", "at", "replicas", "USD an hour"]]
+    for sized, rivals in zip(some, others, strict=True):
+        plans = {"these settings": sized, **{f"preset {name}": rival for name, rival in rivals.items()}}
+        rates = {name: one.search.rate if one.search else 0.0 for name, one in plans.items()}
+        common = min(filter(None, rates.values()), default=0.0)
+        for name, one in plans.items():
+            gain = "" if one is sized or not rates[name] else f"{rates['these settings'] / rates[name]:.2f} x"
+            late = [format_time(p99_ttft_ns(one, common)), f"{common:.3g}/s"] if common else ["", ""]
+            number, price = (
+                f"{one.fleet.num_replicas}" if one.fleet else "none",
+                _price(one.bill.price_per_hour) if one.bill else "",
+            )
+            rows.append([one.hardware.name, name, one.asked.router, f"{rates[name]:.3g}", gain, *late, number, price])
+    note = "Gain: highest rate of these settings over the preset's. TTFT: of one replica, at the lowest of the highest rates."
+    return f"{table(rows)}\n{note}"
 
 
 def _order(sized: Sized) -> tuple[bool, float, float]:
@@ -210,6 +259,8 @@ def _machine(sized: Sized) -> dict[str, object]:
         "model": size.name,
         "workload": sized.workload.name,
         "is_fitted": sized.candidate.is_fitted,
+        "step_times": sized.candidate.step_source,
+        "step_error": sized.candidate.step_error,
         "num_weight_bytes": size.num_weight_bytes,
         "kv_bytes_per_token": size.kv_bytes_per_token,
         "num_kv_tokens": (capacity.num_blocks - 1) * capacity.block_size,
@@ -227,6 +278,7 @@ def _machine(sized: Sized) -> dict[str, object]:
         ],
         "goal": asked.goal,
         "highest_rate": found and found.rate,
+        "highest_rates": found and [*sized.rates],
         "saturated_rate": found and found.saturated_rate,
         "trials": [_trial(trial) for trial in sorted(found.trials)] if found else [],
         "binds": [str(resource) for resource in binding.resources] if binding else [],
@@ -234,6 +286,7 @@ def _machine(sized: Sized) -> dict[str, object]:
         "times_as_high_with_twice": binding and {str(key): [*gain] for key, gain in binding.gains.items()},
         "router": asked.router,
         "num_replicas": fleet and fleet.num_replicas,
+        "replicas": sized.replicas and [*sized.replicas],
         "rate": fleet and fleet.rate,
         "headroom": fleet and asked.headroom,
         "load": fleet and fleet.load,
