@@ -164,6 +164,8 @@ def make_candidate(
     if acceptance is None and simulation.may_guess:
         doubts.append("No guesses of tokens (--speculation) are simulated.")
     source, error = _step_times(saved)
+    if any(_of_others(outline, hardware, saved)):
+        error = max(error, ESTIMATE_ERROR)
     return Candidate(
         simulation=simulation,
         size=size,
@@ -218,17 +220,24 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
         )
     elif saved.is_estimated:
         yield f"Step times are estimates: {saved.words}."
-    machine = "" if saved is None else str(saved.machine.get("cpu", ""))
-    if saved is not None and hardware.is_gpu and machine and not _is_of(hardware, machine):
-        yield f"The step times are those of {machine}, not of {hardware.name}."
-    if saved is not None and saved.model and _last(saved.model) != _last(outline.name):
-        yield f"The step times are those of {saved.model}, not of {outline.name}."
+    yield from _of_others(outline, hardware, saved)
     if outline.num_disk_bytes and (saved is None or saved.is_estimated):
         yield "Step times are as if memory held all experts. Those that it does not hold come from the disk, which is slower."
     if outline.is_assumed:
         yield f"There are no weights of {outline.name}: they are assumed to be bf16."
     if hardware.is_gpu:
         yield "The memory of a GPU's steps is assumed; a server measures it when it starts, and has more or fewer KV blocks."
+
+
+def _of_others(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
+    """Yield warnings about step times of another machine or model. They are taken for no better than estimates."""
+    if saved is None:
+        return
+    machine = str(saved.machine.get("cpu", ""))
+    if hardware.is_gpu and machine and not _is_of(hardware, machine):
+        yield f"The step times are those of {machine}, not of {hardware.name}."
+    if saved.model and _last(saved.model) != _last(outline.name):
+        yield f"The step times are those of {saved.model}, not of {outline.name}."
 
 
 def _last(model: str) -> str:

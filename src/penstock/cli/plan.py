@@ -117,6 +117,8 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
     some, outlines, others = [], dict[bool, "Outline"](), list[dict[str, "Sized"]]()
     for hardware in machines:
+        if len(machines) > 1 and sys.stderr.isatty():
+            print(f"planning for {hardware.name} ...", file=sys.stderr)
         try:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
