@@ -1,16 +1,20 @@
 """How far is the simulation from the engine? The same requests through `penstock serve` and through `penstock simulate`.
 
-    benchmarks/simulated_and_real.py --workload azure_conv_2023.csv --divide-lengths 4 --loads 0.5 0.8 1.1 --repeat 3
+    benchmarks/simulated_and_real.py --workloads azure_conv_2023.csv/4 --loads 0.5 0.8 1.1 --repeat 3
+    benchmarks/simulated_and_real.py --workloads sharegpt_1000.jsonl long-short short-long bursts sessions
 
-A server answers made-up requests, then the workload at some load, then made-up ones again, and so on. The cost model is fitted
-to its recording of the made-up requests alone, client and HTTP included. Machines drift: the made-up requests on both sides of
-a run say how fast this one was just then, and the simulation of the run is scaled by that. Besides it knows the server's KV
-blocks and rows, and what HTTP and text add to a made-up request in the mean; nothing of the workload's own runs.
+`penstock profile` measures steps up to the limits of the server. Then a server answers made-up requests, the workload at some
+load, made-up ones again, and so on. The cost model is the profile's, fitted onto the recording of the made-up requests alone,
+client and HTTP included. Machines drift: the made-up requests on both sides of a run say how fast this one was just then, and
+the simulation of the run is scaled by that. Besides it knows the server's KV blocks and rows, and what HTTP and text add to a
+made-up request in the mean; nothing of the workload's own runs. Guesses are off in both. A simulation is the mean of five,
+which differ by their noise.
 
-A load is a share of the capacity: the rate of the first 100 requests when all are there at once. An error is (simulated - real)
-/ real of one run. Told are the median of the runs and, for noise, the least and the largest real run around their median. KV
-occupancy is the share of blocks that requests hold, mean over time. With several `--presets` it says whether both put them in
-the same order. The last line is one JSON object.
+A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
+capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run. Told
+are the median of the runs and, for noise, the least and the largest real run around their median. KV occupancy is the share of
+blocks that requests hold, mean over time. With several `--presets` it says whether both put them in the same order. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from workloads import read_tokenizer
 
 from penstock.config.components import config_from
 from penstock.deploy.forecast import simulation_of
+from penstock.lab.arrivals import num_arrivals
 from penstock.lab.client import send
+from penstock.lab.cost_files import load_cost
 from penstock.lab.cost_model import CostModel, Residuals, cold_share
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
@@ -42,6 +48,7 @@ from penstock.lab.pacing import Pace
 from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.recording import StepDone, open_recording
 from penstock.lab.records import Record
+from penstock.lab.simulation import Outcome
 from penstock.lab.steps import steps_of
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload
@@ -50,11 +57,35 @@ from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 PORT, ROWS = 8931, 32
+MADE_UP_NAME = "made up"
 MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1")
 CLOSED = {1: 3, 4: 6, 16: 16, 32: 32}
 """Users of made-up requests that wait for their answers -> how many they send."""
 OPEN = {2.0: 8, 4.0: 12}
 """Made-up requests per second that wait for nobody -> how many there are."""
+SIZES = ("--kv-cache-memory", "256MiB", "--max-num-seqs", str(ROWS))
+GUESSES = ("--speculation", "off")
+SEEDS = range(5)
+CORNERS = {
+    "long-short": WorkloadChoice(
+        workload="documents", input_tokens="1800~0.6", output_tokens="10~1", max_input_tokens=6000, requests=100
+    ),
+    "short-long": WorkloadChoice(
+        workload="writing", input_tokens="40~1", output_tokens="250~0.7", max_output_tokens=1000, requests=120
+    ),
+    "bursts": WorkloadChoice(workload="chat", input_tokens="200~1", output_tokens="60~1", cv=13.0, requests=200),
+    "sessions": WorkloadChoice(
+        workload="chat",
+        input_tokens="80~1",
+        output_tokens="80~0.5",
+        prefix_tokens=1500,
+        prefix_groups=2,
+        sessions=16,
+        think_time_s=1.0,
+        requests=160,
+    ),
+}
+"""Made-up workloads in which one thing is extreme."""
 RANKED = ("ttft mean", "ttft p99", "tpot mean", "tpot p99", "e2e mean")
 Figures = dict[str, float]
 
@@ -63,8 +94,8 @@ Figures = dict[str, float]
 class Run:
     """One workload, sent once."""
 
-    load: float
-    """0: made-up requests."""
+    name: str
+    """Its workload and load, or `MADE_UP_NAME`."""
     workload: Workload
     pace: Pace
     records: Sequence[Record]
@@ -78,7 +109,7 @@ def serving(words: Sequence[str], port: int = PORT) -> Iterator[Target]:
     """A server that is ready."""
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--port", str(port), "--log-level", "warning"]
-    command += ["--kv-cache-memory", "256MiB", "--max-num-seqs", str(ROWS), *words]
+    command += [*SIZES, *words]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         while server.poll() is None:
@@ -104,7 +135,7 @@ def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0)
 
 def measure(
     preset: str,
-    workloads: Mapping[float, Workload],
+    workloads: Mapping[str, Workload],
     tokenizer: Tokenizer,
     repeat: int,
     path: Path,
@@ -119,20 +150,21 @@ def measure(
         (replace(MADE_UP, requests=num, arrivals="closed", seed=num), Pace(concurrency=at)) for at, num in CLOSED.items()
     ]
     made_up += [(replace(MADE_UP, requests=num, rate=rate, seed=num), Pace()) for rate, num in OPEN.items()]
-    between = [(0.0, make_workload(choice), pace) for choice, pace in made_up]
-    turns = [turn for load, workload in [*workloads.items()] * repeat for turn in ((load, workload, Pace()), *between)]
+    between = [(MADE_UP_NAME, make_workload(choice), pace) for choice, pace in made_up]
+    turns = [turn for name, workload in [*workloads.items()] * repeat for turn in ((name, workload, Pace()), *between)]
     runs: list[Run] = []
-    with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB", *words], port) as target:
-        for load, workload, pace in (*between, *turns):
+    with serving([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words], port) as target:
+        for name, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
-            runs.append(Run(load, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
+            runs.append(Run(name, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
     return runs
 
 
 class Told:
     """The costs that a recording tells by its made-up requests, and how full the cache was in each run."""
 
-    def __init__(self, path: Path, runs: Sequence[Run]) -> None:
+    def __init__(self, path: Path, runs: Sequence[Run], base: CostModel) -> None:
+        """`base`: fitted to steps up to the server's limits."""
         recording = open_recording(path)
         began_s = datetime.fromisoformat(recording.header.began).timestamp()
 
@@ -140,7 +172,7 @@ class Told:
             at_s = began_s + at_ns / 1e9
             return next((idx for idx, run in enumerate(runs) if run.begin_s <= at_s <= run.end_s), None)
 
-        made_up = {idx for idx, run in enumerate(runs) if run.load == 0}
+        made_up = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME}
         run_of: list[int] = []
         """Each step's, in the order of the steps that are taken."""
 
@@ -152,14 +184,20 @@ class Told:
             return True
 
         steps = steps_of(recording, is_taken=is_taken, max_steps=1 << 30)
-        self.cost = fit(steps, are_in_order=True).cost
-        """The costs of all made-up requests together."""
-        self._real_ns, self._modelled_ns = (dict.fromkeys(made_up, 0.0) for _ in range(2))
+        cost = fit(steps, are_in_order=True, base=base).cost
+        real_ns, modelled_ns = (dict.fromkeys(made_up, 0.0) for _ in range(2))
         for idx, step in zip(run_of, steps, strict=True):
-            self._real_ns[idx] += step.execute_ns
-            self._modelled_ns[idx] += self.cost.duration_ns(step.shape) + self.cost.cold_ns * cold_share(
-                step.coldness, sum(query_len for query_len, _ in step.shape.rows)
-            )
+            real_ns[idx] += step.execute_ns
+            num_tokens = sum(query_len for query_len, _ in step.shape.rows)
+            modelled_ns[idx] += cost.duration_ns(step.shape) + cost.cold_ns * cold_share(step.coldness, num_tokens)
+        self._real_ns = real_ns
+        self._usual_ns = {idx: ns * sum(real_ns.values()) / sum(modelled_ns.values()) for idx, ns in modelled_ns.items()}
+        slowness = {idx: real_ns[idx] / self._usual_ns[idx] for idx in made_up}
+        at_usual_speed = [
+            replace(step, execute_ns=round(step.execute_ns / slowness[idx])) for idx, step in zip(run_of, steps, strict=True)
+        ]
+        self.cost = fit(at_usual_speed, are_in_order=True, base=base).cost
+        """The costs at the machine's usual speed. Its noise is that within a run."""
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
         for done in recording.steps():
@@ -182,12 +220,9 @@ class Told:
         """The costs at the speed that the machine had around a run."""
         num_made_up = len(CLOSED) + len(OPEN)
         near = [*range(idx - num_made_up, idx), *range(idx + 1, idx + 1 + num_made_up)]
-        slowness = self._ratio(near) / self._ratio(list(self._real_ns))
+        slowness = sum(self._real_ns[one] for one in near) / sum(self._usual_ns[one] for one in near)
         slower = [Residuals(each.up_to_ns, tuple(slowness * ratio for ratio in each.ratios)) for each in self.cost.residuals]
         return replace(self.cost, residuals=tuple(slower))
-
-    def _ratio(self, runs: Sequence[int]) -> float:
-        return sum(self._real_ns[idx] for idx in runs) / sum(self._modelled_ns[idx] for idx in runs)
 
 
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
@@ -201,52 +236,74 @@ def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
     return total / (steps[-1].ended_ns - steps[0].ended_ns)
 
 
-def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[float, tuple[list[Figures], list[Figures]]]:
-    """Load -> figures of the real runs, and of their simulations."""
-    settings = config_from({"preset": preset, "max_num_seqs": ROWS})
-    found: dict[float, tuple[list[Figures], list[Figures]]] = {}
+def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, tuple[list[Figures], list[Figures]]]:
+    """Name of a workload and load -> figures of the real runs, and of their simulations."""
+    settings = config_from({"preset": preset, "max_num_seqs": ROWS, "speculation": "off"})
+    found: dict[str, tuple[list[Figures], list[Figures]]] = {}
     for idx, run in enumerate(runs):
-        if run.load == 0:
+        if run.name == MADE_UP_NAME:
             continue
-        server = simulation_of(settings, told.cost_at(idx), num_blocks=told.num_blocks)
-        outcome = replace(server, max_tokens=None, seed=idx).run(run.workload)
-        if outcome.num_outside:
-            print(f"{outcome.num_outside} of {outcome.num_steps} steps lie outside of the fitted range")
-        (timeline,) = outcome.timelines.values()
-        real, simulated = found.setdefault(run.load, ([], []))
-        real.append(figures_of(run.records, told.occupancies[idx]))
-        simulated.append(figures_of(outcome.records, timeline.means(outcome.duration_ns)[2], told.front_ns))
+        server = replace(simulation_of(settings, told.cost_at(idx), num_blocks=told.num_blocks), max_tokens=None)
+        outcomes = [replace(server, seed=seed).run(run.workload) for seed in SEEDS]
+        if outcomes[0].num_outside:
+            print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
+        simulated = [figures_of(one.records, _occupancy(one), told.front_ns) for one in outcomes]
+        reals, means = found.setdefault(run.name, ([], []))
+        reals.append(figures_of(run.records, told.occupancies[idx]))
+        means.append({name: fmean(one[name] for one in simulated) for name in simulated[0]})
     return found
+
+
+def _occupancy(outcome: Outcome) -> float:
+    (timeline,) = outcome.timelines.values()
+    return timeline.means(outcome.duration_ns)[2]
+
+
+def profile(path: Path, words: Sequence[str] = ()) -> CostModel:
+    command = [sys.executable, "-m", "penstock", "profile", DEFAULT_MODEL, "--fit", str(path), *SIZES, *GUESSES, *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return load_cost(path).cost
+
+
+def choice_of(name: str) -> WorkloadChoice:
+    if name in CORNERS:
+        return CORNERS[name]
+    file, _, divisor = name.rpartition("/")
+    divides = bool(file) and divisor.isdigit()
+    return WorkloadChoice(workload=file if divides else name, divide_lengths=int(divisor) if divides else 1, requests=200)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="chat", help="as of `penstock bench`")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--divide-lengths", type=int, default=1)
-    parser.add_argument("--tenants", default="")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.1])
+    parser.add_argument("--workloads", nargs="+", default=[*CORNERS], metavar="FILE[/DIVISOR]|CORNER")
+    parser.add_argument("--requests", type=int, help="of each; default: 200 of a file")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--presets", nargs="+", default=["penstock"])
     args = parser.parse_args()
-    choice = WorkloadChoice(workload=args.workload, divide_lengths=args.divide_lengths, tenants=args.tenants)
     tokenizer = read_tokenizer(resolve(DEFAULT_MODEL, default_cache_dir()).path)
-    with serving([]) as target:
-        at_once = make_workload(replace(choice, requests=100, arrivals="closed"))
-        capacity = 100e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
-    print(f"{args.workload}: capacity {capacity:.2f} requests/s", flush=True)
-    workloads = {load: make_workload(replace(choice, requests=args.requests, rate=load * capacity)) for load in args.loads}
-    middles: dict[str, dict[str, dict[str, Figures]]] = {f"load {load:g}": {} for load in args.loads}
+    folder = Path(tempfile.mkdtemp())
+    base = profile(folder / "profile.json")
+    workloads: dict[str, Workload] = {}
+    with serving(GUESSES) as target:
+        for name in args.workloads:
+            choice = choice_of(name) if args.requests is None else replace(choice_of(name), requests=args.requests)
+            at_once = make_workload(replace(choice, requests=60, arrivals="closed", cv=None, think_time_s=0.0))
+            capacity = len(at_once.jobs) * 1e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
+            print(f"{name}: capacity {capacity:.2f} requests/s", flush=True)
+            per_arrival = len(at_once.jobs) / num_arrivals(at_once)
+            for load in args.loads:
+                workloads[f"{name} at {load:g}"] = make_workload(replace(choice, rate=load * capacity / per_arrival))
+    middles: dict[str, dict[str, dict[str, Figures]]] = {name: {} for name in workloads}
     for preset in args.presets:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "steps.rec"
-            runs = measure(preset, workloads, tokenizer, args.repeat, path)
-            compared = compare(preset, runs, Told(path, runs))
-        for load, (real, simulated) in compared.items():
-            print(f"\n{preset}, load {load:g}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")
+        path = folder / f"{preset}.rec"
+        runs = measure(preset, workloads, tokenizer, args.repeat, path)
+        compared = compare(preset, runs, Told(path, runs, base))
+        for workload, (real, simulated) in compared.items():
+            print(f"\n{preset}, {workload}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")
             kinds = {"real": real, "simulated": simulated}
             middle = {kind: {name: median(one[name] for one in some) for name in real[0]} for kind, some in kinds.items()}
-            middles[f"load {load:g}"][preset] = middle
+            middles[workload][preset] = middle
             for name, value in middle["real"].items():
                 error = median(told[name] / seen[name] - 1 for seen, told in zip(real, simulated, strict=True))
                 spread = (
@@ -257,7 +314,7 @@ def main() -> None:
         for name in RANKED if len(by_preset) > 1 else ():
             orders = [sorted(by_preset, key=lambda one: by_preset[one][kind][name]) for kind in ("real", "simulated")]
             print(f"{words}, by {name}: real {' < '.join(orders[0])}; simulated {' < '.join(orders[1])}")
-    print(json.dumps({"benchmark": "simulated_and_real", "workload": args.workload, "capacity": capacity, **middles}))
+    print(json.dumps({"benchmark": "simulated_and_real", **middles}))
 
 
 if __name__ == "__main__":
