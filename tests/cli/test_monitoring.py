@@ -13,7 +13,8 @@ import yaml
 
 from penstock.config import ServerConfig
 
-PACKAGING = Path(__file__).parents[2] / "packaging"
+ROOT = Path(__file__).parents[2]
+PACKAGING = ROOT / "packaging"
 MONITORING = PACKAGING / "monitoring"
 COMPOSE = yaml.safe_load((PACKAGING / "compose.yaml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -119,6 +120,14 @@ def test_a_folder_with_other_files_is_left_alone(penstock: Penstock, tmp_path: P
     assert [path.name for path in folder.iterdir()] == ["rules.yaml"]
     files = rendered(penstock, folder, "--force")
     assert files["rules.yaml"] != "mine"
+
+
+def test_the_line_of_the_page_gives_prometheus_the_server_s_key(penstock: Penstock, tmp_path: Path) -> None:
+    rendered(penstock, tmp_path / "own")
+    [line] = re.findall(r"^sed .*$", (ROOT / "docs/how-to/monitoring.md").read_text(encoding="utf-8"), re.MULTILINE)
+    subprocess.run(line, shell=True, cwd=tmp_path / "own", check=True)
+    [job] = yaml.safe_load((tmp_path / "own/prometheus.yaml").read_text())["scrape_configs"]
+    assert job["authorization"] == {"credentials": "KEY"}
 
 
 def test_its_own_folder_is_written_again(penstock: Penstock, tmp_path: Path) -> None:

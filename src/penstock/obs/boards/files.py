@@ -12,7 +12,7 @@ rule_files: [rules.yaml]
 scrape_configs:
   - job_name: penstock
     # A server with keys wants one here, too:
-    # authorization: {credentials_file: /etc/prometheus/key}
+    # authorization: {credentials: KEY}
     static_configs:
       - targets: [$target]
 """
