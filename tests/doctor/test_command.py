@@ -81,6 +81,18 @@ def test_a_recording_is_diagnosed(tmp_path: Path) -> None:
     assert "Simulated" in text
 
 
+def test_a_recording_with_guesses_does_not_say_who_made_them(tmp_path: Path) -> None:
+    record(tmp_path / "r", poisson(10, 3, prompt=50, answer=20))
+    lines = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    step = next(line for line in lines if line["kind"] == "step" and line.get("rows"))
+    step["rows"] = [[*row[:3], 3] for row in step["rows"]]
+    step["accepted"] = [1 for _ in step["rows"]]
+    (tmp_path / "r").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shown = show(open_recording(tmp_path / "r"))
+    assert sum(told.num_guesses for told in shown.explanations) == 2 * len(step["rows"])
+    assert 'source="unknown"' in shown.after
+
+
 def test_a_flag_is_never_broken_at_the_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [
         Finding(rule=rule, symptom=rule.symptom, lost_s=1.0, share=0.5, evidence="", change={}, gain=None) for rule in RULES

@@ -1,7 +1,7 @@
 """The pages that a server would have shown at the end of a recording: explanations of all requests, and metrics.
 
 The recording's events go to a journal and to metrics as the engine reported them. Why the prefix cache had no more is not in a
-recording, nor what a server without a step waited for, which is taken to be its batch.
+recording, nor who made guesses, nor what a server without a step waited for, which is taken to be its batch.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class _Replay:
             num_padding_tokens=sum(row.query_len for row in step.rows if row.id == NOBODY),
             waits_for=step.waits_for,
             guesses={str(row.id): (row.samples - 1, row.num_accepted) for row in step.rows if row.samples > 1},
+            guess_sources={str(row.id): "unknown" for row in step.rows if row.samples > 1},
             rested=resting if background else (),
             sat_out=() if background else resting,
             prefills=[row for row in rows if row.query_len > max(1, row.samples)],
