@@ -320,6 +320,12 @@ class TestGuard:
             ("budget", answers("limits", lambda view: StepLimits(0)), "must answer max_tokens from 1 to"),
             ("budget", answers("limits", lambda view: StepLimits(9999)), "must answer max_tokens from 1 to"),
             ("budget", answers("limits", lambda view: StepLimits(view.max_step_tokens, 0)), "max_chunk_tokens"),
+            (
+                "budget",
+                answers("limits", lambda view: StepLimits(view.max_step_tokens, most_ns=float("nan"))),
+                "most_ns above 0",
+            ),
+            ("budget", answers("limits", lambda view: StepLimits(view.max_step_tokens, most_ns=0)), "a most_ns above 0"),
             ("reserve", answers("required_blocks", lambda view: "1"), "reserve .* must answer a whole number of blocks"),
             ("predictor", answers("predict", lambda request: 0.5), "predictor .* must answer a number of tokens"),
             ("victim", answers("choose", lambda view: view.candidates[0]), "something of type Request .* an Eviction"),
@@ -399,6 +405,16 @@ class TestGuard:
         outcomes = run_to_completion(core, executor, *map(Add, requests))
         assert [outcomes[name].finish_reason for name in "ab"] == [FinishReason.LENGTH] * 2
         assert "failed in ended: KeyError" in caplog.text
+
+    def test_a_guesser_may_call_its_texts_a_source(self):
+        class Texts:
+            def __init__(self):
+                self.source = ["a text", "another"]
+
+            def guess(self, request, most):
+                return Guess([7], 9) if most else None
+
+        assert make_policies(guesser=Texts()).guesser.source == "own", "a label of metrics"
 
     def test_max_running_is_within_the_capacity(self):
         policy = type("Own", (), {"max_running": lambda self, capacity: 999, "decide": lambda self, view: GateDecision(1)})()

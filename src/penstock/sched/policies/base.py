@@ -332,7 +332,7 @@ class Guesser(Protocol):
     is_on: bool = True
     """False: it never guesses, and is not asked."""
     source: str = "own"
-    """Its name in the metrics."""
+    """Its name in the metrics. Users' own guessers all have this one."""
 
     @abstractmethod
     def guess(self, request: Request, most: int) -> Guess | None:

@@ -24,6 +24,7 @@ from penstock.sched.policies.base import (
     GateDecision,
     GateView,
     Guess,
+    Guesser,
     Order,
     Policies,
     StepLimits,
@@ -223,6 +224,8 @@ class _Guard:
                 setattr(self, key, self._guarded(key, call, default) if key in own else call)
             else:
                 setattr(self, key, getattr(policy, key, default))
+        if seam == "guesser":
+            self.source = Guesser.source  # a label of metrics, whatever else the class calls so
         if "outranks" in own and not getattr(policy, "has_ranks", False):
             remedy = "Say has_ranks = True in its class, or leave outranks out."
             raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
@@ -289,6 +292,8 @@ def _check_limits(answer: Any, view: BudgetView) -> str:
     least = 0 if view.num_decodes else 1
     if type(answer.max_tokens) is not int or not least <= answer.max_tokens <= view.max_step_tokens:
         return f"max_tokens from {least} to {view.max_step_tokens}"
+    if not answer.most_ns > 0:
+        return "a most_ns above 0"
     is_possible = answer.max_chunk_tokens >= 1 and answer.max_long_prefills >= 1
     return "" if is_possible else "max_chunk_tokens and max_long_prefills of at least 1"
 
