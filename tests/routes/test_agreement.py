@@ -15,6 +15,7 @@ from penstock.routes.agreement import majority, normalised
         ("  Forty \n two. ", None, "forty two"),
         ('"Yes!"', None, "yes"),
         ("**5**.", None, "5"),
+        ("**'5.'**.", None, "5"),
         ("-5", None, "-5"),
         (".5", None, ".5"),
         ("6 * 7 = 42, so 42", r"= *(\d+)", "42"),

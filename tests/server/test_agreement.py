@@ -7,15 +7,21 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.calls import in_flight
 from penstock.config.routes import AgreementConfig
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
+from penstock.engine.ports import OutputChunk
 from penstock.routes.prices import Bill, Price
+from penstock.serve import asking
+from penstock.serve.routed import Routed
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import HashModel
+from penstock.types.request import FinishReason
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, VOCAB_SIZE, GatedExecutor, make_client, make_runtime, until
 
 CHAT = "/v1/chat/completions"
@@ -162,6 +168,73 @@ async def test_whoever_leaves_or_cancels_ends_all_samples(gated_models, leaves: 
         await until(lambda: small.engine.load().num_waiting + small.engine.load().num_running == 0)
         assert small.bridge.num_open_requests == 0
         assert large.num_uses == 0
+
+
+async def test_tokens_for_a_client_that_leaves_are_paid_for(gated_models, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, opened, run = gated_models[0], [], asking.run
+
+    async def noted(call, in_flight):
+        opened.append(await run(call, in_flight))
+        return opened[-1]
+
+    monkeypatch.setattr(asking, "run", noted)
+    bill = Bill({"small": Price(1.0, 4.0), "large": Price(16.0, 64.0)})
+    async with make_client(*gated_models, routes=[replace(ROUTE, bill=bill)]) as client:
+        asked = asyncio.create_task(client.post(CHAT, json=body(1)))
+        await until(lambda: small.engine.load().num_waiting + small.engine.load().num_running == SAMPLES)
+        small.engine._executor.allow(5)
+        [call] = opened
+        await until(lambda: call.num_counted_tokens)
+        asked.cancel()
+        await until(lambda: bill.paid)
+        assert bill.paid == {"small": pytest.approx(bill.prices["small"].of(call.num_prompt_tokens, call.num_counted_tokens))}
+        small.engine._executor.open()
+
+
+def test_what_has_no_tokens_costs_nothing() -> None:
+    bill = Bill({"small": Price(1.0, 4.0)})
+    assert Routed("auto", "small", bill=bill).begun_in_vain(9, 0).in_vain == 0.0
+    assert not bill.paid
+
+
+async def test_the_samples_differ_whatever_the_request_allows(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, run = [], asking.run
+
+    def noted(call, in_flight):
+        seen.append(call.sampling)
+        return run(call, in_flight)
+
+    monkeypatch.setattr(asking, "run", noted)
+    narrow = {"temperature": 0, "top_k": 1, "top_p": 0.01, "min_p": 1.0, "top_n_sigma": 0.1}
+    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=1.01))]) as client:
+        assert (await client.post(CHAT, json=body(1, **narrow))).status_code == 200
+    own, of_client = seen
+    assert own == replace(of_client, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0)
+    assert {name: getattr(of_client, name) for name in narrow} == narrow
+
+
+async def test_long_answers_are_not_copied_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, num_steps, num_copied = in_flight.merge_chunks, 500, 0
+
+    def counted(chunks):
+        nonlocal num_copied
+        num_copied += sum(len(chunk.token_ids) for chunk in chunks)
+        return merge(chunks)
+
+    class Stream:
+        num_given = 0
+        put_back = staticmethod(lambda chunks: None)
+
+        async def next_chunks(self):
+            self.num_given += 1
+            end = FinishReason.LENGTH if self.num_given == num_steps else None
+            return [OutputChunk("a", ".", (7,), (), 0, num_generated_tokens=self.num_given, finish_reason=end)]
+
+    monkeypatch.setattr(in_flight, "merge_chunks", counted)
+    call = SimpleNamespace(stream=Stream(), requests=["a"], engine_ids=("a",), _count=lambda chunks: None)
+    [chunk] = await in_flight.RunningCall.begin(call, num_steps + 1)
+    assert (chunk.text, len(chunk.token_ids)) == ("." * num_steps, num_steps)
+    assert num_copied < 10 * num_steps
 
 
 async def test_the_large_model_answers_when_the_small_one_refuses(gated_models) -> None:

@@ -33,6 +33,8 @@ _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
 """Most ended calls searched for those of one owner."""
+_MERGE_ABOVE_CHUNKS = 64
+"""Chunks of each choice that `begin` holds before it merges them. It would copy all tokens at each step if it always did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +196,14 @@ class RunningCall:
     async def begin(self, num_tokens: int) -> list[OutputChunk]:
         """Wait until each choice has so many tokens or has ended, and return them. `next_chunks` returns them again."""
         begun: list[OutputChunk] = []
-        while len(begun) < len(self.requests) or any(_goes_on(chunk, num_tokens) for chunk in begun):
-            if not (chunks := await self.stream.next_chunks()):
-                break
-            begun = merge_chunks([*begun, *chunks])
-        self._count(begun)
+        going = {*self.engine_ids}
+        while going and (chunks := await self.stream.next_chunks()):
+            self._count(chunks)
+            begun += chunks
+            if len(begun) > _MERGE_ABOVE_CHUNKS * len(self.engine_ids):
+                begun = merge_chunks(begun)
+            going.difference_update([chunk.request_id for chunk in chunks if not _goes_on(chunk, num_tokens)])
+        begun = merge_chunks(begun)
         self.stream.put_back(begun)
         return begun
 

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-_QUOTES, _ENDS = "*`\"' ", ".,;:!? "
+_QUOTES, _ENDS = "*`\"' ", ".,;:!?"
 
 
 def normalised(text: str, part: re.Pattern[str] | None) -> str:
@@ -20,7 +20,7 @@ def normalised(text: str, part: re.Pattern[str] | None) -> str:
     """
     if part is not None and (found := [*part.finditer(text)]):
         text = found[-1][min(1, part.groups)] or ""
-    return " ".join(text.split()).casefold().strip(_QUOTES).rstrip(_ENDS).strip(_QUOTES)
+    return " ".join(text.split()).casefold().lstrip(_QUOTES).rstrip(_QUOTES + _ENDS)
 
 
 def majority(texts: Sequence[str]) -> tuple[int, float]:

@@ -28,7 +28,8 @@ class Agreement:
         num_prompts = 1 if isinstance(call.prompts, Conversation) else len(call.prompts)
         if request.n * num_prompts > 1 or sampling.beams is not None or sampling.prompt_logprobs is not None:
             raise Unsure("not one answer alone")
-        sampling = replace(sampling, temperature=self.config.temperature)
+        # The client's other limits do not count either: with a `top_k` of 1, all answers would be the same.
+        sampling = replace(sampling, temperature=self.config.temperature, top_k=0, top_p=1.0, top_n_sigma=0.0, min_p=0.0)
         return replace(call, request=replace(request, n=self.config.samples), sampling=sampling)
 
     async def judge(self, call: RunningCall) -> str:

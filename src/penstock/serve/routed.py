@@ -36,8 +36,8 @@ class Routed:
         return "; ".join(filter(None, parts)).encode("ascii", "backslashreplace")
 
     def begun_in_vain(self, num_prompt_tokens: int, num_tokens: int) -> Routed:
-        """Pay for an answer that is not kept."""
-        if self.bill is None:
+        """Pay for an answer that is not kept, if it has any tokens."""
+        if self.bill is None or not num_tokens:
             return self
         return replace(self, in_vain=self.in_vain + self.bill.pay(self.model, num_prompt_tokens, num_tokens))
 
