@@ -27,6 +27,7 @@ from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
+from support.failing_executor import FailingExecutor
 from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 from support.tiny_models import TinyLlama, write_gguf
 
@@ -232,6 +233,22 @@ async def test_a_request_that_one_model_refuses_goes_to_the_next(busy_models, st
         assert (again.status_code, again.headers["x-route"]) == (200, "auto; model=large")
         counts = [line for line in (await client.get("/metrics")).text.splitlines() if "routed_requests_total{" in line]
         assert {line.rpartition(" ")[2] for line in counts} == {"1.0"}, "those that were answered"
+
+
+async def test_an_answer_that_fails_is_begun_in_vain() -> None:
+    bill = Bill({"large": Price(1.0, 4.0), "small": Price(16.0, 64.0)})
+    broken = FailingExecutor(HashExecutor(CAPACITY), fail_at_step=5)
+    models = [make_runtime(broken, served_names=("large",)), make_runtime(served_names=("small",), aliases=())]
+    async with make_client(*models, routes=[replace(FALLBACK, bill=bill)]) as client:
+        answer = await client.post("/v1/chat/completions", json=chat(EASY) | {"max_tokens": 20})
+        assert answer.headers["x-route"].startswith("auto; model=small; after=large; ")
+        usage = answer.json()["usage"]
+    full = bill.prices["small"].of(usage["prompt_tokens"], usage["completion_tokens"])
+    assert bill.paid["large"] > 0.0
+    assert bill.paid["small"] == pytest.approx(full)
+    assert bill.full == pytest.approx(full), "of the answer that the client has"
+    for one in models:
+        one.close()
 
 
 async def test_no_place_is_kept_for_a_request_that_another_model_answers(busy_models) -> None:

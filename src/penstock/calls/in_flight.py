@@ -134,6 +134,10 @@ class CallInFlight(Protocol):
         ...
 
 
+class Charge(Protocol):
+    def __call__(self, num_prompt_tokens: int, num_tokens: int, *, failed: bool) -> Cost | None: ...
+
+
 class RunningCall:
     """A call's requests in the engine, and the stream of their output chunks.
 
@@ -166,8 +170,9 @@ class RunningCall:
         self.form = form
         """How answers are divided into content, reasoning and calls. None means all is content."""
         self.stream = stream
-        self.price: Callable[[int, int], Cost] | None = None
+        self.price: Charge | None = None
         """Pays for the tokens of prompts and answers, if the call answers for a route with prices and generates any."""
+        self._has_failed = False
         self.cost: Cost | None = None
         self._hides_logprobs = requests[0].sampling.logprobs is not None and not call.answer.has_logprobs
         self.engine_ids = tuple([request.request_id for request in requests])
@@ -218,6 +223,7 @@ class RunningCall:
     def _count(self, chunks: Sequence[OutputChunk]) -> None:
         for chunk in chunks:
             self._num_generated[self.index_of[chunk.request_id]] = chunk.num_generated_tokens
+            self._has_failed |= bool(chunk.reject_reason) or chunk.finish_reason is FinishReason.ERROR
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -257,7 +263,7 @@ class RunningCall:
             self._is_closed = True
             self.stream.close()
             if self.price is not None and self.num_counted_tokens:
-                self.cost = self.price(self.num_prompt_tokens, self.num_counted_tokens)
+                self.cost = self.price(self.num_prompt_tokens, self.num_counted_tokens, failed=self._has_failed)
             self._in_flight.land(self)
 
 

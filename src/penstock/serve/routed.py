@@ -42,9 +42,12 @@ class Routed:
         return replace(self, in_vain=self.in_vain + self.bill.pay(self.model, num_prompt_tokens, num_tokens))
 
 
-def charge(scope: Scope, routed: Routed, num_prompt_tokens: int, num_tokens: int) -> Cost:
-    """Pay for an answer that has ended, and note its cost in the request's scope."""
+def charge(scope: Scope, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool = False) -> Cost | None:
+    """Pay for an answer that has ended, and note its cost in the request's scope. One that failed was begun in vain."""
     assert routed.bill is not None
+    if failed:
+        scope[ROUTED_KEY] = routed.begun_in_vain(num_prompt_tokens, num_tokens)
+        return None
     cost = routed.bill.answered(routed.model, num_prompt_tokens, num_tokens, in_vain=routed.in_vain)
     scope[ROUTED_KEY] = replace(routed, cost=cost)
     return cost
