@@ -4,11 +4,10 @@
     benchmarks/simulated_and_real.py --workloads sharegpt_1000.jsonl long-short short-long bursts sessions
 
 `penstock profile` measures steps up to the limits of the server. Then a server answers made-up requests, the workload at some
-load, made-up ones again, and so on. The cost model is the profile's, fitted onto the recording of the made-up requests alone,
-client and HTTP included. Machines drift: the made-up requests on both sides of a run say how fast this one was just then, and
-the simulation of the run is scaled by that. Besides it knows the server's KV blocks and rows, and what HTTP and text add to a
-made-up request in the mean; nothing of the workload's own runs. Guesses are off in both. A simulation is the mean of five,
-which differ by their noise.
+load, made-up ones again, and so on. The cost model is the profile's, fitted onto the recording of all made-up requests, client
+and HTTP included. Besides it knows the server's KV blocks and rows, and what HTTP and text add to a made-up request in the
+mean; nothing of the workloads' own runs. Guesses are off in both. A simulation is the mean of five, which differ by their
+noise.
 
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
 capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run. Told
@@ -41,7 +40,7 @@ from penstock.deploy.forecast import simulation_of
 from penstock.lab.arrivals import num_arrivals
 from penstock.lab.client import send
 from penstock.lab.cost_files import load_cost
-from penstock.lab.cost_model import CostModel, Residuals, cold_share
+from penstock.lab.cost_model import CostModel
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
 from penstock.lab.pacing import Pace
@@ -172,32 +171,12 @@ class Told:
             at_s = began_s + at_ns / 1e9
             return next((idx for idx, run in enumerate(runs) if run.begin_s <= at_s <= run.end_s), None)
 
-        made_up = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME}
-        run_of: list[int] = []
-        """Each step's, in the order of the steps that are taken."""
-
-        def is_taken(step: StepDone) -> bool:
+        def is_made_up(step: StepDone) -> bool:
             idx = run_at(step.planned_ns)
-            if idx is None or idx not in made_up:
-                return False
-            run_of.append(idx)
-            return True
+            return idx is not None and runs[idx].name == MADE_UP_NAME
 
-        steps = steps_of(recording, is_taken=is_taken, max_steps=1 << 30)
-        cost = fit(steps, are_in_order=True, base=base).cost
-        real_ns, modelled_ns = (dict.fromkeys(made_up, 0.0) for _ in range(2))
-        for idx, step in zip(run_of, steps, strict=True):
-            real_ns[idx] += step.execute_ns
-            num_tokens = sum(query_len for query_len, _ in step.shape.rows)
-            modelled_ns[idx] += cost.duration_ns(step.shape) + cost.cold_ns * cold_share(step.coldness, num_tokens)
-        self._real_ns = real_ns
-        self._usual_ns = {idx: ns * sum(real_ns.values()) / sum(modelled_ns.values()) for idx, ns in modelled_ns.items()}
-        slowness = {idx: real_ns[idx] / self._usual_ns[idx] for idx in made_up}
-        at_usual_speed = [
-            replace(step, execute_ns=round(step.execute_ns / slowness[idx])) for idx, step in zip(run_of, steps, strict=True)
-        ]
-        self.cost = fit(at_usual_speed, are_in_order=True, base=base).cost
-        """The costs at the machine's usual speed. Its noise is that within a run."""
+        steps = steps_of(recording, is_taken=is_made_up, max_steps=1 << 30)
+        self.cost = fit(steps, are_in_order=True, base=base).cost
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
         for done in recording.steps():
@@ -205,7 +184,7 @@ class Told:
                 steps_in[run_no].append(done)
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
         """The share of blocks that requests held in each run, mean over time."""
-        alone = {idx for idx in made_up if runs[idx].pace.concurrency is None}
+        alone = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency is None}
         of_engine = [
             request.departure.first_token_ns - request.arrival.arrival_ns
             for request in recording.requests()
@@ -215,14 +194,6 @@ class Told:
         of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]
         self.front_ns = fmean(of_client) - fmean(of_engine)
         """The mean time that HTTP, text and the client add to the TTFT of a request that does not come with others."""
-
-    def cost_at(self, idx: int) -> CostModel:
-        """The costs at the speed that the machine had around a run."""
-        num_made_up = len(CLOSED) + len(OPEN)
-        near = [*range(idx - num_made_up, idx), *range(idx + 1, idx + 1 + num_made_up)]
-        slowness = sum(self._real_ns[one] for one in near) / sum(self._usual_ns[one] for one in near)
-        slower = [Residuals(each.up_to_ns, tuple(slowness * ratio for ratio in each.ratios)) for each in self.cost.residuals]
-        return replace(self.cost, residuals=tuple(slower))
 
 
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
@@ -243,7 +214,7 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, tuple[
     for idx, run in enumerate(runs):
         if run.name == MADE_UP_NAME:
             continue
-        server = replace(simulation_of(settings, told.cost_at(idx), num_blocks=told.num_blocks), max_tokens=None)
+        server = replace(simulation_of(settings, told.cost, num_blocks=told.num_blocks), max_tokens=None)
         outcomes = [replace(server, seed=seed).run(run.workload) for seed in SEEDS]
         if outcomes[0].num_outside:
             print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
