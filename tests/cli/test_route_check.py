@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.route import digest
+from penstock.models import load
 from penstock.routes.learned import SHARES, Cascade, Fit, LearnedRoute
 from support.tiny_models import TinyLlama, write_gguf
 
@@ -135,6 +136,16 @@ def test_all_faults_are_told_at_once(check: Callable[..., list[str]], tmp_path: 
         assert len([fault for fault in faults if cause in fault]) == 1, (cause, faults)
     assert len(faults) == 5
     assert not any(line.startswith("by ") for line in lines)
+
+
+def test_files_that_can_not_be_compared_are_no_fault_of_the_route(
+    check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(path: Path, **_: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(load, "fingerprint", unreadable)
+    assert not [line for line in check(MODELS + LEARNED) if line.startswith("error: ")]
 
 
 def test_vectors_of_another_length_are_a_fault(check: Callable[..., list[str]], tmp_path: Path) -> None:
