@@ -119,7 +119,7 @@ def test_each_machine_has_step_times_of_its_own_source_with_their_error(
 ) -> None:
     fast = CostModel(step_ns=1e6, decode_row_ns=1e4, prefill_token_ns=1e4)
     missed = {"execute": Errors(median=0.1, p90=0.25, largest=0.5, signed_mean=0.0, num=9)}
-    machine = {"cpu": "NVIDIA RTX PRO 6000 Blackwell Server Edition"}
+    machine = {"cpu": "2 NVIDIA RTX PRO 6000 Blackwell Server Edition", "gpus": 2}
     save_cost(tmp_path / "kernels.json", SavedCost(cost=fast, source="kernels", machine=machine, model="someone/tiny"))
     save_cost(tmp_path / "fit.json", SavedCost(cost=fast, source="profile", machine={"cpu": "NVIDIA L4"}, errors=missed))
     costs = (
@@ -143,7 +143,8 @@ def test_each_machine_has_step_times_of_its_own_source_with_their_error(
         assert re.search(rf"^  {name} .* {kind}$", result.stdout, re.MULTILINE), name
         assert machines[name]["highest_rates"][0] < machines[name]["highest_rates"][1]
     assert "The step times are those of NVIDIA L4, not of L40S." in result.stdout
-    assert result.stdout.count("The step times are those of") == 1
+    assert "of 2 GPUs that share each layer: the memory and the price of RTXPRO6000 must be those of all" in result.stdout
+    assert result.stdout.count("The step times are those of") == 2
 
 
 def test_a_preset_is_planned_beside_these_settings(penstock: Penstock, tiny_model: Path) -> None:

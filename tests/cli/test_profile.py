@@ -141,6 +141,7 @@ def test_tables_of_kernels_are_imported(penstock: Penstock, tmp_path: Path) -> N
         (["--layers", "4"], "name them with --import"),
         (["--import", ".", "--link-latency-us", "20"], "One GPU has no link"),
         (["--import", ".", "--from", "traffic.rec"], "leave out --from"),
+        (["--import", ".", "--onto", "cost.json"], "leave out --from, --onto"),
         (["--import", "."], "has no tables of kernels"),
     ],
 )

@@ -12,16 +12,20 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.profile import profile
+from penstock.lab import aiconfigurator
 from penstock.lab.cost_files import CostFileError, load_cost, save_cost
 from penstock.lab.cost_model import CostModel
-from penstock.lab.kernel_files import Choice
+from penstock.lab.kernel_files import Choice, filled
 from penstock.lab.kernel_import import import_folder
+from penstock.lab.kernel_tables import Grid
 from penstock.types.plan import StepShape
 from support.lab.kernels import write_tables
 from support.lab.operations import CONFIG, ENGINE, decode_us, product_us, prompt_us, write_config, write_csv, write_system
 
 GEMM = f"gemm/{ENGINE}/gemm_perf.txt"
 DECODES = f"attention/{ENGINE}/generation_attention_perf.txt"
+PROMPTS = f"attention/{ENGINE}/context_attention_perf.txt"
+ATTENTION = "batch_size,isl,num_heads,num_key_value_heads,head_dim,kv_cache_dtype,step,latency"
 REDUCE = f"comm/{ENGINE}/custom_allreduce_perf.txt"
 
 
@@ -79,8 +83,13 @@ def test_gpus_share_heads_and_products_and_add_up(folder: Path, choice: Choice) 
     layer = products + copies + 2 * (1 + 8) + decode_us(8, 128)
     once = once_us(8, 8) + (1 + 8) - 8 * 128 * 64 / 4096
     assert step_us(cost, *[(1, 127)] * 8) == pytest.approx(3 * layer + once, abs=0.01)
-    with pytest.raises(CostFileError, match="3 GPUs can't share the 4 heads of tiny"):
+    with pytest.raises(CostFileError, match="3 GPUs can't share the 4 heads and 2 KV heads of tiny"):
         import_folder(folder, replace(choice, num_gpus=3))
+    assert choice.model_config is not None
+    choice.model_config.write_text(json.dumps(CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 3}))
+    with pytest.raises(CostFileError, match="2 GPUs can't share the 8 heads and 3 KV heads of tiny"):
+        import_folder(folder, replace(choice, num_gpus=2))
+    choice.model_config.write_text(json.dumps(CONFIG))
     with pytest.raises(CostFileError, match=r"no times of 4 GPUs.*--gpus, one of: 2"):
         import_folder(folder, replace(choice, num_gpus=4))
 
@@ -107,10 +116,15 @@ def test_passes_that_were_measured_are_subtracted(folder: Path, choice: Choice) 
     for name, us in (("computescale", 0.25), ("scale_matrix", 0.125)):
         rows = [("fp8", tokens, width, us * width / 64e3) for tokens in (1, 64) for width in (64, 128)]
         write_csv(folder / "quantize" / ENGINE / f"{name}_perf.txt", "quant_dtype,m,k,latency", rows)
-    known = import_folder(folder, replace(choice, weights="fp8_static")).cost
+    imported = import_folder(folder, replace(choice, weights="fp8_static"))
+    assert not [name for name in imported.notes if "perf" in name]
+    known = imported.cost
     saved = 0.25 + (0.25 + 0.125) + 0.25 + 2 * (0.25 + 0.125)
     prompt = (64, 0)  # a step of few tokens is bound by reading weights
     assert step_us(found, prompt) - step_us(known, prompt) == pytest.approx(3 * saved, abs=0.01)
+    write_csv(folder / "quantize" / ENGINE / "computescale_perf.txt", "quant_dtype,m,k,latency", [("fp8", 1, 64, 1e-4)])
+    notes = import_folder(folder, replace(choice, weights="fp8_static")).notes
+    assert notes["computescale_perf of 128"] == "128, from 64"
 
 
 def saved_us(tokens: int, outputs: int, inputs: int, passes: int) -> float:
@@ -178,6 +192,15 @@ def test_parquet_is_read_as_csv(folder: Path, choice: Choice) -> None:
         import_folder(folder, choice)
 
 
+def test_only_the_attention_that_is_taken_is_made_a_grid(folder: Path, choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table may have thousands of sizes, whose grids have up to a million points each."""
+    made: list[Grid] = []
+    monkeypatch.setattr(aiconfigurator, "filled", lambda *args, **options: made.append(filled(*args, **options)) or made[-1])
+    cost = import_folder(folder, choice).cost
+    assert cost.kernels is not None
+    assert made == [cost.kernels.decodes]
+
+
 def test_parquet_without_pyarrow_names_the_remedy(folder: Path, choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / GEMM
     path.rename(path.with_suffix(".parquet"))
@@ -200,6 +223,13 @@ def test_parquet_without_pyarrow_names_the_remedy(folder: Path, choice: Choice, 
             "custom_allreduce_perf.txt, line 1: there is no column kernel_source, message_size",
         ),
         ("../../g999_sxm.yaml", "gpu:\n", "g999_sxm.yaml has no mem_bw"),
+        ("../../g999_sxm.yaml", "gpu:\n  mem_bw: 0\n", "g999_sxm.yaml has no mem_bw above 0"),
+        ("../../g999_sxm.yaml", "gpu:\n  mem_bw: 1e9.9\n", "g999_sxm.yaml has no mem_bw above 0"),
+        (GEMM, "gemm_dtype,m,n,k,latency\nbfloat16,1,0,64,1\n", "gemm_perf.txt, line 2: n is below 1"),
+        (GEMM, "gemm_dtype,m,n,k,latency\n" + "x" * 200_000, "gemm_perf.txt, line 2: field larger than"),
+        (GEMM, "gemm_dtype,m,n,k,latency\nbfloat16,1,64,64,1e305\n", "times or sizes that are too large"),
+        (DECODES, f"{ATTENTION}\n0,1,2,1,16,bfloat16,1,1\n", "generation_attention_perf.txt, line 2: batch_size is below 1"),
+        (PROMPTS, f"{ATTENTION}\n8,16,2,1,16,bfloat16,0,1\n", "context_attention_perf.txt has no times of one prompt alone"),
     ],
 )
 def test_damaged_tables_are_refused_by_file_and_line(folder: Path, choice: Choice, name: str, text: str, message: str) -> None:
@@ -218,8 +248,11 @@ def test_engines_without_tables_are_refused_with_those_that_have(folder: Path, c
 def test_options_for_tables_of_another_format_are_refused(folder: Path, choice: Choice, tmp_path: Path) -> None:
     with pytest.raises(CostFileError, match="Leave out --layers"):
         import_folder(folder, replace(choice, num_layers=2))
-    with pytest.raises(CostFileError, match="Leave out --model-config"):
-        import_folder(write_tables(tmp_path / "tables"), choice)
+    with pytest.raises(CostFileError, match=r"Leave out .* --link-latency-us"):
+        import_folder(folder, replace(choice, num_gpus=2, link_latency_ns=1.0))
+    for other in (choice, Choice(weights="fp8"), Choice(kv="fp8")):
+        with pytest.raises(CostFileError, match="Leave out --model-config, --engine, --weights and --kv"):
+            import_folder(write_tables(tmp_path / "tables"), other)
 
 
 def test_configurations_without_a_dense_model_are_refused(folder: Path, choice: Choice) -> None:
@@ -229,7 +262,11 @@ def test_configurations_without_a_dense_model_are_refused(folder: Path, choice: 
     for change, message in (
         ({"num_experts": 8}, "describes a mixture of experts"),
         ({"vocab_size": None}, "is not a model's configuration"),
-        ({"num_hidden_layers": 0}, "its sizes are not all above 0"),
+        ({"num_hidden_layers": 0}, "its sizes are not all from 1 to"),
+        ({"num_hidden_layers": 1 << 40}, "its sizes are not all from 1 to"),
+        ({"num_hidden_layers": float("inf")}, "is not a model's configuration"),
+        ({"num_attention_heads": 0}, "is not a model's configuration"),
+        ({"kv_lora_rank": 512}, "describes attention over latents"),
     ):
         choice.model_config.write_text(json.dumps(CONFIG | change))
         with pytest.raises(CostFileError, match=message):

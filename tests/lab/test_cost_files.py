@@ -93,12 +93,13 @@ def test_what_can_not_be_read_is_told(text: str, says: str, tmp_path: Path) -> N
         load_cost(path)
 
 
+@pytest.mark.parametrize("name", ["step_ns", "slowness"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_costs_that_are_none_are_refused(value: float, tmp_path: Path) -> None:
+def test_costs_that_are_none_are_refused(name: str, value: float, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     save_cost(path, saved())
     written = json.loads(path.read_text())
-    written["cost"]["step_ns"] = value
+    written["cost"][name] = value
     path.write_text(json.dumps(written))
     with pytest.raises(CostFileError, match="negative, or not numbers"):
         load_cost(path)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,11 @@ from support.lab.kernels import LAYER_US, NUM_LAYERS, chunk_us, decode_us, mixtu
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT.parent / "shared/traces/gpu/rtxpro6000_llama-3.1-8b"
+
+
+MANY_BINS = "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha\n" + "".join(
+    f"{idx},n<={idx},sr<={idx}%,kvB<={idx},kp={idx},1\n" for idx in range(1, 21)
+)
 
 
 @pytest.fixture
@@ -127,6 +133,23 @@ def test_faster_machines_are_faster_where_it_counts(folder: Path) -> None:
     assert with_more_compute(cost, 2).duration_ns(prompt) < 0.6 * cost.duration_ns(prompt)
 
 
+def test_tables_are_slowed_as_a_whole(folder: Path) -> None:
+    link = Choice(num_gpus=2, link_bytes_per_s=16e9, link_latency_ns=20e3)
+    cost = replace(import_folder(folder, link).cost, step_ns=1e4)
+    for rows in (((1, 900),) * 8, ((64, 256), (1, 16)), ((16, 0),)):
+        shape = StepShape(rows, len(rows))
+        assert cost.scaled(1.25).duration_ns(shape) == pytest.approx(1.25 * cost.duration_ns(shape), abs=2)
+    assert cost.scaled(0.0).duration_ns(shape) == 0
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 0}, {"read_factor": 0.0}, {"compute_factor": float("nan")}])
+def test_tables_that_would_take_no_time_or_less_are_refused(folder: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not above 0"):
+        replace(kernels_of(import_folder(folder).cost), **change)
+    with pytest.raises(ValueError, match="does not ascend"):
+        Grid(((1.0, float("nan")),), (1.0, 1.0))
+
+
 def test_a_file_is_what_was_imported(folder: Path, tmp_path: Path) -> None:
     saved, path = import_folder(folder), tmp_path / "cost.json"
     save_cost(path, saved)
@@ -197,6 +220,9 @@ def test_several_gpus_add_up_their_results(folder: Path) -> None:
             "line 2: n_label is 'few'",
         ),
         ("moe.csv", "tokens,activated_experts,time_us\n2,8,1\n", "moe.csv has no times of one token"),
+        ("skew_fit.csv", MANY_BINS, "skew_fit.csv is not a grid: its bins have 3200000 combinations"),
+        ("per_sequence.csv", "layer,sequences,time_us\nlm_head,0,1\n", "a table of kernels ends at 0"),
+        ("meta.yaml", "model: meta-llama/Llama-3.1-8B\nskew:\n 1:\n  alpha_default: 1e-e\n", "make no cost model: could not"),
     ],
 )
 def test_damaged_tables_are_refused_by_file_and_line(folder: Path, name: str, text: str, message: str) -> None:

@@ -209,6 +209,7 @@ def test_faster_machines_have_faster_steps() -> None:
 def test_a_fitted_model_is_made_faster_in_the_parts_that_wait_for_the_resource() -> None:
     fitted = CostModel(
         sample_ns=100.0,
+        narrow_read_ns=6.0,
         token_brackets=((8, 10.0), (9, 20.0)),
         fitted=Fitted(max_rows=8, max_decodes=8, max_prefill_tokens=512, max_context_len=1024),
     )
@@ -216,6 +217,7 @@ def test_a_fitted_model_is_made_faster_in_the_parts_that_wait_for_the_resource()
     assert (compute.prefill_token_ns, compute.step_ns) == (fitted.prefill_token_ns / 2, fitted.step_ns)
     assert compute.token_brackets == ((8, 5.0), (9, 10.0))
     assert (bandwidth.step_ns, bandwidth.prefill_token_ns) == (fitted.step_ns / 2, fitted.prefill_token_ns)
+    assert (compute.narrow_read_ns, bandwidth.narrow_read_ns) == (6.0, 3.0)
 
 
 def test_lengths() -> None:

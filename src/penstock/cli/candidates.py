@@ -221,6 +221,11 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
     elif saved.is_estimated:
         yield f"Step times are estimates: {saved.words}."
     yield from _of_others(outline, hardware, saved)
+    if saved is not None and (num_gpus := saved.machine.get("gpus", 1)) != 1:
+        yield (
+            f"The step times are those of {num_gpus} GPUs that share each layer: the memory and the price of {hardware.name} "
+            "must be those of all of them (--hardware-table)."
+        )
     if outline.num_disk_bytes and (saved is None or saved.is_estimated):
         yield "Step times are as if memory held all experts. Those that it does not hold come from the disk, which is slower."
     if outline.is_assumed:

@@ -91,8 +91,8 @@ def profile(
       penstock profile --import h200_sxm --engine vllm/0.19.0 --model-config config.json --fit cost.json
     """
     if folder is not None:
-        if source is not None or trace is not None or plot_file is not None:
-            raise click.UsageError("--import is about tables of others: leave out --from, --trace and --plot.")
+        if source is not None or onto is not None or trace is not None or plot_file is not None:
+            raise click.UsageError("--import is about tables of others: leave out --from, --onto, --trace and --plot.")
         if gpus == 1 and (link_gbytes_per_s or link_latency_us):
             raise click.UsageError("One GPU has no link: say how many there are with --gpus.")
         from penstock.lab.kernel_files import Choice

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import product
-from math import ceil, log2
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,11 @@ _FAMILIES = {_GEMM: "gemm", _CONTEXT: "attention", _GENERATION: "attention", _RE
     (_SCALES, _ROUNDING), "quantize"
 )
 """Table -> the folder above the engine's. Releases before 2026 have the engine's folder at the top."""
+_NOT_DENSE = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "a mixture of experts") | {
+    "kv_lora_rank": "attention over latents"
+}
+"""Setting of a config.json -> the layers that it describes, whose products and attention are others."""
+_MAX_SIZE = 1 << 24
 _ENDINGS = (".parquet", ".txt", ".csv")
 _STATIC = "_static"
 """Ending of a type of weights whose activations have scales that are known beforehand. The tables' products find them first."""
@@ -37,6 +44,10 @@ _LOW_PRECISION_INPUTS = ("output", "down")
 _BF16_BYTES = 2
 _NORM_COPIES = 8
 """Vectors that a residual addition with its norm reads and writes, in bytes per element: two in and two out, in bf16."""
+
+
+_Tables = dict[tuple[int, ...], dict[Point, float]]
+"""Sizes -> times at points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +98,13 @@ def is_there(folder: Path) -> bool:
 def read(folder: Path, choice: Choice) -> SavedCost:
     if choice.model_config is None:
         raise CostFileError(f"{folder} serves any dense model.", remedy="Name one: --model-config config.json.")
-    if choice.num_layers or choice.hidden_size or choice.link_bytes_per_s:
-        remedy = "Leave out --layers, --hidden-size and --link-gbytes-per-s."
+    if choice.num_layers or choice.hidden_size or choice.link_bytes_per_s or choice.link_latency_ns:
+        remedy = "Leave out --layers, --hidden-size, --link-gbytes-per-s and --link-latency-us."
         raise CostFileError(f"The model's sizes and the link's times are in {choice.model_config} and {folder}.", remedy=remedy)
     model, system, gpus = read_model(choice.model_config), read_system(folder), choice.num_gpus
-    if model.num_heads % gpus or model.mlp_size % gpus:
-        raise CostFileError(f"{gpus} GPUs can't share the {model.num_heads} heads of {model.name}.", remedy="Set --gpus.")
+    if model.num_heads % gpus or model.mlp_size % gpus or (model.num_kv_heads % gpus and gpus % model.num_kv_heads):
+        cause = f"{gpus} GPUs can't share the {model.num_heads} heads and {model.num_kv_heads} KV heads of {model.name}."
+        raise CostFileError(cause, remedy="Set --gpus.")
     notes: dict[str, str] = {}
     path = _find(folder, choice.engine, _GEMM)
     found = _products(path, choice.weights.removesuffix(_STATIC))
@@ -103,7 +115,7 @@ def read(folder: Path, choice: Choice) -> SavedCost:
         product_ns = _nearest(found, shape, _area, f"the product {name}", notes)
         if choice.weights.endswith(_STATIC):
             number = 2 if name in _LOW_PRECISION_INPUTS else 1
-            passes = _passes(folder, choice.engine, shape[1], number, system, product_ns.axes[0])
+            passes = _passes(folder, choice.engine, shape[1], number, system, product_ns.axes[0], notes)
             product_ns = _without_scales(product_ns, passes, 1e9 * shape[0] * shape[1] / system.read_bytes_per_s)
         layer.append(product_ns)
     if reduced is not None:
@@ -114,15 +126,17 @@ def read(folder: Path, choice: Choice) -> SavedCost:
     layer += [_copies(system, norm, axis), _copies(system, norm, axis), _copies(system, act, axis)]
     once += [_copies(system, _BF16_BYTES * model.hidden_size, axis), _copies(system, norm, axis)]
     heads = (model.num_heads // gpus, model.kv_heads_of(gpus), model.head_size)
+    path = _find(folder, choice.engine, _GENERATION)
+    make = partial(filled, path, work=lambda num, reads: num * reads)
+    decodes = _nearest(_decodes(path, choice.kv), heads, _kv_size, "decodes", notes, make)
+    prompts = _nearest(_prompts(_find(folder, choice.engine, _CONTEXT), choice.kv), heads, _head_size, "prompts", notes)
     tables = KernelTables(
         num_layers=model.num_layers,
         layer_tokens=summed(layer),
         step_tokens=summed(once),
         step_rows=_nearest(logits, model.logits(gpus), _area, "the product logits", notes),
-        decodes=_nearest(_decodes(_find(folder, choice.engine, _GENERATION), choice.kv), heads, _kv_size, "decodes", notes),
-        prefills=_after_prefixes(
-            _nearest(_prompts(_find(folder, choice.engine, _CONTEXT), choice.kv), heads, _head_size, "prompts", notes)
-        ),
+        decodes=decodes,
+        prefills=_after_prefixes(prompts),
     )
     fitted = Fitted(
         max_rows=int(tables.step_rows.axes[0][-1]),
@@ -135,7 +149,7 @@ def read(folder: Path, choice: Choice) -> SavedCost:
         cost=replace(NO_COSTS, kernels=tables, fitted=fitted),
         source="kernels",
         model=model.name,
-        machine={"cpu": folder.name if gpus == 1 else f"{gpus} {folder.name}"},
+        machine={"cpu": folder.name} if gpus == 1 else {"cpu": f"{gpus} {folder.name}", "gpus": gpus},
         notes=about | notes,
     )
 
@@ -145,8 +159,9 @@ def read_model(path: Path) -> Model:
     remedy = "Give the config.json of a dense model, as Hugging Face has it."
     try:
         config = json.loads(text_of(path))
-        if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise CostFileError(f"{path} describes a mixture of experts.", remedy=remedy)
+        for name, what in _NOT_DENSE.items():
+            if config.get(name):
+                raise CostFileError(f"{path} describes {what} ({name}).", remedy=remedy)
         heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
         name = path.resolve().parent.name if path.stem == "config" else path.stem.removesuffix("_config").replace("--", "/")
         model = Model(
@@ -159,12 +174,12 @@ def read_model(path: Path) -> Model:
             mlp_size=int(config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
         )
-        if min(size for size in astuple(model) if isinstance(size, int)) < 1:
-            raise ValueError("its sizes are not all above 0")
+        if not all(0 < size <= _MAX_SIZE for size in astuple(model) if isinstance(size, int)):
+            raise ValueError(f"its sizes are not all from 1 to {_MAX_SIZE}")
         return model
     except KeyError as error:
         raise CostFileError(f"{path} has no {error.args[0]}.", remedy=remedy) from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CostFileError(f"{path} is not a model's configuration: {error}.", remedy=remedy) from None
 
 
@@ -174,10 +189,11 @@ def read_system(folder: Path) -> System:
     text = text_of(path)
 
     def value(name: str) -> float:
-        match = re.search(rf"^ +{name}: +([-+.\deE]+)", text, re.MULTILINE)
-        if match is None:
-            raise CostFileError(f"{path} has no {name}.", remedy="Copy the file as it is published.")
-        return float(match[1])
+        match = re.search(rf"^ +{name}: +(\S+)", text, re.MULTILINE)
+        with suppress(ValueError):
+            if match is not None and 0 < (number := float(match[1])) < inf:
+                return number
+        raise CostFileError(f"{path} has no {name} above 0.", remedy="Copy the file as it is published.")
 
     names = ("mem_bw", "mem_bw_empirical_scaling_factor", "mem_empirical_constant_latency")
     return System(*map(value, names))
@@ -199,16 +215,17 @@ def _find(folder: Path, engine: str, table: str) -> Path:
     )
 
 
-def _curves(points: Mapping[tuple[int, ...], dict[float, float]]) -> dict[tuple[int, ...], Grid]:
-    return {key: Grid((tuple(sorted(of)),), tuple(of[at] for at in sorted(of))) for key, of in points.items()}
+def _curve(points: Mapping[Point, float]) -> Grid:
+    axis = sorted(points)
+    return Grid((tuple(number for (number,) in axis),), tuple(points[at] for at in axis))
 
 
-def _products(path: Path, weights: str) -> dict[tuple[int, ...], Grid]:
+def _products(path: Path, weights: str) -> _Tables:
     """Read products of one type of weights: (outputs, inputs) -> times by tokens."""
-    points: dict[tuple[int, ...], dict[float, float]] = {}
+    points: _Tables = {}
     for tokens, outputs, inputs, ms in _of(path, ("m", "n", "k", "latency"), "gemm_dtype", weights, "--weights"):
-        points.setdefault((int(outputs), int(inputs)), {}).setdefault(tokens, ms * 1e6)
-    return _curves(points)
+        points.setdefault((int(outputs), int(inputs)), {}).setdefault((tokens,), ms * 1e6)
+    return points
 
 
 def _without_scales(times: Grid, passes: Sequence[Grid], least_ns: float) -> Grid:
@@ -220,7 +237,9 @@ def _without_scales(times: Grid, passes: Sequence[Grid], least_ns: float) -> Gri
     return Grid(times.axes, tuple(values))
 
 
-def _passes(folder: Path, engine: str, inputs: int, number: int, system: System, axis: Sequence[float]) -> list[Grid]:
+def _passes(
+    folder: Path, engine: str, inputs: int, number: int, system: System, axis: Sequence[float], notes: dict[str, str]
+) -> list[Grid]:
     """Return times by tokens to find the scales of a product's input, and for two passes to round it.
 
     Engines without tables of them take as long as copies.
@@ -229,10 +248,10 @@ def _passes(folder: Path, engine: str, inputs: int, number: int, system: System,
         return [_copies(system, _BF16_BYTES * inputs, axis)] * number
     found = []
     for table in (_SCALES, _ROUNDING)[:number]:
-        points: dict[tuple[int, ...], dict[float, float]] = {}
+        points: _Tables = {}
         for tokens, width, ms in _of(_find(folder, engine, table), ("m", "k", "latency"), "quant_dtype", "fp8", "--weights"):
-            points.setdefault((int(width),), {}).setdefault(tokens, ms * 1e6)
-        found.append(_nearest(_curves(points), (inputs,), int, table, {}))
+            points.setdefault((int(width),), {}).setdefault((tokens,), ms * 1e6)
+        found.append(_nearest(points, (inputs,), int, f"{table} of {inputs}", notes))
     return found
 
 
@@ -240,9 +259,12 @@ def _of(path: Path, columns: tuple[str, ...], word: str, wanted: str, option: st
     """Yield rows whose column `word` has the wanted value. A point may be there twice; the first one counts."""
     others = set[str]()
     is_found = False
-    for _, words, numbers in rows_of(path, columns, words=(word,), where=_PLAIN):
+    for line, words, numbers in rows_of(path, columns, words=(word,), where=_PLAIN):
         if words[word] == wanted:
             is_found = True
+            if small := [name for name, number in zip(columns, numbers, strict=True) if number < 1 and name in _SIZES]:
+                cause = f"{path}, line {line}: {', '.join(small)} is below 1."
+                raise CostFileError(cause, remedy="Remove the line.")
             yield numbers
         else:
             others.add(words[word])
@@ -253,23 +275,26 @@ def _of(path: Path, columns: tuple[str, ...], word: str, wanted: str, option: st
 _PLAIN = {"attn_dtype": "bfloat16", "window_size": "0"}
 """Attention that computes in bf16 over the whole context. Older tables have no windows."""
 _HEADS = ("num_heads", "num_key_value_heads", "head_dim", "batch_size", "isl")
+_SIZES = ("m", "n", "k", *_HEADS)
 
 
-def _decodes(path: Path, kv: str) -> dict[tuple[int, ...], Grid]:
+def _decodes(path: Path, kv: str) -> _Tables:
     """Read attention of decodes: (heads, KV heads, head size) -> times by (decodes, positions that each reads)."""
-    points: dict[tuple[int, ...], dict[Point, float]] = {}
+    points: _Tables = {}
     for *heads, num, isl, step, ms in _of(path, (*_HEADS, "step", "latency"), "kv_cache_dtype", kv, "--kv"):
         points.setdefault(tuple(map(int, heads)), {}).setdefault((num, isl + step), ms * 1e6)
-    return {key: filled(path, of, lambda num, reads: num * reads) for key, of in points.items()}
+    return points
 
 
-def _prompts(path: Path, kv: str) -> dict[tuple[int, ...], Grid]:
+def _prompts(path: Path, kv: str) -> _Tables:
     """Read attention of one prompt: (heads, KV heads, head size) -> times by tokens."""
-    points: dict[tuple[int, ...], dict[float, float]] = {}
+    points: _Tables = {}
     for *heads, num, tokens, ms in _of(path, (*_HEADS, "latency"), "kv_cache_dtype", kv, "--kv"):
         if num == 1:
-            points.setdefault(tuple(map(int, heads)), {}).setdefault(tokens, ms * 1e6)
-    return _curves(points)
+            points.setdefault(tuple(map(int, heads)), {}).setdefault((tokens,), ms * 1e6)
+    if not points:
+        raise CostFileError(f"{path} has no times of one prompt alone.", remedy="Copy the whole table.")
+    return points
 
 
 def _after_prefixes(prompts: Grid) -> Grid:
@@ -321,7 +346,12 @@ def _head_size(heads: int, _kv_heads: int, head_size: int) -> int:
 
 
 def _nearest(
-    found: Mapping[tuple[int, ...], Grid], wanted: tuple[int, ...], work: Callable[..., int], what: str, notes: dict[str, str]
+    found: _Tables,
+    wanted: tuple[int, ...],
+    work: Callable[..., int],
+    what: str,
+    notes: dict[str, str],
+    make: Callable[[Mapping[Point, float]], Grid] = _curve,
 ) -> Grid:
     """Return the table of the wanted sizes. Without one, that of the nearest sizes, in doublings, in proportion to the work."""
 
@@ -329,7 +359,7 @@ def _nearest(
         return sum(abs(log2(size / other)) for size, other in zip(sizes, wanted, strict=True))
 
     nearest = min(sorted(found), key=distance)
-    grid = found[nearest]
+    grid = make(found[nearest])
     if nearest == wanted:
         return grid
     share = work(*wanted) / work(*nearest)

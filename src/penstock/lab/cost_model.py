@@ -178,7 +178,8 @@ class CostModel:
         """Return this model with all times in the executor multiplied. Its noise and the host's time stay."""
         names = [one.name for one in fields(self) if one.name.endswith("_ns") and not one.name.startswith("host_")]
         costs: dict[str, Any] = {name: factor * getattr(self, name) for name in names}
-        return replace(self, **costs, token_brackets=tuple([(up_to, factor * ns) for up_to, ns in self.token_brackets]))
+        costs["token_brackets"] = tuple([(up_to, factor * ns) for up_to, ns in self.token_brackets])
+        return replace(self, **costs, kernels=self.kernels.slowed(factor) if self.kernels is not None and factor else None)
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
         total_ns = self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0)

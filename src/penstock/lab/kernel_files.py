@@ -70,13 +70,16 @@ def rows_of(
 
 def _csv(path: Path, columns: Sequence[str], _optional: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
     reader = csv.reader(text_of(path).splitlines())
-    header = next(reader, [])
-    _require(path, columns, header)
-    for cells in filter(None, reader):
-        if len(cells) != len(header):
-            cause = f"{path}, line {reader.line_num}: {len(cells)} values for {len(header)} columns."
-            raise CostFileError(cause, remedy="Copy the file again: it may be cut off.")
-        yield reader.line_num, dict(zip(header, cells, strict=True))
+    try:
+        header = next(reader, [])
+        _require(path, columns, header)
+        for cells in filter(None, reader):
+            if len(cells) != len(header):
+                cause = f"{path}, line {reader.line_num}: {len(cells)} values for {len(header)} columns."
+                raise CostFileError(cause, remedy="Copy the file again: it may be cut off.")
+            yield reader.line_num, dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise CostFileError(f"{path}, line {reader.line_num}: {error}.", remedy="Copy the file again.") from None
 
 
 def _parquet(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
@@ -91,11 +94,14 @@ def _parquet(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Ite
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             _require(path, columns, file.schema_arrow.names)
-            if file.metadata.num_rows > MAX_POINTS:
-                raise CostFileError(f"{path} has more than {MAX_POINTS} rows.", remedy="Keep those of one model.")
             columns = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
+            groups = [file.metadata.row_group(idx) for idx in range(file.metadata.num_row_groups)]
+            num_bytes = sum(group.total_byte_size for group in groups)
+            if file.metadata.num_rows > MAX_POINTS or num_bytes > MAX_TABLE_BYTES:
+                cause = f"{path} has more than {MAX_POINTS} rows or {MAX_TABLE_BYTES >> 20} MiB."
+                raise CostFileError(cause, remedy="Keep those of one model.")
             table = file.read(columns=columns).to_pydict()
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise CostFileError(f"{path} can't be read as a table: {error}.", remedy="Copy the whole folder.") from None
     for line, values in enumerate(zip(*(table[name] for name in columns), strict=True), start=2):
         yield line, dict(zip(columns, values, strict=True))

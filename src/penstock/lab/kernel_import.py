@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 
 from penstock.lab import aiconfigurator, llmservingsim
@@ -22,8 +23,15 @@ _NOTHING_CHOSEN = Choice()
 def import_folder(folder: Path, choice: Choice = _NOTHING_CHOSEN) -> SavedCost:
     """Read a folder of kernel tables. Raises CostFileError, which names the file and the line."""
     for is_there, read in READERS:
-        if is_there(folder):
-            return read(folder, choice)
+        if not is_there(folder):
+            continue
+        try:
+            saved = read(folder, choice)
+        except (ValueError, ArithmeticError) as error:
+            raise CostFileError(f"{folder} has tables that make no cost model: {error}.", remedy="Copy it again.") from None
+        if saved.cost.kernels is None or not all(map(isfinite, saved.cost.kernels.times())):
+            raise CostFileError(f"{folder} has times or sizes that are too large.", remedy="Copy it again.")
+        return saved
     remedy = (
         "LLMServingSim's folders have dense.csv, attention.csv and per_sequence.csv; AIConfigurator's are systems, such as "
         "data/h200_sxm."

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import inf, prod
 
 from penstock.lab.step_counts import Counts
 
@@ -25,7 +25,7 @@ class Grid:
     def __post_init__(self) -> None:
         if not all(self.axes) or len(self.values) != prod(len(axis) for axis in self.axes):
             raise ValueError("a grid's values are not as many as its points")
-        if any(low >= high for axis in self.axes for low, high in itertools.pairwise(axis)):
+        if not all(low < high for axis in self.axes for low, high in itertools.pairwise(axis)):
             raise ValueError("an axis of a grid does not ascend")
 
     def at(self, *point: float) -> float:
@@ -112,8 +112,22 @@ class KernelTables:
         )
         if any(len(grid.axes) != number for number, grids in numbers for grid in grids):
             raise ValueError("a table of kernels has another number of axes")
+        experts = () if self.experts is None else (self.experts.ns,)
+        ends = [grid.axes[0][-1] for grid in (*curves, *planes, *experts)] + [self.decodes.axes[1][-1], self.num_layers]
+        if not all(0 < end < inf for end in (*ends, self.compute_factor, self.read_factor)):
+            raise ValueError("a table of kernels ends at 0, or a factor or the number of layers is not above 0")
         if len(self.prefills.axes[1]) < 2:
             raise ValueError("the table of attention has only one number of positions before a chunk")
+
+    def slowed(self, factor: float) -> KernelTables:
+        """Return tables by which every step takes `factor` times as long."""
+        return replace(
+            self,
+            reduce_ns=factor * self.reduce_ns,
+            reduce_token_ns=factor * self.reduce_token_ns,
+            compute_factor=self.compute_factor / factor,
+            read_factor=self.read_factor / factor,
+        )
 
     def times(self) -> list[float]:
         tables = [self.layer_tokens, self.step_tokens, self.step_rows, self.decodes, self.prefills]

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.lab.cost_files import CostFileError, SavedCost
 from penstock.lab.cost_model import NO_COSTS, Fitted
-from penstock.lab.kernel_files import Choice, Point, filled, rows_of, summed, text_of
+from penstock.lab.kernel_files import MAX_POINTS, Choice, Point, filled, rows_of, summed, text_of
 from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 
 
@@ -39,6 +40,7 @@ _ONCE = ("embedding", "final_layernorm")
 _TWICE = "layernorm"
 """A layer has two: before attention, and before its products."""
 _REQUIRED = ("qkv_proj", "o_proj", _TWICE)
+_USUAL = Choice()
 BEYOND = 1e18
 """Upper end of a bin without one."""
 _LABEL = re.compile(r"^\w+(<=|=|>)(\d+)(k|%)?$")
@@ -49,8 +51,9 @@ def is_there(folder: Path) -> bool:
 
 
 def read(folder: Path, choice: Choice) -> SavedCost:
-    if choice.model_config or choice.engine:
-        raise CostFileError(f"{folder} has tables of one model and engine.", remedy="Leave out --model-config and --engine.")
+    if choice.model_config or choice.engine or (choice.weights, choice.kv) != (_USUAL.weights, _USUAL.kv):
+        remedy = "Leave out --model-config, --engine, --weights and --kv."
+        raise CostFileError(f"{folder} has tables of one model and engine.", remedy=remedy)
     meta = _meta(folder, choice.num_gpus)
     model = meta.get("model", "")
     known = SHAPES.get(model)
@@ -102,12 +105,15 @@ def read(folder: Path, choice: Choice) -> SavedCost:
         max_prefill_tokens=tables.max_tokens,
         max_context_len=tables.max_context_len,
     )
+    machine: dict[str, Any] = {"cpu": meta["gpu"]} if "gpu" in meta else {}
+    if choice.num_gpus > 1:
+        machine["gpus"] = choice.num_gpus
     notes = {"format": "LLMServingSim", "vllm": meta.get("vllm_version", ""), "variant": meta.get("variant", "")}
     return SavedCost(
         cost=replace(NO_COSTS, kernels=tables, fitted=fitted),
         source="kernels",
         model=model,
-        machine={"cpu": meta["gpu"]} if "gpu" in meta else {},
+        machine=machine,
         date=meta.get("profiled_at", "")[:10],
         notes={name: value for name, value in notes.items() if value},
     )
@@ -173,6 +179,8 @@ def _skews(path: Path, usual: float) -> Grid | None:
         num, share, longest, before = (_bound(f"{path}, line {line}", label, words[label]) for label in labels)
         points[chunk, num, share, longest, before] = alpha
     axes = tuple(tuple(sorted(set(values))) for values in zip(*points, strict=True))
+    if (num := prod(map(len, axes))) > MAX_POINTS:
+        raise CostFileError(f"{path} is not a grid: its bins have {num} combinations.", remedy="Copy the whole table.")
     return Grid(axes, tuple(points.get(point, usual) for point in product(*axes)))
 
 

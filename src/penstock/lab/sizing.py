@@ -212,6 +212,7 @@ def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
         cost,
         step_ns=cost.step_ns / factor,
         decode_read_ns=cost.decode_read_ns / factor,
+        narrow_read_ns=cost.narrow_read_ns / factor,
         kernels=cost.kernels and replace(cost.kernels, read_factor=factor * cost.kernels.read_factor),
     )
 
