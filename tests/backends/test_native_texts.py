@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -82,7 +83,7 @@ class Case:
             rounds_floats=rounds_floats,
             **sizes,
         )
-        assert executor.capacity == capacity
+        assert executor.capacity == replace(capacity, vocab_size=self.program.vocab_size)
         return executor
 
     def reference(self) -> ReferenceExecutor:

@@ -162,8 +162,8 @@ def check(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], questi
     Takes what `penstock serve` takes: MODEL, --config and the settings. Nothing is fetched, and no upstream is asked. For a
     --question, the embedding model of a learned route runs.
     """
+    from penstock.cli.route_check import check as check_routes
     from penstock.cli.serve import models_in
-    from penstock.deploy.route_check import check as check_routes
 
     configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
     routing = routing_of_file()
