@@ -51,7 +51,7 @@ class Runs:
     backend: str
     model_path: str
     precision: str
-    """As in the list, where it may be empty."""
+    """The list's column of this name, which may be empty."""
     config: str
     tables: str
     """Engine and version of the kernels. The engine's version is not in every row, and not every version has tables."""
@@ -72,86 +72,64 @@ class Runs:
 
 
 LLAMA_70B, LLAMA_8B, QWEN_32B = "meta-llama--Meta-Llama-3.1-70B", "meta-llama--Meta-Llama-3.1-8B", "Qwen--Qwen3-32B"
+# Lengths of 0.8 to 1 times the nominal, 10 requests a client, KV in fp8, 8,192 tokens a step and 0.9 of the memory are in
+# InferenceMAX's scripts (SemiAnalysisAI/InferenceX, benchmarks/70b_fp8_h200_slurm.sh), whose dates and concurrencies these
+# runs have; the checkpoint's activations have static scales.
+VLLM_70B = Runs(
+    name="vLLM, Llama-3.1-70B fp8, H200",
+    system="h200_sxm",
+    backend="vllm",
+    model_path="meta-llama/Llama-3.1-70B",
+    precision="fp8",
+    config=LLAMA_70B,
+    tables="vllm/0.14.0",
+    weights="fp8_static",
+    kv="fp8",
+    least_share=0.8,
+)
+# How these were measured is not said: fixed lengths and defaults are assumed. vLLM 0.12 plans synchronously.
+VLLM_8B = replace(
+    VLLM_70B,
+    name="vLLM 0.12, Llama-3.1-8B fp8, H200",
+    model_path="nvidia/Llama-3.1-8B-Instruct-FP8",
+    config=LLAMA_8B,
+    least_share=1.0,
+    is_synchronous=True,
+)
 RUNS = (
-    # Lengths of 0.8 to 1 times the nominal, 10 requests a client, KV in fp8, 8,192 tokens a step and 0.9 of the memory are in
-    # InferenceMAX's scripts (SemiAnalysisAI/InferenceX, benchmarks/70b_fp8_h200_slurm.sh), whose dates and concurrencies these
-    # runs have; the checkpoint's activations have static scales.
-    Runs(
-        name="vLLM, Llama-3.1-70B fp8, H200",
-        system="h200_sxm",
-        backend="vllm",
-        model_path="meta-llama/Llama-3.1-70B",
-        precision="fp8",
-        config=LLAMA_70B,
-        tables="vllm/0.14.0",
-        weights="fp8_static",
-        kv="fp8",
-        least_share=0.8,
-    ),
-    Runs(
-        name="vLLM, Llama-3.1-70B fp8, H100",
-        system="h100_sxm",
-        backend="vllm",
-        model_path="meta-llama/Llama-3.1-70B",
-        precision="fp8",
-        config=LLAMA_70B,
-        tables="vllm/0.14.0",
-        weights="fp8_static",
-        kv="fp8",
-        least_share=0.8,
-    ),
-    # The same of 70b_fp8_h200_trt_slurm.sh. TensorRT-LLM's default reserves whole answers, and takes 0.9 of the memory that is
-    # left beside the weights.
-    Runs(
+    VLLM_70B,
+    replace(VLLM_70B, name="vLLM, Llama-3.1-70B fp8, H100", system="h100_sxm"),
+    # By 70b_fp8_h200_trt_slurm.sh. TensorRT-LLM's default reserves whole answers, and takes 0.9 of the memory that is left
+    # beside the weights.
+    replace(
+        VLLM_70B,
         name="TensorRT-LLM, Llama-3.1-70B fp8, H200",
-        system="h200_sxm",
         backend="trtllm",
-        model_path="meta-llama/Llama-3.1-70B",
-        precision="fp8",
-        config=LLAMA_70B,
         tables="trtllm/1.2.0rc5",
-        weights="fp8_static",
-        kv="fp8",
         reserve="no-evict",
-        least_share=0.8,
         is_share_of_rest=True,
     ),
-    # How the others were measured is not said: fixed lengths and defaults are assumed. vLLM 0.12 plans synchronously.
-    Runs(
-        name="vLLM 0.12, Llama-3.1-8B fp8, H200",
-        system="h200_sxm",
-        backend="vllm",
-        model_path="nvidia/Llama-3.1-8B-Instruct-FP8",
-        precision="fp8",
-        config=LLAMA_8B,
-        tables="vllm/0.14.0",
-        weights="fp8_static",
-        kv="fp8",
-        is_synchronous=True,
-    ),
-    Runs(
+    VLLM_8B,
+    replace(
+        VLLM_8B,
         name="vLLM 0.12, Qwen3-32B bf16, H100",
         system="h100_sxm",
-        backend="vllm",
         model_path="Qwen/Qwen3-32B",
         precision="",
         config=QWEN_32B,
-        tables="vllm/0.14.0",
         weights="bfloat16",
         kv="bfloat16",
-        is_synchronous=True,
     ),
-    Runs(
+    replace(
+        VLLM_8B,
         name="SGLang 0.5.6, Llama-3.1-8B fp8, H200",
-        system="h200_sxm",
         backend="sglang",
         model_path="meta-llama/Llama-3.1-8B-Instruct",
-        precision="fp8",
-        config=LLAMA_8B,
         tables="sglang/0.5.6.post2",
         weights="fp8_block",
         kv="bfloat16",
         preset="sglang",
+        is_synchronous=False,
     ),
 )
 

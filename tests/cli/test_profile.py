@@ -92,6 +92,10 @@ def test_a_server_is_recorded_and_its_steps_are_drawn_and_fitted(penstock: Penst
     result = penstock("profile", "--from", recording, "--onto", cost, "--fit", tmp_path / "served.json")
     assert result.returncode == 0, result.stderr
     assert load_cost(tmp_path / "served.json").cost.fitted == wide
+    save_cost(cost, SavedCost(cost=CostModel(), source="profile", model="another"))
+    result = penstock("profile", "--from", recording, "--onto", cost, "--fit", tmp_path / "served.json")
+    assert result.returncode == 1
+    assert "is a fit of another, and the recording is of" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_what_can_not_be_read_is_told(text: str, says: str, tmp_path: Path) -> N
         load_cost(path)
 
 
-@pytest.mark.parametrize("name", ["step_ns", "slowness"])
+@pytest.mark.parametrize("name", ["step_ns", "narrow_read_ns"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_costs_that_are_none_are_refused(name: str, value: float, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"

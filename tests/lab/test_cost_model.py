@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ COST = CostModel(step_ns=1e6, decode_row_ns=2e5, prefill_token_ns=1e5, decode_re
 
 def test_all_times_grow_by_a_factor() -> None:
     cost = CostModel(host_step_ns=2e5, host_row_ns=1e4, sample_step_ns=5e4, prefill_context_ns=3.0, token_brackets=((8, 1e5),))
-    slow, shape = replace(cost, slowness=1.5), StepShape(((1, 100), (1, 7), (64, 300)), 3)
+    slow, shape = cost.scaled(1.5), StepShape(((1, 100), (1, 7), (64, 300)), 3)
     assert slow.duration_ns(shape) == pytest.approx(1.5 * cost.duration_ns(shape))
     assert sum(slow.parts_ns(shape).values()) == pytest.approx(slow.duration_ns(shape), abs=9)
     assert slow.host_ns(3, has_prefill=True) == pytest.approx(1.5 * cost.host_ns(3, has_prefill=True))

@@ -178,7 +178,7 @@ class RunningCall:
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
         self._num_generated = [0] * len(requests)
-        """As far as they are counted, which a price needs."""
+        """Tokens of each choice so far. Counted only in `begin`, and for a call with a price."""
         self.num_dropped_tokens = 0
         """Generated for choices that `keep` has dropped."""
 

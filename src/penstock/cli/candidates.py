@@ -115,7 +115,7 @@ def read_costs(text: str | None, machines: Sequence[Hardware]) -> dict[str, Save
     if "=" not in text and len(machines) > 1:
         raise ConfigError(
             "A fitted cost model is of one machine.",
-            remedy=f"Say of which: --cost {machines[0].name}={text}; the others are estimated.",
+            remedy=f"Name the machine: --cost {machines[0].name}={text}; the others are estimated.",
         )
     found: dict[str, SavedCost] = {}
     for part in text.split(",") if "=" in text else [f"{machines[0].name}={text}"]:

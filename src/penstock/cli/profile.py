@@ -163,14 +163,19 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
 
         print(f"{write_trace(recording, trace)} events in {trace}: open it with https://ui.perfetto.dev")
     if fit_file is not None:
+        base = None if onto is None else load_cost(onto)
+        if base is not None and base.model not in ("", recording.header.model):
+            cause = f"{onto} is a fit of {base.model}, and the recording is of {recording.header.model}."
+            raise ConfigError(cause, remedy="Name a fit of the same model.")
         steps = steps_of(recording)
         try:
-            fitted = fit(steps, are_in_order=True, base=None if onto is None else load_cost(onto).cost)
+            fitted = fit(steps, are_in_order=True, base=None if base is None else base.cost)
         except ValueError as error:
             raise ConfigError(f"The recording can't be fitted: {error}.", remedy="Record more traffic.") from None
         header = recording.header
+        notes = {"config": header.config, "began": header.began} | ({} if base is None else {"onto": base.words})
         machine = {**header.machine, "threads": header.about.get("threads"), "variant": header.about.get("variant")}
-        _save(fit_file, fitted, "recording", header.model, machine, notes={"config": header.config, "began": header.began})
+        _save(fit_file, fitted, "recording", header.model, machine, notes=notes)
 
 
 def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:

@@ -58,7 +58,7 @@ def name_of(table: Table, place: str) -> str:
 
 
 def number_of(table: Table, key: str, default: float | None, least: float, most: float, place: str, remedy: str = "") -> float:
-    """Return a number from `least` to `most`. It must be there if there is no default, and `remedy` says what to write."""
+    """Return a number from `least` to `most`. Without a default the key is required; `remedy` says what to write."""
     value = table.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         message = f"{place}{key} is not a number from {least:g} to {most:g}."

@@ -57,7 +57,7 @@ class Route:
     """The weak and the strong model, or those to try one after another."""
     learned: Learned | None = None
     agreement: AgreementConfig | None = None
-    """With neither of the two, the others answer when the first one refuses."""
+    """If this and `learned` are None, the route is a fallback: the next model answers where one refuses."""
     bill: Bill | None = None
     """The costs so far, if its models have prices. Written by the event loop."""
 
@@ -114,7 +114,7 @@ def digest_faults(route: Route, models: Mapping[str, ModelSource]) -> Iterator[C
         digest, source = learned.digests.get(fitted), models.get(name)
         if digest is None or source is None or not source.is_present:
             continue
-        with suppress(OSError):  # files that can't be read are told of when the model is loaded
+        with suppress(OSError):  # loading the model reports a file that can't be read
             if digest != digest_of(source):
                 yield ConfigError(
                     f"The route {route.name} was fitted with another {fitted} than {name} is here: their files differ.",

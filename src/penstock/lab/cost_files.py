@@ -126,7 +126,7 @@ def _from_json(path: Path, text: str) -> SavedCost:
     if cost.kernels is not None:
         values += cost.kernels.times()
     is_empty = any(not one.ratios for one in cost.residuals)
-    if is_empty or not 0 < cost.slowness < math.inf or any(not math.isfinite(value) or value < 0 for value in values):
+    if is_empty or any(not math.isfinite(value) or value < 0 for value in values):
         raise CostFileError(f"{path} has costs that are negative, or not numbers.", remedy=remedy)
     return saved
 

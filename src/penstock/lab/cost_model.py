@@ -106,8 +106,6 @@ class CostModel:
     kernels: KernelTables | None = None
     """Tables of kernel times, added to the other costs."""
     fitted: Fitted | None = None
-    slowness: float = 1.0
-    """Factor on all times, to ask what slower or faster steps would change."""
 
     def counts(self, shape: StepShape) -> Counts:
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
@@ -153,14 +151,14 @@ class CostModel:
             parts["tokens"] = self._tokens_ns(counts.num_tokens)
         if self.kernels is not None:
             parts["kernels"] = self.kernels.step_ns(counts)
-        return {name: round(self.slowness * part_ns) for name, part_ns in parts.items()}
+        return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
         """Return the executor's time for a step of this shape, with warm caches and without noise."""
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:
-        total_ns = (
+        return round(
             self.step_ns
             + self.decode_row_ns * counts.num_decodes
             + self.prefill_token_ns * counts.num_prefill_tokens
@@ -172,18 +170,16 @@ class CostModel:
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
             + (0.0 if self.kernels is None else self.kernels.step_ns(counts))
         )
-        return round(self.slowness * total_ns)
 
     def scaled(self, factor: float) -> CostModel:
-        """Return this model with all times in the executor multiplied. Its noise and the host's time stay."""
-        names = [one.name for one in fields(self) if one.name.endswith("_ns") and not one.name.startswith("host_")]
+        """Return this model with all times multiplied, the host's too. Its noise is relative, and stays."""
+        names = [one.name for one in fields(self) if one.name.endswith("_ns")]
         costs: dict[str, Any] = {name: factor * getattr(self, name) for name in names}
         costs["token_brackets"] = tuple([(up_to, factor * ns) for up_to, ns in self.token_brackets])
         return replace(self, **costs, kernels=self.kernels.slowed(factor) if self.kernels is not None and factor else None)
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
-        total_ns = self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0)
-        return round(self.slowness * total_ns)
+        return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))
 
     def noise(self, rng: Random) -> Noise:
         return Noise(self.residuals, self.residual_correlation, rng)

@@ -189,7 +189,7 @@ class _Table:
             found = cost[TOTAL]
             scaled = self._base.scaled(found["base"])
             besides: dict[str, Any] = {name: getattr(scaled, name) + found[name] for name in ("step_ns", "sample_ns")}
-            besides |= cost.get(HOST, {})
+            besides |= {name: getattr(self._base, name) for name in _HOST_COSTS} | dict(cost.get(HOST, {}))
             return replace(scaled, **besides)
         totals: dict[str, float] = {}
         for part in cost.values():

@@ -58,7 +58,7 @@ MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
 LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 256
 """Fewest and most replicas in a simulated group, at the rate that they just keep up with; most in all groups."""
 OUTLOOK_REPLICAS = 4
-"""With slower steps at most this many times the replicas are tried."""
+"""Steps that are slower may need up to this many times the replicas; no more are tried."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
 """Full batches and most output tokens of the run that times a saturated server. In the first batch all prompts arrive at
 once, so one batch is not enough."""
@@ -108,7 +108,7 @@ class Candidate:
     def slowed(self, factor: float) -> Candidate:
         """Return the candidate with steps that take `factor` times as long."""
         cost = self.simulation.cost
-        return replace(self, simulation=replace(self.simulation, cost=replace(cost, slowness=factor * cost.slowness)))
+        return replace(self, simulation=replace(self.simulation, cost=cost.scaled(factor)))
 
     def doubled(self, resource: Resource) -> Candidate:
         """Return the candidate with twice as much of one resource, or the same candidate for `Resource.QUEUE`."""

@@ -45,7 +45,7 @@ class ModelledTimes:
         if self._fitted is not None and (exceeded := self._fitted.exceeded_by(counts)):
             self.num_outside += 1
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)
-        cold_ns = self._cost.slowness * self._cost.cold_ns * cold_share(self._coldness, counts.num_tokens)
+        cold_ns = self._cost.cold_ns * cold_share(self._coldness, counts.num_tokens)
         duration_ns = self._cost.cost_of(counts) + cold_ns
         if self._noise is not None:
             duration_ns *= self._noise.draw(duration_ns)

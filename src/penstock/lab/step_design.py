@@ -55,5 +55,5 @@ def _draw(capacity: Capacity, rng: Random) -> StepShape:
 
 
 def _log_uniform(rng: Random, most: int) -> int:
-    """Return a number from 1 to `most`, evenly drawn over its logarithm, or 0 if there is none."""
+    """Return a random number from 1 to `most`, uniform in its logarithm; 0 if `most` is below 1."""
     return round(most ** rng.random()) if most > 0 else 0

@@ -24,7 +24,7 @@ class Cost(NamedTuple):
 
     paid: float
     full: float
-    """For the same tokens at the dearest model of the route."""
+    """USD for the same tokens at the route's dearest model."""
 
     @property
     def saved(self) -> float:
@@ -49,7 +49,7 @@ class Bill:
     paid: dict[str, float] = field(default_factory=dict)
     """Model -> USD, for answers and for those begun in vain."""
     full: float = 0.0
-    """For the answers' tokens at the dearest model. Those of answers begun in vain do not count: it would have begun none."""
+    """USD for the same answers at the dearest model. It would have begun none in vain, so those do not count."""
 
     def pay(self, model: str, num_prompt_tokens: int, num_tokens: int) -> float:
         """Count tokens of a model, and return what they cost."""

@@ -191,7 +191,7 @@ class RouteStats(NamedTuple):
     paid: Mapping[str, float]
     """By model, with answers begun in vain. Empty without prices."""
     full: float
-    """For the same answers at the dearest model."""
+    """USD that the same tokens would have cost at the route's dearest model."""
     drift: float | None = None
     """Distance from 0 to 1, as in `routes.drift`. None: not known."""
 

@@ -156,7 +156,7 @@ BOARD: tuple[str | Panel, ...] = (
     _stack(
         "Tokens without a step of their own",
         "short",
-        "Tokens per second, by who guessed them; `grammar`: those that a grammar forced.",
+        "Guessed tokens per second, by guesser. `grammar` counts tokens that a grammar forced.",
         (_rate("accepted_tokens_total", "source"), "{{source}}"),
         (_rate("forced_tokens_total"), "grammar"),
     ),

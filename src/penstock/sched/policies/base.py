@@ -215,7 +215,7 @@ class StepLimits:
     splits_prompts: bool = True
     """False: a prefill that does not fit waits, unless it would be the only one."""
     most_ns: float = inf
-    """With guesses, and the time to draft them, the step should not take longer."""
+    """Longest time of a step with guesses, drafting included."""
 
 
 class Budget(Protocol):
