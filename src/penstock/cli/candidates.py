@@ -125,6 +125,8 @@ def read_costs(text: str | None, machines: Sequence[Hardware]) -> dict[str, Save
             raise ConfigError(
                 f"--cost {part!r} is not a file for one of {', '.join(names.values())}.", remedy="Write NAME=FILE,NAME=FILE."
             )
+        if machine in found:
+            raise ConfigError(f"--cost names two files for {machine}.", remedy="Leave one of them out.")
         saved = found[machine] = load_cost(Path(path))
         if machine != "this" and saved.source != "table" and saved.machine.get("cpu") == cpu_name():
             raise ConfigError(

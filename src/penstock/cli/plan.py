@@ -113,9 +113,10 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     saved = read_costs(values["cost"], machines)
     if values["presets"] and not asked.slos:
         raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
+    others = {name: _with(config, name) for name in values["presets"]}
     workload = make_workload(choice)
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
-    some, outlines, others = [], dict[bool, "Outline"](), list[dict[str, "Sized"]]()
+    some, outlines = list["Sized"](), dict[bool, "Outline"]()
     for hardware in machines:
         if len(machines) > 1 and sys.stderr.isatty():
             print(f"planning for {hardware.name} ...", file=sys.stderr)
@@ -123,23 +124,26 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
             about = (outlines[hardware.is_gpu], hardware, saved.get(hardware.name), acceptance)
-            # A preset's replicas stand behind a plain load balancer: other servers do not bring a router.
-            rivals = {
-                name: plan_briefly(make_candidate(_with(config, name), *about), hardware, workload, in_turn)
-                for name in values["presets"]
-            }
-            some.append(size_deployment(make_candidate(config, *about), hardware, workload, asked))
-            others.append(rivals)
+            sized = size_deployment(make_candidate(config, *about), hardware, workload, asked)
         except PenstockError as error:
             if len(machines) == 1:
                 raise
             print(f"{hardware.name}: left out. {error}\n", file=sys.stderr)
+            continue
+        rivals = {}
+        for name, other in others.items():
+            try:
+                # A preset's replicas stand behind a plain load balancer: other servers do not bring a router.
+                rivals[name] = plan_briefly(make_candidate(other, *about), hardware, workload, in_turn)
+            except PenstockError as error:
+                print(f"{hardware.name}, preset {name}: left out. {error}\n", file=sys.stderr)
+        some.append(replace(sized, rivals=rivals))
     if not some:
         raise ConfigError("No machine is left to plan for.", remedy="Take another model, other settings, or other --hardware.")
     if len(some) > 1:
         print(plan_report.comparison(some) + "\n")
     if values["presets"]:
-        print(f"{plan_report.beside(some, others)}\n")
+        print(f"{plan_report.beside(some)}\n")
     print("\n\n".join(plan_report.report(sized) for sized in some))
     if not asked.slos:
         print("\nFor the highest rate, replicas and cost, give SLOs: --slo ttft=2s --slo tpot=100ms")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from statistics import fmean
@@ -666,6 +666,8 @@ class Sized:
     bill: Bill | None = None
     outlooks: Sequence[Outlook] = ()
     """Answers with slower and with faster steps, by `Candidate.step_error`."""
+    rivals: Mapping[str, Sized] = field(default_factory=dict)
+    """Preset -> a plan with its policies on the same hardware, with the same step times."""
     warnings: Sequence[str] = ()
 
     @property

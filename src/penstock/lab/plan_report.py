@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.lab.arrivals import mean_rate
 from penstock.lab.hardware import Hardware
@@ -178,28 +178,35 @@ def _range_of_prices(sized: Sized, price: float) -> str:
     return f"{low} or more" if high is None else f"{low}" if low == high else f"{low} to {high}"
 
 
-def beside(some: Sequence[Sized], others: Sequence[Mapping[str, Sized]]) -> str:
-    """Compare plans with those of presets on the same hardware, with the same step times. `others` has those of each plan."""
+def beside(some: Sequence[Sized]) -> str:
+    """Compare plans with those of presets on the same hardware."""
     rows = [["hardware", "policies", "router", "requests/s", "gain", "p99 TTFT", "at", "replicas", "USD an hour"]]
-    for sized, rivals in zip(some, others, strict=True):
-        plans = {"these settings": sized, **{f"preset {name}": rival for name, rival in rivals.items()}}
-        rates = {name: one.search.rate if one.search else 0.0 for name, one in plans.items()}
-        common = min(filter(None, rates.values()), default=0.0)
-        for name, one in plans.items():
-            gain = "" if one is sized or not rates[name] else f"{rates['these settings'] / rates[name]:.2f} x"
+    for sized in some:
+        rate, common = _rate(sized), _common_rate(sized)
+        for name, one in {"these settings": sized, **{f"preset {name}": one for name, one in sized.rivals.items()}}.items():
+            gain = "" if one is sized or not _rate(one) else f"{rate / _rate(one):.2f} x"
             late = [format_time(p99_ttft_ns(one, common)), f"{common:.3g}/s"] if common else ["", ""]
             number, price = (
                 f"{one.fleet.num_replicas}" if one.fleet else "none",
                 _price(one.bill.price_per_hour) if one.bill else "",
             )
-            rows.append([one.hardware.name, name, one.asked.router, f"{rates[name]:.3g}", gain, *late, number, price])
+            rows.append([one.hardware.name, name, one.asked.router, f"{_rate(one):.3g}", gain, *late, number, price])
     note = "Gain: highest rate of these settings over the preset's. TTFT: of one replica, at the lowest of the highest rates."
     return f"{table(rows)}\n{note}"
 
 
+def _rate(sized: Sized) -> float:
+    return sized.search.rate if sized.search else 0.0
+
+
+def _common_rate(sized: Sized) -> float:
+    """Return the lowest of the highest rates of a plan and its rivals, without those that have none."""
+    return min(filter(None, map(_rate, (sized, *sized.rivals.values()))), default=0.0)
+
+
 def _order(sized: Sized) -> tuple[bool, float, float]:
     price = math.inf if sized.bill is None else sized.bill.price_per_million_output_tokens
-    return sized.fleet is None, price, -sized.search.rate if sized.search else 0.0
+    return sized.fleet is None, price, -_rate(sized)
 
 
 def hardware_table(machines: Sequence[Hardware]) -> str:
@@ -292,7 +299,19 @@ def _machine(sized: Sized) -> dict[str, object]:
         "load": fleet and fleet.load,
         "price_per_hour": bill and bill.price_per_hour,
         "price_per_million_output_tokens": bill and bill.price_per_million_output_tokens,
+        "beside": {name: _rival(rival, _common_rate(sized)) for name, rival in sized.rivals.items()},
         "warnings": list(sized.warnings),
+    }
+
+
+def _rival(rival: Sized, common_rate: float) -> dict[str, object]:
+    fleet, bill = rival.fleet, rival.bill
+    return {
+        "highest_rate": _rate(rival),
+        "common_rate": common_rate,
+        "p99_ttft_s": p99_ttft_ns(rival, common_rate) / NS_PER_S if common_rate else None,
+        "num_replicas": fleet and fleet.num_replicas,
+        "price_per_hour": bill and bill.price_per_hour,
     }
 
 
