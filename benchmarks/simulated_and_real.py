@@ -11,9 +11,10 @@ noise.
 
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
 capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run. Told
-are the median of the runs and, for noise, the least and the largest real run around their median. KV occupancy is the share of
-blocks that requests hold, mean over time. With several `--presets` it says whether both put them in the same order. The last
-line is one JSON object.
+are the median of the runs and, for noise, the least and the largest real run around their median. "Time of steps" is what a
+run's real steps took over what the cost model says of the same steps: where it differs between rounds, the machine did. KV
+occupancy is the share of blocks that requests hold, mean over time. With several `--presets` it says whether both put them in
+the same order. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ CORNERS = {
     ),
 }
 """Made-up workloads in which one thing is extreme."""
+STEP_TIME = "time of steps"
 RANKED = ("ttft mean", "ttft p99", "tpot mean", "tpot p99", "e2e mean")
 Figures = dict[str, float]
 
@@ -177,6 +179,13 @@ class Told:
 
         steps = steps_of(recording, is_taken=is_made_up, max_steps=1 << 30)
         self.cost = fit(steps, are_in_order=True, base=base).cost
+        times_in: list[list[tuple[int, int]]] = [[] for _ in runs]
+        every_step = steps_of(recording, is_taken=lambda _: True, max_steps=1 << 30)
+        for step, done in zip(every_step, recording.steps(), strict=True):
+            if (run_no := run_at(done.ended_ns)) is not None:
+                times_in[run_no].append((step.execute_ns, self.cost.duration_ns(step.shape)))
+        self.step_ratios = [sum(real for real, _ in times) / sum(told for _, told in times) for times in times_in]
+        """The real time of each run's steps over what the cost model says of the same steps."""
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
         for done in recording.steps():
@@ -220,8 +229,8 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, tuple[
             print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
         simulated = [figures_of(one.records, _occupancy(one), told.front_ns) for one in outcomes]
         reals, means = found.setdefault(run.name, ([], []))
-        reals.append(figures_of(run.records, told.occupancies[idx]))
-        means.append({name: fmean(one[name] for one in simulated) for name in simulated[0]})
+        reals.append(figures_of(run.records, told.occupancies[idx]) | {STEP_TIME: told.step_ratios[idx]})
+        means.append({name: fmean(one[name] for one in simulated) for name in simulated[0]} | {STEP_TIME: 1.0})
     return found
 
 

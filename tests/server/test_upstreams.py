@@ -506,6 +506,7 @@ def test_upstreams_stand_in_the_file_and_their_keys_in_the_environment(tmp_path:
         ('key_env = "FAR_KEY"', 'key_env = "NO_KEY"', "the environment variable NO_KEY has no key"),
         ('key_env = "FAR_KEY"', 'key = "x"', "unknown key 'key'"),
         ('key_env = "FAR_KEY"', "max_silence_s = 0", "max_silence_s is not a number"),
+        ('key_env = "FAR_KEY"', "max_concurrent = 1.5", "max_concurrent is not a whole number"),
         ('key_env = "FAR_KEY"', 'never_matching = ["("]', "is not a regular expression"),
         ('key_env = "FAR_KEY"', 'never_keys = "hr"', "never_keys is not a list of texts"),
         ("[[upstreams]]", "[upstreams]", "upstreams are tables"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from penstock.config.tables import Table, check_keys, name_of, number_of, parse_tables, pattern_of, text_of
+from penstock.config.tables import Table, check_keys, count_of, name_of, number_of, parse_tables, pattern_of, text_of
 from penstock.types.errors import ConfigError
 
 ROUTES = "routes"
@@ -101,13 +101,10 @@ def _parse(folder: Path, table: Table, place: str) -> RouteConfig:
 def _agreement(weak: str, strong: str, table: Table, place: str) -> AgreementConfig:
     if table[CONFIDENCE] != "agreement":
         raise ConfigError(f"{place}confidence is not 'agreement'.", remedy="Name that, or the file of a fit.")
-    samples = number_of(table, "samples", DEFAULT_SAMPLES, 2, MAX_SAMPLES, place)
-    if samples != int(samples):
-        raise ConfigError(f"{place}samples is not a whole number.", remedy=f"Leave it out for {DEFAULT_SAMPLES}.")
     return AgreementConfig(
         weak=weak,
         strong=strong,
-        samples=int(samples),
+        samples=count_of(table, "samples", DEFAULT_SAMPLES, 2, MAX_SAMPLES, place),
         temperature=number_of(table, "temperature", DEFAULT_TEMPERATURE, LEAST_TEMPERATURE, MAX_TEMPERATURE, place),
         least=number_of(table, "agreement", None, 0, 1, place, "Say which share of the answers must be equal: 0.6."),
         part=pattern_of(text_of(table, "part", place), place) if "part" in table else None,

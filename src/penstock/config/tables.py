@@ -66,6 +66,14 @@ def number_of(table: Table, key: str, default: float | None, least: float, most:
     return float(value)
 
 
+def count_of(table: Table, key: str, default: int, least: int, most: int, place: str) -> int:
+    """Return a whole number from `least` to `most`."""
+    value = number_of(table, key, default, least, most, place)
+    if not value.is_integer():
+        raise ConfigError(f"{place}{key} is not a whole number.", remedy=f"Leave it out for {default}.")
+    return int(value)
+
+
 def pattern_of(text: str, place: str) -> re.Pattern[str]:
     try:
         return re.compile(text)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.config.tables import Table, check_keys, name_of, number_of, parse_tables, pattern_of, text_of
+from penstock.config.tables import Table, check_keys, count_of, name_of, number_of, parse_tables, pattern_of, text_of
 from penstock.types.errors import ConfigError
 
 UPSTREAMS = "upstreams"
@@ -61,7 +61,7 @@ def _parse(table: Table, place: str) -> UpstreamConfig:
         key=_key(text_of(table, "key_env", place), place) if "key_env" in table else "",
         max_silence_s=number_of(table, "max_silence_s", DEFAULT_SILENCE_S, 1, MAX_LIMIT, place),
         max_answer_s=number_of(table, "max_answer_s", DEFAULT_ANSWER_S, 1, MAX_LIMIT, place),
-        max_concurrent=int(number_of(table, "max_concurrent", DEFAULT_CONCURRENT, 1, MAX_LIMIT, place)),
+        max_concurrent=count_of(table, "max_concurrent", DEFAULT_CONCURRENT, 1, MAX_LIMIT, place),
         never_keys=_texts(table, "never_keys", place),
         never_matching=tuple(pattern_of(text, place) for text in _texts(table, "never_matching", place)),
     )

@@ -1,12 +1,14 @@
 """Chooses the steps to measure for a fit: those about whose time it would be least sure.
 
-Candidates are drawn from all that a server can do, evenly over the logarithms of rows, tokens and contexts. Then one after the
-other is taken: always the one whose time a fit to those before would tell with the largest relative variance (the greedy
-D-optimal design of Fedorov, Theory of Optimal Experiments, 1972).
+The first reach the server's limits: the most tokens, the most rows, the longest context. More candidates are drawn from all that
+it can do, evenly over the logarithms of rows, tokens and contexts, and one after the other is taken: always the one whose time a
+fit to those before would tell with the largest relative variance (the greedy D-optimal design of Fedorov, Theory of Optimal
+Experiments, 1972).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import numpy as np
@@ -23,21 +25,30 @@ MOST_CHUNKS = 4
 def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
     """Return the shapes of the steps to measure, up to the limits of the capacity."""
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
-    drawn = dict.fromkeys(_draw(capacity, rng) for _ in range(NUM_CANDIDATES))
-    candidates = [shape for shape in drawn if shape.rows and fits(shape, capacity)]
+    largest = [shape for shape in _largest(capacity) if fits(shape, capacity)]
+    drawn = (_draw(capacity, rng) for _ in range(NUM_CANDIDATES))
+    candidates = [*dict.fromkeys((*largest, *(shape for shape in drawn if shape.rows and fits(shape, capacity))))]
     rough = CostModel()  # only proportions matter
     counts = [rough.counts(shape) for shape in candidates]
     matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([rough.cost_of(one) for one in counts])[:, None]
     matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
     covariance = 1e6 * np.eye(matrix.shape[1])
     chosen: list[int] = []
-    for _ in range(min(NUM_SHAPES, len(candidates))):
+    for num_chosen in range(min(NUM_SHAPES, len(candidates))):
         variances = np.einsum("ij,jk,ik->i", matrix, covariance, matrix)
         variances[chosen] = -1
-        chosen.append(int(variances.argmax()))
+        chosen.append(num_chosen if num_chosen < len(largest) else int(variances.argmax()))
         along = covariance @ matrix[chosen[-1]]
         covariance -= np.outer(along, along) / (1 + matrix[chosen[-1]] @ along)
     return [candidates[idx] for idx in chosen]
+
+
+def _largest(capacity: Capacity) -> Iterator[StepShape]:
+    """Yield shapes with the most tokens, the most rows and the longest context that there can be."""
+    most_context, most_rows = capacity.max_model_len - 2, min(capacity.max_rows, capacity.max_step_tokens)
+    yield StepShape(((min(capacity.max_step_tokens, most_context), 0),), 1)
+    yield StepShape(((1, 1),) * most_rows, most_rows)
+    yield StepShape(((1, most_context),), 1)
 
 
 def _draw(capacity: Capacity, rng: Random) -> StepShape:
