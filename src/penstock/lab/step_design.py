@@ -1,9 +1,9 @@
 """Chooses the steps to measure for a fit: those about whose time it would be least sure.
 
-The first reach the server's limits: the most tokens, the most rows, the longest context. More candidates are drawn from all that
-it can do, evenly over the logarithms of rows, tokens and contexts, and one after the other is taken: always the one whose time a
-fit to those before would tell with the largest relative variance (the greedy D-optimal design of Fedorov, Theory of Optimal
-Experiments, 1972).
+The first reach the server's limits: the most tokens, the most rows, the longest context. More candidates are drawn from all
+that it can do, evenly over the logarithms of rows, tokens and contexts. Then one after the other is taken: always the one whose
+time a fit to those before would tell with the largest relative variance (the greedy D-optimal design of Fedorov, Theory of
+Optimal Experiments, 1972).
 """
 
 from __future__ import annotations
