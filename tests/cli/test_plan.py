@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from penstock.cli.plan import plan
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
 from penstock.lab.fitting import Errors
 from penstock.machine import cpu_name
 from penstock.models.cache import default_cache_dir
+from penstock.types.errors import ConfigError
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -159,6 +162,18 @@ def test_a_preset_is_planned_beside_these_settings(penstock: Penstock, tiny_mode
         ["L4", "preset", "orca", "round-robin"],
     ]
     assert "x" in rows[2]
+
+
+def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("It does not fit.", remedy="Take less.")
+
+    monkeypatch.setattr("penstock.lab.plan.plan_briefly", refuse)
+    asked = ("--slo", "e2e=5s", "--hardware", "L4", "--beside", "vllm")
+    result = CliRunner().invoke(plan, [str(tiny_model), *SHORT, *asked])
+    assert result.exit_code == 0, result.output
+    assert "L4, preset vllm: left out. It does not fit." in result.stderr
+    assert "Highest rate: " in result.stdout
 
 
 @pytest.mark.parametrize(
