@@ -179,18 +179,17 @@ class Told:
 
         steps = steps_of(recording, is_taken=is_made_up, max_steps=1 << 30)
         self.cost = fit(steps, are_in_order=True, base=base).cost
-        times_in: list[list[tuple[int, int]]] = [[] for _ in runs]
+        self.num_blocks = recording.header.capacity.num_blocks - 1
+        steps_in: list[list[StepDone]] = [[] for _ in runs]
+        real_ns, told_ns = [0] * len(runs), [0] * len(runs)
         every_step = steps_of(recording, is_taken=lambda _: True, max_steps=1 << 30)
         for step, done in zip(every_step, recording.steps(), strict=True):
             if (run_no := run_at(done.ended_ns)) is not None:
-                times_in[run_no].append((step.execute_ns, self.cost.duration_ns(step.shape)))
-        self.step_ratios = [sum(real for real, _ in times) / sum(told for _, told in times) for times in times_in]
-        """The real time of each run's steps over what the cost model says of the same steps."""
-        self.num_blocks = recording.header.capacity.num_blocks - 1
-        steps_in: list[list[StepDone]] = [[] for _ in runs]
-        for done in recording.steps():
-            if (run_no := run_at(done.ended_ns)) is not None:
                 steps_in[run_no].append(done)
+                real_ns[run_no] += step.execute_ns
+                told_ns[run_no] += self.cost.duration_ns(step.shape)
+        self.step_ratios = [real / told for real, told in zip(real_ns, told_ns, strict=True)]
+        """The real time of each run's steps over what the cost model says of the same steps."""
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
         """The share of blocks that requests held in each run, mean over time."""
         alone = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency is None}

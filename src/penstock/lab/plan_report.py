@@ -200,7 +200,7 @@ def _rate(sized: Sized) -> float:
 
 
 def _common_rate(sized: Sized) -> float:
-    """Return the lowest of the highest rates of a plan and its rivals, without those that have none."""
+    """Return the highest rate that a plan and its rivals all hold. Those that hold no rate do not count."""
     return min(filter(None, map(_rate, (sized, *sized.rivals.values()))), default=0.0)
 
 
