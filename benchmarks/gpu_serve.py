@@ -352,7 +352,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256, help="that run at a time")
     parser.add_argument("--step-tokens", type=int, default=2048)
     parser.add_argument("--format", choices=["bf16", "f8_e4m3", "q8_0", "q4_0"], default="bf16", help="of the weights")
-    parser.add_argument("--kv-cache-dtype", choices=list(KvDtype), default="bf16")
+    parser.add_argument("--kv-cache-dtype", choices=["bf16", "int8"], default="bf16")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention", choices=["auto", "triton", "flashinfer"], default="auto", help="as the server's")
     parser.add_argument("--repeat", type=int, default=3)

@@ -54,6 +54,7 @@ def sigmoid_experts_of_hf(
 
     `num_shared` is the key with the number of shared experts.
     """
+    groups = groups_of_hf(config)
     return experts_of_hf(
         config,
         spec,
@@ -63,9 +64,9 @@ def sigmoid_experts_of_hf(
         is_renormalised=config.require("norm_topk_prob", bool),
         share_factor=config.require("routed_scaling_factor", float),
         has_selection_bias=True,
-        num_group_scores=2,
+        num_group_scores=2 if groups else 1,
         shared_size=config.require("moe_intermediate_size", int) * config.require(num_shared, int),
-        **groups_of_hf(config),
+        **groups,
     )
 
 

@@ -280,7 +280,7 @@ def test_what_is_not_computed_is_refused(load: Callable[..., LoadedModel]) -> No
     with pytest.raises(ModelError, match=r"'layers.0.q' is no finite number"):
         pack(factors)
     a, b = random_factors(program, 4).by_weight["layers.0.q"]
-    with pytest.raises(ModelError, match="which is no matrix"):
+    with pytest.raises(ModelError, match="which is not a matrix"):
         pack(AdapterFactors({"layers.0.router": (a, b)}))
     with pytest.raises(ModelError, match=r"take 512 bytes.*smallest part.*--block-size"):
         cuda(model, block_size=8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.backends.cuda.kernels import attention
+from penstock.backends.cuda.kv_cache import KV_DTYPES
 from penstock.types.kv_dtype import KvDtype
 from support.backends.cuda.paged import F32, Scene, Span
 from support.interpreted import DEVICE
@@ -45,7 +46,7 @@ class TestDecode:
             assert_near(scene.attend(ends(scene), deterministic=deterministic), scene.expected(ends(scene)))
 
     @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128])
-    @pytest.mark.parametrize("kv_dtype", KvDtype)
+    @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
     def test_head_dims(self, head_dim: int, kv_dtype: KvDtype) -> None:
         scene = Scene([70], head_dim=head_dim, kv_dtype=kv_dtype)
         assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)))
@@ -104,7 +105,7 @@ class TestDecode:
         scene = Scene([70, 130], dtype=torch.float16)
         assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)), 5e-3)
 
-    @pytest.mark.parametrize("kv_dtype", KvDtype)
+    @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
     def test_bfloat16(self, kv_dtype: KvDtype) -> None:
         scene = Scene([70, 130], dtype=torch.bfloat16, kv_dtype=kv_dtype)
         assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)), 3e-2)
@@ -112,7 +113,7 @@ class TestDecode:
 
 class TestPrefill:
     @MODES
-    @pytest.mark.parametrize("kv_dtype", KvDtype)
+    @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
     def test_chunks_after_contexts_of_any_length(self, kv_dtype: KvDtype, *, deterministic: bool) -> None:
         scene = Scene([1, 17, 64, 65, 150], kv_dtype=kv_dtype, num_heads=6)
         spans = [Span(0, 0, 1), Span(1, 0, 17), Span(2, 63, 1), Span(3, 2, 63), Span(4, 70, 80)]
@@ -180,7 +181,7 @@ def test_any_step_of_any_shape(seed: int) -> None:
         num_heads=num_kv_heads * int(rng.integers(1, 9)),
         num_kv_heads=num_kv_heads,
         head_dim=int(rng.choice([16, 24, 64])),
-        kv_dtype=[*KvDtype][rng.integers(2)],
+        kv_dtype=KV_DTYPES[rng.integers(2)],
         size=float(rng.choice([0.1, 5.0])),
     )
     spans = []

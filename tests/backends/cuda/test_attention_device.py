@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from penstock.backends.cuda.kernels.attention import paged_attention
+from penstock.backends.cuda.kv_cache import KV_DTYPES
 from penstock.types.kv_dtype import KvDtype
 from support.backends.cuda.paged import LAYER, Scene, Span
 from support.interpreted import DEVICE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kv_dtype", KvDtype)]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kv_dtype", KV_DTYPES)]
 LENGTH = 1700
 
 

@@ -23,6 +23,17 @@ from support.backends.cuda.hash_program import hash_logits, mix
 from support.interpreted import HAS_DEVICE
 
 
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch, depth: int) -> Iterator[CudaExecutor]:
+    with opened(monkeypatch, depth=depth) as made:
+        yield made
+
+
 def answer(prompt: Sequence[int], num_tokens: int, params: SamplingParams = GREEDY) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):

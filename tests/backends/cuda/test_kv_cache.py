@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backends.cuda.kv_cache import PagedKvCache, block_bytes
+from penstock.backends.cuda.kv_cache import KV_DTYPES, PagedKvCache, block_bytes
 from penstock.backends.cuda.stream import open_stream
 from penstock.types.kv_dtype import KvDtype
 from support.interpreted import DEVICE
 
 SIZES: dict[str, Any] = {"num_layers": 3, "block_size": 4, "num_kv_heads": 2, "head_dim": 40}
-pytestmark = pytest.mark.parametrize("kv_dtype", KvDtype)
+pytestmark = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
 def make(kv_dtype: KvDtype, *, poison: bool = False, num_blocks: int = 6) -> PagedKvCache:

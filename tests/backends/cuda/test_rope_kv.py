@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.backends.cuda.kernels.rope_kv import kv_write, rope, rope_q_k_and_write, rope_table
-from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.kv_cache import KV_DTYPES, PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.models.program import KvShape
@@ -112,7 +112,7 @@ def test_rope_rotates_pairs_and_leaves_the_other_columns(head_dim: int, half: in
     assert (wide[:, :5] == 9).all()
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 64, 40, 8])
 def test_what_is_written_is_what_the_reference_keeps(kv_dtype: KvDtype, head_dim: int) -> None:
     k, v = values(4, 3, head_dim) * 50, values(4, 3, head_dim)
@@ -144,7 +144,7 @@ def test_a_group_with_what_is_no_number_is_none(bad: float) -> None:
     np.testing.assert_array_equal(np.isnan(got_v[:, 0]).all(1), [False, False, True, False])
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (40, 20), (32, 8)])
 def test_all_in_one_is_rope_and_write(kv_dtype: KvDtype, num_heads: int, num_kv_heads: int, head_dim: int, half: int) -> None:

@@ -75,7 +75,8 @@ def build(
             weight_dtype=weight_dtype,
             attention=attention,
         ),
-        kv=KvConfig(kv_cache_dtype="bf16", **kv),
+        # Other tests use the same device.
+        kv=KvConfig(kv_cache_dtype="bf16", gpu_memory_utilization=0.3 if HAS_DEVICE and device == "cuda" else None, **kv),
         scheduler=SMALL,
         lora=lora or LoraConfig(),
     )

@@ -183,7 +183,12 @@ def pooled(model: LoadedModel, pooling: Pooling, *, is_normalised: bool = False)
     return model, architectures.describe(spec)
 
 
-@pytest.mark.parametrize("pooling", get_args(Pooling))
+def test_sparse_embeddings_are_refused(load: Callable[[str], LoadedModel]) -> None:
+    with pytest.raises(ModelError, match="SparseRows"):
+        cuda(*pooled(load("bert"), "sparse"), SHORT)
+
+
+@pytest.mark.parametrize("pooling", sorted({*get_args(Pooling)} - {"sparse"}))
 def test_each_pooling_is_the_references(load: Callable[[str], LoadedModel], pooling: Pooling) -> None:
     """A text's bits are the same alone, beside others and beside padding."""
     case = *pooled(load("bert"), pooling, is_normalised=pooling in ("mean", "each")), SHORT

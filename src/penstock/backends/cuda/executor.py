@@ -85,7 +85,9 @@ class CudaExecutor:
         kv_shape = only_kv_shape(program)  # before anything is opened that an error would leave open
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         unsupported = frozenset() if program.is_one_pass else frozenset(PARAMETERS.keys() - COMPUTED)
-        self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass, unsupported_parameters=unsupported)
+        self._capacity = Capacity(
+            *sizes, is_one_pass=program.is_one_pass, vocab_size=program.vocab_size, unsupported_parameters=unsupported
+        )
         self._num_positions = max_model_len
         self._depth = depth
         self._device = torch.device(device)

@@ -14,6 +14,8 @@ from penstock.models.program import KvShape, Program
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
+KV_DTYPES = (KvDtype.INT8, KvDtype.BF16)
+"""The types of keys and values that the kernels compute with."""
 KEY_SCALE_DTYPE = torch.bfloat16
 """The type of a key's scale, the same as in the reference backend."""
 VALUE_SCALE_DTYPE = torch.float32

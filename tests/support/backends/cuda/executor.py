@@ -21,11 +21,6 @@ BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
-def depth(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
 @contextmanager
 def opened(monkeypatch: pytest.MonkeyPatch, *, depth: int, **changes: Any) -> Iterator[CudaExecutor]:
     monkeypatch.setattr(module, "CompiledProgram", HashProgram)
@@ -43,12 +38,6 @@ def opened(monkeypatch: pytest.MonkeyPatch, *, depth: int, **changes: Any) -> It
     executor = CudaExecutor(HASH_MODEL, HASH_PROGRAM, depth=depth, **(settings | changes))
     yield executor
     executor.close()
-
-
-@pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch, depth: int) -> Iterator[CudaExecutor]:
-    with opened(monkeypatch, depth=depth) as made:
-        yield made
 
 
 def admit(request_id: str, tokens: Sequence[int], blocks: Sequence[int], params: SamplingParams = GREEDY) -> AdmitRow:
