@@ -121,7 +121,7 @@ def test_its_self_tests_are_not_reported(gpu_all, self_tested, tmp_path):
 
 def test_the_documentation_names_parts_that_there_are(gpu_all):
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("gpu.md", "performance.md"))
-    asked = re.findall(r"""ONLY=(?:'([^']*)'|"([^"]*)"|(\S+)) benchmarks/gpu_all\.sh""", text)
+    asked = re.findall(r"""ONLY=(?:'([^']*)'|"([^"]*)"|(\S+))\s+benchmarks/gpu_all\.sh""", text)
     assert len(asked) > 5
     for pattern in map("".join, asked):
         assert measured_parts(gpu_all(ONLY=pattern, AGAIN="1").stdout), f"no part is called {pattern}"

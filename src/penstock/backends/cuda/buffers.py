@@ -15,6 +15,19 @@ from penstock.models.program import Op, Program
 from penstock.types.errors import ModelError
 
 
+class Rows:
+    """The first rows of a buffer. A step asks for the same ones in every layer, and slicing takes microseconds."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._num, self._first = len(buffer), buffer
+
+    def __call__(self, num_rows: int) -> torch.Tensor:
+        if num_rows != self._num:
+            self._num, self._first = num_rows, self._buffer[:num_rows]
+        return self._first
+
+
 class Buffers:
     """GPU memory for the values between operations. Raises `ModelError` if the program gives no width for a name."""
 
@@ -27,6 +40,8 @@ class Buffers:
         self._num_rows = {False: max_tokens, True: max_samples}
         self._remedy = remedy
         self._made: dict[tuple[str, bool], torch.Tensor] = {}
+        self._rows: dict[tuple[int, int], Rows] = {}
+        """By address and width."""
         for names, of_samples in _stacks(program.ops):
             widths = [self.width(name) for name in names]
             parts = self._allocate(sum(widths), dtype, of_samples=of_samples).split(widths, dim=1)
@@ -48,6 +63,10 @@ class Buffers:
         if key not in self._made:
             self._made[key] = self._allocate(self.width(name), self._dtype, of_samples=of_samples)
         return self._made[key]
+
+    def rows_of(self, buffer: torch.Tensor) -> Rows:
+        """Return the rows of a buffer, or of several side by side (`together`)."""
+        return self._rows.setdefault((buffer.data_ptr(), buffer.shape[1]), Rows(buffer))
 
     def make_result(self, name: str, width: int, *, of_samples: bool) -> torch.Tensor:
         self._made[name, of_samples] = self._allocate(width, torch.float32, of_samples=of_samples)

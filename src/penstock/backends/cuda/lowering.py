@@ -13,7 +13,7 @@ import torch
 
 from penstock.backends.cuda.adapters import AdaptedProduct, AdapterFormat, AdapterScratch
 from penstock.backends.cuda.attention import AttentionShape
-from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
+from penstock.backends.cuda.buffers import Buffers, Rows, lie_side_by_side, together
 from penstock.backends.cuda.experts import Mixture, Scratch
 from penstock.backends.cuda.kernels import activation, dequantise, norm, rope_kv, texts
 from penstock.backends.cuda.kernels.online_softmax import LOG2_E
@@ -253,6 +253,9 @@ class _Lowering:
     def _buffer(self, name: str) -> torch.Tensor:
         return self._buffers.of(name, of_samples=self.is_on_samples)
 
+    def _rows(self, name: str) -> Rows:
+        return self._buffers.rows_of(self._buffer(name))
+
     def _count(self) -> Callable[[StepTensors], int]:
         return _num_samples if self.is_on_samples else _num_tokens
 
@@ -291,8 +294,9 @@ class _Lowering:
         count = self._count()
         match op:
             case RMSNorm(weight=str(name)):
-                x, out, weight, eps, group = self._buffer(op.x), self._buffer(op.out), self._vector(name), op.eps, op.group
-                self._launch(lambda step: norm.rms_norm(out[: count(step)], x[: count(step)], weight, eps, group))
+                x_rows, out_rows = self._rows(op.x), self._rows(op.out)
+                weight, eps, group = self._vector(name), op.eps, op.group
+                self._launch(lambda step: norm.rms_norm(out_rows(count(step)), x_rows(count(step)), weight, eps, group))
             case LayerNorm():
                 x, out, eps = self._buffer(op.x), self._buffer(op.out), op.eps
                 weight, bias = self._vector(op.weight), None if op.bias is None else self._vector(op.bias)
@@ -337,14 +341,18 @@ class _Lowering:
         x, count = self._buffer(run[0].x), self._count()
         if len(run) > 1 and not lie_side_by_side(outs):
             return sum(self._emit_linears([op]) for op in run)
-        residual = None if run[0].residual is None else self._buffer(run[0].residual)
+        residual_rows = None if run[0].residual is None else self._rows(run[0].residual)
         if any(op.out == op.x for op in run):
             raise ModelError("the cuda backend can't put a product where its input is.", remedy=REMEDY)
         product = self._product(run)
         out = together(outs)
-        self._launch(
-            lambda step: product(out[: count(step)], x[: count(step)], None if residual is None else residual[: count(step)])
-        )
+        out_rows, x_rows = self._buffers.rows_of(out), self._buffers.rows_of(x)
+
+        def launch(step: StepTensors) -> None:
+            n = count(step)
+            product(out_rows(n), x_rows(n), None if residual_rows is None else residual_rows(n))
+
+        self._launch(launch)
         if (adapted := self._adapted(run, x.shape[1])) is not None:
             self._launch(lambda step: adapted.add(step, out, x))
         return len(run)
@@ -359,11 +367,12 @@ class _Lowering:
             return 0
         product, both, count, kind = self._product(run), together([gate, up]), self._count(), act.activation
         adapted = self._adapted(run, x.shape[1])
+        out_rows, both_rows, x_rows = map(self._buffers.rows_of, (out, both, x))
 
         def launch(step: StepTensors) -> None:
             n = count(step)
             if adapted is None or adapted.rows_of(step) is None:
-                product.and_gate(out[:n], both[:n], x[:n], kind)
+                product.and_gate(out_rows(n), both_rows(n), x_rows(n), kind)
             else:
                 product(both[:n], x[:n])
                 adapted.add(step, both, x)
@@ -381,11 +390,12 @@ class _Lowering:
         out, normed, x, residual = (self._buffer(name) for name in (op.out, norm_op.out, op.x, found[0].residual))
         product, weight, eps, count = self._product([op]), self._vector(norm_op.weight), norm_op.eps, self._count()
         adapted = self._adapted([op], x.shape[1])
+        out_rows, normed_rows, x_rows, residual_rows = map(self._buffers.rows_of, (out, normed, x, residual))
 
         def launch(step: StepTensors) -> None:
             n = count(step)
             if adapted is None or adapted.rows_of(step) is None:
-                product.and_norm(out[:n], normed[:n], x[:n], residual[:n], weight, eps)
+                product.and_norm(out_rows(n), normed_rows(n), x_rows(n), residual_rows(n), weight, eps)
             else:
                 product(out[:n], x[:n], residual[:n])
                 adapted.add(step, out, x)
@@ -484,14 +494,14 @@ class _Lowering:
         if found is None or (found[1].num_heads, found[1].head_dim) != (shape.num_kv_heads, shape.head_dim):
             return 0
         queries, _, write = found
-        q, k, v = (self._buffer(name) for name in (queries.x, write.k, write.v))
+        q, k, v = (self._rows(name) for name in (queries.x, write.k, write.v))
         layer, table, centre = self._cache.layer(write.layer), self._rope_table(queries), self._centre(write)
         num_heads = queries.num_heads
 
         def launch(step: StepTensors) -> None:
             n = step.num_tokens
             rope_kv.rope_q_k_and_write(
-                q[:n], k[:n], v[:n], layer, step, table, num_heads=num_heads, num_kv_heads=shape.num_kv_heads, centre=centre
+                q(n), k(n), v(n), layer, step, table, num_heads=num_heads, num_kv_heads=shape.num_kv_heads, centre=centre
             )
 
         self._launch(launch)
@@ -504,11 +514,11 @@ class _Lowering:
         )
 
     def _emit_attention(self, op: Attention) -> None:
-        q, out, layer, shape = self._buffer(op.q), self._buffer(op.out), self._cache.layer(op.layer), AttentionShape.of(op)
+        q, out, layer, shape = self._rows(op.q), self._rows(op.out), self._cache.layer(op.layer), AttentionShape.of(op)
         own = self._own_attention(shape)
         sinks = None if op.sinks is None else self._vector(op.sinks) * LOG2_E
         self._launch(
-            lambda step: (step.attention or own).attend(out[: step.num_tokens], q[: step.num_tokens], layer, step, shape, sinks)
+            lambda step: (step.attention or own).attend(out(step.num_tokens), q(step.num_tokens), layer, step, shape, sinks)
         )
 
     def _own_attention(self, shape: AttentionShape) -> TritonAttention:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from penstock.backends.cuda.kernels import sample as kernels
+from penstock.backends.cuda.kernels.launch import cdiv, next_power_of_2
 from penstock.backends.cuda.sample_plan import I32, NO_TOKEN_BEFORE, Changes, SamplePlan, make_changes, make_plan
 from penstock.backends.cuda.staging import aligned
 from penstock.backends.cuda.tables import Patches, RowTables, allowed_words, param_words
@@ -34,7 +34,7 @@ class Sampler:
     def __init__(self, tables: RowTables, *, vocab_size: int) -> None:
         self._tables = tables
         self._vocab_size = vocab_size
-        self._block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
+        self._block = min(MAX_BLOCK, next_power_of_2(vocab_size))
         self._num_pivots = NUM_PIVOTS if tables.tokens.is_cuda else NUM_PIVOTS_INTERPRETED
         self._changes: dict[int, Changes] = {}
         """Changes by slot, only of rows that have some."""
@@ -138,7 +138,7 @@ class Sampler:
 
     def _restrict(self, x: torch.Tensor, samples: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
         """Set logits of disallowed tokens to -inf. Set bits in a sample's line of `bits` are allowed tokens."""
-        kernels.restrict[(len(samples), triton.cdiv(self._vocab_size, self._block))](
+        kernels.restrict[(len(samples), cdiv(self._vocab_size, self._block))](
             x,
             x.stride(0),
             samples,

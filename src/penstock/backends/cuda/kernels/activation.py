@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import cdiv, jit
 from penstock.types.model_spec import Activation
 
 BLOCK = 1024
@@ -41,7 +42,7 @@ def softcap(x: torch.Tensor, cap: float) -> None:
 
 
 def _grid(x: torch.Tensor) -> tuple[int, int]:
-    return x.shape[0], triton.cdiv(x.shape[1], BLOCK)
+    return x.shape[0], cdiv(x.shape[1], BLOCK)
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def activate_gate(gate, up, KIND: tl.constexpr):
         return activate(gate, KIND) * up
 
 
-@triton.jit
+@jit()
 def _gated_kernel(
     out_ptr, gate_ptr, up_ptr, out_stride, gate_stride, up_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -93,7 +94,7 @@ def _gated_kernel(
     tl.store(out_ptr + row * out_stride + cols, activate_gate(gate, up, KIND).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit()
 def _act_kernel(out_ptr, x_ptr, out_stride, x_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -102,7 +103,7 @@ def _act_kernel(out_ptr, x_ptr, out_stride, x_stride, width, KIND: tl.constexpr,
     tl.store(out_ptr + row * out_stride + cols, activate(x, KIND).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit()
 def _softcap_kernel(x_ptr, x_stride, width, cap, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from penstock.backends.cuda.kernels.attention_kernels import decode_kernel, merge_kernel, merge_prefill_kernel, prefill_kernel
+from penstock.backends.cuda.kernels.launch import cdiv, next_power_of_2
 from penstock.backends.cuda.kernels.online_softmax import LOG2_E
 from penstock.types.kv_dtype import KEY_GROUP
 
@@ -88,17 +89,17 @@ class AttentionWorkspace:
         device = torch.device(device)
         processors = Multiprocessors.of(device)
         if deterministic:
-            num_parts = max_rows * num_heads * triton.cdiv(max_model_len, DETERMINISTIC_SPLIT)
+            num_parts = max_rows * num_heads * cdiv(max_model_len, DETERMINISTIC_SPLIT)
             num_parts = min(num_parts, MAX_WORKSPACE_BYTES // (4 * columns))
         else:
             # Twice as many, because decodes round their number of parts up. Prefills with few tokens have parts, too.
-            num_parts = 2 * num_heads * max(max_rows, triton.cdiv(PARTS_PER_MULTIPROCESSOR * processors.count, num_kv_heads))
+            num_parts = 2 * num_heads * max(max_rows, cdiv(PARTS_PER_MULTIPROCESSOR * processors.count, num_kv_heads))
         parts = torch.empty((num_parts, columns), dtype=torch.float32, device=device)
         return AttentionWorkspace(parts, torch.empty((num_parts, 2), dtype=torch.float32, device=device), processors)
 
 
 def _columns(head_dim: int) -> int:
-    return max(KEY_GROUP, triton.next_power_of_2(head_dim))
+    return max(KEY_GROUP, next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
     allows. With int8 keys tiles are shorter, because scaling takes registers.
     """
     columns, shared_bytes = _columns(launch.head_dim), launch.workspace.multiprocessors.shared_bytes
-    all_heads = triton.next_power_of_2(launch.group)
+    all_heads = next_power_of_2(launch.group)
     if launch.q.is_cuda and launch.q.dtype is torch.float32:  # only in tests: tensor cores can't multiply float32
         return _Shape(max(16, all_heads), 32, 4, 1)
     row_bytes = columns * 2
@@ -173,15 +174,15 @@ def _cut(
     tile: int | None,
 ) -> _Splits | None:
     """Return how to cut a decode's contexts, or None if only the prefill kernel can. `tile`: None in deterministic mode."""
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
+    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
     room = len(workspace.parts) // (num_rows * num_heads)
     if tile is not None:
-        num_tiles = triton.cdiv(max_seq_len, tile)
+        num_tiles = cdiv(max_seq_len, tile)
         if window:
-            num_tiles = min(num_tiles, triton.cdiv(window, tile) + 1)
+            num_tiles = min(num_tiles, cdiv(window, tile) + 1)
         num_splits = max(1, min(wanted, room, num_tiles // LEAST_SPLIT_TILES))
         return _Splits(num_splits, num_splits)
-    num_parts = triton.cdiv(max_seq_len, DETERMINISTIC_SPLIT)
+    num_parts = cdiv(max_seq_len, DETERMINISTIC_SPLIT)
     if num_parts > max(1, room):
         return None
     return _Splits(min(num_parts, wanted), num_parts)
@@ -342,7 +343,7 @@ class _Launch:
         if self.deterministic:
             return 1
         step, workspace = self.step, self.workspace
-        wanted = workspace.multiprocessors.count // (triton.cdiv(step.num_tokens, queries) * self.num_kv_heads)
+        wanted = workspace.multiprocessors.count // (cdiv(step.num_tokens, queries) * self.num_kv_heads)
         length = min(step.max_seq_len, self.window or step.max_seq_len)
         room = len(workspace.parts) // (step.num_tokens * self.num_heads)
         return max(1, min(wanted, room, length // LEAST_PREFILL_PART))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import jit
 from penstock.backends.cuda.kernels.online_softmax import merge, normalised, walk
 
 MERGED_AT_ONCE = tl.constexpr(8)
@@ -31,7 +32,7 @@ def _splits(
         return first, end, first, tiles, (end - first + tiles - 1) // tiles
 
 
-@triton.jit(do_not_specialize=["num_parts", "is_direct", *UNSPECIALISED])
+@jit(do_not_specialize=["num_parts", "is_direct", *UNSPECIALISED])
 def decode_kernel(
     parts_ptr,
     stats_ptr,
@@ -108,7 +109,7 @@ def decode_kernel(
             _store_part(parts_ptr, stats_ptr, place, acc, top, total, m < GROUP, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_programs", *UNSPECIALISED[1:]])
+@jit(do_not_specialize=["num_parts", "num_programs", *UNSPECIALISED[1:]])
 def merge_kernel(
     out_ptr,
     parts_ptr,
@@ -141,7 +142,7 @@ def merge_kernel(
     tl.store(at, found.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_parts", "leaves_decodes", "row_of_token_ptr", "query_start_loc_ptr"])
+@jit(do_not_specialize=["num_parts", "leaves_decodes", "row_of_token_ptr", "query_start_loc_ptr"])
 def merge_prefill_kernel(
     out_ptr,
     parts_ptr,
@@ -210,7 +211,7 @@ def row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_rows", "leaves_decodes", *UNSPECIALISED])
+@jit(do_not_specialize=["num_rows", "leaves_decodes", *UNSPECIALISED])
 def prefill_kernel(
     parts_ptr,
     stats_ptr,

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import cdiv, jit
 from penstock.backends.cuda.kernels.numbers import float8_as_float, quarter_weights, words_of
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix, QuantisedMatrix
 
@@ -23,7 +24,7 @@ def look_up(
         return
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
     offsets = None if quantised is None else quantised.offsets
-    _look_up_kernel[(len(out), triton.cdiv(matrix.num_cols, LOOKUP_COLS))](
+    _look_up_kernel[(len(out), cdiv(matrix.num_cols, LOOKUP_COLS))](
         out,
         matrix.values,
         None if quantised is None else quantised.scales,
@@ -59,7 +60,7 @@ def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
     if first_row % TILE_ROWS:
         raise ValueError(f"row {first_row} is not the first of a tile of {TILE_ROWS}")
     offsets = matrix.offsets
-    _unpack_kernel[(triton.cdiv(len(out), TILE_ROWS), matrix.num_steps)](
+    _unpack_kernel[(cdiv(len(out), TILE_ROWS), matrix.num_steps)](
         out,
         matrix.values,
         None if matrix.scales is None else words_of(matrix.scales),
@@ -85,7 +86,7 @@ def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
     )
 
 
-@triton.jit
+@jit()
 def _look_up_kernel(
     out_ptr,
     values_ptr,
@@ -143,7 +144,7 @@ def _look_up_kernel(
     tl.store(out_ptr + place.to(tl.int64) * out_stride + cols, found.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_out", "first_row", "num_steps"])
+@jit(do_not_specialize=["num_out", "first_row", "num_steps"])
 def _unpack_kernel(
     out_ptr,
     values_ptr,

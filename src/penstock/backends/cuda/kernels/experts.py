@@ -8,11 +8,11 @@ chosen, so grids allow for any.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from penstock.backends.cuda.kernels.attention_kernels import row_of_tile
 from penstock.backends.cuda.kernels.gemm import FIXED_BLOCK_TOKENS, add_steps, constants_of, tensors_of
+from penstock.backends.cuda.kernels.launch import cdiv, jit, next_power_of_2
 from penstock.backends.cuda.weights import STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
 from penstock.models.program import Experts
 
@@ -39,7 +39,7 @@ def route(
     Writes `experts` int32 and `shares` float32, both [tokens * num_chosen]. x [tokens, width]; router [num_experts, width] and
     biases [num_experts] are float32.
     """
-    padded = triton.next_power_of_2(op.num_experts)
+    padded = next_power_of_2(op.num_experts)
     _route_kernel[(len(x),)](
         experts,
         shares,
@@ -53,7 +53,7 @@ def route(
         NUM_EXPERTS=op.num_experts,
         NUM_CHOSEN=op.num_experts_per_token,
         PADDED=padded,
-        RANKS=triton.next_power_of_2(op.num_experts_per_token),
+        RANKS=next_power_of_2(op.num_experts_per_token),
         BLOCK=max(16, ROUTED_NUMBERS // padded),
         IS_SIGMOID=op.scoring == "sigmoid",
         IS_RENORMALISED=op.is_renormalised,
@@ -91,7 +91,7 @@ def multiply(
     each = matrix.num_rows // num_experts
     # Only two sizes. The profile run compiles both: its decodes have few pairs, its largest step many.
     block_tokens = FEW_PAIRS if num_pairs <= FEW_PAIRS * num_experts and not is_fixed else FIXED_BLOCK_TOKENS
-    _multiply_kernel[(num_pairs // block_tokens + num_experts, triton.cdiv(each, TILE_ROWS))](
+    _multiply_kernel[(num_pairs // block_tokens + num_experts, cdiv(each, TILE_ROWS))](
         out,
         x,
         *tensors_of(matrix),
@@ -100,7 +100,7 @@ def multiply(
         starts,
         each,
         matrix.num_cols,
-        triton.cdiv(matrix.num_cols, STEP_COLS),
+        cdiv(matrix.num_cols, STEP_COLS),
         0 if isinstance(matrix, DenseMatrix) else matrix.padded_rows,
         x.stride(0),
         out.stride(0),
@@ -114,12 +114,12 @@ def multiply(
 
 def sum_shares(out: torch.Tensor, y: torch.Tensor, shares: torch.Tensor) -> None:
     """Write the sum of y * share over each token's pairs, in order, to out [tokens, width]. y [pairs, width]"""
-    _sum_kernel[(len(out), triton.cdiv(out.shape[1], SUMMED_COLS))](
+    _sum_kernel[(len(out), cdiv(out.shape[1], SUMMED_COLS))](
         out, y, shares, out.stride(0), y.stride(0), out.shape[1], NUM_CHOSEN=len(y) // len(out), BLOCK=SUMMED_COLS, num_warps=4
     )
 
 
-@triton.jit
+@jit()
 def _route_kernel(
     experts_ptr,
     shares_ptr,
@@ -178,7 +178,7 @@ def _route_kernel(
     tl.store(shares_ptr + at, shares * share_factor, mask=rank < NUM_CHOSEN)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(order_ptr, starts_ptr, experts_ptr, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     at = 0
@@ -197,7 +197,7 @@ def _sort_kernel(order_ptr, starts_ptr, experts_ptr, num_pairs, NUM_EXPERTS: tl.
         at += tl.sum(is_own.to(tl.int32), 0)
 
 
-@triton.jit
+@jit()
 def _multiply_kernel(
     out_ptr,
     x_ptr,
@@ -261,7 +261,7 @@ def _multiply_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_own[:, None] & is_pair[None, :])
 
 
-@triton.jit
+@jit()
 def _sum_kernel(out_ptr, y_ptr, shares_ptr, out_stride, y_stride, width, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

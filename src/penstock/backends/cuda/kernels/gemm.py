@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import cdiv, jit, next_power_of_2
 from penstock.backends.cuda.kernels.numbers import quarter_weights, words_of
 from penstock.backends.cuda.kernels.splits import Splits, finish
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
@@ -35,8 +36,8 @@ class Cut:
 
 def cut(matrix: Matrix) -> Cut:
     """Return how many steps the matrix's columns have, and into how many splits `multiply_splits` cuts them."""
-    num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
-    wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
+    num_steps = cdiv(matrix.num_cols, STEP_COLS)
+    wanted = cdiv(PROGRAMS, cdiv(matrix.num_rows, TILE_ROWS))
     return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))
 
 
@@ -85,8 +86,8 @@ def _launch(
 ) -> None:
     num_tokens = len(x)
     how = cut(matrix)
-    block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, triton.next_power_of_2(num_tokens)))
-    tiles = triton.cdiv(matrix.num_rows, TILE_ROWS) * triton.cdiv(num_tokens, block_tokens)
+    block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, next_power_of_2(num_tokens)))
+    tiles = cdiv(matrix.num_rows, TILE_ROWS) * cdiv(num_tokens, block_tokens)
     _matmul_kernel[(tiles, how.num_splits if is_parallel else 1)](
         out,
         x,
@@ -97,7 +98,7 @@ def _launch(
         matrix.num_rows,
         matrix.num_cols,
         how.num_steps,
-        triton.cdiv(how.num_steps, how.num_splits),
+        cdiv(how.num_steps, how.num_splits),
         how.num_splits,
         0 if isinstance(matrix, DenseMatrix) else matrix.padded_rows,
         x.stride(0),
@@ -203,7 +204,7 @@ def add_steps(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_steps", "split_steps", "num_splits"])
+@jit(do_not_specialize=["num_tokens", "num_steps", "split_steps", "num_splits"])
 def _matmul_kernel(
     out_ptr,
     x_ptr,

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import cdiv, jit
+
 GROUP_ROWS = tl.constexpr(16)
 """Largest number of rows in a group: the fewest that the matrix unit can multiply."""
 RANK_TILE = tl.constexpr(16)
@@ -46,7 +48,7 @@ def shrink(
     x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages: the flat KV cache
     in the type of factors; `layout`: `AdapterFormat.layout`. hidden: flat float32 [splits, sites, places, ranks].
     """
-    num_tiles = triton.cdiv(x.shape[1], layout["TILE_COLS"])
+    num_tiles = cdiv(x.shape[1], layout["TILE_COLS"])
     rank_tiles = _rank_tiles(max_rank)
     _shrink_kernel[(len(groups), num_splits * rank_tiles, len(site_ids))](
         hidden,
@@ -58,7 +60,7 @@ def shrink(
         x.shape[1],
         x.stride(0),
         num_tiles,
-        triton.cdiv(num_tiles, num_splits),
+        cdiv(num_tiles, num_splits),
         num_splits,
         len(site_ids),
         len(order),
@@ -90,7 +92,7 @@ def look_up(
         groups,
         site_ids,
         pages,
-        triton.cdiv(vocab_size, layout["TILE_COLS"]),
+        cdiv(vocab_size, layout["TILE_COLS"]),
         pages.numel() // (layout["PIECES"] * layout["PIECE"]),
         scale,
         **layout,
@@ -134,7 +136,7 @@ def expand(
 
 def _rank_tiles(max_rank: int) -> int:
     """Return at least 1, because a grid cannot be empty."""
-    return max(1, triton.cdiv(max_rank, RANK_TILE.value))
+    return max(1, cdiv(max_rank, RANK_TILE.value))
 
 
 @triton.jit
@@ -145,7 +147,7 @@ def _place(table, tile, num_blocks, SITES: tl.constexpr, PIECES: tl.constexpr, P
     return ((piece % PIECES).to(tl.int64) * num_blocks + block) * PIECE + (tile % per_piece) * (tile_ranks * TILE_COLS)
 
 
-@triton.jit(do_not_specialize=["num_cols", "num_tiles", "split_tiles", "num_splits", "num_sites", "num_places", "num_blocks"])
+@jit(do_not_specialize=["num_cols", "num_tiles", "split_tiles", "num_splits", "num_sites", "num_places", "num_blocks"])
 def _shrink_kernel(
     hidden_ptr,
     x_ptr,
@@ -192,7 +194,7 @@ def _shrink_kernel(
     tl.store(hidden_ptr + at[None, :] + ranks[:, None], acc, mask=mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_blocks"])
+@jit(do_not_specialize=["num_tiles", "num_blocks"])
 def _look_up_factors_kernel(
     hidden_ptr,
     token_ids_ptr,
@@ -227,7 +229,7 @@ def _look_up_factors_kernel(
     tl.store(hidden_ptr + at[None, :] + ranks[:, None], a * scale, mask=mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_sites", "num_places", "num_blocks"])
+@jit(do_not_specialize=["num_splits", "num_sites", "num_places", "num_blocks"])
 def _expand_kernel(
     out_ptr,
     hidden_ptr,

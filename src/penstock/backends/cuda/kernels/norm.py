@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+from penstock.backends.cuda.kernels.launch import jit, next_power_of_2
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int = 0) -> None:
@@ -26,7 +27,7 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
             group,
             0 if weight.numel() == group else group,
             eps,
-            BLOCK=triton.next_power_of_2(group),
+            BLOCK=next_power_of_2(group),
             num_warps=_num_warps(group),
         )
 
@@ -45,7 +46,7 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
             width,
             eps,
             HAS_BIAS=bias is not None,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=next_power_of_2(width),
             num_warps=_num_warps(width),
         )
 
@@ -55,16 +56,16 @@ def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
     num_rows, width = x.shape
     if num_rows:
         _unit_rows_kernel[(num_rows,)](
-            out, x, out.stride(0), x.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=_num_warps(width)
+            out, x, out.stride(0), x.stride(0), width, BLOCK=next_power_of_2(width), num_warps=_num_warps(width)
         )
 
 
 def _num_warps(width: int) -> int:
     """Return the number of warps per program. Only the width decides, because warps decide the order of summation."""
-    return min(16, max(1, triton.next_power_of_2(width) // 512))
+    return min(16, max(1, next_power_of_2(width) // 512))
 
 
-@triton.jit
+@jit()
 def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, out_stride, x_stride, group, weight_step, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * group
@@ -77,7 +78,7 @@ def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, out_stride, x_stride, group, we
     tl.store(out_ptr + row * out_stride + first + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit()
 def _layer_norm_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, out_stride, x_stride, width, eps, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -94,7 +95,7 @@ def _layer_norm_kernel(
     tl.store(out_ptr + row * out_stride + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit()
 def _unit_rows_kernel(out_ptr, x_ptr, out_stride, x_stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
+
+from penstock.backends.cuda.kernels.launch import jit
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 PAGES_AT_ONCE = 1024
 
 
-@triton.jit(do_not_specialize=["tables_ptr", "indptr_ptr", "table_stride"])
+@jit(do_not_specialize=["tables_ptr", "indptr_ptr", "table_stride"])
 def page_indices_kernel(out_ptr, tables_ptr, indptr_ptr, table_stride, PAGES: tl.constexpr):
     row = tl.program_id(0)
     begin = tl.load(indptr_ptr + row)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import cdiv, jit, next_power_of_2
 from penstock.types.kv_dtype import KEY_GROUP
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def rope_table(
 
 def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int, head_dim: int) -> None:
     """Compute `program.Rope`: rotate x [num_tokens, num_heads * head_dim] in place. Rows may be strided."""
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    heads = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
     half = table.shape[1] // 2
-    _rope_kernel[(len(x), triton.cdiv(num_heads, heads))](
+    _rope_kernel[(len(x), cdiv(num_heads, heads))](
         x,
         positions,
         table,
@@ -59,7 +60,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_head
         HEADS=heads,
         HEAD_DIM=head_dim,
         HALF=half,
-        PAIRS=triton.next_power_of_2(half),
+        PAIRS=next_power_of_2(half),
         num_warps=1,
     )
 
@@ -129,11 +130,11 @@ def _write(
         v.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        COLUMNS=max(KEY_GROUP, triton.next_power_of_2(head_dim)),
+        COLUMNS=max(KEY_GROUP, next_power_of_2(head_dim)),
         GROUP=group,
-        HEADS=triton.next_power_of_2(max(group, 1)),
+        HEADS=next_power_of_2(max(group, 1)),
         HALF=half,
-        PAIRS=triton.next_power_of_2(max(half, 1)),
+        PAIRS=next_power_of_2(max(half, 1)),
         KEY_GROUP=KEY_GROUP,
         IS_INT8=layer.k_scale is not None,
         HAS_CENTRE=centre is not None,
@@ -141,7 +142,7 @@ def _write(
     )
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED[:1])
+@jit(do_not_specialize=UNSPECIALISED[:1])
 def _rope_kernel(
     x_ptr,
     positions_ptr,
@@ -176,7 +177,7 @@ def _rotate_heads(row_ptr, head, is_head, table_ptr, HEAD_DIM: tl.constexpr, HAL
     tl.store(at + HALF, (second * cos + first * sin).to(row_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALISED)
 def _write_kernel(
     q_ptr,
     k_ptr,

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.launch import jit
+
 NEG_INF_KEY = tl.constexpr(-2139095041)
 """The key of -inf, below the key of any token that can be drawn."""
 NO_ID = tl.constexpr(2147483647)
@@ -187,7 +189,7 @@ def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOC
     return tl.where(found == NO_ID, tl.max(last, 0), found)
 
 
-@triton.jit(do_not_specialize=["bits"])
+@jit(do_not_specialize=["bits"])
 def restrict(
     logits,  # float32 [S, vocab_size], changed in place
     row_stride,
@@ -207,7 +209,7 @@ def restrict(
     tl.store(row + ids, float("-inf"), mask=is_token & (is_allowed == 0))
 
 
-@triton.jit
+@jit()
 def choose(
     logits,  # float32 [S, vocab_size]
     row_stride,
@@ -250,7 +252,7 @@ def choose(
     tl.store(tokens + slot * table_width + position, tl.maximum(token, 0))
 
 
-@triton.jit
+@jit()
 def logprobs(
     logits,  # float32 [S, vocab_size], the model's own
     row_stride,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda.kernels.activation import KINDS, activate_gate
+from penstock.backends.cuda.kernels.launch import cdiv, jit, next_power_of_2
 from penstock.types.model_spec import Activation
 
 BLOCK = 512
@@ -28,7 +29,7 @@ class Splits:
 
 def add_splits(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
     """Write the sum of splits (+ bias) (+ residual) to `out` [num_tokens, num_rows]. `residual` may be `out`."""
-    _add_splits_kernel[(splits.num_tokens, triton.cdiv(splits.num_rows, BLOCK))](
+    _add_splits_kernel[(splits.num_tokens, cdiv(splits.num_rows, BLOCK))](
         out,
         splits.partials,
         bias,
@@ -71,15 +72,15 @@ def add_splits_and_norm(
         SPLITS=splits.num_splits,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        BLOCK=triton.next_power_of_2(splits.num_rows),
-        num_warps=min(16, max(1, triton.next_power_of_2(splits.num_rows) // 512)),
+        BLOCK=next_power_of_2(splits.num_rows),
+        num_warps=min(16, max(1, next_power_of_2(splits.num_rows) // 512)),
     )
 
 
 def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, kind: Activation) -> None:
     """Write activation(first half of the sum) * second half to `out` [num_tokens, num_rows / 2]."""
     width = splits.num_rows // 2
-    _add_and_gate_kernel[(splits.num_tokens, triton.cdiv(width, BLOCK))](
+    _add_and_gate_kernel[(splits.num_tokens, cdiv(width, BLOCK))](
         out,
         splits.partials,
         bias,
@@ -114,7 +115,7 @@ def _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS: tl.const
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _add_splits_kernel(
     out_ptr,
     partials_ptr,
@@ -138,7 +139,7 @@ def _add_splits_kernel(
     tl.store(out_ptr + token * out_stride + rows, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _add_and_norm_kernel(
     out_ptr,
     normed_ptr,
@@ -170,7 +171,7 @@ def _add_and_norm_kernel(
     tl.store(normed_ptr + token * normed_stride + rows, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _add_and_gate_kernel(
     out_ptr,
     partials_ptr,

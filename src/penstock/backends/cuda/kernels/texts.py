@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 
 from penstock.backends.cuda.kernels.attention_kernels import row_of_tile
+from penstock.backends.cuda.kernels.launch import cdiv, jit, next_power_of_2
 from penstock.backends.cuda.kernels.online_softmax import LOG2_E
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def text_attention(
     `distances`: the program's times log2(e), float32 [num_heads, 2 * num_distances + 1].
     """
     group = op.num_heads // op.num_kv_heads
-    columns = max(16, triton.next_power_of_2(op.head_dim))
+    columns = max(16, next_power_of_2(op.head_dim))
     # Only tests use float32 on a device. Tensor cores do not multiply it, and it takes twice the memory.
     is_roomy = columns <= WIDE_COLUMNS and not (q.is_cuda and q.dtype is torch.float32)
-    block_m = max(QUERY_ROWS if is_roomy else 32, triton.next_power_of_2(group))
+    block_m = max(QUERY_ROWS if is_roomy else 32, next_power_of_2(group))
     queries = block_m // group
     _text_attention_kernel[(op.num_kv_heads, step.num_tokens // queries + step.num_rows)](
         out,
@@ -80,7 +80,7 @@ def text_attention(
 def mean_rows(out: torch.Tensor, x: torch.Tensor, step: StepTensors) -> None:
     """Write the mean of x over each sampling row's tokens to out [num_samples, width]. x [num_tokens or more, width]"""
     width = x.shape[1]
-    _mean_rows_kernel[(step.num_samples, triton.cdiv(width, MEAN_COLUMNS))](
+    _mean_rows_kernel[(step.num_samples, cdiv(width, MEAN_COLUMNS))](
         out,
         x,
         step.sample_tokens,
@@ -94,7 +94,7 @@ def mean_rows(out: torch.Tensor, x: torch.Tensor, step: StepTensors) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "query_start_loc_ptr"])
+@jit(do_not_specialize=["num_rows", "query_start_loc_ptr"])
 def _text_attention_kernel(
     out_ptr,
     q_ptr,
@@ -176,7 +176,7 @@ def _text_attention_kernel(
     tl.store(at_out, found.to(out_ptr.dtype.element_ty), mask=is_q)
 
 
-@triton.jit
+@jit()
 def _mean_rows_kernel(
     out_ptr, x_ptr, sample_tokens_ptr, positions_ptr, out_stride, x_stride, width, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -1,0 +1,55 @@
+"""Our launches of kernels are Triton's: the same compiled kernels, grids and arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda.kernels.launch import _kind, cdiv, jit, next_power_of_2
+
+PROGRAM = Path(__file__).with_name("launches.py")
+
+
+def test_launches_are_those_of_triton() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours, tritons = map(json.loads, done.stdout.splitlines())
+    assert len(ours) > 40
+    assert ours == tritons
+
+
+def test_sizes_are_those_of_triton() -> None:
+    assert [cdiv(number, 7) for number in range(1, 60)] == [triton.cdiv(number, 7) for number in range(1, 60)]
+    assert [next_power_of_2(number) for number in range(1, 600)] == [triton.next_power_of_2(number) for number in range(1, 600)]
+
+
+def test_what_triton_compiles_another_kernel_for_is_of_another_kind() -> None:
+    kinds = [_kind(value) for value in (1, 2, 16, 1 << 40, 1.5, None, True)]
+    words = torch.zeros(8, dtype=torch.int32)
+    kinds += [_kind(part) for part in (words, words[1:], words.view(torch.float32))]
+    assert len(set(kinds)) == len(kinds)
+    assert _kind(32) == _kind(48)
+    assert _kind(words[4:]) == _kind(words)
+
+
+def test_a_constant_before_an_argument_is_an_error() -> None:
+    @jit()
+    def kernel(SIZE: tl.constexpr, out_ptr):  # noqa: N803
+        pass
+
+    class Compiled:
+        """As if compiled."""
+
+    kernel.jitted = triton.runtime.JITFunction(kernel.jitted.fn)
+    kernel.jitted.run = lambda *_, **__: Compiled()
+    with pytest.raises(TypeError, match="kernel: the constants, and only they, come last"):
+        kernel[(1,)](torch.zeros(1), SIZE=4)
