@@ -1,4 +1,4 @@
-"""Writes the GPU benchmarks' results into docs/gpu.md, and draws its plots.
+"""Writes the GPU benchmarks' results into docs/notes/gpu-figures.md, and draws its plots.
 
 Takes files whose last line is the JSON object that a benchmark printed; several of one benchmark (other models, other formats)
 become one section. The content of a section under a `###` title stays as it is until a result with that title comes; a section
@@ -21,7 +21,7 @@ from typing import Any
 
 from report_gpu import SECTIONS, why_no_figures
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "notes" / "gpu-figures.md"
 FOLDER = "figures"
 """Folder of the plots, beside the page."""
 

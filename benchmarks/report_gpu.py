@@ -1,4 +1,4 @@
-"""The figures of docs/gpu.md: what the GPU benchmarks' JSON objects look like as Markdown tables and plots.
+"""The figures of docs/notes/gpu-figures.md: what the GPU benchmarks' JSON objects look like as Markdown tables and plots.
 
 Called by `report.py` with all results of one benchmark, after `why_no_figures` has let each pass. Never measures, and hides
 nothing: a share above 1 stands there as one.
@@ -6,7 +6,9 @@ nothing: a share above 1 stands there as one.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import report_gpu_plots as plots
 from printed import percent, table
@@ -45,7 +47,7 @@ def origin(result: Result) -> str:
 def above_the_bound(shares: Iterable[tuple[str, float]]) -> list[str]:
     """A paragraph that names what took less time than the bound; none if nothing did."""
     found = [f"{name} ({percent(share)})" for name, share in shares if share > 1]
-    cause = "a peak was measured too low, or a cache had bytes that the bound counts"
+    cause = "reading is faster than the copy that measures the peak, or a cache had bytes that the bound counts"
     return [f"**Above the bound:** {', '.join(found)}; {cause}."] if found else []
 
 
@@ -71,7 +73,13 @@ def section(parts: Sequence[tuple[str, str]], drawings: Drawings, results: Seque
                 name = "".join(ch if ch.isalnum() else "-" for ch in f"gpu {end} {gpu}".lower()) + ".svg"
                 drawn[name] = drawing
                 texts.append(f"### {title}, {gpu}\n\n![{title}, {gpu}](figures/{name})")
-    return "\n\n".join([*texts, *(f"### {title}\n\n{text}" for title, text in parts)]), drawn
+    return "\n\n".join([*texts, *(f"### {title}\n\n{_filled(text)}" for title, text in parts)]), drawn
+
+
+def _filled(text: str) -> str:
+    """The text with lines of at most 120 columns, where a paragraph is no table."""
+    fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(part if part.startswith("|") else fill(part) for part in text.split("\n\n"))
 
 
 def gpu_peaks(results: Sequence[Result]) -> tuple[str, Plots]:
@@ -186,25 +194,22 @@ def _step_table(steps: Sequence[Result]) -> str:
     rows = []
     for (_, sampling), by_depth in by_step.items():
         step = by_depth[max(by_depth)]
-        name = f"{step['rows']} x {step['query_len']} after {step['context_len']}"
-        quartiles = " to ".join(figure(edge) for edge in step["device_ms_quartiles"])
         cells = [f"{figure(by_depth[d]['step_ms'])}, {percent(by_depth[d]['gap'])}" if d in by_depth else "" for d in depths]
         rows.append(
             [
-                name if sampling == "greedy" else f"{name}, {sampling}",
-                f"{figure(step['device_ms'])} ({quartiles})",
+                step["step"] if sampling == "greedy" else f"{step['step']}, {sampling}",
+                figure(step["device_ms"]),
                 figure(step["bound_ms"]),
                 bound_by(step),
                 f"**{percent(step['share'])}**",
                 *cells,
                 figure(step["tokens_per_s"]),
                 figure(step["host_ms"]),
-                figure(step["sampling_ms"]),
             ]
         )
-    head = ["rows x tokens", "ms on the GPU (quartiles)", "bound ms", "bound by", "share of the bound"]
+    head = ["rows x tokens @ context", "ms on the GPU", "bound ms", "bound by", "share of the bound"]
     head += [f"ms a step, gap; {depth} in flight" for depth in depths]
-    return table([*head, f"tokens/s, {depths[-1]} in flight", "ms of the host", "sampling ms"], rows)
+    return table([*head, f"tokens/s, {depths[-1]} in flight", "ms of the host"], rows)
 
 
 def gpu_serve(results: Sequence[Result]) -> tuple[str, Plots]:
