@@ -6,6 +6,7 @@ Import it before anything that imports triton, which reads the setting when a ke
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 
 MISSING = " and ".join(name for name in ("torch", "triton") if find_spec(name) is None)
@@ -24,6 +25,12 @@ HAS_DEVICE = _has_device()
 DEVICE = "cuda" if HAS_DEVICE else "cpu"
 if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def compiling() -> dict[str, str]:
+    """The environment of a program that compiles kernels, and imports what tests do."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def _mend_interpreter() -> None:

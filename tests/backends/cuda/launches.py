@@ -48,7 +48,7 @@ class _Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         grid, kernel_arguments = arguments[:3], arguments[9:]  # between: stream, function, two of metadata, two hooks
-        told = [str((a.data_ptr(), a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in kernel_arguments]
+        told = [str((a.shape, a.stride(), a.dtype)) if isinstance(a, torch.Tensor) else str(a) for a in kernel_arguments]
         launched.append([*self._name, grid, told])
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.interpreted import compiling
 
 HERE = Path(__file__).parent
 SHARED_BYTES_OF_A_PROGRAM = 227 << 10
@@ -19,8 +20,7 @@ Kernel = dict[str, Any]
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     """In a process of its own: here, kernels are for the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment = compiling() | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(HERE / "attention_sm90.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.interpreted import compiling
 
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
 KERNELS = {
@@ -41,9 +42,8 @@ KERNELS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 86, 89, 90])
 def test_kernels_of_real_shapes_compile_and_fit(capability: int) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, PROGRAM, str(capability)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, PROGRAM, str(capability)], env=compiling(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]

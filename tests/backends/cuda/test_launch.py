@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,13 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda.kernels.launch import _kind, cdiv, jit, next_power_of_2
+from support.interpreted import compiling
 
 PROGRAM = Path(__file__).with_name("launches.py")
 
 
 def test_launches_are_those_of_triton() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, PROGRAM], env=compiling(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ours, tritons = map(json.loads, done.stdout.splitlines())
     assert len(ours) > 40

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that cost the host a third of Triton's own, and the arithmetic of grids.
+"""Launches of Triton kernels that cost the host half of Triton's own, and the arithmetic of grids.
 
 Triton looks the compiled kernel up by its arguments' types and values, in Python. A prompt's step has five launches for each
 layer: while the host made them, an H100 waited for half of the time of a prompt of 512 tokens of an 8B model.
