@@ -71,7 +71,7 @@ def sigmoid_experts_of_hf(
 
 
 def groups_of_hf(config: JsonFile) -> Mapping[str, int]:
-    """Return the fields of `ExpertsMlp` for the groups of experts. One group is none."""
+    """Return the fields of `ExpertsMlp` for the groups of experts; none if there is one group."""
     number, chosen = config.require("n_group", int), config.require("topk_group", int)
     if number < 1:
         raise config.error(f"n_group is {number}")

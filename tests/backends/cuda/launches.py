@@ -11,16 +11,19 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.kernels.launch import Kernel
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.testing import sizes_of
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 from support.tiny_models import TinyLlama, write_gguf
@@ -88,17 +91,27 @@ def launches_of(executor: CudaExecutor, plans: list[StepPlan]) -> list[Any]:
     return done
 
 
+def no_launch(*_: object, **__: object) -> None:
+    raise AssertionError("Triton looks a kernel up")
+
+
 def main() -> None:
+    """Steps of int8 keys and values, and deterministic ones of bf16."""
     driver.set_active(_Driver())
     with tempfile.TemporaryDirectory() as folder:
         model = load_gguf(write_gguf(Path(folder) / "tiny.gguf", TinyLlama(num_layers=2), matrix_type="Q8_0"))
     program = architectures.describe(model.spec)
-    executor = CudaExecutor(model, program, device="cpu", depth=1, use_graphs=False, **sizes_of(CAPACITY))
-    launches_of(executor, steps())  # compiles
-    ours = launches_of(executor, steps())
-    Kernel.__getitem__ = lambda kernel, grid: kernel.jitted[grid]  # type: ignore[method-assign]
+    ours, tritons = [], []
+    for kv_dtype, deterministic in ((KvDtype.INT8, False), (KvDtype.BF16, True)):
+        modes: dict[str, Any] = {"kv_dtype": kv_dtype, "deterministic": deterministic}
+        executor = CudaExecutor(model, program, device="cpu", depth=1, use_graphs=False, **modes, **sizes_of(CAPACITY))
+        launches_of(executor, steps())  # compiles
+        with patch.object(JITFunction, "run", no_launch):
+            ours += launches_of(executor, steps())
+        with patch.object(Kernel, "__getitem__", lambda kernel, grid: kernel.jitted[grid]):
+            tritons += launches_of(executor, steps())
     print(json.dumps(ours))
-    print(json.dumps(launches_of(executor, steps())))
+    print(json.dumps(tritons))
 
 
 if __name__ == "__main__":

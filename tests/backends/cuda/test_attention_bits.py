@@ -1,6 +1,6 @@
 """Deterministic attention: a query's answer is the same, bit by bit, in whatever company it is computed.
 
-In bf16 on a device, as every server there: sums of float32 products depend on the tile.
+In bf16 on a device, as every server there. In float32 the last bits of decodes and prompts differ on an H100; why is not known.
 """
 
 from __future__ import annotations

@@ -20,12 +20,14 @@ class Rows:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._num, self._first = len(buffer), buffer
+        self._last = len(buffer), buffer
 
     def __call__(self, num_rows: int) -> torch.Tensor:
-        if num_rows != self._num:
-            self._num, self._first = num_rows, self._buffer[:num_rows]
-        return self._first
+        kept, rows = self._last
+        if kept != num_rows:
+            rows = self._buffer[:num_rows]
+            self._last = num_rows, rows
+        return rows
 
 
 class Buffers:

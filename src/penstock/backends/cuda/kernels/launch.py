@@ -1,17 +1,20 @@
-"""Launches of Triton kernels that cost the host half of Triton's own, and the arithmetic of grids.
+"""Launches of Triton kernels that take the host less time than Triton's own, and the arithmetic of grids.
 
 Triton looks the compiled kernel up by its arguments' types and values, in Python. A prompt's step has five launches for each
-layer: while the host made them, an H100 waited for half of the time of a prompt of 512 tokens of an 8B model.
+layer, and on an H100 a prompt of 512 tokens of an 8B model took the host longer than its work takes the GPU
+(docs/notes/2026-11-27-first-gpu-run.md).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 Grid = tuple[int, ...]
 
@@ -29,13 +32,15 @@ def next_power_of_2(number: int) -> int:
 class Kernel:
     """A kernel that is launched by `kernel[grid](*arguments, **constants)`, where `constants` may hold Triton's options.
 
-    The first launch with arguments of such kinds is Triton's, which compiles.
+    The first launch with arguments of such kinds is Triton's, which compiles. All launches are on one device.
     """
 
-    def __init__(self, jitted: Any) -> None:
+    def __init__(self, jitted: Any, constants: Sequence[str]) -> None:
         self.jitted = jitted
+        self._constants = tuple(constants)
+        """Names of constants, which come last in the signature."""
         self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-        """Kinds of arguments and constants -> compiled kernel, and the constants in its order."""
+        """Kinds of arguments and constants -> compiled kernel, and the constants in the signature's order."""
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -44,30 +49,38 @@ class Kernel:
         key = (*map(_kind, arguments), *constants, *constants.values())
         found = self._compiled.get(key)
         if found is None:
+            ordered = tuple(constants[name] for name in self._constants)
             compiled = self.jitted[grid](*arguments, **constants)
             if compiled is not None:  # the interpreter compiles nothing
-                self._compiled[key] = compiled, self._in_order(len(arguments), constants)
+                self._compiled[key] = compiled, ordered
         else:
             compiled, ordered = found
             compiled[(*grid, 1, 1)](*arguments, *ordered)
 
-    def _in_order(self, num_arguments: int, constants: dict[str, object]) -> tuple[object, ...]:
-        """Return the constants as the kernel's signature has them. Raises TypeError for constants that are none there."""
-        params = self.jitted.params
-        if any(param.is_constexpr != (place >= num_arguments) for place, param in enumerate(params)):
-            raise TypeError(f"{self.jitted.__name__}: the constants, and only they, come last and are named")
-        return tuple(constants[param.name] for param in params[num_arguments:])
-
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a function a kernel, by `triton.jit`."""
-    return lambda function: Kernel(triton.jit(function, do_not_specialize=do_not_specialize))
+    """Make a function a kernel, by `triton.jit`. Raises TypeError if an argument comes after a constant (`tl.constexpr`)."""
+
+    def kernel_of(function: Callable[..., Any]) -> Kernel:
+        is_constant = {
+            name: parameter.annotation in ("tl.constexpr", tl.constexpr)
+            for name, parameter in inspect.signature(function).parameters.items()
+        }
+        if list(is_constant.values()) != sorted(is_constant.values()):
+            raise TypeError(f"{function.__name__}: an argument comes after a constant")
+        constants = [name for name, value in is_constant.items() if value]
+        return Kernel(triton.jit(function, do_not_specialize=do_not_specialize), constants)
+
+    return kernel_of
 
 
-def _kind(argument: object) -> object:
+def _kind(argument: Any) -> object:
     """Return all that Triton may compile another kernel for, or more: type, alignment, whether a number is 1."""
-    if isinstance(argument, torch.Tensor):
+    kind = type(argument)
+    if kind is torch.Tensor:
         return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return argument == 1, argument % 16 == 0, argument.bit_length() < 32
-    return type(argument)
+    if kind is int:
+        return argument == 1, argument % 16 == 0, argument.bit_length() // 32
+    if argument is None or kind is float or kind is bool:
+        return kind
+    raise TypeError(f"{argument!r} can't be an argument of a kernel")
