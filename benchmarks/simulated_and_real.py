@@ -33,6 +33,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from workloads import read_tokenizer
 
@@ -261,18 +262,20 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["penstock"])
     args = parser.parse_args()
     tokenizer = read_tokenizer(resolve(DEFAULT_MODEL, default_cache_dir()).path)
+    changes: dict[str, Any] = {} if args.requests is None else {"requests": args.requests}
+    choices = {name: replace(choice_of(name), **changes) for name in args.workloads}
+    closed: dict[str, Any] = {"requests": 60, "arrivals": "closed", "cv": None, "think_time_s": 0.0}
+    all_at_once = {name: make_workload(replace(choice, **closed)) for name, choice in choices.items()}  # a file may be missing
     folder = Path(tempfile.mkdtemp())
     base = profile(folder / "profile.json")
     workloads: dict[str, Workload] = {}
     with serving(GUESSES) as target:
-        for name in args.workloads:
-            choice = choice_of(name) if args.requests is None else replace(choice_of(name), requests=args.requests)
-            at_once = make_workload(replace(choice, requests=60, arrivals="closed", cv=None, think_time_s=0.0))
+        for name, at_once in all_at_once.items():
             capacity = len(at_once.jobs) * 1e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
             print(f"{name}: capacity {capacity:.2f} requests/s", flush=True)
             per_arrival = len(at_once.jobs) / num_arrivals(at_once)
             for load in args.loads:
-                workloads[f"{name} at {load:g}"] = make_workload(replace(choice, rate=load * capacity / per_arrival))
+                workloads[f"{name} at {load:g}"] = make_workload(replace(choices[name], rate=load * capacity / per_arrival))
     middles: dict[str, dict[str, dict[str, Figures]]] = {name: {} for name in workloads}
     for preset in args.presets:
         path = folder / f"{preset}.rec"
