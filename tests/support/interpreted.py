@@ -34,11 +34,11 @@ def compiling() -> dict[str, str]:
 
 
 def _mend_interpreter() -> None:
-    """Two things that Triton's interpreter gets wrong.
+    """Three things that Triton's interpreter gets wrong.
 
-    Its scalars are arrays of one number, which NumPy 2.4 takes for no bound of a range. And its products are BLAS's:
-    their bits depend on where in a tile a row is, and of bf16 they multiply the bit patterns. Here they become sums in
-    float64, rounded once.
+    Its scalars are arrays of one number, which NumPy 2.4 takes for no bound of a range. Its products are BLAS's: their
+    bits depend on where in a tile a row is, and of bf16 they multiply the bit patterns. Here they become sums in float64,
+    rounded once. And its `fma` rounds the product, which no device does.
     """
     import numpy as np
     from triton import language as tl
@@ -59,7 +59,12 @@ def _mend_interpreter() -> None:
         total = (np.matmul(numbers(a), numbers(b)) + d.data).astype(d.data.dtype)
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
+    def create_fma(builder, x, y, z):
+        total = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
+
     interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 

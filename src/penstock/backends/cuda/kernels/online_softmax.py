@@ -76,9 +76,7 @@ def walk(
 def merge(acc, top, total, part, part_top, part_total, factor):
     """Return the sum over two sets of positions, given the sum over each. acc, part [M, COLUMNS]; others [M]"""
     new_top = tl.maximum(top, part_top)
-    base = _base(new_top, factor)
-    kept = tl.math.exp2(tl.fma(top, factor, -base))
-    added = tl.math.exp2(tl.fma(part_top, factor, -base))
+    kept, added = _share_kept(top, new_top, factor), _share_kept(part_top, new_top, factor)
     acc = tl.fma(acc, kept[:, None], part * added[:, None])
     return acc, new_top, tl.fma(total, kept, part_total * added)
 
@@ -149,7 +147,7 @@ def _walk_tiles(
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = _base(new_top, factor)
         weights = tl.math.exp2(tl.fma(scores, factor, -base[:, None]))
-        kept = tl.math.exp2(tl.fma(top, factor, -base))
+        kept = _share_kept(top, new_top, factor)
         total = tl.fma(total, kept, tl.sum(weights, 1))
         if IS_INT8:  # A value's scale is one number per position, so scale the weight instead.
             v = v.to(tl.float32).to(q.dtype)
@@ -157,6 +155,13 @@ def _walk_tiles(
         acc = tl.dot(weights.to(q.dtype), v, acc * kept[:, None], input_precision="ieee")
         top = new_top
     return acc, top, total
+
+
+@triton.jit
+def _share_kept(top, new_top, factor):
+    """Return exp2((top - new_top) * factor), and 0 before any score. It is 1 for equal scores, so that positions nobody sees,
+    and parts merged with nothing, change no bit; a product rounded before the difference would not give 1."""
+    return tl.math.exp2((top - tl.where(new_top == float("-inf"), 0.0, new_top)) * factor)
 
 
 @triton.jit
