@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs the benchmarks of the GPU backend, part by part, and writes their figures into docs/notes/gpu-figures.md. On the machine with
-# the GPU, which should have nothing else to do. Needs Python with NumPy, torch and triton, and for the comparison transformers.
+# Runs the benchmarks of the GPU backend, part by part, and writes their figures into docs/notes/gpu-figures.md. On the machine
+# with the GPU, which should have nothing else to do. Needs Python with NumPy, torch and triton, and for the comparison transformers.
 #
 #   benchmarks/gpu_all.sh [FOLDER]        results go to build/gpu, or FOLDER
 #
 # A part whose result is there, and is not of a self-test, is not measured again: what was cut off goes on with the next call. From
 # the environment: PYTHON (.venv/bin/python, or python3 where that is not there); ONLY, a pattern of the parts' names, such as
 # "step-*"; AGAIN=1, which measures also what is there; MINUTES, after which no other part is begun; ARGS, for every part that runs:
-# "--self-test", or what all of them take, such as ARGS=--no-peer ONLY="serve-*"; PAGE, another one than docs/notes/gpu-figures.md. A part
-# that fails is named at the end.
+# "--self-test", or what all of them take, such as ARGS=--no-peer ONLY="serve-*"; PAGE, another one than that. A part that fails
+# is named at the end.
 #
 # The results can be taken to another machine, and reported there: python3 benchmarks/report.py FOLDER/*.txt
 set -u -o pipefail

@@ -77,7 +77,7 @@ def section(parts: Sequence[tuple[str, str]], drawings: Drawings, results: Seque
 
 
 def _filled(text: str) -> str:
-    """The text with lines of at most 120 columns, where a paragraph is no table."""
+    """Wrap paragraphs at 120 columns, and leave tables as they are."""
     fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(part if part.startswith("|") else fill(part) for part in text.split("\n\n"))
 

@@ -49,5 +49,5 @@ def test_an_argument_after_a_constant_is_an_error() -> None:
     with pytest.raises(TypeError, match="kernel: an argument comes after a constant"):
 
         @jit()
-        def kernel(SIZE: tl.constexpr, out_ptr):  # noqa: N803
+        def kernel(size: tl.constexpr, out_ptr):
             pass

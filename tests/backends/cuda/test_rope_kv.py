@@ -198,3 +198,8 @@ def test_half_precision_goes_through(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(parts[0].float().cpu().numpy(), rotated(q, frequencies(16), 1.0)[:, 0], atol=0.05)
     np.testing.assert_allclose(kept(cache)[0], rotated(k, frequencies(16), 1.0), atol=0.05)
     np.testing.assert_allclose(kept(cache)[1], v, atol=0.05)
+
+
+def test_keys_of_other_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="int8 and bf16 keys and values, not with int4"):
+        make_cache(1, 64, KvDtype.INT4)

@@ -107,6 +107,8 @@ class PagedKvCache:
         device: torch.device | str,
         poison: bool = False,
     ) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"the kernels compute with {' and '.join(KV_DTYPES)} keys and values, not with {kv_dtype}")
         self.kv_dtype = kv_dtype
         self._block_size = block_size
         self._poison = poison

@@ -294,25 +294,24 @@ class _Lowering:
         count = self._count()
         match op:
             case RMSNorm(weight=str(name)):
-                x_rows, out_rows = self._rows(op.x), self._rows(op.out)
-                weight, eps, group = self._vector(name), op.eps, op.group
-                self._launch(lambda step: norm.rms_norm(out_rows(count(step)), x_rows(count(step)), weight, eps, group))
+                x, out, weight, eps, group = self._rows(op.x), self._rows(op.out), self._vector(name), op.eps, op.group
+                self._launch(lambda step: norm.rms_norm(out(count(step)), x(count(step)), weight, eps, group))
             case LayerNorm():
-                x, out, eps = self._buffer(op.x), self._buffer(op.out), op.eps
+                x, out, eps = self._rows(op.x), self._rows(op.out), op.eps
                 weight, bias = self._vector(op.weight), None if op.bias is None else self._vector(op.bias)
-                self._launch(lambda step: norm.layer_norm(out[: count(step)], x[: count(step)], weight, bias, eps))
+                self._launch(lambda step: norm.layer_norm(out(count(step)), x(count(step)), weight, bias, eps))
             case GatedActivation():
-                gate, up, out, kind = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out), op.activation
-                self._launch(lambda step: activation.gated(out[: count(step)], gate[: count(step)], up[: count(step)], kind))
+                gate, up, out, kind = self._rows(op.gate), self._rows(op.up), self._rows(op.out), op.activation
+                self._launch(lambda step: activation.gated(out(count(step)), gate(count(step)), up(count(step)), kind))
             case Act():
-                x, out, kind = self._buffer(op.x), self._buffer(op.out), op.activation
-                self._launch(lambda step: activation.act(out[: count(step)], x[: count(step)], kind))
+                x, out, kind = self._rows(op.x), self._rows(op.out), op.activation
+                self._launch(lambda step: activation.act(out(count(step)), x(count(step)), kind))
             case Add():
-                a, b, out, factor = self._buffer(op.a), self._buffer(op.b), self._buffer(op.out), op.factor
-                self._launch(lambda step: torch.add(a[: count(step)], b[: count(step)], alpha=factor, out=out[: count(step)]))
+                a, b, out, factor = self._rows(op.a), self._rows(op.b), self._rows(op.out), op.factor
+                self._launch(lambda step: torch.add(a(count(step)), b(count(step)), alpha=factor, out=out(count(step))))
             case Softcap():
-                x, cap = self._buffer(op.x), op.cap
-                self._launch(lambda step: activation.softcap(x[: count(step)], cap))
+                x, cap = self._rows(op.x), op.cap
+                self._launch(lambda step: activation.softcap(x(count(step)), cap))
             case _:
                 raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
 
@@ -374,9 +373,9 @@ class _Lowering:
             if adapted is None or adapted.rows_of(step) is None:
                 product.and_gate(out_rows(n), both_rows(n), x_rows(n), kind)
             else:
-                product(both[:n], x[:n])
+                product(both_rows(n), x_rows(n))
                 adapted.add(step, both, x)
-                activation.gated(out[:n], gate[:n], up[:n], kind)
+                activation.gated(out_rows(n), gate[:n], up[:n], kind)
 
         self._launch(launch)
         return 3
@@ -397,9 +396,9 @@ class _Lowering:
             if adapted is None or adapted.rows_of(step) is None:
                 product.and_norm(out_rows(n), normed_rows(n), x_rows(n), residual_rows(n), weight, eps)
             else:
-                product(out[:n], x[:n], residual[:n])
+                product(out_rows(n), x_rows(n), residual_rows(n))
                 adapted.add(step, out, x)
-                norm.rms_norm(normed[:n], out[:n], weight, eps)
+                norm.rms_norm(normed_rows(n), out_rows(n), weight, eps)
 
         self._launch(launch)
         return 2
@@ -437,15 +436,16 @@ class _Lowering:
         return product
 
     def _emit_experts(self, op: Experts) -> None:
-        x, out, count = self._buffer(op.x), self._buffer(op.out), self._count()
-        key = (op.num_experts, op.num_experts_per_token, op.intermediate_size, out.shape[1])
+        width, count = self._buffers.width(op.out), self._count()
+        key = (op.num_experts, op.num_experts_per_token, op.intermediate_size, width)
         if key not in self._scratches:
             max_tokens = max(self._limits.max_tokens, self._limits.max_samples)
-            self._scratches[key] = Scratch.allocate(op, out.shape[1], max_tokens, self._dtype, self._device)
+            self._scratches[key] = Scratch.allocate(op, width, max_tokens, self._dtype, self._device)
         modes = {"deterministic": self._deterministic, "round_to_fp8": self._round_to_fp8}
         mixture = Mixture(op, self._tensor_in_order, self._scratches[key], self._dtype, self._device, **modes)
         self.weight_bytes += mixture.num_bytes
-        self._launch(lambda step: mixture(out[: count(step)], x[: count(step)]))
+        out_rows, x_rows = self._rows(op.out), self._rows(op.x)
+        self._launch(lambda step: mixture(out_rows(count(step)), x_rows(count(step))))
 
     def _emit_logits(self, op: Logits) -> None:
         if not self.is_on_samples:
@@ -470,7 +470,7 @@ class _Lowering:
     # Attention
 
     def _emit_text_attention(self, op: TextAttention) -> None:
-        out, q, k, v = (self._buffer(name) for name in (op.out, op.q, op.k, op.v))
+        out, q, k, v = (self._rows(name) for name in (op.out, op.q, op.k, op.v))
         distances = None
         if op.distances is not None:
             biases = self._tensor_in_order(op.distances).dequantize() * np.float32(LOG2_E)
@@ -479,13 +479,13 @@ class _Lowering:
 
         def launch(step: StepTensors) -> None:
             n = step.num_tokens
-            texts.text_attention(out[:n], q[:n], k[:n], v[:n], step, op, distances)
+            texts.text_attention(out(n), q(n), k(n), v(n), step, op, distances)
 
         self._launch(launch)
 
     def _emit_rope(self, op: Rope) -> int:
-        x, table, num_heads, head_dim = self._buffer(op.x), self._rope_table(op), op.num_heads, op.head_dim
-        self._launch(lambda step: rope_kv.rope(x[: step.num_tokens], step.positions, table, num_heads, head_dim))
+        x, table, num_heads, head_dim = self._rows(op.x), self._rope_table(op), op.num_heads, op.head_dim
+        self._launch(lambda step: rope_kv.rope(x(step.num_tokens), step.positions, table, num_heads, head_dim))
         return 1
 
     def _emit_written_keys(self, at: int) -> int:
@@ -508,9 +508,9 @@ class _Lowering:
         return 3
 
     def _emit_kv_write(self, op: KvWrite) -> None:
-        k, v, layer, centre = self._buffer(op.k), self._buffer(op.v), self._cache.layer(op.layer), self._centre(op)
+        k, v, layer, centre = self._rows(op.k), self._rows(op.v), self._cache.layer(op.layer), self._centre(op)
         self._launch(
-            lambda step: rope_kv.kv_write(k[: step.num_tokens], v[: step.num_tokens], layer, step.slot_mapping, centre=centre)
+            lambda step: rope_kv.kv_write(k(step.num_tokens), v(step.num_tokens), layer, step.slot_mapping, centre=centre)
         )
 
     def _emit_attention(self, op: Attention) -> None:

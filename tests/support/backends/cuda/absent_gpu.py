@@ -65,6 +65,7 @@ class AbsentGpu:
             return self._launched[-1]
 
         JITFunction.run = compile_instead  # type: ignore[method-assign]
+        # What is compiled here can't be launched a second time.
         Kernel.__getitem__ = lambda kernel, grid: kernel.jitted[grid]  # type: ignore[method-assign]
 
     def kernels(self, launch: Callable[[], object]) -> list[Any]:

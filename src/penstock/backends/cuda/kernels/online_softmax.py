@@ -145,7 +145,7 @@ def _walk_tiles(
                 visible = visible & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = _base(new_top, factor)
+        base = _finite(new_top) * factor
         weights = tl.math.exp2(tl.fma(scores, factor, -base[:, None]))
         kept = _share_kept(top, new_top, factor)
         total = tl.fma(total, kept, tl.sum(weights, 1))
@@ -159,15 +159,18 @@ def _walk_tiles(
 
 @triton.jit
 def _share_kept(top, new_top, factor):
-    """Return exp2((top - new_top) * factor), and 0 before any score. It is 1 for equal scores, so that positions nobody sees,
-    and parts merged with nothing, change no bit; a product rounded before the difference would not give 1."""
-    return tl.math.exp2((top - tl.where(new_top == float("-inf"), 0.0, new_top)) * factor)
+    """Return exp2((top - new_top) * factor), and 0 before any score.
+
+    It is 1 for equal scores, so positions that nobody sees, and parts merged with nothing, change no bit. With a product that
+    is rounded before the difference, it would not be 1.
+    """
+    return tl.math.exp2((top - _finite(new_top)) * factor)
 
 
 @triton.jit
-def _base(top, factor):
-    """Return the exponent to subtract from others: 0 before any score, because -inf minus -inf is NaN."""
-    return tl.where(top == float("-inf"), 0.0, top) * factor
+def _finite(top):
+    """Return 0 before any score, because -inf minus -inf is NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
