@@ -305,8 +305,8 @@ def test_they_fill_the_rows_and_tokens_that_are_left() -> None:
     finish(driver, *lines, *people)
 
 
-def taught(**fields: int) -> HoldLatency:
-    """A budget that knows: a step takes 2 ms and 1 ms for each token. Prompts may take it to 50 ms, background to 14 ms."""
+def taught(**fields: float) -> HoldLatency:
+    """A budget that knows: a step takes 2 ms and 1 ms for each token. Prompts may take it to 50 ms, lines alone to 14 ms."""
     budget = HoldLatency(**fields)
     budget.cost.learn(StepRecord(1, 0, 3 * MS))
     budget.cost.fixed_ns, budget.cost.decode_ns, budget.cost.any_prefill_ns = 2.0 * MS, 1.0 * MS, 0.0
@@ -314,18 +314,19 @@ def taught(**fields: int) -> HoldLatency:
     return budget
 
 
-def fill_tokens(num_decodes: int, most_ns: int = 0, **fields: int) -> int:
+def fill_tokens(num_decodes: int, most_ns: int = 0, **fields: float) -> int:
     return (
         taught(**fields).limits(BudgetView(512, num_decodes, 0, None, most_ns, has_background=True)).fill_tokens - num_decodes
     )
 
 
-def test_they_get_a_quarter_of_the_time_that_a_prompt_could_have() -> None:
+def test_they_get_a_tenth_of_the_time_that_a_prompt_could_have_and_a_quarter_alone() -> None:
     assert fill_tokens(0) == 16, "a chunk, as every prompt gets"
-    assert fill_tokens(8) == 10  # 10 ms without them, 50 ms with a prompt
-    assert fill_tokens(100) == 25  # 102 ms, and twice that
-    assert fill_tokens(8, slo_itl_ns=44 * MS) == 7  # the slowest 1 % of the steps are a tenth longer
-    assert fill_tokens(8, most_ns=13 * MS) == 3  # another model waits for the machine
+    assert fill_tokens(0, fluent_itl_ns=102 * MS) == 25
+    assert fill_tokens(8) == 4  # 10 ms without them, 50 ms with a prompt
+    assert fill_tokens(100) == 10  # 102 ms, and twice that
+    assert fill_tokens(8, slo_itl_ns=44 * MS) == 3  # the slowest 1 % of the steps are a tenth longer
+    assert fill_tokens(8, fill_share=0.25, most_ns=13 * MS) == 3  # another model waits for the machine
     assert fill_tokens(50, slo_itl_ns=44 * MS) == 0, "the target is missed without them"
     assert taught().limits(BudgetView(512, 8, 0, None)).fill_tokens == UNLIMITED, "not computed where there are none"
     assert HoldLatency().limits(BudgetView(512, 8, 0, None, has_background=True)).fill_tokens == 40, "a short first step"
@@ -335,7 +336,7 @@ def test_a_decode_of_the_background_counts_as_long_as_it_takes() -> None:
     budget = taught()
     budget.cost.decode_ns = 3.0 * MS
     people, lines = [person(0, prompt=1)], [line(idx, prompt=1) for idx in range(8)]
-    driver = make_driver(*lines, budget=HoldLatency(), max_rows=16)
+    driver = make_driver(*lines, budget=HoldLatency(fill_share=0.25), max_rows=16)
     driver.turn(*map(Add, people))
     driver.core.scheduler._policies.budget.cost = budget.cost
     plan = driver.core.begin(driver.clock.now_ns())

@@ -178,8 +178,10 @@ class HoldLatency(Budget):
     """Factor by which prefill tokens may slow a step."""
     min_prefill_share: float = 1 / 3
     """Share of a step's time for prefill tokens if the target can't be met. [0, 1)"""
-    fill_share: float = 0.25
+    fill_share: float = 0.1
     """Background requests may take this share of the time that a prompt could take of the same step. [0, 1]"""
+    idle_fill_share: float = 0.25
+    """The same of steps without other decodes, which hold up nobody but a request that comes meanwhile. [0, 1]"""
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
     """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0
@@ -223,12 +225,13 @@ class HoldLatency(Budget):
         return max(self.fluent_itl_ns, self.max_slowdown * least_ns)
 
     def _fill(self, view: BudgetView, limits: StepLimits) -> None:
-        """Limit background requests to a share of the time that a prompt could take of a step with decodes."""
+        """Limit background requests to a share of the time that a prompt could take of a step."""
         if not self.cost.is_known:
             limits.fill_tokens = view.num_decodes + FIRST_TOKENS
             return
         least_ns, token_ns = self.cost.least_ns(view.num_decodes), self.cost.token_ns(view.prefill_context_len)
-        most_ns = least_ns + self.fill_share * (self._target_ns(least_ns) - least_ns)
+        share = self.fill_share if view.num_decodes else self.idle_fill_share
+        most_ns = least_ns + share * (self._target_ns(least_ns) - least_ns)
         if view.most_ns:
             most_ns = min(most_ns, view.most_ns)
         num_tokens = max(0, int((most_ns - least_ns) / token_ns))
