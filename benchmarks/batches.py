@@ -1,11 +1,13 @@
 """Do batches of many lines keep their promises: one answer for each line, little memory, and a rate that holds nobody up?
 
     python benchmarks/batches.py kills --lines 100000 --kills 10
+    python benchmarks/batches.py kills --lines 2000 --kills 10 --model smollm2:135m
     python benchmarks/batches.py full --lines 20000 --disk-mib 16
     python benchmarks/batches.py many --lines 10000000
     python benchmarks/batches.py beside --lines 1000000
 
-- `kills`: a server over a fake executor is killed (SIGKILL) at random moments and started again: answers of each line.
+- `kills`: a server over a fake executor is killed (SIGKILL) at random moments and started again: answers of each line. With
+  `--model`, of that model, beside those of a second batch of the same lines that nothing interrupts.
 - `full`: the same on a disk (a tmpfs, which only root can mount) that is full before the end, and grows after the one kill.
 - `many`: upload, check and bookkeeping of a file without a server: lines per second, and peak memory of the process.
 - `beside`: time of short requests, alone and while a file is checked, with steps of 5 ms.
@@ -43,17 +45,17 @@ WRITTEN_TOGETHER = 1000
 """Answers of a fifth of a second, at 5000 lines per second."""
 
 
-def lines(num: int) -> Iterator[bytes]:
-    """Yield lines of some 240 bytes, of which a thousand begin alike."""
+def lines(num: int, body: dict[str, Any]) -> Iterator[bytes]:
+    """Yield lines of some 240 bytes, of which a thousandth begin alike."""
     for nth in range(num):
         prompt = f"You are helper {nth * 7919 % 1000:04d}, and you answer in one word whatever you are asked. Question {nth}"
-        told = {"custom_id": f"request-{nth}", "method": "POST", "url": URL, "body": BODY | {"prompt": prompt}}
+        told = {"custom_id": f"request-{nth}", "method": "POST", "url": URL, "body": body | {"prompt": prompt}}
         yield json.dumps(told).encode() + b"\n"
 
 
-def write_lines(path: Path, num: int) -> None:
+def write_lines(path: Path, num: int, body: dict[str, Any] = BODY) -> None:
     with path.open("wb") as file:
-        file.writelines(lines(num))
+        file.writelines(lines(num, body))
 
 
 def serve(folder: str, port: int, step_s: float) -> None:
@@ -77,11 +79,16 @@ def serve(folder: str, port: int, step_s: float) -> None:
 class Server:
     """A server as a process of its own."""
 
-    def __init__(self, folder: Path, step_s: float = 0.0) -> None:
+    def __init__(self, folder: Path, step_s: float = 0.0, model: str | None = None) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self.command = [sys.executable, __file__, "serve", str(folder), str(port), str(step_s)]
+        self.body = BODY
+        if model:
+            options = ["--port", str(port), "--jobs-dir", str(folder)]
+            self.command = [sys.executable, "-m", "penstock", "serve", model, *options]
+            self.body = {"model": model, "max_tokens": 32, "temperature": 0}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
         self.start()
 
@@ -107,7 +114,7 @@ class Server:
     def begin(self, num: int, scratch: Path) -> str:
         """Upload lines, and begin a batch of them. Return its id."""
         path = scratch / "in.jsonl"
-        write_lines(path, num)
+        write_lines(path, num, self.body)
         with path.open("rb") as file:
             uploaded = self.asked("POST", "/v1/files", files={"file": file}, data={"purpose": "batch"})
         path.unlink()
@@ -117,13 +124,22 @@ class Server:
     def batch(self, batch_id: str) -> dict[str, Any]:
         return self.asked("GET", f"/v1/batches/{batch_id}")
 
-    def counted(self, batch: dict[str, Any]) -> Counter[str]:
-        """How often each line was answered."""
-        found: Counter[str] = Counter()
+    def ended(self, batch_id: str) -> dict[str, Any]:
+        while (batch := self.batch(batch_id))["status"] not in ENDED:
+            time.sleep(0.2)
+        return batch
+
+    def answers(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for file_id in filter(None, (batch["output_file_id"], batch["error_file_id"])):
             with self.http.stream("GET", f"/v1/files/{file_id}/content") as answer:
-                found.update(json.loads(line)["custom_id"] for line in answer.iter_lines())
-        return found
+                yield from map(json.loads, answer.iter_lines())
+
+    def counted(self, batch: dict[str, Any]) -> Counter[str]:
+        """How often each line was answered."""
+        return Counter(answer["custom_id"] for answer in self.answers(batch))
+
+    def choices(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {answer["custom_id"]: answer["response"]["body"]["choices"] for answer in self.answers(batch)}
 
 
 def verdict(server: Server, batch: dict[str, Any], num: int) -> dict[str, Any]:
@@ -138,10 +154,10 @@ def verdict(server: Server, batch: dict[str, Any], num: int) -> dict[str, Any]:
     }
 
 
-def kills(num: int, num_kills: int, seed: int) -> dict[str, Any]:
+def kills(num: int, num_kills: int, seed: int, model: str | None) -> dict[str, Any]:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        server, begin_s = Server(Path(folder) / "jobs"), time.perf_counter()
+        server, begin_s = Server(Path(folder) / "jobs", model=model), time.perf_counter()
         batch_id = server.begin(num, Path(folder))
         killed_at = []
         for threshold in [0, *sorted(chance.randrange(num * 19 // 20) for _ in range(num_kills - 1))]:  # 0: during the check
@@ -152,10 +168,12 @@ def kills(num: int, num_kills: int, seed: int) -> dict[str, Any]:
             killed_at.append([found["status"], found["request_counts"]["completed"]])
             server.end(signal.SIGKILL)
             server.start()
-        while (batch := server.batch(batch_id))["status"] not in ENDED:
-            time.sleep(0.2)
+        batch = server.ended(batch_id)
         seconds = time.perf_counter() - begin_s
         found = verdict(server, batch, num)
+        if model:
+            again = server.choices(server.ended(server.begin(num, Path(folder))))
+            found["differ"] = sum(again[name] != choices for name, choices in server.choices(batch).items())
         server.end(signal.SIGTERM)
         names = sorted(path.name for path in (Path(folder) / "jobs").iterdir())
         left = [path.name for path in (Path(folder) / "jobs" / "lines").iterdir()]
@@ -181,9 +199,7 @@ def full(num: int, disk_mib: int) -> dict[str, Any]:
             server.end(signal.SIGKILL)
             subprocess.run(["mount", "-o", f"remount,size={disk_mib * 16}m", folder], check=True)
             server.start()
-            while (batch := server.batch(batch_id))["status"] not in ENDED:
-                time.sleep(0.2)
-            found = verdict(server, batch, num)
+            found = verdict(server, server.ended(batch_id), num)
             server.end(signal.SIGTERM)
             when = {"answered_when_full": before, "free_kib_when_full": free_kib}
             return {**found, **when, "request_when_full": asked, "upload_when_full": refused}
@@ -296,11 +312,12 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--model", help="of `kills`: MODEL of penstock serve")
     parser.add_argument("--disk-mib", type=int, default=16)
     parser.add_argument("--requests", type=int, default=100, help="measured alone")
     args = parser.parse_args()
     found = {
-        "kills": lambda: kills(args.lines, args.kills, args.seed),
+        "kills": lambda: kills(args.lines, args.kills, args.seed, args.model),
         "full": lambda: full(args.lines, args.disk_mib),
         "many": lambda: many(args.lines),
         "beside": lambda: beside(args.lines, args.requests),
