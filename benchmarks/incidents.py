@@ -136,6 +136,7 @@ INCIDENTS = {
         counts={
             "seconds of waiting for the tier": 'sum(penstock_queue_wait_seconds_total{reason="loading"})',
             "blocks loaded": 'sum(penstock_kv_disk_blocks_total{direction="loaded"})',
+            "blocks declined": "sum(penstock_kv_disk_declined_blocks_total)",
             "blocks dropped": "sum(penstock_kv_disk_dropped_blocks_total)",
         },
         disk_bytes_per_s=12e6,

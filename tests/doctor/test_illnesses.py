@@ -85,6 +85,15 @@ def test_a_tier_is_slow_if_computing_would_take_less() -> None:
     assert with_prompts_that_take(10.0) == 0
 
 
+def test_a_tier_that_is_slower_than_computing_is_named() -> None:
+    """It is real in benchmarks/incidents.py alone: the staged executor computes a prompt in no time."""
+    evidence = Stage(poisson(40, 4, prompt=[300, 600], answer=[5, 20]), until_s=20).evidence
+    assert "tier of no use" not in [one.rule.name for one in diagnose(evidence).findings]
+    found = diagnose(replace(evidence, declined=0.7)).findings[0]
+    assert found.rule.name == "tier of no use"
+    assert 0.5 < found.share <= 0.7
+
+
 @pytest.mark.parametrize(("gap_s", "is_advised"), [(1.0, False), (0.5, True)])
 def test_a_setting_without_a_gain_is_not_advised(gap_s: float, is_advised: bool) -> None:
     gain = Gain(Outlook(1.0, 1.0, 1.0), Outlook(1.0, 1.0, gap_s))

@@ -188,8 +188,10 @@ class TestFetch:
 
     def test_what_is_dearer_than_computing_is_not_loaded_until_it_is_forgiven(self) -> None:
         manager, tier, request = spilled_manager()
-        tier.load_ns_per_block = 101.0 * BLOCK
+        tier.load_ns_per_block = 103.0 * BLOCK
         assert not fetch(manager, request, cost=100.0)
+        assert not fetch(manager, request, cost=100.0)
+        assert tier.num_declined_blocks == 2, "blocks of the request, counted once"
         assert fetch(manager, request, cost=100.0)
 
     def test_what_is_being_spilled_is_waited_for(self) -> None:

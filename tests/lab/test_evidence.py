@@ -71,17 +71,21 @@ def test_requests_of_other_models_and_of_long_ago_are_left_out() -> None:
 
 
 def test_what_grew_between_two_scrapes_is_the_evidence() -> None:
-    def page(step_s: float, ended: int, refused: int, invalid: int) -> Scrape:
+    def page(step_s: float, ended: int, refused: int, invalid: int, declined: int) -> Scrape:
         lines = [
             f'penstock_step_seconds_sum{{model="a",part="total"}} {step_s}',
             f'penstock_e2e_request_latency_seconds_count{{model="a"}} {ended}',
             f'penstock_requests_rejected_total{{model="a",reason="queue_full"}} {refused}',
             f'penstock_requests_rejected_total{{model="a",reason="invalid"}} {invalid}',
+            f'penstock_kv_disk_declined_blocks_total{{model="a"}} {declined}',
+            f'penstock_batch_tokens_sum{{model="a"}} {100 * ended}',
         ]
         return Scrape("\n".join(lines), "a")
 
     visits = [Visit.of(choice(), age_s=3)] * 4
-    evidence = Evidence.of(visits, page(100, 7, 2, 1), page(106, 27, 7, 9), 10.0, settings={}, capacity={})
+    pages, capacity = (page(100, 7, 2, 1, 30), page(106, 27, 7, 9, 55)), {"block_size": 16}
+    evidence = Evidence.of(visits, *pages, 10.0, settings={}, capacity=capacity)
+    assert evidence.declined == 25 * 16 / 2000
     assert (evidence.busy, evidence.num_ended, evidence.num_refused, evidence.num_calls) == (0.6, 20, 5, 25)
     assert evidence.plain_step_s == pytest.approx((0.4 - 0.09) / 8)
     assert evidence.prompt_step_s == pytest.approx(0.09)

@@ -120,6 +120,19 @@ CASES = [
         # A token takes 10 ms to compute. A tier that brings more than it costs is not slow.
         for loading, found, fires in ((20, 1000, True), (20, 4000, False), (5, 100, False))
     ),
+    *(
+        Case(
+            "PenstockSlowTier",
+            25,
+            {
+                f"penstock_kv_disk_declined_blocks_total{{{M}}}": f"0+{declined}x40",
+                f'penstock_kv_disk_blocks_total{{{M},direction="loaded"}}': "0+20x40",
+                f'penstock_kv_disk_blocks_total{{{M},direction="spilled"}}': "0+500x40",
+            },
+            fires,
+        )
+        for declined, fires in ((40, True), (10, False))
+    ),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1 2 3 4x20"}, True),
     Case("PenstockRestartLoop", 10, {'process_start_time_seconds{instance="a"}': "1 2 3 4 5x20"}, True),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1x20"}, False),

@@ -55,6 +55,9 @@ class Tier:
         self.slots.restore(entries)
         self.is_open = True
         self.load_ns_per_block = 0.0
+        self.num_declined_blocks = 0
+        """Blocks that requests compute though the tier has them, because loading takes longer."""
+        self._declined_by: set[str] = set()
         self._may_probe = False
         """A closed tier may take one block, to see whether writing works."""
         self._max_load_blocks = max_load_blocks
@@ -105,8 +108,13 @@ class Tier:
         if found:
             if wait is not None and num_hit_blocks <= wait.num_hit_blocks:
                 return False
-            found = found[: min(max_blocks, self._max_load_blocks)]
-            if not found or not self._is_cheap(compute_ns_per_block):
+            num_found, found = len(found), found[: min(max_blocks, self._max_load_blocks)]
+            if not found:
+                return False
+            if not self._is_cheap(compute_ns_per_block):
+                if request_id not in self._declined_by:
+                    self._declined_by.add(request_id)
+                    self.num_declined_blocks += num_found
                 return False
             self._loads.append([Load(self.slots.begin_read(name), name, group, request_id) for name in found])
         elif not is_busy or not self._is_cheap(compute_ns_per_block):
@@ -140,6 +148,7 @@ class Tier:
 
     def end_wait(self, request_id: str) -> None:
         self._waits.pop(request_id, None)
+        self._declined_by.discard(request_id)
 
     def next_timeout_ns(self, now_ns: int) -> int | None:
         return min((wait.until_ns for wait in self._waits.values() if wait.until_ns > now_ns), default=None)

@@ -322,6 +322,15 @@ RULES: tuple[Rule, ...] = (
         remedy="Put the file on a faster disk (--kv-disk-path), or do without (--kv-disk-size 0).",
     ),
     Rule(
+        name="tier of no use",
+        symptom=Symptom.LATENCY,
+        cause="The tier below the KV cache has what prompts begin with, but computing is faster than its disk.",
+        lost_s=lambda e: _wasted_s(e, e.declined),
+        of=(*_COMPUTING, *_CROWDED),
+        shows=lambda e: f"The tier has {e.declined:.0%} of all that was computed.",
+        remedy="Put the file on a faster disk (--kv-disk-path), or give the KV cache more memory (--kv-cache-memory).",
+    ),
+    Rule(
         name="batch window",
         symptom=Symptom.IDLE,
         cause="Requests wait for their batch to be complete, or for the one before it to end.",

@@ -290,6 +290,7 @@ def _of_tier(tier: TierStats) -> dict[str, Value]:
         f"{name}_blocks": {"spilled": tier.num_spilled_blocks, "loaded": tier.num_loaded_blocks},
         f"{name}_bytes": {"written": tier.num_written_bytes, "read": tier.num_read_bytes},
         f"{name}_dropped_blocks": tier.num_dropped_blocks,
+        f"{name}_declined_blocks": tier.num_declined_blocks,
         f"{name}_failures": dict(sorted(tier.failures.items())),
     }
 

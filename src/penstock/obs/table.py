@@ -79,6 +79,7 @@ gauge kv_disk_slots model state | Slots for blocks in the tier.
 counter kv_disk_blocks model direction | KV blocks moved to and from the tier.
 counter kv_disk_bytes model direction | Bytes written to and read from the tier.
 counter kv_disk_dropped_blocks model | KV blocks not written because too many were being written.
+counter kv_disk_declined_blocks model | KV blocks that were computed though the tier has them, because loading takes longer.
 counter kv_disk_failures model reason | Failed transfers of KV blocks, by reason.
 # Load of the server
 gauge arrival_rate_requests_per_second model | Calls without timely retries, mean of 30 s.

@@ -218,6 +218,7 @@ class TierStats:
     num_spilled_blocks: int = 0
     num_loaded_blocks: int = 0
     num_dropped_blocks: int = 0  # not written, because too many were on their way
+    num_declined_blocks: int = 0  # present, but not loaded, because that takes longer than to compute them
     num_written_bytes: int = 0
     num_read_bytes: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # failed blocks by `FailureReason`

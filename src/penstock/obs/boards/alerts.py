@@ -47,6 +47,7 @@ def _burns(window: str, times: float) -> str:
 
 
 _LOADING = _rates('queue_wait_seconds_total{reason="loading"}', "10m")
+_LOADED = _rates('kv_disk_blocks_total{direction="loaded"}', "10m")
 _COMPUTED = _rates('prompt_tokens_total{source="computed"}', "10m")
 
 ALERTS = (
@@ -129,13 +130,16 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
     ),
     Alert(
         "PenstockSlowTier",
-        f"{_LOADING} > {_rates('prefix_cache_hits_total', '10m')}"
+        f"({_LOADING} > {_rates('prefix_cache_hits_total', '10m')}"
         f"\n* {_rates('prefill_time_seconds_sum', '10m')} / {_COMPUTED}"
-        f"\nand {_LOADING} / {_rates('e2e_request_latency_seconds_sum', '10m')} > 0.1",
+        f"\nand {_LOADING} / {_rates('e2e_request_latency_seconds_sum', '10m')} > 0.1)"
+        f"\nor {_rates('kv_disk_declined_blocks_total', '10m')} > {_LOADED}",
         "10m",
         "warning",
-        "Requests to {{ $labels.model }} wait for the tier, and would compute as fast.",
-        "The wait for the tier is a tenth of the requests' time, and longer than it takes to compute what the cache has.",
+        "Requests to {{ $labels.model }} would compute as fast as the tier brings what it has.",
+        """\
+Requests wait for the tier for a tenth of their time, and for longer than it takes to compute what the cache has. Or
+they do not wait, and compute most of what the tier has, since the server has measured that this is faster.""",
         "**Wait of a request, by reason** (`loading`), **Blocks to and from the tiers**, and `penstock doctor`.",
         """\
 - A faster disk (`--kv-disk-path`).

@@ -210,6 +210,7 @@ BOARD: tuple[str | Panel, ...] = (
         "short",
         "Per second, with `--kv-disk-size` or `--kv-host-size`.",
         (_rate("kv_disk_blocks_total", "direction"), "disk: {{direction}}"),
+        (_rate("kv_disk_declined_blocks_total"), "disk: declined"),
         (_rate("kv_host_blocks_total", "direction"), "host: {{direction}}"),
     ),
     "Machine",
