@@ -46,7 +46,7 @@ WRITTEN_TOGETHER = 1000
 
 
 def lines(num: int, body: dict[str, Any]) -> Iterator[bytes]:
-    """Yield lines of some 240 bytes, of which a thousandth begin alike."""
+    """Yield lines of some 240 bytes, with a thousand different beginnings."""
     for nth in range(num):
         prompt = f"You are helper {nth * 7919 % 1000:04d}, and you answer in one word whatever you are asked. Question {nth}"
         told = {"custom_id": f"request-{nth}", "method": "POST", "url": URL, "body": body | {"prompt": prompt}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sqlite3
 import threading
 import tracemalloc
@@ -231,6 +232,19 @@ def test_lines_are_taken_up_to_a_number_and_a_size(tmp_path):
     lines = opened(tmp_path)
     assert [len(lines.take(0, 10, size)) for size in (1, 1100, 5000, 1 << 20)] == [1, 1, 4, 10]
     assert [len(lines.take(after, 4, 1 << 20)) for after in (0, 6, 8, 10)] == [4, 4, 2, 0]
+    lines.close()
+
+
+def test_a_file_that_is_written_meanwhile_is_noticed(tmp_path):
+    """`penstock batch run` reads the user's own file."""
+    prepared(tmp_path, b"\n".join(line(str(nth)) for nth in range(3)))
+    lines = opened(tmp_path)
+    assert len(lines.take(0, 1, 1 << 20)) == 1
+    with (tmp_path / "in").open("r+b") as file:
+        file.write(b"# a comment\n")
+    os.utime(tmp_path / "in", ns=(0, 0))  # the clock of files may be coarse
+    with pytest.raises(BadLines, match="changed while its lines"):
+        lines.take(0, 1, 1 << 20)
     lines.close()
 
 

@@ -221,6 +221,16 @@ def test_an_end_adds_its_files_and_deletes_the_lines(store):
     store.close()
 
 
+def test_a_batch_that_has_ended_is_not_begun_again(store):
+    """A request that is repeated with its `Idempotency-Key` may come when the first has ended."""
+    batch = batch_of(uploaded(store))
+    assert store.create(batch) is batch
+    ended = batch.turned("completed", 102)
+    store.end(ended, [])
+    assert store.create(replace(batch, output_file=new_id("file-"))) == ended
+    assert store.batch(batch.id, ANN, "k") == ended
+
+
 def test_an_end_that_fails_adds_nothing(store):
     file = uploaded(store)
     batch = batch_of(file)

@@ -191,8 +191,23 @@ class TestFetch:
         tier.load_ns_per_block = 103.0 * BLOCK
         assert not fetch(manager, request, cost=100.0)
         assert not fetch(manager, request, cost=100.0)
-        assert tier.num_declined_blocks == 2, "blocks of the request, counted once"
         assert fetch(manager, request, cost=100.0)
+
+    @pytest.mark.parametrize(("end", "num_declined"), [("begins", 2), ("is aborted", 0), ("loads it later", 0)])
+    def test_what_a_request_computes_though_the_tier_has_it_is_counted_once(self, end: str, num_declined: int) -> None:
+        manager, tier, request = spilled_manager()
+        tier.load_ns_per_block = 1000.0 * BLOCK
+        for _ in range(3):  # it does not begin at once
+            assert not fetch(manager, request, cost=100.0)
+        if end == "loads it later":
+            tier.load_ns_per_block = 0.0
+            assert fetch(manager, request, cost=100.0)
+            arrive(manager, tier.take_loads()[0])
+        if end == "is aborted":
+            manager.free("a")
+        else:
+            manager.allocate(request, manager.lookup_prefix(request), request.num_tokens)
+        assert [tier.take_num_declined(), tier.take_num_declined()] == [num_declined, 0]
 
     def test_what_is_being_spilled_is_waited_for(self) -> None:
         manager = KVManager(num_blocks=8, block_size=BLOCK, tier=Tier(20))

@@ -78,7 +78,7 @@ def test_what_grew_between_two_scrapes_is_the_evidence() -> None:
             f'penstock_requests_rejected_total{{model="a",reason="queue_full"}} {refused}',
             f'penstock_requests_rejected_total{{model="a",reason="invalid"}} {invalid}',
             f'penstock_kv_disk_declined_blocks_total{{model="a"}} {declined}',
-            f'penstock_batch_tokens_sum{{model="a"}} {100 * ended}',
+            f'penstock_prompt_tokens_total{{model="a",source="computed"}} {100 * ended}',
         ]
         return Scrape("\n".join(lines), "a")
 

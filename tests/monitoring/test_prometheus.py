@@ -128,10 +128,12 @@ CASES = [
                 f"penstock_kv_disk_declined_blocks_total{{{M}}}": f"0+{declined}x40",
                 f'penstock_kv_disk_blocks_total{{{M},direction="loaded"}}': "0+20x40",
                 f'penstock_kv_disk_blocks_total{{{M},direction="spilled"}}': "0+500x40",
+                f"penstock_e2e_request_latency_seconds_sum{{{M}}}": "0+100x40",
+                f"penstock_prefill_time_seconds_sum{{{M}}}": f"0+{prefill}x40",
             },
             fires,
         )
-        for declined, fires in ((40, True), (10, False))
+        for declined, prefill, fires in ((40, 20, True), (10, 20, False), (40, 5, False))
     ),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1 2 3 4x20"}, True),
     Case("PenstockRestartLoop", 10, {'process_start_time_seconds{instance="a"}': "1 2 3 4 5x20"}, True),
@@ -249,6 +251,7 @@ def test_several_servers_are_scaled_up_and_down(
 # A real Prometheus that scrapes a real server
 
 NO_DATA = {
+    "kv_host_declined_blocks_total": "the server has a disk tier, and a model has one tier",
     "kv_host_blocks_total": "the server has a disk tier, and a model has one tier",
     "tenant_tokens_total": "the server has no keys with names; benchmarks/incidents.py has",
 }

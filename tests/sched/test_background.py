@@ -314,15 +314,15 @@ def taught(**fields: float) -> HoldLatency:
     return budget
 
 
-def fill_tokens(num_decodes: int, most_ns: int = 0, **fields: float) -> int:
-    return (
-        taught(**fields).limits(BudgetView(512, num_decodes, 0, None, most_ns, has_background=True)).fill_tokens - num_decodes
-    )
+def fill_tokens(num_decodes: int, most_ns: int = 0, *, is_idle: bool = False, **fields: float) -> int:
+    view = BudgetView(512, num_decodes, 0, None, most_ns, has_background=True, is_idle=is_idle)
+    return taught(**fields).limits(view).fill_tokens - num_decodes
 
 
 def test_they_get_a_tenth_of_the_time_that_a_prompt_could_have_and_a_quarter_alone() -> None:
     assert fill_tokens(0) == 16, "a chunk, as every prompt gets"
-    assert fill_tokens(0, fluent_itl_ns=102 * MS) == 25
+    assert fill_tokens(0, fluent_itl_ns=302 * MS) == 30, "beside a prompt"
+    assert fill_tokens(0, fluent_itl_ns=302 * MS, is_idle=True) == 75
     assert fill_tokens(8) == 4  # 10 ms without them, 50 ms with a prompt
     assert fill_tokens(100) == 10  # 102 ms, and twice that
     assert fill_tokens(8, slo_itl_ns=44 * MS) == 3  # the slowest 1 % of the steps are a tenth longer

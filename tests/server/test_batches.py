@@ -1,5 +1,6 @@
 """Batches: OpenAI's API, and that each line has exactly one answer, whatever happens to the server, the disk or the key."""
 
+import asyncio
 import json
 import sqlite3
 import threading
@@ -227,6 +228,7 @@ def test_a_batch_is_cancelled_before_its_lines_are_checked(jobs, client, monkeyp
     batches = [begun(client, lines_of(3)) for _ in range(2)]  # the second waits for the first
     assert is_checking.wait(20)
     assert client.batches.cancel(batches[1].id).status == "cancelling"
+    assert ended(client, batches[1]).status == "cancelled"
     assert client.batches.retrieve(batches[0].id).status == "validating"
     assert client.batches.cancel(batches[0].id).status == "cancelling"
     for batch in batches:
@@ -325,6 +327,39 @@ def test_owners_take_turns(tmp_path, gate, monkeypatch):
         bobs = [nth for nth, owner in enumerate(asked) if owner != asked[0]]
         assert (len(asked), len(bobs)) == (1240, 40)
         assert asked[bobs[0] : bobs[-1]].count(asked[0]) <= 2 * 40  # though 3 batches of ann's wait, and she was first
+
+
+def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
+    """Ann's may wait for a model that serves people, or for a slow upstream."""
+    with serving(tmp_path, api_keys=("ann", "bob")) as server:
+        may_go_on, real, first_owner = threading.Event(), server.batches._requests.ask, []
+
+        async def ask(owner, *rest):
+            first_owner[:] = first_owner or [owner.key]
+            while owner.key == first_owner[0] and not may_go_on.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return await real(owner, *rest)
+
+        monkeypatch.setattr(server.batches._requests, "ask", ask)
+        with server.client("ann") as ann, server.client("bob") as bob:
+            first = begun(ann, lines_of(400))
+            wait_until(lambda: server.batches._turns._under_way.total() == 128)
+            assert counted(bob, ended(bob, begun(bob, lines_of(20)))) == once(20)
+            may_go_on.set()
+            assert counted(ann, ended(ann, first)) == once(400)
+
+
+def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):
+    with serving(tmp_path) as server, server.client() as client:
+        refusal = Answered(503, 0.0, b'{"error": {"message": "The model can not be loaded."}}')
+        with refusing(monkeypatch, server, refusal, 1 << 30) as asked:
+            batch = begun(client, lines_of(3), completion_window="1h")
+            wait_until(lambda: len(asked) > 6)
+            real = server.batches._now
+            server.batches._now = lambda: real() + 3601
+            batch = ended(client, batch)
+        (message,) = {one["error"]["message"] for one in answers(client, batch.error_file_id)}
+        assert message.endswith("At the end lines were refused. Status 503: The model can not be loaded.")
 
 
 def test_lines_of_a_key_that_was_withdrawn_fail(tmp_path, gate):
@@ -442,11 +477,14 @@ def test_the_end_is_estimated_from_the_lines_that_were_answered_and_those_under_
 
 def test_not_all_lines_of_a_batch_are_refused_at_once(jobs, client, monkeypatch):
     monkeypatch.setattr(module, "MAX_REFUSED", 10)
-    with refusing(monkeypatch, jobs, Answered(429, 60.0, b"{}"), 1000) as asked:
+    body = b'{"error": {"message": "The upstream is full."}}'
+    with refusing(monkeypatch, jobs, Answered(429, 60.0, body), 1000) as asked:
         batch = begun(client, lines_of(200))
         (running,) = jobs.batches._running.values()
         wait_until(lambda: len(running.refused) >= 10 and not running.under_way)
         assert len(asked) < 10 + 2 * module.TAKEN_AT_ONCE
+        [told] = client.batches.retrieve(batch.id).errors.data
+        assert told.message == "Lines are refused, and asked again. Status 429: The upstream is full."
         client.batches.cancel(batch.id)
         batch = ended(client, batch)
         assert counted(client, batch) == once(200)
@@ -650,7 +688,7 @@ def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):
         with store._guard:
             is_hanging.set()
             assert may_go_on.wait(60)
-            create(store, batch)
+            return create(store, batch)
 
     monkeypatch.setattr(Store, "create", hang)
     told: list[object] = []
@@ -681,10 +719,10 @@ def test_lines_that_are_broken_fail_the_batch(tmp_path, gate):
 
 
 def test_a_fault_of_our_own_fails_the_batch_and_keeps_its_answers(jobs, client, monkeypatch):
-    take, end, num_failed = Lines.take, Store.end, []
+    take, end, num_failed, faults = Lines.take, Store.end, [], iter([1])
 
     def work(lines, after, *rest):
-        if after:
+        if after and next(faults, None):
             wait_until(lambda: lines.progress.num_answered == module.TAKEN_AT_ONCE)
             raise ZeroDivisionError
         return take(lines, after, *rest)
@@ -699,7 +737,9 @@ def test_a_fault_of_our_own_fails_the_batch_and_keeps_its_answers(jobs, client, 
     monkeypatch.setattr(Store, "end", refuse_at_first)
     batch = ended(client, begun(client, lines_of(100)))
     assert (batch.status, batch.errors.data[0].code, len(num_failed)) == ("failed", "internal_error", 2)
-    assert sum(counted(client, batch).values()) == batch.request_counts.completed == module.TAKEN_AT_ONCE
+    assert counted(client, batch) == once(100), "each line has an answer or an error"
+    assert batch.request_counts.completed == module.TAKEN_AT_ONCE
+    assert {one["error"]["code"] for one in answers(client, batch.error_file_id)} == {"batch_failed"}
     assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
 
 

@@ -103,7 +103,8 @@ def test_pages_go_both_ways(http) -> None:
     [
         ([], "requests"),
         ([request("a"), request("a")], "as that of an earlier request"),
-        ([request("a", stream=True)], "can't be streamed"),
+        ([request("a", stream=True)], "params.stream' has no meaning"),
+        ([request("a", background=True)], "params.background' has no meaning"),
         ([request("a b")], "custom_id"),
         ([{"custom_id": "a"}], "params"),
     ],

@@ -78,7 +78,8 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
             deployment.close()
     _move_out(ended, folder, output, errors)
     if ended.errors:
-        told = "\n".join(f"{file}:{error['line'] or 1}: {error['message']}" for error in ended.errors)
+        places = [f"{file}:{error['line']}" if error["line"] else str(file) for error in ended.errors]
+        told = "\n".join(f"{place}: {error['message']}" for place, error in zip(places, ended.errors, strict=True))
         raise PenstockError(f"{file} can't be run.\n{told}")
     usage = ended.usage
     click.echo(

@@ -146,7 +146,7 @@ class Transfers:
         self._spill(self._tier.take_spills())
         for loads in self._tier.take_loads():
             self._load(loads)
-        self.stats.num_declined_blocks = self._tier.num_declined_blocks
+        self.stats.num_declined_blocks += self._tier.take_num_declined()
 
     def keep(self, timeout_s: float) -> None:
         """Save the contents of free blocks, last used first, for the next process, for at most `timeout_s`.

@@ -25,6 +25,11 @@ def size_of(path: Path) -> int:
         return 0
 
 
+def cause(error: Exception) -> str:
+    """Return what went wrong, without the names of files."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def remove(paths: Iterable[Path]) -> None:
     """Delete files, as far as the disk lets us. The next start of the store deletes the rest."""
     for path in paths:

@@ -27,6 +27,8 @@ from penstock.jobs.order import prefix_key
 
 MAX_LINES = 50_000_000
 """Most lines of a file: ten minutes of checks, for which other large files wait."""
+NOT_IN_A_BATCH = ("stream", "background")
+"""Fields of a request that a line can't have."""
 MAX_ERRORS = 50
 """Most errors of a file that are listed."""
 AT_ONCE = 250
@@ -188,7 +190,7 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
         return _error(number, "invalid_url", f"'url' must be {' or '.join(urls)}.", "url")
     if not isinstance(body, dict):
         return _error(number, "invalid_request", "'body' must be an object.", "body")
-    for name in ("stream", "background"):
+    for name in NOT_IN_A_BATCH:
         if body.get(name):
             return _error(number, "invalid_request", f"'{name}' has no meaning in a batch.", f"body.{name}")
     return request.custom_id, prefix_key(request.url, body)
@@ -257,10 +259,15 @@ class Lines:
             *counts, usage = self._base.execute("SELECT * FROM progress").fetchone()
             self.progress = Progress._make([*counts, fast_json.loads(usage)])
             self._source = opened.enter_context(source.open("rb"))
+            self._source_state = self._state_of_source()
             self._output, self._errors = [opened.enter_context(_opened(one)) for one in (output, errors)]
             sync(output.parent)
             self._cut()
             self._opened = opened.pop_all()
+
+    def _state_of_source(self) -> tuple[int, int]:
+        state = os.fstat(self._source.fileno())
+        return state.st_size, state.st_mtime_ns
 
     def _cut(self) -> None:
         """Undo what is left of a write that failed, in this process or in one that was killed."""
@@ -270,10 +277,15 @@ class Lines:
         self._errors.truncate(self.progress.num_error_bytes)
 
     def take(self, after: int, most: int, most_bytes: int) -> list[Line]:
-        """Return the next lines behind the place `after` that have no answer: one, or as many as `most_bytes` allow."""
+        """Return the next lines behind the place `after` that have no answer: one, or as many as `most_bytes` allow.
+
+        Raises BadLines if the file is another one than at the beginning.
+        """
         query = "SELECT place, start, size FROM lines WHERE place > ? ORDER BY place LIMIT ?"
         taken: list[Line] = []
         with self._guard:
+            if self._state_of_source() != self._source_state:
+                raise BadLines([_error(None, "file_changed", "The file was changed while its lines were answered.")])
             for place, start, size in self._base.execute(query, (after, most)).fetchall():
                 most_bytes -= size
                 if taken and most_bytes < 0:

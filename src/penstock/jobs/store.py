@@ -261,9 +261,9 @@ class Store:
         """Return the bytes in the files of an owner's key, including what is being uploaded, or written by its batches."""
         with self._guard:
             _, found = self._sums(owner)
-            written = [
-                self.content(one) for batch in self._unfinished_of(owner) for one in (batch.output_file, batch.error_file)
-            ]
+            unfinished = self._unfinished_of(owner)
+            written = [self.content(one) for batch in unfinished for one in (batch.output_file, batch.error_file)]
+            written += map(self.lines, unfinished)
             return found + self._uploading.get(owner[0], 0) + sum(map(size_of, written))
 
     def _unfinished_of(self, owner: Owner) -> list[Batch]:
@@ -346,9 +346,11 @@ class Store:
 
     # batches
 
-    def create(self, batch: Batch) -> None:
-        """Add a new batch. Raises NoRoom and NoFile."""
+    def create(self, batch: Batch) -> Batch:
+        """Add a new batch, unless its owner has one of that id. Return that or the new one. Raises NoRoom and NoFile."""
         with self._transaction() as base:
+            if (known := self.batch(batch.id, batch.owner, batch.kind)) is not None:
+                return known
             self._check_number(batch.owner)
             self.check_room(batch.owner)
             if len(self._unfinished_of(batch.owner)) >= MAX_UNFINISHED:
@@ -361,6 +363,7 @@ class Store:
                 "(SELECT number FROM batches WHERE owner = ?1 AND is_ended ORDER BY number DESC LIMIT 1 OFFSET ?2)",
                 (_text(batch.owner), MAX_ENDED),
             )
+        return batch
 
     def put(self, batch: Batch) -> None:
         """Add or replace a batch."""

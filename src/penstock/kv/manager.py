@@ -140,7 +140,7 @@ class KVManager:
         """
         table = self._table(request)
         if self.tier is not None:
-            self.tier.end_wait(request.request_id)
+            self.tier.end_wait(request.request_id, computes=True)
         if table.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
         number = request.adapter_number

@@ -55,9 +55,9 @@ class Tier:
         self.slots.restore(entries)
         self.is_open = True
         self.load_ns_per_block = 0.0
-        self.num_declined_blocks = 0
-        """Blocks that requests compute though the tier has them, because loading takes longer."""
-        self._declined_by: set[str] = set()
+        self._declined: dict[str, int] = {}
+        """Waiting request -> its blocks that the tier has, and that loading would take longer to bring than computing."""
+        self._num_declined = 0
         self._may_probe = False
         """A closed tier may take one block, to see whether writing works."""
         self._max_load_blocks = max_load_blocks
@@ -112,10 +112,9 @@ class Tier:
             if not found:
                 return False
             if not self._is_cheap(compute_ns_per_block):
-                if request_id not in self._declined_by:
-                    self._declined_by.add(request_id)
-                    self.num_declined_blocks += num_found
+                self._declined[request_id] = num_found
                 return False
+            self._declined.pop(request_id, None)
             self._loads.append([Load(self.slots.begin_read(name), name, group, request_id) for name in found])
         elif not is_busy or not self._is_cheap(compute_ns_per_block):
             return False
@@ -146,14 +145,21 @@ class Tier:
         wait = self._waits.get(request_id)
         return wait is not None and now_ns < wait.until_ns
 
-    def end_wait(self, request_id: str) -> None:
+    def end_wait(self, request_id: str, *, computes: bool = False) -> None:
+        """`computes`: the request begins, and computes what it did not load."""
         self._waits.pop(request_id, None)
-        self._declined_by.discard(request_id)
+        num_declined = self._declined.pop(request_id, 0)
+        self._num_declined += num_declined * computes
 
     def next_timeout_ns(self, now_ns: int) -> int | None:
         return min((wait.until_ns for wait in self._waits.values() if wait.until_ns > now_ns), default=None)
 
     # For the engine's `Transfers`, which carries content.
+
+    def take_num_declined(self) -> int:
+        """Return how many more blocks are computed though the tier has them, because loading takes longer."""
+        num, self._num_declined = self._num_declined, 0
+        return num
 
     def take_spills(self) -> list[Spill]:
         spills, self._spills = self._spills, []

@@ -325,9 +325,9 @@ RULES: tuple[Rule, ...] = (
         name="tier of no use",
         symptom=Symptom.LATENCY,
         cause="The tier below the KV cache has what prompts begin with, but computing is faster than its disk.",
-        lost_s=lambda e: _wasted_s(e, e.declined),
+        lost_s=lambda e: _wasted_s(e, e.declined * _waits("prefill")(e) / max(1e-9, _waits(*_COMPUTING)(e))),
         of=(*_COMPUTING, *_CROWDED),
-        shows=lambda e: f"The tier has {e.declined:.0%} of all that was computed.",
+        shows=lambda e: f"The tier has {e.declined:.0%} of what prompts computed, which took {_share(e, 'prefill')}.",
         remedy="Put the file on a faster disk (--kv-disk-path), or give the KV cache more memory (--kv-cache-memory).",
     ),
     Rule(

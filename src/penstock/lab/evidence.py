@@ -146,7 +146,7 @@ class Evidence:
     num_background: float
     """Requests of the background now."""
     declined: float
-    """Share of the computed positions that a tier has, whose loads take longer."""
+    """Share of the prompts' computed tokens that a tier has, whose loads take longer."""
     largest_tenant: str
     largest_share: float
     """The share of the tokens that the named key with the most had. 0 with fewer than two keys."""
@@ -174,7 +174,7 @@ class Evidence:
 
         step_s, client_s = grown("step_seconds_sum", part="total"), grown("client_wait_seconds_total")
         refused = sum(grown("requests_rejected_total", reason=reason) for reason in FOR_LOAD)
-        declined = grown("kv_disk_declined_blocks_total") * capacity.get("block_size", 0)
+        declined = sum(grown(f"kv_{tier}_declined_blocks_total") for tier in ("disk", "host")) * capacity.get("block_size", 0)
         ended = grown("e2e_request_latency_seconds_count")  # without the background's
         earlier = before.by("tenant_tokens_total", "tenant")
         tenants = {name: num - earlier[name] for name, num in after.by("tenant_tokens_total", "tenant").items()}
@@ -193,7 +193,7 @@ class Evidence:
             client_wait=ratio(client_s, client_s + grown("e2e_request_latency_seconds_sum")),
             background=ratio(grown("background_tokens_total"), grown("batch_tokens_sum")),
             num_background=after.sum("requests_background"),
-            declined=min(1.0, ratio(declined, grown("batch_tokens_sum"))),
+            declined=ratio(declined, grown("prompt_tokens_total", source="computed")),
             largest_tenant=largest,
             largest_share=ratio(num_tokens, sum(tenants.values())) if has_others else 0.0,
             settings=settings,

@@ -384,7 +384,7 @@ class Scheduler:
         num_before, waits_for, sat_out = counts.num_tokens, counts.waits_for, counts.sat_out
         prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
         if not draft.rows:
-            draft.limits = self._ask_budget(counts, prefills)
+            draft.limits = self._ask_budget(counts, prefills, is_idle=True)
         limits = draft.limits
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
         # No line passes a longer one: their order is that of what they share.
@@ -407,7 +407,7 @@ class Scheduler:
         counts.num_background_tokens = counts.num_tokens - num_before
         counts.waits_for, counts.sat_out = waits_for, [*sat_out, *counts.sat_out]
 
-    def _ask_budget(self, counts: StepCounts, prefills: Sequence[Request]) -> StepLimits:
+    def _ask_budget(self, counts: StepCounts, prefills: Sequence[Request], *, is_idle: bool = False) -> StepLimits:
         view = BudgetView(
             max_step_tokens=self.capacity.max_step_tokens,
             num_decodes=counts.num_decodes,
@@ -415,6 +415,7 @@ class Scheduler:
             last_step=self._last_step,
             most_ns=counts.most_ns,
             has_background=self._has_background,
+            is_idle=is_idle,
         )
         limits = self._policies.budget.limits(view)
         if not self._running and counts.num_tokens >= limits.max_tokens:

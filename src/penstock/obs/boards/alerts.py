@@ -48,6 +48,8 @@ def _burns(window: str, times: float) -> str:
 
 _LOADING = _rates('queue_wait_seconds_total{reason="loading"}', "10m")
 _LOADED = _rates('kv_disk_blocks_total{direction="loaded"}', "10m")
+_PREFILL = _rates("prefill_time_seconds_sum", "10m")
+_ALL = _rates("e2e_request_latency_seconds_sum", "10m")
 _COMPUTED = _rates('prompt_tokens_total{source="computed"}', "10m")
 
 ALERTS = (
@@ -130,16 +132,16 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
     ),
     Alert(
         "PenstockSlowTier",
-        f"({_LOADING} > {_rates('prefix_cache_hits_total', '10m')}"
-        f"\n* {_rates('prefill_time_seconds_sum', '10m')} / {_COMPUTED}"
-        f"\nand {_LOADING} / {_rates('e2e_request_latency_seconds_sum', '10m')} > 0.1)"
-        f"\nor {_rates('kv_disk_declined_blocks_total', '10m')} > {_LOADED}",
+        f"({_LOADING} > {_rates('prefix_cache_hits_total', '10m')} * {_PREFILL} / {_COMPUTED}"
+        f"\nand {_LOADING} / {_ALL} > 0.1)"
+        f"\nor ({_rates('kv_disk_declined_blocks_total', '10m')} > {_LOADED}"
+        f"\nand {_PREFILL} / {_ALL} > 0.1)",
         "10m",
         "warning",
-        "Requests to {{ $labels.model }} would compute as fast as the tier brings what it has.",
+        "The tier below the KV cache of {{ $labels.model }} is slower than computing, so it saves no time.",
         """\
-Requests wait for the tier for a tenth of their time, and for longer than it takes to compute what the cache has. Or
-they do not wait, and compute most of what the tier has, since the server has measured that this is faster.""",
+Waiting for the tier takes a tenth of the requests' time, and longer than computing what the cache has would take. Or the
+server has measured that, and requests compute most of what the tier has, while prompts take a tenth of their time.""",
         "**Wait of a request, by reason** (`loading`), **Blocks to and from the tiers**, and `penstock doctor`.",
         """\
 - A faster disk (`--kv-disk-path`).

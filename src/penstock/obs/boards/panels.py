@@ -212,6 +212,7 @@ BOARD: tuple[str | Panel, ...] = (
         (_rate("kv_disk_blocks_total", "direction"), "disk: {{direction}}"),
         (_rate("kv_disk_declined_blocks_total"), "disk: declined"),
         (_rate("kv_host_blocks_total", "direction"), "host: {{direction}}"),
+        (_rate("kv_host_declined_blocks_total"), "host: declined"),
     ),
     "Machine",
     _lines(

@@ -190,6 +190,8 @@ class BudgetView:
     """The step should not take longer, since others want the machine; 0: no limit."""
     has_background: bool = False
     """Background requests run or wait, so that the `fill_tokens` of the answer matter."""
+    is_idle: bool = False
+    """Nobody else has a row in this step."""
 
 
 UNLIMITED = 1 << 30

@@ -181,7 +181,7 @@ class HoldLatency(Budget):
     fill_share: float = 0.1
     """Background requests may take this share of the time that a prompt could take of the same step. [0, 1]"""
     idle_fill_share: float = 0.25
-    """The same of steps without other decodes, which hold up nobody but a request that comes meanwhile. [0, 1]"""
+    """The same of steps of the background alone, which hold up nobody but a request that comes meanwhile. [0, 1]"""
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
     """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0
@@ -230,7 +230,7 @@ class HoldLatency(Budget):
             limits.fill_tokens = view.num_decodes + FIRST_TOKENS
             return
         least_ns, token_ns = self.cost.least_ns(view.num_decodes), self.cost.token_ns(view.prefill_context_len)
-        share = self.fill_share if view.num_decodes else self.idle_fill_share
+        share = self.idle_fill_share if view.is_idle else self.fill_share
         most_ns = least_ns + share * (self._target_ns(least_ns) - least_ns)
         if view.most_ns:
             most_ns = min(most_ns, view.most_ns)

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from penstock import fast_json
+from penstock.jobs.lines import NOT_IN_A_BATCH
 from penstock.jobs.store import INTERNAL, Batch, File, NoRoom, Owner, Store, new_id
 from penstock.serve.api import Parts, PlainText, Route
 from penstock.serve.asking import repeated_name
@@ -128,9 +129,10 @@ class MessageBatches:
             if one.custom_id in seen:
                 place = f"requests[{index}].custom_id"
                 raise invalid(f"'{place}' is {one.custom_id!r}, as that of an earlier request.", place)
-            if one.params.get("stream"):
-                place = f"requests[{index}].params.stream"
-                raise invalid(f"'{place}': messages of a batch can't be streamed.", place)
+            for name in NOT_IN_A_BATCH:
+                if one.params.get(name):
+                    place = f"requests[{index}].params.{name}"
+                    raise invalid(f"'{place}' has no meaning in a batch.", place)
             seen.add(one.custom_id)
         lines = [{"custom_id": one.custom_id, "method": "POST", "url": URL, "body": one.params} for one in requests]
         return len(lines), b"\n".join(map(fast_json.dumps, lines)) + b"\n"

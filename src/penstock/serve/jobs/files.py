@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
+from penstock.jobs.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom, Owner
 from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
@@ -77,7 +78,7 @@ def unless_disk_fails(answer: Callable[_Given, Awaitable[_Told]]) -> Callable[_G
             return await answer(*given, **named)
         except (sqlite3.Error, OSError) as error:
             _log.warning("the folder of jobs can't be used: %s", error)
-            raise unavailable("The server's folder of files can't be used now.") from None
+            raise unavailable(f"The server's folder of files can't be used now: {cause(error)}.") from None
 
     return answer_or_refuse
 

@@ -29,7 +29,7 @@ import msgspec
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
-from penstock.jobs.disk import remove, size_of
+from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
 from penstock.serve.asking import BACKGROUND_KEY
@@ -49,16 +49,20 @@ GATHERED_S = 0.2
 TRIED_AGAIN_S = 5.0
 """Time until a full or broken disk, or a server that refused a line without saying when, is tried again."""
 MAX_RETRY_AFTER_S = 60.0
+MAX_WHY = 500
+"""Most characters of the reason of a refusal."""
 GONE = 499
 """Status of a request that was given up."""
 REFUSALS = (429, 502, 503, 504)
 """Statuses after which a line is asked again."""
 MAX_REFUSED = 1000
 """Lines of a batch that wait to be asked again. With about so many, no others are asked."""
+ENVELOPE_BYTES = 1 << 11
+"""Most bytes of a line beside the body of its request."""
 SMALL_BYTES = 1 << 24
 """Files up to this size, a second's work to check, do not wait for larger ones."""
 TIDIED_EACH_S = 60.0
-EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
+EXPIRED, CANCELLED, FAILED = "batch_expired", "batch_cancelled", "batch_failed"
 """Codes of the errors of lines that were not asked."""
 LOOKED_EACH_S = 60.0
 """Longest time after which the end of a batch's window is noticed, if the clock was set."""
@@ -89,6 +93,8 @@ class _Running:
     """Set while the disk takes answers, and the key's files may have more bytes."""
     waits_for: str = ""
     """Why there is no room."""
+    refusal: str = ""
+    """Why the server refused a line, until one is answered."""
     began_s: float = 0.0
     began_with: int = 0
     """Lines that had an answer then."""
@@ -106,14 +112,18 @@ class _Running:
         """The batch with its progress so far."""
         if self.lines is None or self.batch.is_ended:
             return self.batch
-        done = self.lines.progress
+        done, errors = self.lines.progress, self.batch.errors
+        if self.waits_for:
+            errors = [_error("no_room", self.waits_for)]
+        elif self.refusal and not errors:
+            errors = [_error("refused", f"Lines are refused, and asked again. {self.refusal}")]
         return replace(
             self.batch,
             num_lines=done.num_lines,
             num_completed=done.num_completed,
             num_failed=done.num_failed,
             usage=done.usage,
-            errors=[_error("no_room", self.waits_for)] if self.waits_for else self.batch.errors,
+            errors=errors,
         )
 
 
@@ -192,10 +202,13 @@ class BatchRunner:
         running = self._running[batch.id] = _Running(batch)
         async with running.changing:
             try:
-                await self.on_disk(self.store.create, batch)
+                known = await self.on_disk(self.store.create, batch)
             except BaseException:
                 del self._running[batch.id]
                 raise
+            if known is not batch:  # it was sent twice, and the first has ended
+                del self._running[batch.id]
+                return known
         self._drive(running)
         return batch
 
@@ -252,6 +265,9 @@ class BatchRunner:
                 continue
             except (sqlite3.OperationalError, OSError) as error:
                 _log.warning("batch %s waits, since the disk fails: %s", batch_id, error)
+            except BadLines as bad:
+                running.batch = replace(running.batch, errors=bad.errors)
+                continue
             except Exception:
                 _log.exception("batch %s fails", batch_id)
                 running.batch = replace(running.batch, errors=[_error("internal_error", "The server's log has the cause.")])
@@ -277,6 +293,8 @@ class BatchRunner:
                 await self._give_up(
                     running.batch, running.lines, CANCELLED, "The batch was cancelled before this line had its turn."
                 )
+        if running.lines is not None and running.batch.errors:
+            await self._fail_lines(running, running.lines)
         async with running.changing:
             if running.batch.errors:
                 await self._end(running, "failed")
@@ -309,15 +327,18 @@ class BatchRunner:
         urls = (batch.url,) if batch.url else URLS
         path, source = self.store.lines(batch), self.store.content(batch.input_file)
         is_large = await self.on_disk(size_of, source) > SMALL_BYTES
-        with contextlib.suppress(Stopped):
-            async with self._checking[is_large]:
-                try:
-                    await self.on_disk(prepare, path, source, urls, self._max_line_bytes, is_stopped)
-                except BadLines as bad:
-                    running.batch = replace(running.batch, errors=bad.errors)
-                    return True
-                return False
-        return not self._closing.is_set()
+        if not await _acquired(self._checking[is_large], running.left, is_stopped):
+            return not self._closing.is_set()
+        try:
+            await self.on_disk(prepare, path, source, urls, self._max_line_bytes + ENVELOPE_BYTES, is_stopped)
+        except Stopped:
+            return not self._closing.is_set()
+        except BadLines as bad:
+            running.batch = replace(running.batch, errors=bad.errors)
+            return True
+        finally:
+            self._checking[is_large].release()
+        return False
 
     async def _turn(self, running: _Running, status: str) -> None:
         """Give a batch another status. The caller holds `changing`."""
@@ -383,9 +404,9 @@ class BatchRunner:
                 marked = replace(running.batch.turned("expired", self.now_s()), status=running.batch.status)
                 await self.on_disk(self.store.put, marked)
                 running.batch = marked
-            await self._give_up(
-                running.batch, lines, EXPIRED, "The batch's completion window ended before this line had its turn."
-            )
+            message = "The batch's completion window ended before this line was answered."
+            message += f" At the end lines were refused. {running.refusal}" if running.refusal else ""
+            await self._give_up(running.batch, lines, EXPIRED, message)
 
     async def _is_due(self, running: _Running) -> bool:
         """Wait until the time of a batch is over, or its lines are given up. Return whether its time is over."""
@@ -435,9 +456,11 @@ class BatchRunner:
             if answered is None:
                 running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in REFUSALS:
+                running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
                 _start(running.refused, self._ask_again(running, line.place, wait_s))
             elif answered.status != GONE or not left.is_set():
+                running.refusal = ""
                 running.answers.append(_answer(line, request, answered, name))
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
@@ -467,9 +490,9 @@ class BatchRunner:
                 running.answers = answers + running.answers
                 if not running.waits_for:
                     _log.warning("batch %s waits, since there is no room for its answers: %s", running.batch.id, error)
-                running.waits_for = (
-                    str(error) if isinstance(error, NoRoom) else "The server's folder of files can't be written."
-                )
+                running.waits_for = f"The server's folder of files can't be written: {cause(error)}."
+                if isinstance(error, NoRoom):
+                    running.waits_for = str(error)
                 running.has_room.clear()
                 if await _is_set_within(self._closing, TRIED_AGAIN_S):
                     running.answers = []  # these lines are asked again
@@ -483,6 +506,17 @@ class BatchRunner:
             await self.on_disk(lines.write, answers)
             self._count(answers)
 
+    async def _fail_lines(self, running: _Running, lines: Lines) -> None:
+        """Answer the lines that are left of a batch that fails, if they can still be read."""
+        try:
+            await self._give_up(running.batch, lines, FAILED, running.batch.errors[0]["message"])
+        except (sqlite3.OperationalError, OSError):
+            raise
+        except BadLines:
+            pass
+        except Exception:
+            _log.exception("lines of batch %s stay without an answer", running.batch.id)
+
     def _count(self, answers: Sequence[Answer]) -> None:
         for one in answers:
             self._lines["failed" if one.is_error else "completed"] += 1
@@ -491,7 +525,10 @@ class BatchRunner:
 
 
 class _Turns:
-    """How many lines are under way, and whose is next: the owner's with the fewest, then the batch's whose time ends first."""
+    """How many lines are under way, and whose is next: the owner's with the fewest, then the batch's whose time ends first.
+
+    An owner without any gets a place at once: the others' lines may all wait for a model that serves people.
+    """
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -516,8 +553,10 @@ class _Turns:
 
     def _grant(self) -> None:
         self._waiting = [one for one in self._waiting if not one[1].cancelled()]
-        while self._waiting and self._under_way.total() < self._limit():
+        while self._waiting:
             first = min(self._waiting, key=lambda one: (self._under_way[one[0].owner], one[0].batch.due_s))
+            if self._under_way[first[0].owner] and self._under_way.total() >= self._limit():
+                return
             self._waiting.remove(first)
             running, turn = first
             self._under_way[running.owner] += 1
@@ -533,6 +572,22 @@ def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> N
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
+
+
+async def _acquired(lock: asyncio.Lock, left: asyncio.Event, is_stopped: Callable[[], bool]) -> bool:
+    """Wait for a lock, which the caller releases. Return whether it has it: it may be stopped before."""
+    acquiring, leaving = asyncio.ensure_future(lock.acquire()), asyncio.ensure_future(left.wait())
+    try:
+        await asyncio.wait([acquiring, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not acquiring.done() and is_stopped():
+            acquiring.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                return await acquiring
+            return False
+        return await acquiring
+    finally:
+        acquiring.cancel()
+        leaving.cancel()
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
@@ -564,16 +619,40 @@ def _error(code: str, message: str) -> dict[str, Any]:
     return {"code": code, "line": None, "message": message, "param": None}
 
 
+class _Refused(msgspec.Struct):
+    error: dict[str, Any]
+
+
+_read_refused = msgspec.json.Decoder(_Refused).decode
+
+
+def _why(answered: Answered) -> str:
+    """Return what an answer that is no result says."""
+    try:
+        message = str(_read_refused(answered.body).error["message"])
+    except (msgspec.DecodeError, KeyError):  # another server's
+        message = answered.body[:MAX_WHY].decode("utf-8", "replace")
+    return f"Status {answered.status}: {message[:MAX_WHY]}"
+
+
 def _failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
     """Return the line of the error file for a line that the server did not answer."""
     error = {"code": code, "message": message}
     told = {
         "id": f"batch_req_{batch.id}-{line.place}",
-        "custom_id": read_line(line.data).custom_id,
+        "custom_id": _custom_id(line),
         "response": None,
         "error": error,
     }
     return Answer(line.place, fast_json.dumps(told) + b"\n", is_error=True, usage={})
+
+
+def _custom_id(line: Line) -> str | None:
+    """Return the id of a line, or None if it is no line any more, since somebody writes to its file."""
+    try:
+        return read_line(line.data).custom_id
+    except msgspec.DecodeError:
+        return None
 
 
 class _Told(msgspec.Struct):
