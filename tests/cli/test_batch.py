@@ -142,12 +142,14 @@ def test_the_folder_of_another_file_is_not_used(source: Path, tmp_path: Path) ->
     with source.open("a") as lines:
         lines.write("\n")
     store = Store(tmp_path / "job", max_bytes=1 << 20)
-    made, is_new = command._batch_of(source, store)
+    made, is_new = command._batch_of(source, store, "toy")
     assert is_new
     store.put(made)
-    known, is_new = command._batch_of(source, store)
+    known, is_new = command._batch_of(source, store, "toy")
     assert (known.id, is_new) == (made.id, False)
+    with pytest.raises(PenstockError, match="was begun with toy, and this is other"):
+        command._batch_of(source, store, "other")
     source.write_text(source.read_text() + "\n")
     with pytest.raises(PenstockError, match="is of another file"):
-        command._batch_of(source, store)
+        command._batch_of(source, store, "toy")
     store.close()

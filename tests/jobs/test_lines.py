@@ -93,6 +93,7 @@ def test_lines_end_as_they_like(tmp_path, end):
         (line().replace(b"[]", b"[" * 100_000), "invalid_json_line", "deeply"),
         (b"[" * 100_000, "invalid_json_line", "deeply"),
         (b"\0", "invalid_json_line", "invalid character"),
+        (b'{"custom_id": "a",', "invalid_json_line", "(column 19)"),
         (b"[]", "invalid_request", "object"),
         (b"null", "invalid_request", "object"),
         (b"{}", "invalid_request", "custom_id"),

@@ -74,6 +74,9 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
         deployment = start_deployment(configs)
         try:
             ended = asyncio.run(_run(deployment, file, folder))
+        except KeyboardInterrupt:
+            click.echo(f"Interrupted. Answers so far are in {folder}: run the same command again to go on.", err=True)
+            raise
         finally:
             deployment.close()
     _move_out(ended, folder, output, errors)
@@ -124,7 +127,7 @@ def _known(file: Path, store: Store) -> Batch | None:
     known = store.batches(OWNER, KIND, limit=1)
     if not known:
         return None
-    if known[0].metadata != {"sha256": _digest(file)}:
+    if (known[0].metadata or {}).get("sha256") != _digest(file):
         raise PenstockError(f"{store.folder} is of another file.", remedy="Remove it, or name another --output.")
     return known[0]
 
@@ -159,7 +162,7 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
     batches: BatchRunner = app.state.batches
     try:
         with _disk_errors_of(folder):
-            batch, is_new = _batch_of(file, batches.store)
+            batch, is_new = _batch_of(file, batches.store, " ".join(deployment.names))
             batches.start()
             if is_new:
                 batch = await batches.create(batch)
@@ -175,19 +178,24 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
                         "The engine has failed; the log has the cause.", remedy="Run the command again to go on."
                     )
                 await asyncio.sleep(_LOOKED_EACH_S)
-        ended = batches.store.batch(batch.id, OWNER, KIND)
-        assert ended is not None, "it was created"
+            ended = batches.store.batch(batch.id, OWNER, KIND)
+            assert ended is not None, "it was created"
+            bar.update(ended.num_completed + ended.num_failed - bar.n)
         return ended
     finally:
         for end in (*app.state.lifetime.stops, *app.state.lifetime.closes):
             await end()
 
 
-def _batch_of(file: Path, store: Store) -> tuple[Batch, bool]:
-    """Return the batch of an earlier run, or a new one, and whether it is new. Raises as `_known`."""
+def _batch_of(file: Path, store: Store, models: str) -> tuple[Batch, bool]:
+    """Return the batch of an earlier run, or a new one, and whether it is new. Raises as `_known`, and for other models."""
     from penstock.jobs.store import UPLOAD, Batch, File, new_id
 
     if (known := _known(file, store)) is not None:
+        if (begun := (known.metadata or {}).get("models")) != models:
+            raise PenstockError(
+                f"{store.folder} was begun with {begun}, and this is {models}.", remedy="Name the same, or remove it."
+            )
         click.echo("Going on where the last run ended.", err=True)
         return known, False
     now_s, file_id = int(time.time()), new_id("file-")
@@ -201,6 +209,6 @@ def _batch_of(file: Path, store: Store) -> tuple[Batch, bool]:
         input_file=file_id,
         window_s=MAX_WINDOW_S,
         created_s=now_s,
-        metadata={"sha256": _digest(file)},
+        metadata={"sha256": _digest(file), "models": models},
     )
     return made, True

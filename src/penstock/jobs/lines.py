@@ -178,7 +178,7 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
         return _error(number, "invalid_json_line", "The line is not JSON: nested too deeply.")
     except (msgspec.DecodeError, ValueError) as error:
         try:
-            fast_json.loads(line)
+            fast_json.loads(line.rstrip(b"\r\n"))
         except fast_json.DecodeError as wrong:
             return _error(number, "invalid_json_line", f"The line is not JSON: {wrong.msg} (column {wrong.colno}).")
         return _error(number, "invalid_request", f"The line is not a request: {error}.")
@@ -187,7 +187,8 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
     if request.method != "POST":
         return _error(number, "invalid_method", "'method' must be 'POST'.", "method")
     if request.url not in urls:
-        return _error(number, "invalid_url", f"'url' must be {' or '.join(urls)}.", "url")
+        wanted = f"{' or '.join(urls)}{', the endpoint of the batch' * (len(urls) == 1)}"
+        return _error(number, "invalid_url", f"'url' is {request.url[:80]!r}, and must be {wanted}.", "url")
     if not isinstance(body, dict):
         return _error(number, "invalid_request", "'body' must be an object.", "body")
     for name in NOT_IN_A_BATCH:

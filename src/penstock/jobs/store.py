@@ -198,7 +198,7 @@ class Store:
                 self._tidy()
             except BlockingIOError:
                 raise ConfigError(
-                    f"Another process has the jobs in {folder}.", remedy="Give each its own --jobs-dir."
+                    f"Another process has the jobs in {folder}.", remedy="Give each its own (--jobs-dir, --output)."
                 ) from None
             except (OSError, sqlite3.Error) as error:
                 raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy="Check --jobs-dir.") from None

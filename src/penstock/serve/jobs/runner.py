@@ -291,7 +291,7 @@ class BatchRunner:
             await self._ask_lines(running, running.lines)
             if running.batch.status == "cancelling":
                 await self._give_up(
-                    running.batch, running.lines, CANCELLED, "The batch was cancelled before this line had its turn."
+                    running.batch, running.lines, CANCELLED, "The batch was cancelled before this line was answered."
                 )
         if running.lines is not None and running.batch.errors:
             await self._fail_lines(running, running.lines)
