@@ -240,6 +240,7 @@ def many(num: int) -> dict[str, Any]:
             with store.uploading(("", "")) as writing, source.open("rb") as file:
                 while data := file.read(1 << 20):
                     writing.write(form.feed(data))
+                writing.write(form.feed(b"\r\n--XyZ--\r\n"))
                 return store.content(writing.keep("in", UPLOAD, 0).id)
 
         content = timed("upload", upload)
@@ -254,7 +255,7 @@ def many(num: int) -> dict[str, Any]:
 
         def keep_books() -> None:
             after, answers = 0, list[Answer]()
-            while taken := lines.take(after, 16, 1 << 20):
+            while taken := lines.take_to_ask(after, 16, 1 << 20):
                 after = taken[-1].place
                 answers += [Answer(one.place, told, is_error=False, usage={"input_tokens": 20}) for one in taken]
                 if len(answers) >= WRITTEN_TOGETHER:

@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import tracemalloc
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -247,6 +247,30 @@ def test_a_file_that_is_written_meanwhile_is_noticed(tmp_path):
     with pytest.raises(BadLines, match="changed while its lines"):
         lines.take(0, 1, 1 << 20)
     lines.close()
+
+
+def test_failures_of_the_server_are_counted_for_the_lines_that_were_under_way(tmp_path):
+    def failures(lines) -> list[int]:
+        return [one.num_failures for one in lines.take(0, 10, 1 << 20)]
+
+    prepared(tmp_path, b"\n".join(line(str(nth)) for nth in range(5)))
+    with closing(opened(tmp_path)) as killed:
+        first, second, *_ = killed.take_to_ask(0, 3, 1 << 20)
+        killed.write([answer_to(first)])
+        with closing(opened(tmp_path)) as lines:  # as the next process does
+            assert failures(lines) == [1, 1, 0, 0]
+        with closing(opened(tmp_path)) as lines:
+            assert failures(lines) == [1, 1, 0, 0], "nothing was asked since"
+            lines.take_to_ask(0, 2, 1 << 20)
+            lines.note_refusal(second.place, has_failed=True)  # the engine failed, and is started again
+            lines.note_refusal(second.place, has_failed=True)
+            assert failures(lines) == [2, 1, 0, 0]
+    with closing(opened(tmp_path)) as lines:
+        assert failures(lines) == [2, 1, 0, 0], "a server that is stopped has not failed"
+        lines.take_to_ask(0, 2, 1 << 20)
+        lines.note_refusal(second.place, has_failed=False)
+        with closing(opened(tmp_path)) as after_kill:
+            assert failures(after_kill) == [2, 2, 0, 0], "the first was refused, and waited"
 
 
 def test_a_line_that_is_answered_twice_is_noticed(tmp_path):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.lines import Lines, Progress
 from penstock.jobs.store import Batch, Store
 from penstock.serve.jobs import runner as module
@@ -349,6 +350,36 @@ def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
             assert counted(ann, ended(ann, first)) == once(400)
 
 
+def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answered(tmp_path, monkeypatch):
+    with serving(tmp_path) as server, server.client() as client:
+        real, under_way, alone = server.batches._requests.ask, {}, []
+
+        async def ask(owner, url, body, request_id, *rest):
+            """The engine fails at once with such a line, and with it all that are under way."""
+            failing = under_way[request_id] = asyncio.Event()
+            if b"poison" in body:
+                await asyncio.sleep(0.05)  # others join it
+                alone.append(len(under_way) == 1)
+                for one in under_way.values():
+                    one.set()
+            elif await module._is_set_within(failing, 0.1):
+                pass
+            else:
+                del under_way[request_id]
+                return await real(owner, url, body, request_id, *rest)
+            del under_way[request_id]
+            told = {"error": {"message": f"The request failed: {ENGINE_FAILED}."}}
+            return Answered(503, 0.0, json.dumps(told).encode())
+
+        monkeypatch.setattr(server.batches._requests, "ask", ask)
+        batch = ended(client, begun(client, [*lines_of(20), line("poison", user="poison"), *lines_of(40)[20:]]))
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 40, 1)
+        assert batch.errors is None
+        assert alone == [False, False, True]
+        [failed] = answers(client, batch.error_file_id)
+        assert (failed["custom_id"], failed["error"]["code"]) == ("poison", "server_failed")
+
+
 def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):
     with serving(tmp_path) as server, server.client() as client:
         refusal = Answered(503, 0.0, b'{"error": {"message": "The model can not be loaded."}}')
@@ -358,6 +389,7 @@ def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):
             real = server.batches._now
             server.batches._now = lambda: real() + 3601
             batch = ended(client, batch)
+        assert (batch.status, batch.errors) == ("expired", None)
         (message,) = {one["error"]["message"] for one in answers(client, batch.error_file_id)}
         assert message.endswith("At the end lines were refused. Status 503: The model can not be loaded.")
 

@@ -2,6 +2,7 @@
 
 A SQLite database has the lines without an answer, and how long the files of answers are. Both change together, after the
 answers were written. Bytes beyond, which a killed process or a full disk has left, are cut off. So each line has one answer.
+It also counts how often the server failed while a line was under way, so that no line takes it down for ever.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ CREATE TABLE progress (
 );
 """
 
+_ASKED = """
+CREATE TABLE IF NOT EXISTS asked (place INTEGER PRIMARY KEY, num_failures INTEGER NOT NULL, is_under_way INTEGER NOT NULL)
+"""
 
 _DIGEST_BYTES = 16
 """So many that different ids have different digests."""
@@ -220,6 +224,8 @@ class Line(NamedTuple):
     place: int
     """Its number in the order of the batch."""
     data: bytes
+    num_failures: int = 0
+    """How often the server failed while the line was under way."""
 
 
 class Answer(NamedTuple):
@@ -257,6 +263,8 @@ class Lines:
             self._base.execute("PRAGMA journal_mode = WAL")
             self._base.execute("PRAGMA synchronous = NORMAL")
             self._base.execute("PRAGMA cache_size = -2048")
+            self._base.execute(_ASKED)
+            self._base.execute("UPDATE asked SET num_failures = num_failures + 1, is_under_way = 0 WHERE is_under_way")
             *counts, usage = self._base.execute("SELECT * FROM progress").fetchone()
             self.progress = Progress._make([*counts, fast_json.loads(usage)])
             self._source = opened.enter_context(source.open("rb"))
@@ -282,17 +290,36 @@ class Lines:
 
         Raises BadLines if the file is another one than at the beginning.
         """
-        query = "SELECT place, start, size FROM lines WHERE place > ? ORDER BY place LIMIT ?"
+        query = (
+            "SELECT place, start, size, coalesce(num_failures, 0) FROM lines LEFT JOIN asked USING (place) "
+            "WHERE place > ? ORDER BY place LIMIT ?"
+        )
         taken: list[Line] = []
         with self._guard:
             if self._state_of_source() != self._source_state:
                 raise BadLines([_error(None, "file_changed", "The file was changed while its lines were answered.")])
-            for place, start, size in self._base.execute(query, (after, most)).fetchall():
+            for place, start, size, num_failures in self._base.execute(query, (after, most)).fetchall():
                 most_bytes -= size
                 if taken and most_bytes < 0:
                     break
-                taken.append(Line(place, os.pread(self._source.fileno(), size, start)))
+                taken.append(Line(place, os.pread(self._source.fileno(), size, start), num_failures))
         return taken
+
+    def take_to_ask(self, after: int, most: int, most_bytes: int) -> list[Line]:
+        """As `take`; the lines are under way from now on, until they are answered or this is closed."""
+        taken = self.take(after, most, most_bytes)
+        with self._guard, suppress(sqlite3.OperationalError):  # a full disk: then a failure of the server does not count
+            self._base.executemany(
+                "INSERT INTO asked VALUES (?, 0, 1) ON CONFLICT (place) DO UPDATE SET is_under_way = 1",
+                [(one.place,) for one in taken],
+            )
+        return taken
+
+    def note_refusal(self, place: int, *, has_failed: bool) -> None:
+        """Note that a line is not under way any more, without an answer. `has_failed`: the engine failed meanwhile."""
+        query = "UPDATE asked SET num_failures = num_failures + ?, is_under_way = 0 WHERE place = ? AND is_under_way"
+        with self._guard, suppress(sqlite3.OperationalError):
+            self._base.execute(query, (has_failed, place))
 
     def write(self, answers: Sequence[Answer]) -> None:
         """Write answers. If that fails, none of them was written."""
@@ -312,8 +339,10 @@ class Lines:
     def _note(self, later: Progress, answers: Sequence[Answer]) -> None:
         base, (_, *counts, usage) = self._base, later
         base.execute("BEGIN IMMEDIATE")
-        gone = base.executemany("DELETE FROM lines WHERE place = ?", [(one.place,) for one in answers])
+        places = [(one.place,) for one in answers]
+        gone = base.executemany("DELETE FROM lines WHERE place = ?", places)
         assert gone.rowcount == len(answers)  # else a line was answered twice
+        base.executemany("DELETE FROM asked WHERE place = ?", places)
         base.execute(
             "UPDATE progress SET num_completed = ?, num_failed = ?, num_output_bytes = ?, num_error_bytes = ?, usage = ?",
             (*counts, fast_json.dumps(usage)),
@@ -322,6 +351,8 @@ class Lines:
 
     def close(self) -> None:
         with self._guard:
+            with suppress(sqlite3.Error):
+                self._base.execute("UPDATE asked SET is_under_way = 0")
             self._opened.close()
 
 

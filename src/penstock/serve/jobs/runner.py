@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ import msgspec
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
+from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
@@ -62,6 +64,9 @@ ENVELOPE_BYTES = 1 << 11
 SMALL_BYTES = 1 << 24
 """Files up to this size, a second's work to check, do not wait for larger ones."""
 TIDIED_EACH_S = 60.0
+ALONE_AFTER, GIVEN_UP_AFTER = 2, 3
+"""Failures of the server while a line was under way: after so many it is asked alone, and not again. So a line that breaks the
+server does that three times, and its neighbours are answered."""
 EXPIRED, CANCELLED, FAILED = "batch_expired", "batch_cancelled", "batch_failed"
 """Codes of the errors of lines that were not asked."""
 LOOKED_EACH_S = 60.0
@@ -349,7 +354,7 @@ class BatchRunner:
     async def _end(self, running: _Running, status: str) -> None:
         """End a batch. The caller holds `changing`."""
         now_s = self.now_s()
-        batch = running.now
+        batch = replace(running.now, errors=running.batch.errors)
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
@@ -418,10 +423,19 @@ class BatchRunner:
     async def _feed(self, running: _Running, lines: Lines) -> None:
         """Ask lines as their turns come, until all are answered."""
         async for line in self._to_ask(running, lines):
+            if line.num_failures >= GIVEN_UP_AFTER:
+                message = f"The server failed {line.num_failures} times while this line was under way."
+                running.answers.append(_failure(running.batch, line, "server_failed", message))
+                continue
+            is_alone = line.num_failures >= ALONE_AFTER
+            if is_alone and running.under_way:
+                await asyncio.wait(running.under_way)
             await self._wait_for_hours()
             await running.has_room.wait()
             await self._turns.take(running)
-            _start(running.under_way, self._ask(running, line))
+            asking = _start(running.under_way, self._ask(running, line))
+            if is_alone:
+                await asyncio.wait([asking])
 
     async def _to_ask(self, running: _Running, lines: Lines) -> AsyncIterator[Line]:
         """Yield lines in their order and, between some of them and the next, those to be asked again."""
@@ -429,13 +443,13 @@ class BatchRunner:
         running.again.clear()
         while True:
             is_full = len(running.refused) >= MAX_REFUSED
-            taken = [] if is_full else await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES)
+            taken = [] if is_full else await self.on_disk(lines.take_to_ask, after, TAKEN_AT_ONCE, TAKEN_BYTES)
             again = [running.again.popleft() for _ in range(min(len(running.again), TAKEN_AT_ONCE))]
             for line in taken:
                 yield line
                 after = line.place
             for place in again:
-                [line] = await self.on_disk(lines.take, place - 1, 1, TAKEN_BYTES)
+                [line] = await self.on_disk(lines.take_to_ask, place - 1, 1, TAKEN_BYTES)
                 yield line
             if not (taken or again):
                 if not (pending := running.under_way | running.refused):
@@ -458,7 +472,8 @@ class BatchRunner:
             elif answered.status in REFUSALS:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
-                _start(running.refused, self._ask_again(running, line.place, wait_s))
+                has_failed = ENGINE_FAILED in running.refusal
+                _start(running.refused, self._ask_again(running, line.place, wait_s, has_failed=has_failed))
             elif answered.status != GONE or not left.is_set():
                 running.refusal = ""
                 running.answers.append(_answer(line, request, answered, name))
@@ -468,7 +483,9 @@ class BatchRunner:
         finally:
             self._turns.give_back(running)
 
-    async def _ask_again(self, running: _Running, place: int, wait_s: float) -> None:
+    async def _ask_again(self, running: _Running, place: int, wait_s: float, *, has_failed: bool) -> None:
+        if running.lines is not None:
+            await self.on_disk(partial(running.lines.note_refusal, place, has_failed=has_failed))
         if not await _is_set_within(running.left, wait_s):
             running.again.append(place)
 
@@ -567,11 +584,12 @@ class _Turns:
         return max([MIN_UNDER_WAY, *[2 * (load.num_running + load.num_rows_free) for load in loads]])
 
 
-def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Start a task, which is in the set until it ends."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
+    return task
 
 
 async def _acquired(lock: asyncio.Lock, left: asyncio.Event, is_stopped: Callable[[], bool]) -> bool:
