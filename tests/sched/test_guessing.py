@@ -135,7 +135,8 @@ class TestLimits:
         assert any(plan.guesses for plan in plans[10:])
 
     def test_those_of_the_background_count_as_its_tokens(self) -> None:
-        timed = Timed(3, 20_000_000, 100_000, Knowing())
+        policies = make_policies(guesser=Knowing(), budget=HoldLatency(fill_share=0.25))  # time for guesses, too
+        timed = Timed(3, 20_000_000, 100_000, Knowing(), policies=policies)
         for request in timed.requests[1:]:
             request.background = True
         counts: list[StepCounts] = []
