@@ -333,12 +333,15 @@ def test_owners_take_turns(tmp_path, gate, monkeypatch):
 def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
     """Ann's may wait for a model that serves people, or for a slow upstream."""
     with serving(tmp_path, api_keys=("ann", "bob")) as server:
-        may_go_on, real, first_owner = threading.Event(), server.batches._requests.ask, []
+        real, asked, others_are_done = server.batches._requests.ask, Counter(), asyncio.Event()
 
         async def ask(owner, *rest):
-            first_owner[:] = first_owner or [owner.key]
-            while owner.key == first_owner[0] and not may_go_on.is_set():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            is_first = next(iter(asked), owner.key) == owner.key
+            asked[owner.key] += 1
+            if is_first:
+                await others_are_done.wait()
+            elif asked[owner.key] == 20:
+                others_are_done.set()
             return await real(owner, *rest)
 
         monkeypatch.setattr(server.batches._requests, "ask", ask)
@@ -346,7 +349,6 @@ def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
             first = begun(ann, lines_of(400))
             wait_until(lambda: server.batches._turns._under_way.total() == 128)
             assert counted(bob, ended(bob, begun(bob, lines_of(20)))) == once(20)
-            may_go_on.set()
             assert counted(ann, ended(ann, first)) == once(400)
 
 

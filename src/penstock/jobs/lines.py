@@ -306,7 +306,7 @@ class Lines:
         return taken
 
     def take_to_ask(self, after: int, most: int, most_bytes: int) -> list[Line]:
-        """As `take`; the lines are under way from now on, until they are answered or this is closed."""
+        """Return what `take` does, and note the lines as under way. A line stays so until it is answered or refused."""
         taken = self.take(after, most, most_bytes)
         with self._guard, suppress(sqlite3.OperationalError):  # a full disk: then a failure of the server does not count
             self._base.executemany(

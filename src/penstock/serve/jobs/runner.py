@@ -530,8 +530,8 @@ class BatchRunner:
         except (sqlite3.OperationalError, OSError):
             raise
         except BadLines:
-            pass
-        except Exception:
+            pass  # somebody has changed the file
+        except Exception:  # such as a damaged database: the batch ends all the same
             _log.exception("lines of batch %s stay without an answer", running.batch.id)
 
     def _count(self, answers: Sequence[Answer]) -> None:
@@ -645,7 +645,7 @@ _read_refused = msgspec.json.Decoder(_Refused).decode
 
 
 def _why(answered: Answered) -> str:
-    """Return what an answer that is no result says."""
+    """Return the status and the message of an error."""
     try:
         message = str(_read_refused(answered.body).error["message"])
     except (msgspec.DecodeError, KeyError):  # another server's
@@ -666,7 +666,7 @@ def _failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
 
 
 def _custom_id(line: Line) -> str | None:
-    """Return the id of a line, or None if it is no line any more, since somebody writes to its file."""
+    """Return the id of a line, or None if its file is being changed and it is broken."""
     try:
         return read_line(line.data).custom_id
     except msgspec.DecodeError:
