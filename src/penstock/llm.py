@@ -82,6 +82,12 @@ class _Facts:
         return self._running.model.fingerprint
 
     @property
+    def prompts(self) -> Mapping[str, str]:
+        """An encoder's prompts by name: what it reads before each text of a kind, such as `query`. Empty: there are none."""
+        encoder = self._running.model.encoder
+        return {} if encoder is None else encoder.prompts
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its answer together. For an encoder, most tokens of an input text."""
         return self._running.model.capacity.max_model_len

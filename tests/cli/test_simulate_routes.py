@@ -51,6 +51,11 @@ agreement = 0.6
 name = "docs"
 index = "docs.index"
 model = "large"
+[[pipelines]]
+name = "reranked"
+index = "docs.index"
+model = "large"
+reranker = "judge"
 """
 NUM_QUESTIONS = 40
 
@@ -153,6 +158,7 @@ def test_a_pipeline_waits_for_its_vector_and_its_search(simulate: Callable[..., 
         (("--shares", "2"), "are not shares from 0 to 1"),
         (("--route", "other"), "no route or pipeline 'other'"),
         (("--route", "all-far"), "The route's weak model is an upstream"),
+        (("--route", "reranked"), "reranked has a reranker, which is not simulated"),
         (("--route", "agreed"), "agreed decides by the agreement of answers, and scores are of one"),
         (("--device", "cuda"), "is on a GPU"),
         (("--workload", "away.jsonl"), "away.jsonl"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 
-from penstock.config.pipelines import PipelineConfig
+from penstock.config.pipelines import PipelineConfig, RerankerConfig
 from penstock.config.sources import read_config_file
 from penstock.deploy.pipelines import Pipeline, open_pipelines
 from penstock.search.index import Hit, Reader, create, update
@@ -19,7 +21,7 @@ from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, make_client, make_runtime, make_text_runtime
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, RERANKER, make_client, make_runtime, make_text_runtime
 
 TEXTS = {"a/one.md": "# One\n\nRed is a colour.", "two, or so.txt": "Cats sleep."}
 
@@ -206,6 +208,9 @@ def test_pipelines_stand_in_the_file(index: Path) -> None:
     path.write_text(TABLE + 'top = 3\ntemplate = "{question} {sources}"\n')
     [config] = read_config_file(path).routing.pipelines
     assert config == PipelineConfig(name="docs", index=str(index), model="writer", top=3, template="{question} {sources}")
+    path.write_text(TABLE + 'reranker = "judge"\n')
+    [config] = read_config_file(path).routing.pipelines
+    assert config.reranker == RerankerConfig(model="judge", candidates=20)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,12 @@ def test_pipelines_stand_in_the_file(index: Path) -> None:
         ('model = "writer"', "", "'model' is missing"),
         ('model = "writer"', 'model = "writer"\ntop = 0', "top is not a number"),
         ('model = "writer"', 'model = "writer"\ntemplate = "x"', "has no {sources}"),
+        ('model = "writer"', 'model = "writer"\ncandidates = 9', "candidates are for a reranker"),
+        (
+            'model = "writer"',
+            'model = "writer"\nreranker = "judge"\ncandidates = 3',
+            "candidates is not a number from 4 to 100",
+        ),
         ('name = "docs"', 'name = "do cs"', "can't be a name"),
         ("index =", "indices =", "unknown key 'indices'"),
         (TABLE, TABLE + TABLE, "two pipelines are called 'docs'"),
@@ -233,3 +244,53 @@ def test_a_pipeline_of_models_that_are_not_served_is_refused(models, pipeline: P
     other = Pipeline(config=PipelineConfig(name="writer", index="", model="writer"), reader=pipeline.reader)
     with pytest.raises(ConfigError, match="A pipeline is called 'writer'"):
         deployment_of(*models, pipelines=[other])
+
+
+def answer_names(names: str) -> list[str]:
+    """The files of the header `X-Sources`, in the order of their passages."""
+    pairs = [part.split("=") for part in names.split("; ")]
+    return [name for _, name in sorted((int(number), name) for numbers, name in pairs for number in numbers.split(","))]
+
+
+@pytest.mark.parametrize("question", ["What is red?", "a question that is longer than the reranker reads " * 9])
+async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, question: str) -> None:
+    """As the API for reranking ranks them."""
+    config = replace(pipeline.config, top=1, reranker=RerankerConfig(model="judge", candidates=2))
+    judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=())
+    body = CHAT | {"model": "docs", "messages": [{"role": "user", "content": question}]}
+    try:
+        async with make_client(*models, judge, pipelines=[replace(pipeline, config=config)]) as client:
+            hits = pipeline.reader.nearest(np.ones((1, STATE_WIDTH), np.float32), 2)[0]
+            asked = {
+                "model": "judge",
+                "query": question,
+                "documents": [hit.as_read for hit in hits],
+                "truncate_prompt_tokens": -1,
+            }
+            ranked = (await client.post("/v1/rerank", json=asked)).json()["results"]
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer_names(unquote(answer.headers["x-sources"])) == [hits[ranked[0]["index"]].path]
+            assert "One" in hits[0].as_read + hits[1].as_read, "headings are read"
+    finally:
+        judge.close()
+
+
+async def test_a_reranker_that_scores_nothing_is_named(models, pipeline: Pipeline) -> None:
+    config = replace(pipeline.config, reranker=RerankerConfig(model="vectors", candidates=2))
+    async with make_client(*models, pipelines=[replace(pipeline, config=config)]) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+    assert (answer.status_code, "vectors is needed for the question, and is not a reranker" in answer.text) == (503, True)
+
+
+async def test_questions_are_embedded_as_questions(models, pipeline: Pipeline, monkeypatch) -> None:
+    """With the model's prompt for them, as `/v1/embeddings` puts it before a query."""
+    asked: list[np.ndarray] = []
+    nearest = Reader.nearest
+    monkeypatch.setattr(Reader, "nearest", lambda self, vectors, num: asked.append(vectors) or nearest(self, vectors, num))
+    async with make_client(*models, pipelines=[pipeline]) as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})).status_code == 200
+        alike = await client.post("/v1/embeddings", json={"model": "vectors", "input": "Q: What is red?"})
+    [[vector]] = asked
+    wanted = np.array(alike.json()["data"][0]["embedding"], np.float32)
+    np.testing.assert_allclose(vector / np.linalg.norm(vector), wanted, rtol=1e-5)

@@ -22,13 +22,13 @@ from penstock.deploy.running import ServedModel
 from penstock.routes import drift
 from penstock.routes.learned import SHARES, Fit, LearnedRoute
 from penstock.routes.prices import Bill, Price
-from penstock.serve.questions import question_of
+from penstock.serve.questions import QuestionReader, question_of
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
 from support.failing_executor import FailingExecutor
-from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, make_text_runtime, until
+from support.server.harness import CAPACITY, EMBEDDER, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 from support.tiny_models import TinyLlama, write_gguf
 
 EASY, HARD = "What is red?", "What is 12345 * 6789?"
@@ -197,7 +197,30 @@ async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
-    assert (answer.status_code, "small is not an embedding model" in answer.text) == (503, True)
+    assert (answer.status_code, "small is needed for the question, and is not an embedding model" in answer.text) == (503, True)
+
+
+async def test_a_question_is_embedded_as_the_fit_embedded_it(monkeypatch) -> None:
+    """With the model's default prompt."""
+    embed, read = QuestionReader.embed, []
+
+    async def noting(*args: object, **options: object) -> bytes:
+        read.append(await embed(*args, **options))
+        return read[-1]
+
+    monkeypatch.setattr(QuestionReader, "embed", noting)
+    made = [make_runtime(HashExecutor(CAPACITY), served_names=(name,), aliases=()) for name in ("small", "large")]
+    encoder = replace(EMBEDDER, default_prompt="query")
+    made.append(make_text_runtime(encoder=encoder, served_names=("vectors",), aliases=()))
+    try:
+        async with make_client(*made, routes=[ROUTE]) as client:
+            assert (await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))).status_code == 200
+            alike = await client.post("/v1/embeddings", json={"model": "vectors", "input": EASY})
+    finally:
+        for one in made:
+            one.close()
+    [vector] = [np.frombuffer(states, np.float32) for states in read]
+    np.testing.assert_allclose(vector / np.linalg.norm(vector), alike.json()["data"][0]["embedding"], rtol=1e-5)
 
 
 @pytest.fixture

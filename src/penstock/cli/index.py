@@ -26,14 +26,16 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
 
     from penstock.llm import LLM
     from penstock.search.index import Reader, create, update
+    from penstock.serve.texts.read import DOCUMENT_PROMPTS
 
     path = output or Path(f"{folder.resolve().name}.index")
     with LLM(embedder) as llm:
         llm.embed(["Is it an embedding model?"])  # before a file is made
         create(path, folder, embedder)
+        prompt_name = next((name for name in DOCUMENT_PROMPTS if name in llm.prompts), None)
 
         def embed(texts: Sequence[str]) -> F32:
-            found = llm.embed(list(texts), truncate_prompt_tokens=-1)
+            found = llm.embed(list(texts), prompt_name=prompt_name, truncate_prompt_tokens=-1)
             return np.array([one.outputs.embedding for one in found], np.float32)
 
         for changes in update(path, folder, embed):

@@ -39,7 +39,8 @@ def check_pipelines(pipelines: Sequence[Pipeline], by_name: Mapping[str, object]
     for pipeline in pipelines:
         if pipeline.name in by_name or pipeline.name in others:
             raise ConfigError(f"A pipeline is called {pipeline.name!r}, and so is a model or a route.", remedy="Rename it.")
-        for name in (pipeline.config.model, pipeline.reader.embedder):
+        reranker = pipeline.config.reranker
+        for name in (pipeline.config.model, pipeline.reader.embedder, *([reranker.model] if reranker else [])):
             if name not in by_name:
                 raise ConfigError(
                     f"The pipeline {pipeline.name} needs {name!r}, which is not served.",

@@ -33,6 +33,8 @@ class Wanted:
 def wanted_of(name: str, routing: Routing) -> Wanted:
     """Find a route or a pipeline by its name. Raises ConfigError."""
     if pipeline := next((one for one in routing.pipelines if one.name == name), None):
+        if pipeline.reranker:
+            raise ConfigError(f"{name} has a reranker, which is not simulated.", remedy="Simulate it without one.")
         return Wanted(models={pipeline.model: "strong"}, by="pipeline")
     config = next((one for one in routing.routes if one.name == name), None)
     if config is None:

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.search.documents import MAX_BYTES, Unreadable, find, read
-from penstock.search.passages import Passage, cut
+from penstock.search.passages import Passage, as_read, cut
 from penstock.types.errors import ConfigError
 
 F32 = NDArray[np.float32]
-FORMAT = "1"
+FORMAT = "2"
 AT_ONCE = 256
 """Passages that are embedded, and written, together."""
 LOCKED_S = 30.0
@@ -47,6 +47,10 @@ class Hit:
     text: str
     score: float
     """Cosine of the angle to the question."""
+
+    @property
+    def as_read(self) -> str:
+        return as_read(self.heading, self.text)
 
 
 @dataclass(slots=True)
@@ -136,7 +140,7 @@ def _printable(text: str) -> str:
 
 
 def _write(base: sqlite3.Connection, path: Path, files: Sequence[tuple[str, bytes, list[Passage]]], embed: Embed) -> None:
-    texts = [_printable(_shown(passage)) for _, _, passages in files for passage in passages]
+    texts = [_printable(as_read(passage.heading, passage.text)) for _, _, passages in files for passage in passages]
     if texts:
         vectors = embed(texts)
         vectors = (vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)).astype(np.float32)
@@ -153,10 +157,6 @@ def _write(base: sqlite3.Connection, path: Path, files: Sequence[tuple[str, byte
                 "INSERT INTO passages (path, heading, text, vector) VALUES (?, ?, ?, ?)",
                 [(name, _printable(one.heading), _printable(one.text), next(rows).tobytes()) for one in passages],
             )
-
-
-def _shown(passage: Passage) -> str:
-    return f"{passage.heading}\n{passage.text}" if passage.heading else passage.text
 
 
 class Reader:

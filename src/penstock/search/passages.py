@@ -22,6 +22,11 @@ class Passage:
     text: str
 
 
+def as_read(heading: str, text: str) -> str:
+    """Return a passage as encoders read it."""
+    return f"{heading}\n{text}" if heading else text
+
+
 def cut(blocks: Iterable[Block]) -> Iterator[Passage]:
     """Yield passages of whole blocks; of whole sentences if a block is long, or of words. A heading without a text is one."""
     headings: list[str] = []

@@ -1,7 +1,7 @@
 """Fills a pipeline's template with what its index has for a question, before the model is asked.
 
-Questions are embedded with everybody else's texts. While one search runs, the questions that come wait, and are searched for
-together.
+Questions are embedded with everybody else's texts, and so are the pairs that a reranker scores. While one search runs, the
+questions that come wait, and are searched for together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import invalid, unavailable
 from penstock.serve.http.checks import add_header, unless_gone
 from penstock.serve.questions import FIELDS, QuestionReader
+from penstock.serve.texts.read import QUERY_PROMPTS
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy
@@ -43,12 +44,19 @@ class PipelineFiller:
         question = await self._questions.read(data)
         if not question:
             raise invalid(f"{config.name} answers questions from documents, and this request has no text.", "messages")
-        searcher = self._searchers.setdefault(config.name, Searcher(pipeline.reader, config.top))
-        states = await self._questions.embed(pipeline.reader.embedder, question, data, http)
+        reranker = config.reranker
+        num_found = config.top if reranker is None else reranker.candidates
+        searcher = self._searchers.setdefault(config.name, Searcher(pipeline.reader, num_found))
+        embedder = pipeline.reader.embedder
+        states = await self._questions.embed(embedder, question, data, http, prompt_names=QUERY_PROMPTS)
         try:
             hits = await unless_gone(http, searcher.find(states))
         except ConfigError as error:
             raise unavailable(f"{config.name} can't search: {error}") from None
+        if reranker is not None and hits:
+            scores = await self._questions.score(reranker.model, question, [hit.as_read for hit in hits], data, http)
+            best = sorted(range(len(hits)), key=lambda number: -scores[number])
+            hits = [hits[number] for number in best[: config.top]]
         add_header(http.scope, b"x-sources", _names(hits).encode("ascii"))
         fill = partial(_filled, data, config, hits)
         return await self._questions.off_loop.run(len(data), fill, limit=INLINE_MAX_BYTES)

@@ -1,8 +1,11 @@
-"""The question in a request, and its vector: computed by an encoder of this server, with everybody else's texts."""
+"""The question in a request, and what encoders of this server say of it: its vector, and how well passages answer it.
+
+They read it with everybody else's texts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -14,8 +17,11 @@ from penstock.serve.asking import Reader, claim_of, read_terms
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import unavailable
 from penstock.serve.http.checks import unless_gone
-from penstock.serve.texts.call import TextsCall, Truncation
+from penstock.serve.texts.call import TextInput, TextResult, TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
+from penstock.serve.texts.numbers import scores
+from penstock.serve.texts.read import prompt_for
+from penstock.types.encoder import EncoderInfo, Task
 
 FIELDS = ("messages", "prompt", "input", "inputs")
 """Fields of bodies in which a question may be, in any API."""
@@ -33,27 +39,47 @@ class QuestionReader:
         """Return the question in a body; empty if it has none."""
         return await self.off_loop.run(len(data), partial(question_of, data), limit=INLINE_MAX_BYTES)
 
-    async def embed(self, embedder: str, question: str, data: bytes, http: HttpRequest) -> bytes:
-        """Return the vector of a body's question: float32, [width]. Raises `ModelAway`, `ApiError` and `Rejected`."""
-        served = self._reader.deployment.find(embedder)
+    async def embed(
+        self, embedder: str, question: str, data: bytes, http: HttpRequest, *, prompt_names: Sequence[str] = ()
+    ) -> bytes:
+        """Return the vector of a body's question: float32, [width]. Raises `ModelAway`, `ApiError` and `Rejected`.
+
+        `prompt_names`: of the model's prompts, the first of these is put before the question; without any, the default one.
+        """
+        running, encoder = self._encoder(embedder, Task.EMBED, "an embedding model")
+        [result] = await self._read(running, encoder, [prompt_for(encoder, *prompt_names) + question], b"question" + data, http)
+        return result.states
+
+    async def score(self, reranker: str, question: str, passages: Sequence[str], data: bytes, http: HttpRequest) -> list[float]:
+        """Return how well each passage answers a body's question. Raises as `embed`."""
+        running, encoder = self._encoder(reranker, Task.RERANK, "a reranker")
+        results = await self._read(running, encoder, [(question, one) for one in passages], b"passages" + data, http)
+        return [scores(result, encoder.scores)[0] for result in results]
+
+    def _encoder(self, name: str, task: Task, kind: str) -> tuple[RunningModel, EncoderInfo]:
+        served = self._reader.deployment.find(name)
         if served is None:
-            raise unavailable(f"A vector of the question is needed, and {embedder} is not there any more.")
+            raise unavailable(f"{name}, {kind}, is needed for the question, and is not there any more.")
         running = served.answerer()
         encoder = running.model.encoder
-        if encoder is None:
-            raise unavailable(f"A vector of the question is needed, and {embedder} is not an embedding model.")
+        if encoder is None or encoder.task is not task:
+            raise unavailable(f"{name} is needed for the question, and is not {kind}.")
+        return running, encoder
+
+    async def _read(
+        self, running: RunningModel, encoder: EncoderInfo, texts: Sequence[TextInput], claimed: bytes, http: HttpRequest
+    ) -> list[TextResult]:
         # A priority is the chosen model's to check.
         terms = read_terms(http.scope, running.clock.now_ns(), self._reader.config, is_priority_scheduled=True)
         call = TextsCall(
             running=running,
             terms=terms,
-            texts=[encoder.default_prompt + question],
+            texts=texts,
             name_of=lambda _: "model",
             truncation=Truncation(encoder.max_tokens),
-            claim=claim_of(terms.owner.tenant, b"question" + data),
+            claim=claim_of(terms.owner.tenant, claimed),
         )
-        results = await unless_gone(http, run(call, self._desk_of(running)))
-        return results.results[0].states
+        return (await unless_gone(http, run(call, self._desk_of(running)))).results
 
 
 def question_of(data: bytes) -> str:

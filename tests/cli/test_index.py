@@ -1,0 +1,43 @@
+"""`penstock index`, with a tiny encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.index import index
+from penstock.llm import LLM
+from penstock.search.index import Reader
+from support.parity.encoder_cases import ENCODERS, write_encoder
+
+TEXT = "Red is a colour."
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    folder = write_encoder(ENCODERS["bert"], tmp_path / "encoder")
+    prompts = {"query": "query: ", "passage": "passage: "}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts, "default_prompt_name": "query"}))
+    return folder
+
+
+def test_passages_are_embedded_as_passages_and_a_second_run_reads_what_is_new(encoder: Path, tmp_path: Path) -> None:
+    documents, file = tmp_path / "documents", tmp_path / "documents.index"
+    documents.mkdir()
+    (documents / "red.txt").write_text(TEXT)
+    words = [str(documents), "-o", str(file), "--embedder", str(encoder)]
+    first = CliRunner().invoke(index, words)
+    assert "1 files new or changed, 0 as they were, 0 gone; 1 passages." in first.output, first.output
+    (documents / "blue.txt").write_text("Blue is another.")
+    assert "1 files new or changed, 1 as they were, 0 gone; 2 passages." in CliRunner().invoke(index, words).output
+    with LLM(encoder) as llm:
+        vectors = [llm.embed(TEXT, prompt_name=name)[0].outputs.embedding for name in ("passage", "query")]
+    reader = Reader(file)
+    scores = [reader.nearest(np.array([vector], np.float32), 1)[0][0].score for vector in vectors]
+    reader.close()
+    assert scores[0] == pytest.approx(1.0, abs=1e-5)
+    assert scores[1] < 0.9999
