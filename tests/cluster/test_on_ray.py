@@ -18,7 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.server.harness import wait_until
+from penstock.config import ServerConfig
+from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.routes import Route
+from support.server.harness import running, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: `make test-cluster` brings it")
 
@@ -158,3 +161,31 @@ def test_a_second_cluster_on_one_ray_is_refused_and_down_stops_the_first(tmp_pat
             wait_until(lambda: not replicas(url), 60)
     finally:
         subprocess.run([ray, "stop", "--force"], capture_output=True)
+
+
+def test_a_chat_through_a_route_and_a_cluster_is_one_trace(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.proto", reason="the extra otel is not installed")
+    from support.server.collector import collecting
+
+    trace, caller = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    with collecting() as collector, up("--replicas", "2", "--otlp-endpoint", collector.url, log=tmp_path / "log") as url:
+        upstream = UpstreamConfig(name="far", url=f"{url}/v1", model=MODEL)
+        more = {"upstreams": [upstream], "routes": [Route(name="auto", models=("far", "toy"))]}
+        config = ServerConfig(port=0, shutdown_timeout_s=0.0, otlp_endpoint=collector.url)
+        with running(config=config, more=more) as near:
+            body = {"model": "auto", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "stream": True}
+            headers = {"traceparent": f"00-{trace}-{caller}-01"}
+            answer = httpx.post(f"{near.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+            assert answer.text.endswith("data: [DONE]\n\n")
+            spans = collector.wait_for(2)
+        names = set(replicas(url))
+    assert {span.trace_id for span in spans} == {trace}
+    by_id = {span.span_id: span for span in spans}
+    [decode] = [span for span in spans if span.name == "decode"]
+    way = [decode]
+    while way[-1].parent_id in by_id:
+        way.append(by_id[way[-1].parent_id])
+    assert [span.name for span in way] == ["decode", f"chat {MODEL}", "upstream far", "chat far"]
+    assert way[-1].parent_id == caller
+    [prefill] = [span for span in spans if span.name == "prefill"]
+    assert prefill.attributes["penstock.route.replica"] in names
