@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from penstock.cli.plan import plan
 from penstock.lab.cost_files import SavedCost, save_cost
@@ -22,24 +22,34 @@ from penstock.types.errors import ConfigError
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
-SHORT = ("--requests", "501", "--input-tokens", "20-60", "--output-tokens", "5-9")
-"""One request more than are repeated."""
+Briefly = Callable[..., Result]
+
+SHORT = ("--requests", "60", "--input-tokens", "20-60", "--output-tokens", "5-9")
 
 
-def test_a_plan_for_another_machine_is_the_same_each_time(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Briefly:
+    """Runs `penstock plan ARGUMENTS` in this process. Workloads are not repeated, which would take most of the time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("penstock.lab.plan.MOST_REQUESTS", 1)
+    return lambda *arguments: CliRunner().invoke(plan, [*map(str, arguments)])
+
+
+def test_a_plan_for_another_machine_is_the_same_each_time(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     arguments = (tiny_model, *SHORT, "--slo", "ttft=1s", "--slo", "tpot=50ms", "--hardware", "L4", "--json", "plan.json")
-    first = penstock("plan", *arguments)
-    assert first.returncode == 0, first.stderr
+    first = briefly(*arguments)
+    assert first.exit_code == 0, first.output
     numbers = json.loads((tmp_path / "plan.json").read_text())
     assert numbers["machines"][0]["highest_rate"] > 0
     for words in ("KV per token", "Highest rate:", "replica", "estimates from peaks", "yours will differ"):
         assert words in first.stdout, words
-    assert penstock("plan", *arguments).stdout == first.stdout
+    assert briefly(*arguments).stdout == first.stdout
     assert json.loads((tmp_path / "plan.json").read_text()) == numbers
 
 
 def test_machines_are_compared_and_those_that_do_not_fit_are_left_out(
-    penstock: Penstock, tiny_model: Path, tmp_path: Path
+    briefly: Briefly, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "small.csv").write_text(
         "name,kind,description,memory_gb,read_gb_s,int8_tops,bf16_tops,read_share,compute_share,step_us,basis,"
@@ -47,8 +57,8 @@ def test_machines_are_compared_and_those_that_do_not_fit_are_left_out(
         "toy,cpu,a toy,1.1,1,0.1,0.1,1,1,0,measured by nobody,0.01,https://example.org,2026-11,https://example.org\n"
     )
     asked = ("--hardware", "c7a.4xlarge,H100,toy", "--hardware-table", "small.csv")
-    result = penstock("plan", tiny_model, *SHORT, "--slo", "e2e=5s", *asked)
-    assert result.returncode == 0, result.stderr
+    result = briefly(tiny_model, *SHORT, "--slo", "e2e=5s", *asked)
+    assert result.exit_code == 0, result.output
     table = result.stdout[: result.stdout.index("Highest rate")]
     assert table.split()[0] == "hardware", "the comparison comes first"
     assert table.index("c7a.4xlarge") < table.index("H100"), "the cheaper one comes first"
@@ -63,30 +73,30 @@ def test_no_machine_that_is_left_is_an_error(penstock: Penstock, tiny_model: Pat
     assert "left out" not in result.stdout
 
 
-def test_this_machine_is_probed_and_without_slos_there_is_arithmetic(penstock: Penstock, tiny_model: Path) -> None:
-    result = penstock("plan", tiny_model, *SHORT)
-    assert result.returncode == 0, result.stderr
+def test_this_machine_is_probed_and_without_slos_there_is_arithmetic(briefly: Briefly, tiny_model: Path) -> None:
+    result = briefly(tiny_model, *SHORT)
+    assert result.exit_code == 0, result.output
     assert "on this: " in result.stdout
     assert "rows at the knee" in result.stdout
     assert "give SLOs: --slo" in result.stdout
 
 
-def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+def test_settings_of_the_server_change_the_plan(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     rates = []
     for flags in ((), ("--max-num-seqs", "1")):
-        result = penstock("plan", tiny_model, *SHORT, "--slo", "ttft=20ms", "--hardware", "L4", "--json", "plan.json", *flags)
-        assert result.returncode == 0, result.stderr
+        result = briefly(tiny_model, *SHORT, "--slo", "ttft=20ms", "--hardware", "L4", "--json", "plan.json", *flags)
+        assert result.exit_code == 0, result.output
         rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
     assert rates[1] < rates[0]
 
 
-def test_right_guesses_meet_a_latency_that_no_single_step_meets(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+def test_right_guesses_meet_a_latency_that_no_single_step_meets(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     save_cost(tmp_path / "cost.json", SavedCost(cost=CostModel(), source="profile"))
-    answers = ("--requests", "501", "--input-tokens", "20", "--output-tokens", "9", "--slo", "tpot=2.5ms", "--goal", "90%")
+    answers = ("--requests", "60", "--input-tokens", "20", "--output-tokens", "9", "--slo", "tpot=2.5ms", "--goal", "90%")
     rates = []
     for flags in ((), ("--acceptance", "1")):
-        result = penstock("plan", tiny_model, *answers, "--cost", "cost.json", "--json", "plan.json", *flags)
-        assert result.returncode == 0, result.stderr
+        result = briefly(tiny_model, *answers, "--cost", "cost.json", "--json", "plan.json", *flags)
+        assert result.exit_code == 0, result.output
         assert ("No guesses of tokens" in result.stdout) == (not flags)
         rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
     assert not rates[0]
@@ -94,13 +104,13 @@ def test_right_guesses_meet_a_latency_that_no_single_step_meets(penstock: Pensto
 
 
 def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
-    penstock: Penstock, tiny_model: Path, tmp_path: Path
+    briefly: Briefly, tiny_model: Path, tmp_path: Path
 ) -> None:
     fitted = Fitted(max_rows=2, max_decodes=2, max_prefill_tokens=512, max_context_len=512)
     saved = SavedCost(cost=CostModel(fitted=fitted), source="profile", model="another-model", date="2026-11-22")
     save_cost(tmp_path / "cost.json", saved)
-    result = penstock("plan", tiny_model, *SHORT, "--slo", "ttft=1s", "--cost", "cost.json")
-    assert result.returncode == 0, result.stderr
+    result = briefly(tiny_model, *SHORT, "--slo", "ttft=1s", "--cost", "cost.json")
+    assert result.exit_code == 0, result.output
     assert "by the fitted model" in result.stdout
     assert "estimates from peaks" not in result.stdout
     assert "The step times are those of another-model, not of tiny." in result.stdout
@@ -117,7 +127,7 @@ def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock
 
 
 def test_each_machine_has_step_times_of_its_own_source_with_their_error(
-    penstock: Penstock, tiny_model: Path, tmp_path: Path
+    briefly: Briefly, tiny_model: Path, tmp_path: Path
 ) -> None:
     fast = CostModel(step_ns=1e6, decode_row_ns=1e4, prefill_token_ns=1e4)
     missed = {"execute": Errors(median=0.1, p90=0.25, largest=0.5, signed_mean=0.0, num=9)}
@@ -132,8 +142,8 @@ def test_each_machine_has_step_times_of_its_own_source_with_their_error(
         "--json",
         "plan.json",
     )
-    result = penstock("plan", tiny_model, *SHORT, "--slo", "e2e=5s", *costs)
-    assert result.returncode == 0, result.stderr
+    result = briefly(tiny_model, *SHORT, "--slo", "e2e=5s", *costs)
+    assert result.exit_code == 0, result.output
     machines = {one["hardware"]: one for one in json.loads((tmp_path / "plan.json").read_text())["machines"]}
     assert {name: one["step_error"] for name, one in machines.items()} == {
         "RTXPRO6000": 1.1,
@@ -147,14 +157,14 @@ def test_each_machine_has_step_times_of_its_own_source_with_their_error(
     assert "The step times are those of NVIDIA L4, not of L40S." in result.stdout
     assert "of 2 GPUs that share each layer: the memory and the price of RTXPRO6000 must be those of all" in result.stdout
     assert result.stdout.count("The step times are those of") == 2
-    twice = penstock("plan", tiny_model, *SHORT, "--cost", "L4=fit.json,l4=kernels.json", "--hardware", "L4")
-    assert "--cost names two files for L4" in twice.stderr
+    twice = briefly(tiny_model, *SHORT, "--cost", "L4=fit.json,l4=kernels.json", "--hardware", "L4")
+    assert "--cost names two files for L4" in str(twice.exception)
 
 
-def test_a_preset_is_planned_beside_these_settings(penstock: Penstock, tiny_model: Path) -> None:
+def test_a_preset_is_planned_beside_these_settings(briefly: Briefly, tiny_model: Path) -> None:
     server = ("--slo", "ttft=20ms", "--hardware", "L4", "--router", "prefix", "--policy", "sjf", "--slo-itl", "20ms")
-    result = penstock("plan", tiny_model, *SHORT, *server, "--beside", "vllm", "--beside", "orca")
-    assert result.returncode == 0, result.stderr
+    result = briefly(tiny_model, *SHORT, *server, "--beside", "vllm", "--beside", "orca")
+    assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines()[1:4]]
     assert [row[:4] for row in rows] == [
         ["L4", "these", "settings", "prefix"],
@@ -164,13 +174,14 @@ def test_a_preset_is_planned_beside_these_settings(penstock: Penstock, tiny_mode
     assert "x" in rows[2]
 
 
-def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(
+    briefly: Briefly, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise ConfigError("It does not fit.", remedy="Take less.")
 
     monkeypatch.setattr("penstock.lab.plan.plan_briefly", refuse)
-    asked = ("--slo", "e2e=5s", "--hardware", "L4", "--beside", "vllm")
-    result = CliRunner().invoke(plan, [str(tiny_model), *SHORT, *asked])
+    result = briefly(tiny_model, *SHORT, "--slo", "e2e=5s", "--hardware", "L4", "--beside", "vllm")
     assert result.exit_code == 0, result.output
     assert "L4, preset vllm: left out. It does not fit." in result.stderr
     assert "Highest rate: " in result.stdout
