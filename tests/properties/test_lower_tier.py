@@ -55,7 +55,7 @@ def run(
     return drivers[0], requests, outcomes
 
 
-@settings(max_examples=10 * settings.default.max_examples)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(engine=engines(has_lower_tier=True), workload=workloads())
 def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
     driver, requests, outcomes = run(engine, workload)
@@ -63,7 +63,7 @@ def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) 
     check_nothing_is_left(driver)
 
 
-@settings(max_examples=4 * settings.default.max_examples)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(engine=engines(has_lower_tier=True), workload=workloads())
 def test_so_it_is_above_host_memory(engine: Engine, workload: Workload) -> None:
     driver, requests, outcomes = run(engine, workload, in_host_memory=True)
