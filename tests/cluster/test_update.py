@@ -13,6 +13,7 @@ from penstock.cli.cluster import _read, _read_again
 from penstock.cli.main import cli
 from penstock.config import Config
 from penstock.config.components import config_from
+from penstock.config.routing import Routing
 from penstock.types.errors import ConfigError, PenstockError
 from support.server.completions import URL
 from support.server.harness import wait_until
@@ -91,9 +92,9 @@ def test_a_wrong_split_is_refused_before_a_replica_starts(make: Callable[..., Co
     with site(make(1)) as cluster:
         canary = make(2, served_model_name=("new",), split_of="nobody", split_share=0.5)
         with pytest.raises(ConfigError, match="nobody"):
-            cluster.models.update([make(1), canary])
+            cluster.models.update([make(1), canary], Routing())
         with pytest.raises(ConfigError, match="Two models are served as 'toy'"):
-            cluster.models.update([make(1), make(2)])
+            cluster.models.update([make(1), make(2)], Routing())
         assert len(cluster.crews) == 1
         lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
         assert 'penstock_model_state{model="toy",state="loaded"} 1.0' in lines
@@ -111,7 +112,7 @@ def test_what_changes_without_a_replica_is_told(make: Callable[..., Config]) -> 
 def test_a_mistake_in_the_file_is_told_to_who_asks(make: Callable[..., Config], tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     with site(make(1)) as cluster:
-        cluster.deployment.update = lambda: cluster.models.update(_read_again(["--config", str(path)]))
+        cluster.deployment.update = lambda: cluster.models.update(*_read_again(["--config", str(path)]))
         for text, cause in (
             ("kv_cache_memori = 1", "Did you mean kv_cache_memory"),
             ("[[routes]]", "'name' is missing"),
@@ -140,13 +141,13 @@ def test_replicas_that_never_come_end_the_update(make: Callable[..., Config], mo
         monkeypatch.setattr(ThreadCrew, "start", lambda self: None)
         before = cluster.ask()
         with pytest.raises(PenstockError, match=r"The replicas of toy have not come within 0\.3 s"):
-            cluster.models.update([make(2)])
+            cluster.models.update([make(2)], Routing())
         assert cluster.ask() == before
 
 
 def test_settings_of_the_server_do_not_change(make: Callable[..., Config]) -> None:
     with site(make(1)) as cluster, pytest.raises(ConfigError, match="can't change in an update"):
-        cluster.models.update([make(1, max_body_size=1 << 20)])
+        cluster.models.update([make(1, max_body_size=1 << 20)], Routing())
 
 
 def test_one_update_at_a_time(make: Callable[..., Config]) -> None:
@@ -154,7 +155,7 @@ def test_one_update_at_a_time(make: Callable[..., Config]) -> None:
         cluster.models._updating.acquire()
         try:
             with pytest.raises(PenstockError, match="under way"):
-                cluster.models.update([make(2)])
+                cluster.models.update([make(2)], Routing())
         finally:
             cluster.models._updating.release()
 
@@ -174,5 +175,5 @@ def test_the_configuration_is_read_again_with_the_words_of_the_start(tmp_path: P
     words = ["--config", str(path), "--replicas", "3"]
     for rows in (8, 16):
         path.write_text(f'model = "smollm2:135m"\nmax_num_seqs = {rows}\n')
-        [config] = _read.main(list(words), standalone_mode=False)
+        [config], _ = _read.main(list(words), standalone_mode=False)
         assert (config.scheduler.max_num_seqs, config.cluster.replicas) == (rows, 3)

@@ -13,6 +13,7 @@ import httpx
 from penstock.cluster.models import ClusterModels
 from penstock.cluster.process import ReplicaThread
 from penstock.config import Config
+from penstock.config.routing import Routing
 from penstock.deploy.deployment import Deployment
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
@@ -54,15 +55,15 @@ class ThreadCrew:
 class Site:
     """A live server before a cluster."""
 
-    def __init__(self, *configs: Config) -> None:
+    def __init__(self, *configs: Config, routing: Routing) -> None:
         self.crews: list[ThreadCrew] = []
         self.error: Exception | None = None
         """The next crew fails with it."""
-        self.models = ClusterModels(configs, bind_socket, is_elsewhere=False)
+        self.models = ClusterModels(configs, routing, bind_socket, is_elsewhere=False)
         self.next: list[Config] = []
         """The configuration, when it is read again."""
         self.deployment: Deployment = self.models.start(self._make_crew, 1)
-        self.deployment.update = lambda: self.models.update(self.next)
+        self.deployment.update = lambda: self.models.update(self.next, routing)
         listener, ready = bind_socket("127.0.0.1", 0), queue.Queue[str]()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = Server(self.deployment, configs[0].server, listener, announce=ready.put)
@@ -100,8 +101,8 @@ class Site:
 
 
 @contextmanager
-def site(*configs: Config) -> Iterator[Site]:
-    made = Site(*configs)
+def site(*configs: Config, routing: Routing | None = None) -> Iterator[Site]:
+    made = Site(*configs, routing=routing or Routing())
     try:
         yield made
     finally:

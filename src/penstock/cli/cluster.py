@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "cluster", "log")
 UPDATE_TIMEOUT_S = 1200.0
+Wanted = tuple[Sequence[Config], Routing]
+"""The models of a cluster, and the other names that clients may ask for."""
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 
 
@@ -51,7 +53,7 @@ def cluster() -> None:
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
     """Start replicas of each MODEL and a server before them, until Ctrl-C or SIGTERM."""
     _check_ray()
-    configs = _configs(words, tables, values)
+    configs = configs_of(values, words=words, tables=tables)
     config = configs[0]
     set_up_logging(config.log)
     check_access(config.server, os.environ)
@@ -60,8 +62,8 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     from penstock.serve.server import run_server
 
     with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
-        read_again = partial(_read_again, given_words())
-        code = run_server(_deployment(configs, read_again, address, stack), config.server, listener=listener)
+        deployment = _deployment(configs, routing_of_file(), partial(_read_again, given_words()), address, stack)
+        code = run_server(deployment, config.server, listener=listener)
     # Exit at once, as `serve` does.
     sys.stdout.flush()
     logging.shutdown()
@@ -72,29 +74,19 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
 @models_argument
 @config_options(*_COMPONENTS)
 @address_option
-def _read(
-    words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any
-) -> Sequence[Config]:
+def _read(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> Wanted:
     """Read the configuration of `up`, and do nothing."""
     del address
-    return _configs(words, tables, values)
+    return configs_of(values, words=words, tables=tables), routing_of_file()
 
 
-def _configs(words: Sequence[str], tables: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> Sequence[Config]:
-    if routing_of_file() != Routing():
-        raise ConfigError(
-            "A cluster knows no [[routes]], [[upstreams]] and [[pipelines]] yet.", remedy="Serve such models by one server."
-        )
-    return configs_of(values, words=words, tables=tables)
-
-
-def _read_again(words: Sequence[str]) -> Sequence[Config]:
+def _read_again(words: Sequence[str]) -> Wanted:
     """Read it again as `up` was called. Raises ConfigError."""
     try:
-        configs: Sequence[Config] = _read.main(list(words), standalone_mode=False)
+        wanted: Wanted = _read.main(list(words), standalone_mode=False)
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from None
-    return configs
+    return wanted
 
 
 @cluster.command()
@@ -160,6 +152,8 @@ def render(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **val
     own = ("image", "cpus", "pod_memory", "name", "ray_version")
     image, cpus, memory, name, ray_version = [values.pop(key) for key in own]
     config = _only(configs_of(values, words=words, tables=tables))
+    if routing_of_file() != Routing():
+        raise ConfigError("A manifest has no [[routes]], [[upstreams]] or [[pipelines]].", remedy="Leave them out.")
     print(manifest(config, Pods(name=name, image=image, cpus=cpus, memory=memory, ray_version=ray_version)), end="")
 
 
@@ -175,7 +169,7 @@ def _check_ray() -> None:
 
 
 def _deployment(
-    configs: Sequence[Config], read_again: Callable[[], Sequence[Config]], address: str | None, stack: ExitStack
+    configs: Sequence[Config], routing: Routing, read_again: Callable[[], Wanted], address: str | None, stack: ExitStack
 ) -> Deployment:
     """Start the replicas of each model, and return the front's deployment once the first of each have come.
 
@@ -184,7 +178,7 @@ def _deployment(
     from penstock.cluster.models import ClusterModels
     from penstock.serve.http.listener import bind_socket
 
-    models = ClusterModels(configs, bind_socket, is_elsewhere=address is not None)
+    models = ClusterModels(configs, routing, bind_socket, is_elsewhere=address is not None)
     stack.callback(models.close)
     from penstock.cluster import on_ray
 
@@ -193,7 +187,7 @@ def _deployment(
     stack.callback(_stop_quietly, on_ray.stop)
     stack.callback(models.close)  # while Ray is there
     deployment = models.start(on_ray.Crew, on_ray.num_machines())
-    deployment.update = lambda: models.update(read_again())
+    deployment.update = lambda: models.update(*read_again())
     return deployment
 
 

@@ -22,10 +22,13 @@ from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.front import check, serve_replicas, without_splits
 from penstock.config import Config, ServerConfig
+from penstock.config.routing import Routing
 from penstock.deploy.deployment import Deployment, refuse_twice
 from penstock.deploy.factory import locate
+from penstock.deploy.pipelines import check_pipelines, open_pipelines
 from penstock.deploy.resolve import aliases, nanoseconds, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, Resources
+from penstock.deploy.routes import check_routes, open_routes, warn_of_other_files
 from penstock.deploy.running import ServedModel
 from penstock.deploy.splits import Split, check_splits, read_split
 from penstock.engine.bridge import Bridge
@@ -75,7 +78,7 @@ class MakeCrew(Protocol):
 
 
 class ClusterModels:
-    def __init__(self, configs: Sequence[Config], bind: Bind, *, is_elsewhere: bool) -> None:
+    def __init__(self, configs: Sequence[Config], routing: Routing, bind: Bind, *, is_elsewhere: bool) -> None:
         """Find the models and check their settings. Replicas are started by `start`, so that only what can run costs any.
 
         `bind`: returns a socket that listens at a host and port. `is_elsewhere`: replicas run on machines that are not known
@@ -86,6 +89,9 @@ class ClusterModels:
         self._deployment: Deployment | None = None
         self._ended: list[Member] = []
         """Members whose replicas may not have stopped yet."""
+        self._routing, self._routes = routing, open_routes(routing.routes)
+        self._upstreams = {one.name: one for one in routing.upstreams}
+        self._pipelines = open_pipelines(routing.pipelines)
         self._configs, self._members = configs, self._members_of(configs)
 
     @property
@@ -102,11 +108,19 @@ class ClusterModels:
         for member in self._members:
             member.wait_for(1)
         served = [member.serve() for member in self._members]
-        self._deployment = Deployment(served, MemoryBudget(), splits=splits)
+        warn_of_other_files(self._routes, {name: member.source for member in self._members for name in member.names})
+        self._deployment = Deployment(
+            served,
+            MemoryBudget(),
+            splits=splits,
+            routes=self._routes,
+            upstreams=self._routing.upstreams,
+            pipelines=self._pipelines,
+        )
         self._deployment.start(served)
         return self._deployment
 
-    def update(self, configs: Sequence[Config]) -> list[str]:
+    def update(self, configs: Sequence[Config], routing: Routing) -> list[str]:
         """Serve the models of another configuration. Return what changed, a line for each model.
 
         Blocks until the replicas of what is new have come. Raises PenstockError, and nothing changes.
@@ -114,6 +128,9 @@ class ClusterModels:
         if not self._updating.acquire(blocking=False):
             raise PenstockError("Another update is under way.", remedy="Wait for its end.")
         try:
+            if routing != self._routing:
+                remedy = "Stop the cluster and start it."
+                raise ConfigError("[[routes]], [[upstreams]] and [[pipelines]] can't change in an update.", remedy=remedy)
             return self._update(configs)
         finally:
             self._updating.release()
@@ -171,6 +188,9 @@ class ClusterModels:
         """Raise ConfigError for what can't be served together, before replicas are started for it."""
         refuse_twice([name for member in members for name in member.names])
         check_splits(splits, [member.name for member in members])
+        by_name = {name: member for member in members for name in member.names}
+        check_routes(self._routes, by_name, self._upstreams)
+        check_pipelines(self._pipelines, by_name, {*[route.name for route in self._routes], *self._upstreams})
         if self._num_machines > 1 and any(is_loopback(member.config.cluster.replica_host) for member in members):
             remedy = "Set --replica-host to an address of this machine that the others reach."
             raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
@@ -229,9 +249,9 @@ class Member:
         if config.cluster.replica_host in ("0.0.0.0", "::"):  # noqa: S104
             remedy = "Name an address of this machine at which they reach it."
             raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
-        self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
-        self.names = tuple(dict.fromkeys((*served_names(config, self._source), *aliases(config, self._source))))
-        resolve(config, self._source, machine)
+        self.source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
+        self.names = tuple(dict.fromkeys((*served_names(config, self.source), *aliases(config, self.source))))
+        resolve(config, self.source, machine)
         router = find_router(config.cluster.router)()
         listener = bind(config.cluster.replica_host, 0)
         self._address = (config.cluster.replica_host, listener.getsockname()[1])
@@ -295,7 +315,7 @@ class Member:
         least, most = self.config.cluster.replicas, self.config.cluster.most
         if least < most:
             self._fleet.scale(Scaler(least, most, self.crew.first), self.crew.first, self.crew.want)
-        source, bridge = self._source, self._bridge
+        source, bridge = self.source, self._bridge
         self.served = serve_replicas(self.config, source, self._fleet, bridge, self._machine, on_closed=self.end)
         return self.served
 

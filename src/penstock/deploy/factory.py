@@ -27,7 +27,7 @@ from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
 from penstock.deploy.resolve import aliases, decide, nanoseconds, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resources
-from penstock.deploy.routes import digest_faults, open_routes
+from penstock.deploy.routes import open_routes, warn_of_other_files
 from penstock.deploy.splits import read_split
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory
@@ -75,8 +75,7 @@ def start_deployment(
     served = [serve_model(config, source, resources) for config, source in zip(configs, sources, strict=True)]
     routes = open_routes(routing.routes)
     named = {name: source for one, source in zip(served, sources, strict=True) for name in (*one.names, *one.aliases)}
-    for fault in (fault for route in routes for fault in digest_faults(route, named)):
-        _log.warning("%s", fault)
+    warn_of_other_files(routes, named)
     find_new = None
     if config_of_found is not None and (folder := _folder(configs[0])) is not None:
         from penstock.deploy.folder import ModelFolder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:  # with NumPy, which a server starts without
     from penstock.models.catalog import ModelSource
     from penstock.routes.drift import Drift
     from penstock.routes.learned import LearnedRoute
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,12 @@ def digest_faults(route: Route, models: Mapping[str, ModelSource]) -> Iterator[C
                     f"The route {route.name} was fitted with another {fitted} than {name} is here: their files differ.",
                     remedy="Fit it anew with `penstock route fit`.",
                 )
+
+
+def warn_of_other_files(routes: Sequence[Route], models: Mapping[str, ModelSource]) -> None:
+    """Log the `digest_faults` of routes. They work, but their fit may not hold."""
+    for fault in (fault for route in routes for fault in digest_faults(route, models)):
+        _log.warning("%s", fault)
 
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:
