@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -329,7 +330,7 @@ def test_a_request_that_ends_each_replica_ends_itself(pool) -> None:
         poisoned = pool.submit(post, made, PROMPTS[0], max_tokens=666)
         response = poisoned.result(60)
         assert response.status_code == 500
-        assert "3 replicas failed while they had it" in response.text
+        assert "3 replicas failed with it, the last one: it was lost" in response.text
         wait_until(lambda: made.fleet.num_replicas == 2)
         assert text_of(made, PROMPTS[1]) == oracle(PROMPTS[1])
 
@@ -624,6 +625,25 @@ def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> Non
         assert "without a replica" in made.fleet.decisions()[0].reason
 
 
+@pytest.mark.parametrize("method", ["on_step", "on_finish"])
+def test_no_token_is_lost_when_an_observer_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a report says was counted already, so it is told, too. The request goes on elsewhere, or has ended."""
+    with cluster(num_replicas=2) as made:
+        observer, calls = made.fleet._observer, []
+
+        def failing(stats: object) -> None:
+            calls.append(stats)
+            if len(calls) == 1:
+                raise RuntimeError("a test")
+            getattr(observer, method)(stats)
+
+        failing_observer = SimpleNamespace(on_step=observer.on_step, on_finish=observer.on_finish)
+        setattr(failing_observer, method, failing)
+        monkeypatch.setattr(made.fleet, "_observer", failing_observer)
+        assert stream(made, PROMPTS[0]) == oracle(PROMPTS[0])
+        assert calls
+
+
 def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool) -> None:
     """It gets a token or two from each replica, and then the connection is lost."""
     with cluster(*(SlowExecutor(CAPACITY, model=PRINTABLE_MODEL) for _ in range(2))) as made:
@@ -631,7 +651,7 @@ def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool) -> None:
         for replica in made.replicas.values():
             replica.replica.flush = partial(hang_up_after, replica, replica.replica.flush)
         response = pool.submit(post, made, PROMPTS[0], max_tokens=200).result(60)
-        assert (response.status_code, "3 replicas failed while they had it" in response.text) == (500, True)
+        assert (response.status_code, "3 replicas failed with it, the last one: it was lost" in response.text) == (500, True)
 
 
 class SlowExecutor(HashExecutor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -271,3 +272,18 @@ def test_passages_are_whole_and_none_is_too_long() -> None:
     for one in (text, "a\n\n" * 3000, "# " + "h" * 100_000 + "\ntext"):
         assert all(len(text) <= MAX_CHARS and len(heading) <= 200 for heading, text in passages_of(one))
     assert not passages_of("")
+
+
+def test_the_remedy_for_an_index_of_another_format_works(tmp_path: Path) -> None:
+    folder, path = tmp_path / "docs", tmp_path / "docs.index"
+    folder.mkdir()
+    create(path, folder, "e")
+    with sqlite3.connect(path) as base:
+        base.execute("UPDATE about SET value = '1' WHERE key = 'format'")
+    base.close()
+    for attempt in (lambda: create(path, folder, "e"), lambda: Reader(path)):
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        assert error.value.remedy == "Delete it, and run `penstock index FOLDER`."
+    path.unlink()
+    create(path, folder, "e")

@@ -17,9 +17,10 @@ from penstock.deploy.pipelines import Pipeline, open_pipelines
 from penstock.search.index import Hit, Reader, create, update
 from penstock.serve.errors import ApiError
 from penstock.serve.pipelines import Searcher, _filled, _names
+from penstock.serve.questions import QuestionReader
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, ModelAway
 from support.deployments import deployment_of
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, RERANKER, make_client, make_runtime, make_text_runtime
 
@@ -274,6 +275,29 @@ async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, 
             assert "One" in hits[0].as_read + hits[1].as_read, "headings are read"
     finally:
         judge.close()
+
+
+async def test_a_search_is_not_repeated_while_the_reranker_is_loaded(models, pipeline: Pipeline, monkeypatch) -> None:
+    """Else the two could take each other's memory for ever."""
+    config = replace(pipeline.config, reranker=RerankerConfig(model="judge", candidates=2))
+    num_searches, nearest = [], Reader.nearest
+    monkeypatch.setattr(Reader, "nearest", lambda self, *args: num_searches.append(1) or nearest(self, *args))
+    judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=())
+    score, tries = QuestionReader.score, []
+
+    async def away_at_first(self: QuestionReader, name: str, *args: object) -> list[float]:
+        tries.append(name)
+        if len(tries) == 1:
+            raise ModelAway(name)
+        return await score(self, name, *args)
+
+    monkeypatch.setattr(QuestionReader, "score", away_at_first)
+    try:
+        async with make_client(*models, judge, pipelines=[replace(pipeline, config=config)]) as client:
+            assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})).status_code == 200
+    finally:
+        judge.close()
+    assert (len(tries), len(num_searches)) == (2, 1)
 
 
 async def test_a_reranker_that_scores_nothing_is_named(models, pipeline: Pipeline) -> None:

@@ -37,6 +37,7 @@ from penstock.cluster.messages import (
     Submit,
     Welcome,
     Work,
+    decode_hello,
     decode_to_front,
     prove,
     work_of,
@@ -300,7 +301,9 @@ class Fleet:
             server = self._loop.run_until_complete(self._loop.create_server(self._greet, sock=self._listener))
             beat = self._loop.create_task(self._beat())
             self._loop.run_forever()
-            beat.cancel()
+            for task in (beat, self._scaling):
+                if task is not None:
+                    task.cancel()
             server.close()
             self._loop.run_until_complete(self._hang_up())
         except BaseException:
@@ -343,21 +346,30 @@ class Fleet:
             if now_ns - looked_ns > SILENCE_NS / 2:  # this process stood still, and has not read what replicas reported
                 for replica in self._replicas.values():
                     replica.heard_ns = now_ns
-            for replica in list(self._replicas.values()):
-                if replica.name and now_ns - replica.heard_ns > SILENCE_NS:
-                    replica.link.close(f"it has reported nothing for {SILENCE_NS / 1e9:g} s")
-                elif not replica.name and now_ns - replica.since_ns > GREETING_NS:
-                    replica.link.close("it did not say who it is")
-                elif replica.name:
-                    replica.link.send(Beat())
-            for flight in self._waiting():
-                limit = next_limit(flight.request)
-                if limit is not None and now_ns > limit[0]:
-                    self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
-                elif not flight.has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
-                    self._end(flight, FinishReason.REJECTED, ADAPTER_NOT_LOADED, RejectReason.UNAVAILABLE)
-                elif now_ns - flight.since_ns > (PATIENCE_NS if self._scaler is None else START_PATIENCE_NS):
-                    self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
+            try:
+                self._look_after_replicas(now_ns)
+                self._look_after_waiting(now_ns)
+            except Exception:  # without beats, replicas would leave
+                _log.exception("the front failed in its beat")
+
+    def _look_after_replicas(self, now_ns: int) -> None:
+        for replica in list(self._replicas.values()):
+            if replica.name and now_ns - replica.heard_ns > SILENCE_NS:
+                replica.link.close(f"it has reported nothing for {SILENCE_NS / 1e9:g} s")
+            elif not replica.name and now_ns - replica.since_ns > GREETING_NS:
+                replica.link.close("it did not say who it is")
+            elif replica.name:
+                replica.link.send(Beat())
+
+    def _look_after_waiting(self, now_ns: int) -> None:
+        for flight in self._waiting():
+            limit = next_limit(flight.request)
+            if limit is not None and now_ns > limit[0]:
+                self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
+            elif not flight.has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
+                self._end(flight, FinishReason.REJECTED, ADAPTER_NOT_LOADED, RejectReason.UNAVAILABLE)
+            elif now_ns - flight.since_ns > (PATIENCE_NS if self._scaler is None else START_PATIENCE_NS):
+                self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
 
     # How many replicas there should be.
 
@@ -403,12 +415,13 @@ class Fleet:
 
     def _on_message(self, link: Link, data: bytes) -> None:
         replica = self._replicas[link]
+        if not replica.name:
+            self._welcome(replica, decode_hello(data))  # a stranger's time here is short
+            return
         match decode_to_front(data):
-            case Hello() as hello if not replica.name:
-                self._welcome(replica, hello)
-            case Report() as report if replica.name:
+            case Report() as report:
                 self._take_report(replica, report)
-            case Explained() as explained if replica.name:
+            case Explained() as explained:
                 self._questions.take_answer(replica.name, explained, self.clock.now_ns() - explained.sent_ns)
             case message:
                 link.close(f"an unexpected {type(message).__name__}")
@@ -417,6 +430,9 @@ class Fleet:
         link = replica.link
         if not secrets.compare_digest(hello.proof, prove(self._secret, REPLICA, replica.nonce)):
             link.close("it does not know the cluster's secret")
+            return
+        if hello.format != FORMAT:
+            link.close(f"it speaks version {hello.format}, and this front {FORMAT}")
             return
         if self.model is not None and hello.model.fingerprint != self.model.fingerprint:
             link.close(f"its answers would differ: {hello.model.fingerprint} instead of {self.model.fingerprint}")
@@ -463,7 +479,7 @@ class Fleet:
         assert self._dispatcher is not None, "it has joined"
         flights = list(replica.flights.values())
         for flight in flights:
-            flight.count_loss()
+            flight.count_loss(f"it was lost: {cause}")
             self._part(flight)
         self._dispatcher.leave(replica.number)
         del self._by_number[replica.number]
@@ -658,7 +674,7 @@ class Fleet:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
             elif flight.num_losses >= MAX_LOSSES:
-                self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas failed while they had it")
+                self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas failed with it, the last one: {flight.last_loss}")
             elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:
@@ -722,7 +738,7 @@ class Fleet:
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
                 if chunk.reject_reason == RejectReason.UNAVAILABLE:
-                    flight.count_loss()
+                    flight.count_loss(chunk.detail)
                 self._part(flight)
                 moving.append(flight)
                 continue
@@ -737,20 +753,22 @@ class Fleet:
                 self._dispatcher.on_tokens(chunk.request_id, len(chunk.token_ids))
             chunks.append(chunk)
             if chunk.finish_reason is not None:
+                del self._flights[chunk.request_id]
+                self._part(flight)
                 ended.append((chunk, flight))
-        for step in report.steps:
-            pooled = self._pooled(step, shift_ns)
-            self._dispatcher.on_step(pooled)
-            self._observer.on_step(pooled)
-        if first or gaps_ns:
-            self._token_observer.on_tokens([flight.request for flight in first], gaps_ns)
-        for chunk, flight in ended:
-            del self._flights[chunk.request_id]
-            self._part(flight)
-            if flight.num_gaps:
-                self._token_observer.on_itl(flight.num_gaps, flight.num_late)
-            self._observer.on_finish(flight.stats_at(chunk))
-        self._outbox.deliver(chunks)
+        try:
+            for step in report.steps:
+                pooled = self._pooled(step, shift_ns)
+                self._dispatcher.on_step(pooled)
+                self._observer.on_step(pooled)
+            if first or gaps_ns:
+                self._token_observer.on_tokens([flight.request for flight in first], gaps_ns)
+            for chunk, flight in ended:
+                if flight.num_gaps:
+                    self._token_observer.on_itl(flight.num_gaps, flight.num_late)
+                self._observer.on_finish(flight.stats_at(chunk))
+        finally:
+            self._outbox.deliver(chunks)  # whatever else fails: these tokens count as told
         self._move(moving)
         for flight in first:
             if flight.replica is replica:

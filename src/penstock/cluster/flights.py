@@ -55,6 +55,8 @@ class Flight:
     """Replicas that failed while they had it, without much progress between."""
     num_tokens_then: int = 0
     """Tokens that it had at the last such loss."""
+    last_loss: str = ""
+    """What happened then, in words."""
     last_token_ns: int = 0
     before: tuple[str, ...] = ()
     """Names of the replicas that it was sent to, one after another."""
@@ -69,12 +71,12 @@ class Flight:
         adapter = self.request.adapter
         return adapter is None or bool(adapter.fingerprint)
 
-    def count_loss(self) -> None:
+    def count_loss(self, why: str) -> None:
         num_tokens = len(self.request.output_token_ids)
         if num_tokens - self.num_tokens_then >= PROGRESS:
             self.num_losses = 0
         self.num_losses += 1
-        self.num_tokens_then = num_tokens
+        self.num_tokens_then, self.last_loss = num_tokens, why
 
     def note(self, chunk: OutputChunk) -> int | None:
         """Note a chunk's progress. Return the time since the tokens before, or None if it has the first ones, or none."""

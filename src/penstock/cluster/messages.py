@@ -21,7 +21,7 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
-FORMAT = 3
+FORMAT = 4
 """Version of these messages."""
 NONCE_BYTES = 32
 FRONT, REPLICA = b"front", b"replica"
@@ -146,6 +146,7 @@ ToFront = Hello | Report | Explained
 encode = msgspec.msgpack.Encoder().encode
 decode_to_replica = msgspec.msgpack.Decoder(ToReplica).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 _TIMES = (
     *("arrival_ns", "deadline_ns", "queue_deadline_ns", "first_token_deadline_ns"),

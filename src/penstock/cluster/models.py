@@ -223,7 +223,8 @@ class ClusterModels:
         return made
 
     def _begin(self, members: Sequence[Member]) -> None:
-        num_beside = -(-sum(member.config.cluster.most for member in members) // self._num_machines)
+        beside = {*self._members, *members}  # those of an update run beside the others
+        num_beside = -(-sum(member.config.cluster.most for member in beside) // self._num_machines)
         for member in members:
             member.begin(self._make_crew, num_beside)
 

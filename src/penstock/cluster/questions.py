@@ -54,6 +54,7 @@ class Questions:
                 asked.setdefault(name, []).append(request_id)
         if not asked:
             answer.set_result([])
+            return
         question = _Question(answer, len(asked))
         numbers: list[int] = []
         for name, ids in asked.items():

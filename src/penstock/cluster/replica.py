@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 """A replica reports at least this often."""
-REDIAL_S = 0.5
+REDIAL_S, MAX_REDIAL_S = 0.5, 30.0
 COMPILE_AGAIN_S = 0.02
 FRONT_SILENCE_S = 15.0
 """A front that sends nothing for this long is lost. It sends twice a second."""
@@ -73,6 +73,8 @@ class Replica:
         self._heard_s = 0.0
         """Time of the front's last message, by the event loop's clock."""
         self._is_lost = asyncio.Event()
+        self._was_taken = False
+        """The front of the last connection took this replica."""
         self._requests: dict[str, Request] = {}
         """Requests from the front that have not ended."""
         self._ended = asyncio.Event()
@@ -95,7 +97,7 @@ class Replica:
     async def serve(self, host: str, port: int) -> None:
         """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
         loop = asyncio.get_running_loop()
-        is_told = False
+        is_told, pause_s = False, REDIAL_S
         while not self._is_leaving:
             self._is_lost.clear()
             self._fetcher.forget_closed()
@@ -108,13 +110,16 @@ class Replica:
                 await asyncio.sleep(REDIAL_S)
                 continue
             is_told = False
+            self._was_taken = False
             try:
                 await self._beat_until_lost(link)
             finally:
                 link.close("it ends")
             await self._end_all()
+            # A front that did not take this replica will rarely think better of it.
+            pause_s = REDIAL_S if self._was_taken else min(2 * pause_s, MAX_REDIAL_S)
             if not self._is_leaving:
-                await asyncio.sleep(REDIAL_S)
+                await asyncio.sleep(pause_s)
         while self._requests or self._preparing:
             await self._wait_for_end()
         if self._giver is not None:
@@ -219,7 +224,7 @@ class Replica:
         held = Changes(list(self._tap.held), [])
         now_ns = self._running.clock.now_ns()
         link.send(Report(now_ns, self._is_ready, self._load(), held, [], [], [], {}, self._num_copied_tokens))
-        self._link = link
+        self._link, self._was_taken = link, True
         _log.info("replica %s serves the front at %s", self._name, link.peer)
 
     def _take(self, submit: Submit) -> None:

@@ -40,6 +40,8 @@ FETCH_S = 2.0
 """Longest time of a transfer, for its request waits. The rest is computed."""
 GIVE_S = 5.0
 """Longest time that a giver keeps blocks for a taker."""
+CONFIRM_S = 0.1
+"""Time that the giver of a copy has to say that the blocks were there."""
 BACK_OFF_S = 30.0
 """A source that can't be reached, or is too slow, is left alone for so long."""
 MAX_GUESTS = 32
@@ -90,8 +92,11 @@ def _name_of(path: str) -> str:
     return str(Path(path).readlink())
 
 
-class _Offer(msgspec.Struct, array_like=True, frozen=True):
+class _Giver(msgspec.Struct, array_like=True, frozen=True):
     proof: bytes
+
+
+class _Offer(msgspec.Struct, array_like=True, frozen=True):
     block_ids: list[int]
     block_bytes: int
     place: _Place | None
@@ -116,7 +121,7 @@ class _Peer:
     message."""
 
     def __init__(self, connection: socket.socket, end_s: float) -> None:
-        self._connection, self._end_s = connection, end_s
+        self._connection, self.end_s = connection, end_s
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -152,7 +157,7 @@ class _Peer:
             target = target[num_read:]
 
     def _left_s(self) -> float:
-        left_s = self._end_s - time.monotonic()
+        left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise _Late
         return left_s
@@ -214,17 +219,17 @@ class BlockServer:
         if not hmac.compare_digest(answer.proof, prove(self._secret, TAKER, nonce)):
             _log.warning("somebody who does not know the cluster's secret asked for KV blocks")
             return
-        request = guest.receive(_Request)
-        proof, blocks = prove(self._secret, GIVER, answer.nonce), self._blocks()
+        guest.send(_Giver(prove(self._secret, GIVER, answer.nonce)))
+        request, blocks = guest.receive(_Request), self._blocks()
         memory = None if blocks is None else blocks.memory
         if blocks is None or memory is None:
-            guest.send(_Offer(proof, [], 0, None))
+            guest.send(_Offer([], 0, None))
             return
         block_ids = blocks.offer(request.span, request.request_id)
         try:
             fd = memory.fd
             place = None if fd is None else _Place(os.getpid(), fd, _name_of(f"/proc/self/fd/{fd}"))
-            guest.send(_Offer(proof, block_ids, memory.block_bytes, place))
+            guest.send(_Offer(block_ids, memory.block_bytes, place))
             for block_id in block_ids[: guest.receive(_Taken).num_sent]:
                 guest.send_bytes(memory.content(block_id))
             is_sound = blocks.memory is memory
@@ -298,10 +303,10 @@ class Fetcher:
         """Ask for the missing blocks, and put into the cache what comes. Returns how many of them are there now."""
         nonce, own = giver.receive(_Greeting, MAX_STRANGER_BYTES).nonce, secrets.token_bytes(NONCE_BYTES)
         giver.send(_Answer(prove(self._secret, TAKER, nonce), own))
+        if not hmac.compare_digest(giver.receive(_Giver, MAX_STRANGER_BYTES).proof, prove(self._secret, GIVER, own)):
+            raise ValueError("it does not know the cluster's secret")
         giver.send(_Request(replace(wanted.missing, contents=()), request_id))
         offer = giver.receive(_Offer)
-        if not hmac.compare_digest(offer.proof, prove(self._secret, GIVER, own)):
-            raise ValueError("it does not know the cluster's secret")
         memory = blocks.memory
         if not offer.block_ids or memory is None:
             return 0
@@ -322,7 +327,7 @@ class Fetcher:
         sources = offer.block_ids[skipped : skipped + len(block_ids)]
         file = None if offer.place is None else self._maps.find(offer.place)
         if file is not None:
-            num_copied = _copy(file, sources, memory, block_ids)
+            num_copied = _copy(file, sources, memory, block_ids, giver.end_s - CONFIRM_S)
             giver.send(_Taken(0))
             return num_copied if giver.receive(_Confirmed).is_sound else 0
         giver.send(_Taken(skipped + len(sources)))
@@ -365,11 +370,14 @@ class _Maps:
                 self._maps.pop(place, None)
 
 
-def _copy(file: memoryview, sources: Sequence[int], memory: BlockMemory, targets: Sequence[int]) -> int:
-    """Copy blocks, and return how many."""
-    size, num_blocks = memory.block_bytes, min(len(sources), len(targets))
-    for source, target in zip(sources[:num_blocks], targets[:num_blocks], strict=True):
+def _copy(file: memoryview, sources: Sequence[int], memory: BlockMemory, targets: Sequence[int], end_s: float) -> int:
+    """Copy blocks until the time is up, and return how many."""
+    size, num_copied = memory.block_bytes, 0
+    for source, target in zip(sources, targets, strict=False):
+        if time.monotonic() > end_s:
+            break
         there = np.frombuffer(file, np.uint8, size, source * size)
         np.copyto(np.frombuffer(memory.target(target), np.uint8), there)  # without the GIL, which the engine's thread wants
         memory.fill(target)
-    return num_blocks
+        num_copied += 1
+    return num_copied

@@ -266,5 +266,5 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 def _about(base: sqlite3.Connection, path: Path) -> dict[str, str]:
     about = dict(base.execute("SELECT key, value FROM about"))
     if about.get("format") != FORMAT or "embedder" not in about:
-        raise ConfigError(f"{path} is not an index of format {FORMAT}.", remedy="Make it anew with `penstock index FOLDER`.")
+        raise ConfigError(f"{path} is not an index of format {FORMAT}.", remedy="Delete it, and run `penstock index FOLDER`.")
     return about

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # with NumPy
     from penstock.search.index import Hit, Reader
 
 
+_HITS_KEY = "penstock.hits"
+"""Key of a scope: what the search found. A reranker that must be loaded first may have taken the embedding model's memory."""
 MAX_HEADER_BYTES = 4000
 """Clients and proxies refuse longer headers."""
 
@@ -44,22 +46,26 @@ class PipelineFiller:
         question = await self._questions.read(data)
         if not question:
             raise invalid(f"{config.name} answers questions from documents, and this request has no text.", "messages")
-        reranker = config.reranker
-        num_found = config.top if reranker is None else reranker.candidates
-        searcher = self._searchers.setdefault(config.name, Searcher(pipeline.reader, num_found))
-        embedder = pipeline.reader.embedder
-        states = await self._questions.embed(embedder, question, data, http, prompt_names=QUERY_PROMPTS)
-        try:
-            hits = await unless_gone(http, searcher.find(states))
-        except ConfigError as error:
-            raise unavailable(f"{config.name} can't search: {error}") from None
-        if reranker is not None and hits:
+        hits = http.scope.get(_HITS_KEY)
+        if hits is None:
+            hits = http.scope[_HITS_KEY] = await self._search(pipeline, question, data, http)
+        if (reranker := config.reranker) is not None and hits:
             scores = await self._questions.score(reranker.model, question, [hit.as_read for hit in hits], data, http)
             best = sorted(range(len(hits)), key=lambda number: -scores[number])
             hits = [hits[number] for number in best[: config.top]]
         add_header(http.scope, b"x-sources", _names(hits).encode("ascii"))
         fill = partial(_filled, data, config, hits)
         return await self._questions.off_loop.run(len(data), fill, limit=INLINE_MAX_BYTES)
+
+    async def _search(self, pipeline: Pipeline, question: str, data: bytes, http: HttpRequest) -> list[Hit]:
+        config, embedder = pipeline.config, pipeline.reader.embedder
+        num_found = config.top if config.reranker is None else config.reranker.candidates
+        searcher = self._searchers.setdefault(config.name, Searcher(pipeline.reader, num_found))
+        states = await self._questions.embed(embedder, question, data, http, prompt_names=QUERY_PROMPTS)
+        try:
+            return await unless_gone(http, searcher.find(states))
+        except ConfigError as error:
+            raise unavailable(f"{config.name} can't search: {error}") from None
 
 
 class Searcher:
