@@ -387,7 +387,20 @@ def test_threads_that_wait_for_a_cpu(tmp_path: Path) -> None:
     machine.write("proc/self/task/7/schedstat", "100 2000 3\n")
     machine.write("proc/self/task/8/schedstat", "100 30 3\n")
     machine.write("proc/self/task/9/schedstat", "")
-    assert meter.read() == CpuTimes(200, 2030)
+    assert meter.read() == CpuTimes(200, 2030, 0)
+
+
+def test_what_others_had_of_the_own_cpus_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also other machines of the same host (steal), and never less than before."""
+    machine, tick_ns = FakeMachine(tmp_path), 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3})
+    machine.write("proc/self/task/7/schedstat", f"{100 * tick_ns} 5 3\n")
+    own = "cpu1 200 1 10 999 999 2 3 40 7 7\ncpu3 50 0 0 999 999 0 0 0 0 0\n"
+    machine.write("proc/stat", f"cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9 9 9\n{own}intr 1\n")
+    meter = CpuMeter(proc=machine.proc)
+    assert meter.read() == CpuTimes(100 * tick_ns, 5, 206 * tick_ns)
+    machine.write("proc/self/task/7/schedstat", f"{101 * tick_ns} 5 3\n")
+    assert meter.read() == CpuTimes(101 * tick_ns, 5, 206 * tick_ns)
 
 
 def test_times_of_threads_that_have_ended_are_kept(tmp_path: Path) -> None:
@@ -396,8 +409,8 @@ def test_times_of_threads_that_have_ended_are_kept(tmp_path: Path) -> None:
     meter = CpuMeter(proc=machine.proc)
     machine.write("proc/self/task/7/schedstat", "100 2000 3\n")
     machine.write("proc/self/task/8/schedstat", "100 30 3\n")
-    assert meter.read() == CpuTimes(200, 2030)
+    assert meter.read() == CpuTimes(200, 2030, 0)
     (machine.proc / "self/task/7/schedstat").unlink()
     machine.write("proc/self/task/8/schedstat", "7 5 1\n")  # a new thread with the number of another one
-    assert meter.read() == CpuTimes(207, 2035)
-    assert meter.read() == CpuTimes(207, 2035)
+    assert meter.read() == CpuTimes(207, 2035, 0)
+    assert meter.read() == CpuTimes(207, 2035, 0)

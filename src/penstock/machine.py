@@ -195,20 +195,23 @@ def cpu_identity(*, proc: Path = _PROC) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Time in which this process's threads ran, and in which they could have run while others had the CPUs."""
+    """Time in which this process's threads ran, in which they could run and waited for a CPU, and in which its CPUs had others:
+    processes, or other machines of the same host."""
 
     run_ns: int
     wait_ns: int
+    other_ns: int
 
 
 class CpuMeter:
     """Sums the times of all threads. Those of a thread that has ended are kept as they were last read: sums never fall."""
 
     def __init__(self, *, proc: Path = _PROC) -> None:
-        self._tasks = proc / "self/task"
+        self._tasks, self._stat = proc / "self/task", proc / "stat"
         self._lock = threading.Lock()
         self._living: dict[str, tuple[int, int]] = {}
         self._ended = (0, 0)
+        self._others_ns = 0
 
     def read(self) -> CpuTimes | None:
         """Return the times so far, or None if Linux does not say. Thread-safe."""
@@ -218,7 +221,19 @@ class CpuMeter:
             # A lower time is that of a new thread with the number of another one.
             ended = [times for name, times in before.items() if self._living.get(name, (-1, -1)) < times]
             self._ended = _sum([self._ended, *ended])
-            return CpuTimes(*_sum([self._ended, *self._living.values()])) if self._living else None
+            if not self._living:
+                return None
+            run_ns, wait_ns = _sum([self._ended, *self._living.values()])
+            self._others_ns = max(self._others_ns, self._busy_ns() - run_ns)
+            return CpuTimes(run_ns, wait_ns, self._others_ns)
+
+    def _busy_ns(self) -> int:
+        """Return for how long the CPUs that this process may use were busy since the machine's start."""
+        mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _read(self._stat).splitlines() if line.startswith("cpu")]
+        # user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)); guests count as user
+        ticks = sum(sum(map(int, line[1:4])) + sum(map(int, line[6:9])) for line in lines if line[0] in mine)
+        return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def _sum(times: Sequence[tuple[int, int]]) -> tuple[int, int]:

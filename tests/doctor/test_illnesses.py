@@ -9,7 +9,7 @@ import pytest
 
 from penstock.lab.doctor import RULES, Gain, Outlook, Verdict, diagnose
 from penstock.types.request import WaitTimes
-from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN, slow_tier, window_too_long
+from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN, greedy_key, slow_tier, window_too_long
 from support.doctor.stage import SECOND_NS, Stage, poisson
 
 ILL = {**SEEN, **UNSEEN}
@@ -100,3 +100,21 @@ def test_a_setting_without_a_gain_is_not_advised(gap_s: float, is_advised: bool)
     found = diagnose(window_too_long().evidence, lambda _: gain).findings[0]
     assert found.rule.name == "batch window"
     assert (bool(found.change), found.gain) == ((True, gain) if is_advised else (False, None))
+
+
+def greedy(**changes: object) -> list[str]:
+    return [one.rule.name for one in diagnose(replace(greedy_key().evidence, **changes)).findings]
+
+
+def test_the_key_that_asks_is_not_told_that_it_is_greedy() -> None:
+    """Nobody else waits behind it, as far as it can see: it has too few rows."""
+    assert greedy()[0] == "greedy key"
+    assert greedy(own_tenant="people")[0] == "greedy key"
+    assert greedy(own_tenant="scraper")[0] == "few rows"
+
+
+@pytest.mark.parametrize("sight", [{"num_now": 4}, {"num_refused": 500, "num_calls": 500}])
+def test_a_background_hides_nobody_who_waits_or_is_refused(sight: dict[str, float]) -> None:
+    evidence = replace(greedy_key().evidence, visits=[], num_background=3, num_ended=0, num_refused=0, num_now=0, num_calls=0)
+    assert diagnose(evidence).verdict is Verdict.HEALTHY
+    assert diagnose(replace(evidence, **sight)).verdict is Verdict.UNKNOWN

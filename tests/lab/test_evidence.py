@@ -90,3 +90,17 @@ def test_what_grew_between_two_scrapes_is_the_evidence() -> None:
     assert evidence.plain_step_s == pytest.approx((0.4 - 0.09) / 8)
     assert evidence.prompt_step_s == pytest.approx(0.09)
     assert evidence.total_s == 4
+
+
+def test_the_steps_of_replicas_are_computed_side_by_side() -> None:
+    pages = [Scrape(f'penstock_step_seconds_sum{{part="total"}} {sum_s}\npenstock_replicas 4', "a") for sum_s in (0, 10)]
+    assert Evidence.of([], *pages, 10.0, settings={}, capacity={}).busy == 0.25
+
+
+@pytest.mark.parametrize(("others_s", "share"), [(0, 0.0), (1, 0.1), (90, 0.5)])
+def test_waits_for_a_cpu_are_those_for_others_only_as_far_as_others_had_it(others_s: int, share: float) -> None:
+    """Threads of one server wait for each other, too."""
+    seconds = {"running": 9, "waiting": 9, "others": others_s}
+    series = [f'penstock_cpu_seconds_total{{state="{state}"}} {spent}' for state, spent in seconds.items()]
+    page = Scrape("\n".join([*series, 'penstock_step_seconds_sum{part="total"} 1']), "a")
+    assert Evidence.of([], Scrape("", "a"), page, 10.0, settings={}, capacity={}).cpu_wait == pytest.approx(share)

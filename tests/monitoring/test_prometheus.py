@@ -136,7 +136,8 @@ CASES = [
         for declined, prefill, fires in ((40, 20, True), (10, 20, False), (40, 5, False))
     ),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1 2 3 4x20"}, True),
-    Case("PenstockRestartLoop", 10, {'process_start_time_seconds{instance="a"}': "1 2 3 4 5x20"}, True),
+    Case("PenstockRestartLoop", 10, {'process_start_time_seconds{instance="a",job="penstock"}': "1 2 3 4 5x20"}, True),
+    Case("PenstockRestartLoop", 10, {'process_start_time_seconds{instance="a",job="other"}': "1 2 3 4 5x20"}, False),
     Case("PenstockRestartLoop", 10, {f"penstock_engine_restarts_total{{{M}}}": "0 0 1x20"}, False),
     # A scrape every 7 s does not meet both ends of the window, so Prometheus makes 2.01 of two.
     Case("PenstockRestartLoop", 40, {f"penstock_engine_restarts_total{{{M}}}": "0x300 1x20 2x300"}, False, "7s"),
@@ -147,10 +148,15 @@ CASES = [
         Case(
             "PenstockReplicaLost",
             minute,
-            {f"penstock_replicas{{{M}}}": "3x10 2x120", f"penstock_desired_replicas{{{M}}}": f"{wanted}x130"},
+            {f"penstock_replicas{{{M}}}": there, f"penstock_wanted_replicas{{{M}}}": wanted},
             fires,
         )
-        for wanted, minute, fires in ((3, 20, True), (2, 20, False), (3, 120, True))
+        for there, wanted, minute, fires in (
+            ("3x10 2x120", "3x130", 20, True),
+            ("3x10 2x120", "3x130", 120, True),
+            ("3x10 2x20", "3x10 2x20", 20, False),  # fewer are wanted
+            ("2x15 3x20", "2x10 3x20", 15, False),  # one more is started
+        )
     ),
 ]
 

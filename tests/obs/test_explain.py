@@ -598,6 +598,13 @@ def test_steps_of_the_background_are_told_apart() -> None:
     told = journal.explain("a", lambda: 10 * MS)
     assert told is not None
     assert (told.decode_ns, told.num_decode_steps, told.rested_ns, told.num_sat_out_steps) == (9 * MS, 2, 7 * MS, 0)
+    sat_out = StepCounts(num_rows=2, sat_out=["a"])
+    for ended, counts in ((11, sat_out), (12, decode), (30, rested), (31, decode)):
+        journal.on_step(StepStats(ended, began * MS, ended * MS, 1, 0, 64, 60, 0, counts=counts))
+        began = ended
+    told = journal.explain("a", lambda: 31 * MS)
+    assert told is not None
+    assert (told.num_sat_out_steps, told.longest_gap.gap_ns, told.longest_gap.has_sat_out) == (1, 19 * MS, False)
 
 
 def test_beams_of_one_search_are_not_told_as_waiting_before_each_other() -> None:

@@ -31,6 +31,7 @@ from penstock.types.stats import (
     ReplicaLoad,
     RequestStats,
     RouteStats,
+    ScalingDecision,
     StepCounts,
     StepStats,
     TierStats,
@@ -456,9 +457,28 @@ def everything() -> tuple[Metrics, dict[str, object]]:
         "upstreams": [upstream],
         "routes": [RouteStats("auto", {"small": 0.25}, 1.0, drift=0.1)],
         "traces": {"exported": 1},
-        "cpu_ns": {"running": 1},
+        "cpu_ns": {"running": 1, "waiting": 1, "others": 1},
         "batches": BatchStats(0, 0, {"completed": 1}, {"input": 1}),
     }
+
+
+def test_a_target_of_a_client_makes_no_miss_of_the_servers_and_hides_none():
+    metrics = Metrics("m")
+    metrics.slo_ttft_ns = 2_000 * MS
+    for slo_ms, ttft_ms in ((1, 100), (9_000, 5_000), (None, 5_000)):
+        request = make_request(slo_ttft_ns=None if slo_ms is None else slo_ms * MS)
+        request.arrival_ns, request.first_token_ns = 0, ttft_ms * MS
+        metrics.on_tokens([request], [])
+    metrics.settle()
+    assert metrics.slo == {("ttft", True): 1, ("ttft", False): 2, ("ttft_asked", False): 1, ("ttft_asked", True): 1}
+
+
+def test_replicas_that_are_wanted_are_told():
+    metrics, _ = everything()
+    metrics.num_replicas = 3
+    assert 'penstock_wanted_replicas{model="m"} 3.0' in expose(metrics).decode()
+    metrics.read_decisions = lambda: [ScalingDecision(0, 5, "busy"), ScalingDecision(9, 4, "")]
+    assert 'penstock_wanted_replicas{model="m"} 5.0' in expose(metrics).decode()
 
 
 def test_guesses_are_told_by_who_made_them_and_by_place():
@@ -571,3 +591,9 @@ def test_a_gateway_learns_which_adapters_are_ready():
     [sample] = vllm_samples(metrics)["vllm:lora_requests_info"]
     assert sample.labels == {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": ""}
     assert sample.value > 1.7e9
+    other = Metrics("other")
+    other.read_adapters, other.max_adapters = AdapterStats, 2
+    other.read_adapter_names = lambda numbers: ["d"]
+    text = expose(metrics, other, vllm=True).decode()
+    [line] = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    assert 'running_lora_adapters="a,b,d"' in line

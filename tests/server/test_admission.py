@@ -155,6 +155,7 @@ async def test_who_waits_too_long_is_told_which_limit_that_was(source, header, s
 
 async def test_targets_are_counted_by_whether_they_were_met():
     runtime = make_runtime(limits=AdmissionLimits(slo_ttft_ns=60_000_000_000))
+    runtime.metrics.slo_ttft_ns = 60_000_000_000
     try:
         async with make_client(runtime) as client:
             headers = {"X-SLO-TTFT-Ms": "60000", "X-SLO-ITL-Ms": "60000"}
@@ -163,6 +164,7 @@ async def test_targets_are_counted_by_whether_they_were_met():
             assert await metric(client, 'slo_attainment_total{met="true",model="toy",slo="ttft"}') == 2
             assert await metric(client, 'slo_attainment_total{met="true",model="toy",slo="itl"}') == 1
             assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="itl"}') == 0
+            assert await metric(client, 'slo_attainment_total{met="true",model="toy",slo="ttft_asked"}') == 0, "it is the same"
     finally:
         runtime.close()
 
@@ -179,5 +181,6 @@ async def test_a_target_that_was_missed_is_counted_so():
                 await asyncio.sleep(0.005)
                 executor.allow()
             assert (await ask).status_code == 200
-            assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="ttft"}') == 1
+            assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="ttft_asked"}') == 1
+            assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="ttft"}') == 0, "the server has none"
             assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="itl"}') == 1

@@ -339,6 +339,19 @@ def test_what_waits_for_a_slow_collector_is_bounded_and_counted(monkeypatch):
     assert counts[LOST] >= 6
 
 
+def test_a_request_that_cannot_be_told_costs_no_other_its_trace(monkeypatch):
+    monkeypatch.setattr(tracing, "_PAUSE_S", 0.2)
+    sender = Sender()
+    tracer = Tracer(sender, share=1.0, clock=VirtualClock())
+    for number in range(5):
+        explain = (lambda: 1 / 0) if number == 2 else (lambda: ())
+        entry = Entry(client="c", method="POST", path="/a", operation="chat", model="m", status=200, explain=explain)
+        entry.trace = tracer.begin(scope())
+        tracer.add(entry)
+    tracer.close()
+    assert (tracer.counts()[EXPORTED], tracer.counts()[LOST], sender.num_sent) == (4, 1, 4)
+
+
 def test_a_request_is_explained_once_for_its_trace_and_its_line_of_the_log():
     both, asked = threading.Barrier(2), []
 

@@ -305,6 +305,12 @@ def test_a_client_that_takes_nothing_is_owed_no_keepalives() -> None:
     streamed({6: "a", 107: "b"}, client, metrics)
     assert client.sent == [(0, "K"), (6, "a"), (107, "b.")]
     assert metrics.client_wait_ns == 94_000_000_000
+    client, metrics = Client(blocks=(5, 100)), Metrics("m")
+    seen: list[int] = []
+    metrics.count_client_wait = lambda wait_ns: seen.append(wait_ns)
+    streamed({6: "a", 107: "b"}, client, metrics)
+    assert max(seen) == 10_000_000_000, "it is counted while it lasts"
+    assert sum(seen) == 94_000_000_000
     client = Client(blocks=(10, 100))
     streamed({107: "b"}, client)
     assert client.sent == [(0, "K"), (10, "K"), (107, "b.")], "those of 90 s are one"

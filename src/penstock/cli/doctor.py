@@ -104,14 +104,15 @@ def _watch(reader: Reader, seconds: float) -> Evidence:
         began_s, before = time.monotonic(), reader.metrics()
         time.sleep(seconds)
         window_s, after = time.monotonic() - began_s, reader.metrics()
-        load, explained = reader.load(), reader.get_json(f"/v1/requests?ended={_MAX_ENDED}")["data"]
+        load, explained = reader.load(), reader.get_json(f"/v1/requests?ended={_MAX_ENDED}")
         return Evidence.of(
-            visits_of(explained, reader.model, max(_RECENT_S, seconds)),
+            visits_of(explained["data"], reader.model, max(_RECENT_S, seconds)),
             Scrape(before, reader.model),
             Scrape(after, reader.model),
             window_s,
             settings=load.get("settings", {}),
             capacity=load.get("capacity", {}),
+            own_tenant=explained["tenant"],
         )
     except (LookupError, TypeError, ValueError) as error:
         raise PenstockError(f"The server sent an answer that can't be read: {error!r}.", remedy=OTHER_SERVER) from error

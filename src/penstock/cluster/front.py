@@ -84,7 +84,7 @@ def _front(
     blueprint, model = resolve(config, source, machine)
     tokenizer, chat_template = load_text(blueprint.settings.chat_template, model)
     metrics = lasting.metrics
-    metrics.settings_hash = blueprint.settings_hash
+    metrics.settings_hash, metrics.num_replicas = blueprint.settings_hash, config.cluster.replicas
     admission = Admission(
         lasting.limits, info.capacity, reads_priority=blueprint.policies.reads_priority, tenants=lasting.tenants
     )

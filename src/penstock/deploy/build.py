@@ -73,6 +73,7 @@ class Lasting:
 
         self._server, self.limits = server, limits
         self.metrics = Metrics(name)
+        self.metrics.slo_ttft_ns = limits.slo_ttft_ns
         self.adapters = adapters
         if adapters is not None:
             self.metrics.read_adapters = lambda: adapters.stats

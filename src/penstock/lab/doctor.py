@@ -151,7 +151,7 @@ def diagnose(evidence: Evidence, predict: Predict = lambda _: None) -> Diagnosis
 
 def _without_visits(evidence: Evidence) -> Diagnosis:
     verdict = Verdict.UNKNOWN
-    if evidence.num_background and not evidence.num_ended:
+    if evidence.num_background and not (evidence.num_ended or evidence.num_now or evidence.num_refused):
         verdict, why = Verdict.HEALTHY, f"Only background requests run, {evidence.num_background:.0f} now; nobody waits."
     elif evidence.num_calls > LEAST_VISITS:
         why = (
@@ -345,7 +345,9 @@ RULES: tuple[Rule, ...] = (
         symptom=Symptom.LATENCY,
         cause="One key takes twice as much of the machine as all others, and they wait behind it.",
         lost_s=lambda e: (
-            _waits("rows", "tokens", "order")(e) if e.largest_share > 2 / 3 and e.settings.get("policy") != "fair" else 0.0
+            _waits("rows", "tokens", "order")(e)
+            if e.largest_share > 2 / 3 and e.largest_tenant != e.own_tenant and e.settings.get("policy") != "fair"
+            else 0.0
         ),
         of=("rows", "tokens", "order"),
         shows=lambda e: (
@@ -448,7 +450,7 @@ RULES: tuple[Rule, ...] = (
         cause="Other processes use the CPUs.",
         lost_s=lambda e: _wasted_s(e, e.cpu_wait),
         of=(*_COMPUTING, *_CROWDED),
-        shows=lambda e: f"For {e.cpu_wait:.0%} of the time in which threads of the server could run, others had the CPUs.",
+        shows=lambda e: f"For {e.cpu_wait:.0%} of the time in which the server's threads could run, others had the CPUs.",
         remedy="Move the other processes away, or give the server fewer --threads than there are CPUs.",
     ),
     Rule(

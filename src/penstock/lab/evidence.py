@@ -138,7 +138,7 @@ class Evidence:
     padding: float
     """Share of the computed positions that were padding."""
     cpu_wait: float
-    """Share of the time in which threads could run that they waited for a CPU, because others had it."""
+    """Share of the time in which threads could run that they waited for a CPU, at most that of others on the CPUs."""
     client_wait: float
     """Time in which streams waited for their clients, as a share of that and of the time of all requests."""
     background: float
@@ -150,6 +150,10 @@ class Evidence:
     largest_tenant: str
     largest_share: float
     """The share of the tokens that the named key with the most had. 0 with fewer than two keys."""
+    own_tenant: str = ""
+    """The one whose requests these are. Empty: those of all."""
+    num_now: float = 0.0
+    """Requests that run or wait now, without the background's."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that are not the defaults."""
     capacity: Mapping[str, int] = field(default_factory=dict)
@@ -165,6 +169,7 @@ class Evidence:
         *,
         settings: Mapping[str, Any],
         capacity: Mapping[str, int],
+        own_tenant: str = "",
     ) -> Evidence:
         def grown(name: str, **labels: str) -> float:
             return max(0.0, after.sum(name, **labels) - before.sum(name, **labels))
@@ -172,6 +177,7 @@ class Evidence:
         def ratio(part: float, whole: float) -> float:
             return part / whole if whole > 0 else 0.0
 
+        ran_s, waited_s, others_s = [grown("cpu_seconds_total", state=state) for state in ("running", "waiting", "others")]
         step_s, client_s = grown("step_seconds_sum", part="total"), grown("client_wait_seconds_total")
         refused = sum(grown("requests_rejected_total", reason=reason) for reason in FOR_LOAD)
         declined = sum(grown(f"kv_{tier}_declined_blocks_total") for tier in ("disk", "host")) * capacity.get("block_size", 0)
@@ -183,18 +189,20 @@ class Evidence:
         return cls(
             visits=visits,
             window_s=window_s,
-            busy=min(1.0, ratio(step_s, window_s)),
+            busy=min(1.0, ratio(step_s, window_s * max(1.0, after.sum("replicas")))),  # the front has the steps of all
             num_calls=ended + refused,
             num_refused=refused,
             num_ended=ended,
             answers_per_s=ratio(grown("generation_tokens_total"), window_s),
             padding=ratio(grown("padding_tokens_total"), grown("batch_tokens_sum")),
-            cpu_wait=ratio(grown("cpu_seconds_total", state="waiting"), grown("cpu_seconds_total")) if step_s else 0.0,
+            cpu_wait=min(ratio(waited_s, waited_s + ran_s), ratio(others_s, others_s + ran_s)) if step_s else 0.0,
             client_wait=ratio(client_s, client_s + grown("e2e_request_latency_seconds_sum")),
             background=ratio(grown("background_tokens_total"), grown("batch_tokens_sum")),
             num_background=after.sum("requests_background"),
+            num_now=after.sum("requests_running") + after.sum("requests_waiting"),
             declined=ratio(declined, grown("prompt_tokens_total", source="computed")),
             largest_tenant=largest,
+            own_tenant=own_tenant,
             largest_share=ratio(num_tokens, sum(tenants.values())) if has_others else 0.0,
             settings=settings,
             capacity=capacity,

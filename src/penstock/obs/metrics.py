@@ -6,6 +6,7 @@ that runs repeatedly.
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
@@ -165,6 +166,8 @@ class Metrics:
         """Written by the engine's `Transfers`."""
         self.num_weight_bytes = 0
         """Size of the weights in the backend's form; 0 if the backend does not report it."""
+        self.slo_ttft_ns: int | None = None
+        """The server's target for the first token, if it has one."""
         self.settings_hash = ""
         """Names the scheduling settings (`config.saved`)."""
         self.tenants: frozenset[str] = frozenset()
@@ -186,10 +189,12 @@ class Metrics:
         """Most adapters of one step."""
         self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
         """None for a model that this process computes."""
+        self.num_replicas = 0
+        """How many there are to be, unless `read_decisions` says so."""
         self.read_moves: Callable[[], Mapping[str, int]] = dict
         """Requests that went on at another replica, by why."""
         self.read_decisions: Callable[[], Sequence[ScalingDecision]] = tuple
-        """The wanted number of replicas and why: now, then at its last changes, the latest first."""
+        """The wanted number of replicas and why: now, then at its last changes, the latest first. Empty: it is fixed."""
         self.read_residence: Callable[[], Residence] | None = None
         """None for a model that is always loaded."""
         self.num_shared_texts: int | None = None
@@ -323,8 +328,7 @@ class Metrics:
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
             self.ttft_ns.observe(ttft_ns, request.request_id)
-            if request.slo_ttft_ns is not None:
-                self.slo["ttft", ttft_ns <= request.slo_ttft_ns] += 1
+            self._count_slo(request.slo_ttft_ns, ttft_ns)
         if request.first_scheduled_ns is not None:
             self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns, request.request_id)
             if request.first_token_ns is not None:
@@ -340,14 +344,21 @@ class Metrics:
         for reason, part_ns in self._waits.split(queued_ns, scheduled_ns).items():
             self.wait_ns[reason or NO_WAIT] += part_ns
 
+    def _count_slo(self, asked_ns: int | None, ttft_ns: float) -> None:
+        """Count whether a first token met the server's target, and the client's own, which hides no miss and makes none."""
+        if self.slo_ttft_ns is not None:
+            self.slo["ttft", ttft_ns <= self.slo_ttft_ns] += 1
+        if asked_ns is not None and asked_ns != self.slo_ttft_ns:
+            self.slo["ttft_asked", ttft_ns <= asked_ns] += 1
+
     def _count_itl(self, is_met: bool) -> None:
         self.slo["itl", is_met] += 1
 
     def _count_finish(self, stats: RequestStats) -> None:
         if stats.tenant in self.tenants:
             self._count_tenant(stats)
-        if stats.slo_ttft_ns is not None and stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
-            self.slo["ttft", False] += 1
+        if stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
+            self._count_slo(stats.slo_ttft_ns, math.inf)
         if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
             self.rejected[stats.reject_reason] += 1
             return

@@ -160,7 +160,7 @@ class _Snapshot:
                 **_of_load(signals),
                 "weight_bytes": metrics.num_weight_bytes,
                 "settings_info": {metrics.settings_hash: 1},
-                **({} if replicas is None else _of_replicas(replicas, metrics.read_moves())),
+                **({} if replicas is None else _of_replicas(metrics, replicas)),
                 **({} if residence is None else _of_residence(residence, metrics.model_wait_ns)),
                 **({} if adapters is None else _of_adapters(load.adapters, adapters)),
                 **_of_latencies(metrics),
@@ -206,7 +206,7 @@ def _of_requests(metrics: Metrics, load: EngineLoad) -> dict[str, Value]:
     for (source, num_guessed, num_accepted), num_rows in metrics.guesses.items():
         guessed.update({(source, str(position)): num_rows for position in range(1, num_guessed + 1)})
         accepted.update({(source, str(position)): num_rows for position in range(1, num_accepted + 1)})
-    targets = itertools.product(("ttft", "itl"), (True, False))
+    targets = itertools.product(("ttft", "ttft_asked", "itl"), (True, False))
     values: dict[str, Value] = {
         "requests_running": load.num_running,
         "requests_background": load.num_background,
@@ -307,14 +307,16 @@ def _of_load(load: SustainedLoad) -> dict[str, Value]:
     }
 
 
-def _of_replicas(replicas: Sequence[ReplicaLoad], moves: Mapping[str, int]) -> dict[str, Value]:
+def _of_replicas(metrics: Metrics, replicas: Sequence[ReplicaLoad]) -> dict[str, Value]:
+    decisions = metrics.read_decisions()
     return {
         "replicas": sum(one.is_ready for one in replicas),
+        "wanted_replicas": decisions[0].num_replicas if decisions else metrics.num_replicas,
         "replica_requests_running": {one.name: one.load.num_running for one in replicas},
         "replica_kv_usage_ratio": {one.name: one.load.num_blocks_held / max(1, one.load.num_blocks_total) for one in replicas},
         "replica_tokens_left": {one.name: one.num_tokens_left for one in replicas},
         "replica_copied_tokens": {one.name: one.num_copied_tokens for one in replicas},
-        "requests_moved": moves,
+        "requests_moved": metrics.read_moves(),
     }
 
 

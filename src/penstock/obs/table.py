@@ -27,7 +27,7 @@ gauge requests_background model | Background requests, running and waiting.
 gauge requests_waiting model reason | Waiting requests, by what the first of them waits for.
 counter request_success model finish_reason | Requests that ended, by finish reason.
 counter requests_rejected model reason | Requests that were refused.
-counter slo_attainment model slo met | Requests with a target, by whether they met it.
+counter slo_attainment model slo met | Requests with a target, by whether they met it. ttft_asked: a client's own.
 counter tenant_requests model tenant outcome | Requests of a named key, by outcome.
 counter tenant_tokens model tenant kind | Tokens of a named key's requests.
 counter prompt_tokens model source | Prompt tokens of requests that got a first token.
@@ -60,7 +60,7 @@ summary step_size_seconds model rows prompts | Duration of steps by rows (at mos
 histogram step_seconds model part | Duration of a step and of its parts.
 gauge prefill_chunk_tokens model | Most prompt tokens for the last step.
 counter client_wait_seconds model | Time in which streams waited for their clients to read.
-counter cpu_seconds state | Time in which threads of the server were running, and waiting while others had the CPUs.
+counter cpu_seconds state | Time of the CPUs: threads of the server were running, or waiting for one; others were running.
 counter background_tokens model | Positions computed for background requests.
 counter padding_tokens model | Positions computed as padding.
 counter grammar_rows_sat_out model | Rows left out of a step because their grammar masks were not ready.
@@ -120,6 +120,7 @@ counter job_tokens kind | Tokens of batches: input, those of them that were cach
 gauge job_lines_left | Lines that have no answer.
 gauge jobs | Batches that have not ended.
 gauge replicas model | Replicas that take requests.
+gauge wanted_replicas model | Replicas that there should be.
 gauge replica_requests_running model replica | Requests in a replica's batch.
 gauge replica_kv_usage_ratio model replica | Share of a replica's KV blocks held by requests.
 gauge replica_tokens_left model replica | Tokens that a replica has yet to compute.

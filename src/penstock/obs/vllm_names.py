@@ -48,12 +48,14 @@ def vllm_families(families: Iterable[Metric], models: Sequence[Metrics]) -> list
 
 
 def _adapters(models: Sequence[Metrics]) -> Metric:
-    """Return the adapters in the KV cache, for gateways that send a request where its adapter is. The value is the time."""
+    """Return the adapters in the KV cache, for gateways that send a request where its adapter is. The value is the time.
+
+    One series for all models, whose labels are vLLM's: each set of adapters that was ready makes another one.
+    """
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that are ready.", labels=labels)
-    for metrics in models:
-        names = metrics.read_adapter_names(metrics.read_load().adapters.numbers)
-        family.add_metric((str(metrics.max_adapters), ",".join(sorted(names)), ""), time.time())
+    names = {name for one in models for name in one.read_adapter_names(one.read_load().adapters.numbers)}
+    family.add_metric((str(sum([one.max_adapters for one in models])), ",".join(sorted(names)), ""), time.time())
     return family
 
 

@@ -321,7 +321,8 @@ class EventStream(Response):
         self._writer = writer
         self._is_silent = False
         """Whether no event was sent since the last `_look`."""
-        self._client_wait_ns = 0
+        self._sends_since_ns: int | None = None
+        """While an event is sent: from when on that was not counted."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -339,7 +340,7 @@ class EventStream(Response):
             finally:
                 if self._timer is not None:
                     self._timer.cancel()
-                self._call.running.metrics.count_client_wait(self._client_wait_ns)
+                self._count_wait()
                 self._call.close()
 
     def _look(self) -> None:
@@ -347,7 +348,15 @@ class EventStream(Response):
         if self._is_silent:
             self._call.stream.flush()
         self._is_silent = True
+        self._count_wait()
         self._timer = asyncio.get_running_loop().call_later(self.keepalive_s, self._look)
+
+    def _count_wait(self) -> None:
+        """Count for how long the event under way has waited for the client."""
+        if self._sends_since_ns is not None:
+            running, since_ns = self._call.running, self._sends_since_ns
+            self._sends_since_ns = running.clock.now_ns()
+            running.metrics.count_client_wait(self._sends_since_ns - since_ns)
 
     async def _send_events(self, send: Send) -> None:
         stream, now_ns = self._call.stream, self._call.running.clock.now_ns
@@ -365,9 +374,10 @@ class EventStream(Response):
                 return
             if data:
                 self._is_silent = False
-                began_ns = now_ns()
+                self._sends_since_ns = now_ns()
                 await send(_piece(data, more=True))
-                self._client_wait_ns += now_ns() - began_ns
+                self._count_wait()
+                self._sends_since_ns = None
                 data = b""
             chunks = await self._next_chunks(send)
         # The client has left. Nothing is sent, but ASGI requires an end.

@@ -123,13 +123,20 @@ class Tracer:
     # For the thread.
 
     def _send(self, entries: Sequence[Entry]) -> None:
+        traces = []
+        for entry in entries:
+            try:
+                if entry.trace is not None:
+                    traces.append((entry.trace, spans_of(entry), entry.ended_unix_ns - entry.ended_ns))
+            except Exception:
+                _log.exception("a request could not be traced")
         try:
-            traces = [(entry.trace, spans_of(entry), entry.ended_unix_ns - entry.ended_ns) for entry in entries if entry.trace]
-            is_sent = bool(traces) and self._sender.send(traces)
+            num_sent = len(traces) if traces and self._sender.send(traces) else 0
         except Exception:
             _log.exception("traces of requests could not be sent")
-            is_sent = False
-        self._counts[EXPORTED if is_sent else LOST] += len(entries)
+            num_sent = 0
+        self._counts[EXPORTED] += num_sent
+        self._counts[LOST] += len(entries) - num_sent
 
 
 def spans_of(entry: Entry) -> list[Span]:

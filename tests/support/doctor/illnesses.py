@@ -46,7 +46,7 @@ def noisy_neighbour() -> Stage:
     """One of two threads waits for its CPU half of the time, and the other one for it: steps take half as long again."""
     visitors, cost = poisson(40, 1, prompt=100, answer=[50, 100]), slowed(CostModel(), 1.5)
     busy_s = Stage(visitors, cost=cost).server.busy_ns / SECOND_NS
-    return Stage(visitors, cost=cost, cpu_s={"running": 1.5 * busy_s, "waiting": 0.5 * busy_s})
+    return Stage(visitors, cost=cost, cpu_s={"running": 1.5 * busy_s, "waiting": 0.5 * busy_s, "others": 0.5 * busy_s})
 
 
 def early_retries() -> Stage:

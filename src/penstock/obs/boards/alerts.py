@@ -50,6 +50,7 @@ _LOADING = _rates('queue_wait_seconds_total{reason="loading"}', "10m")
 _LOADED = _rates('kv_disk_blocks_total{direction="loaded"}', "10m")
 _PREFILL = _rates("prefill_time_seconds_sum", "10m")
 _ALL = _rates("e2e_request_latency_seconds_sum", "10m")
+_STARTS = 'changes(process_start_time_seconds{job="penstock"}[15m])'
 _COMPUTED = _rates('prompt_tokens_total{source="computed"}', "10m")
 
 ALERTS = (
@@ -79,8 +80,8 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} miss their target for the first token.",
         f"""\
 At most {1 - OBJECTIVE:.0%} may miss it. That budget was spent 14.4 times as fast for an hour, or 6 times as fast for six
-hours, and the last minutes are no better. Ten or more missed it in the last hour. Only requests with a target count
-(`--slo-ttft`, `X-SLO-TTFT-Ms`).""",
+hours, and the last minutes are no better. Ten or more missed it in the last hour. The target is the server's
+(`--slo-ttft`); those of clients do not count.""",
         "**Time to first token** beside **Time of a request**: is it the queue, or the prompt?",
         """\
 - The queue: as for PenstockQueueDelay.
@@ -151,7 +152,7 @@ server has measured that, and requests compute most of what the tier has, while 
     Alert(
         "PenstockRestartLoop",
         f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2.5"  # it makes 2.01 of two
-        f"\nor {_sum('changes(process_start_time_seconds[15m])', 'instance')} > 2",
+        f"\nor {_sum(_STARTS, 'instance')} > 2",
         "0m",
         "critical",
         '{{ $labels.instance }} was restarted {{ $value | printf "%.0f" }} times in a quarter of an hour.',
@@ -165,15 +166,15 @@ server has measured that, and requests compute most of what the tier has, while 
     Alert(
         "PenstockReplicaLost",
         'sum by (instance) (up{job="penstock"}) == 0'
-        f"\nor {_sum('penstock_replicas', 'instance')} < {_sum('max_over_time(penstock_replicas[6h])', 'instance')}"
-        f"\nand {_sum('penstock_replicas', 'instance')} < {_sum('penstock_desired_replicas', 'instance')}",
+        f"\nor {_sum('penstock_replicas')} < {_sum('penstock_wanted_replicas')}"
+        f"\nand {_sum('penstock_replicas')} < {_sum('penstock_wanted_replicas offset 5m')}",  # a new one has time to start
         "2m",
         "critical",
-        "{{ $labels.instance }} does not answer, or has lost replicas that its load needs.",
-        "Prometheus cannot scrape the server, or a cluster has fewer replicas than within six hours, and than it needs.",
+        "{{ $labels.instance }} does not answer, or lacks replicas.",
+        "Prometheus cannot scrape the server, or a cluster has had fewer replicas than it wants for some minutes.",
         "`GET /load` lists the replicas. The log of the lost one has the reason.",
         """\
-- Start it again: requests in flight went on elsewhere.
-- If it was taken away on purpose, the alert ends by itself.""",
+- Ray starts it again if it has the CPUs and the memory. Requests in flight went on elsewhere.
+- Until then `penstock_replicas` of `penstock_wanted_replicas` have the load.""",
     ),
 )

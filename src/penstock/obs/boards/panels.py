@@ -219,20 +219,20 @@ BOARD: tuple[str | Panel, ...] = (
         "Processors",
         "short",
         "Cores that the server's process used.",
-        ("sum by (instance) (rate(process_cpu_seconds_total[$__rate_interval]))", "{{instance}}"),
+        ('sum by (instance) (rate(process_cpu_seconds_total{job="penstock"}[$__rate_interval]))', "{{instance}}"),
     ),
     _lines(
         "Resident memory",
         "bytes",
         "Of the server's process, and of the weights.",
-        ("sum by (instance) (process_resident_memory_bytes)", "{{instance}}"),
+        ('sum by (instance) (process_resident_memory_bytes{job="penstock"})', "{{instance}}"),
         (_gauge("weight_bytes"), "weights"),
     ),
     _lines(
         "Servers needed",
         "short",
         "Servers like these that the load needs, and times that the engine was restarted.",
-        (_gauge("desired_replicas"), "needed"),
+        (f"sum(max by (instance) (penstock_desired_replicas{{{_M}}}))", "needed"),  # of its models the busiest counts
         (f"sum(increase(penstock_engine_restarts_total{{{_M}}}[$__rate_interval]))", "restarts"),
     ),
 )

@@ -76,7 +76,8 @@ class Journal:
         self._ended: OrderedDict[str, Life] = OrderedDict()
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
         """The beams of each running search."""
-        self._sitting_out: dict[str, Life] = {}
+        self._sitting_out: dict[str, tuple[Life, bool]] = {}
+        """Id -> a request that has no row, and whether a grammar was the reason."""
         """Requests that sat out the last step."""
         self._last_pieces: list[tuple[Life, int]] = []
         """Requests with one prompt token left, and how often they were preempted. The next step computes it like a decode."""
@@ -250,23 +251,25 @@ class Journal:
         went_on, self._sitting_out = self._sitting_out, {}
         last_ended_ns = self._log.last_ended_ns
         for request_id in (*stats.counts.sat_out, *stats.counts.rested):
-            life = went_on.pop(request_id, None) or self._lives.get(request_id)
+            known = went_on.pop(request_id, None)
+            life, was_grammar = known or (self._lives.get(request_id), False)
             if life is None or life.phase is not Phase.DECODE:
                 continue
-            self._sitting_out[request_id] = life
+            is_grammar = request_id in stats.counts.sat_out
+            self._sitting_out[request_id] = life, was_grammar or is_grammar
             self._close_decodes(life, number)
             life.decodes_from = number + 1
-            if request_id in stats.counts.sat_out:
+            if is_grammar:
                 life.num_sat_out += 1
                 life.sat_out_ns += stats.ended_ns - last_ended_ns
             else:
                 life.rested_ns += stats.ended_ns - last_ended_ns
             if life.last_token_ns is None:
                 life.last_token_ns = last_ended_ns
-        for life in went_on.values():
+        for life, was_grammar in went_on.values():
             if life.phase is Phase.DECODE and life.last_token_ns is not None:
                 gap_ns = stats.ended_ns - life.last_token_ns
-                life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), has_sat_out=life.num_sat_out > 0))
+                life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), has_sat_out=was_grammar))
                 life.last_token_ns = None
 
     def _step_note(self, stats: StepStats) -> StepNote:

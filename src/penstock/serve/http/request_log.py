@@ -22,6 +22,8 @@ class RequestLog:
         """Start the thread, which `close` ends. Log a `share` of the requests, and those that took longer than `slow_s`."""
         self._share, self._due = share, 0.0
         self._slow_ns = None if slow_s is None else int(slow_s * 1e9)
+        self._num_told = 0
+        """Dropped requests that the log has told of."""
         self._backlog = Backlog("request-log", self._write, pause_s=_PAUSE_S)
 
     def add(self, entry: Entry) -> None:
@@ -33,14 +35,19 @@ class RequestLog:
             self._backlog.add(entry)
 
     def close(self) -> None:
-        if num_lost := self._backlog.close():
-            _log.warning("requests that were not logged, as the log's reader was too slow: %d", num_lost)
+        self._tell(self._backlog.close())
+
+    def _tell(self, num_dropped: int) -> None:
+        if num_new := num_dropped - self._num_told:
+            _log.warning("requests that were not logged, as the log's reader was too slow: %d", num_new)
+            self._num_told = num_dropped
 
     def _is_slow(self, entry: Entry) -> bool:
         # Lines of batches wait as long as it takes.
         return self._slow_ns is not None and entry.duration_ns >= self._slow_ns and not entry.is_background
 
     def _write(self, entries: Sequence[Entry]) -> None:
+        self._tell(self._backlog.num_dropped)
         for entry in entries:
             is_slow = self._is_slow(entry)
             try:

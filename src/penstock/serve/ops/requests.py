@@ -110,7 +110,7 @@ class Request(TypedDict):
     cost: NotRequired[Cost]
 
 
-RequestList = TypedDict("RequestList", {"object": Literal["list"], "data": list[Request]})
+RequestList = TypedDict("RequestList", {"object": Literal["list"], "tenant": str, "data": list[Request]})
 RequestCancelled = TypedDict("RequestCancelled", {"id": str, "object": Literal["request"], "cancelled": bool})
 
 
@@ -129,7 +129,11 @@ class RequestsEndpoint:
         owner = read_owner(http.scope, self._in_flight.config)
         max_ended = _max_ended(http.query_params.get("ended"))
         tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
-        return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in (*tell(), *tell_ended())]})
+
+        def make() -> RequestList:
+            return {"object": "list", "tenant": owner.tenant, "data": [_call(told) for told in (*tell(), *tell_ended())]}
+
+        return await json_answer(make)
 
     async def explain(self, http: HttpRequest) -> Response:
         """Explain the time that a request takes or took. Its id is its `X-Request-Id`, or the `id` of its answer."""

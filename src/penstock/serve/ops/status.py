@@ -198,7 +198,7 @@ class StatusEndpoint:
             routes=routes,
             batches=batches,
             traces=traces,
-            cpu_ns=None if times is None else {"running": times.run_ns, "waiting": times.wait_ns},
+            cpu_ns=None if times is None else {"running": times.run_ns, "waiting": times.wait_ns, "others": times.other_ns},
             process=True,
             vllm=self._has_vllm_names,
             content_type=content_type,
