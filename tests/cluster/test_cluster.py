@@ -627,7 +627,7 @@ def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> Non
 
 @pytest.mark.parametrize("method", ["on_step", "on_finish"])
 def test_no_token_is_lost_when_an_observer_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a report says was counted already, so it is told, too. The request goes on elsewhere, or has ended."""
+    """The tokens of its report were counted already, so they are told, too. The request goes on elsewhere, or has ended."""
     with cluster(num_replicas=2) as made:
         observer, calls = made.fleet._observer, []
 

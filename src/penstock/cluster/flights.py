@@ -56,7 +56,7 @@ class Flight:
     num_tokens_then: int = 0
     """Tokens that it had at the last such loss."""
     last_loss: str = ""
-    """What happened then, in words."""
+    """Its cause, in words."""
     last_token_ns: int = 0
     before: tuple[str, ...] = ()
     """Names of the replicas that it was sent to, one after another."""
