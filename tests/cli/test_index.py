@@ -31,9 +31,9 @@ def test_passages_are_embedded_as_passages_and_a_second_run_reads_what_is_new(en
     (documents / "red.txt").write_text(TEXT)
     words = [str(documents), "-o", str(file), "--embedder", str(encoder)]
     first = CliRunner().invoke(index, words)
-    assert "1 files new or changed, 0 as they were, 0 gone; 1 passages." in first.output, first.output
+    assert "1 file new or changed, 0 as they were, 0 gone; 1 passages." in first.output, first.output
     (documents / "blue.txt").write_text("Blue is another.")
-    assert "1 files new or changed, 1 as they were, 0 gone; 2 passages." in CliRunner().invoke(index, words).output
+    assert "1 file new or changed, 1 as they were, 0 gone; 2 passages." in CliRunner().invoke(index, words).output
     with LLM(encoder) as llm:
         vectors = [llm.embed(TEXT, prompt_name=name)[0].outputs.embedding for name in ("passage", "query")]
     reader = Reader(file)

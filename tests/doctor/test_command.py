@@ -77,7 +77,7 @@ def test_a_recording_is_diagnosed(tmp_path: Path) -> None:
     code, text = doctor(str(tmp_path / "r"))
     assert code == 1
     assert "few rows" in text
-    assert "Try: --max-num-seqs 2" in text
+    assert "Try: --max-num-seqs 3" in text
     assert "Simulated" in text
 
 
@@ -111,7 +111,7 @@ def test_json_has_the_figures(tmp_path: Path) -> None:
     told = json.loads(text)
     assert (code, told["verdict"]) == (1, "ill")
     first = told["findings"][0]
-    assert (first["name"], first["change"]) == ("few rows", {"max_num_seqs": 2})
+    assert (first["name"], first["change"]) == ("few rows", {"max_num_seqs": 3})
     assert first["gain"]["after"]["mean_s"] < 0.9 * first["gain"]["before"]["mean_s"]
     assert 0.1 < first["share"] <= 1
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.types.errors import counted
+
 if TYPE_CHECKING:  # with NumPy
     from penstock.search.index import F32
 
@@ -39,13 +41,13 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
             return np.array([one.outputs.embedding for one in found], np.float32)
 
         for changes in update(path, folder, embed):
-            print(f"\r{changes.num_new} files read", end="", file=sys.stderr, flush=True)
+            print(f"\r{counted(changes.num_new, 'file')} read", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for name, why in changes.unreadable.items():
         print(f"{name or folder} is left out: {why}", file=sys.stderr)
     reader = Reader(path)
     print(
-        f"{path}: {changes.num_new} files new or changed, {changes.num_same} as they were, {changes.num_gone} gone; "
+        f"{path}: {counted(changes.num_new, 'file')} new or changed, {changes.num_same} as they were, {changes.num_gone} gone; "
         f"{reader.num_passages:,} passages."
     )
     reader.close()

@@ -20,11 +20,9 @@ def monitoring() -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--target", default="host.docker.internal:8000", show_default=True, metavar="HOST:PORT", help="Server to scrape.")
 @click.option("--runbooks", default="runbooks", show_default=True, metavar="URL", help="Where alerts say that runbooks are.")
-@click.option(
-    "--server", default="http://127.0.0.1:8000", show_default=True, metavar="URL", help="Where a browser finds the server."
-)
+@click.option("--server", metavar="URL", help="Where a browser finds the server. Default: this machine, and the target's port.")
 @click.option("--force", is_flag=True, help="Write into a folder with other files, and over them.")
-def render(folder: Path, target: str, runbooks: str, server: str, force: bool) -> None:
+def render(folder: Path, target: str, runbooks: str, server: str | None, force: bool) -> None:
     """Write a dashboard, alerts with runbooks, a compose file and autoscalers to DIR.
 
     DIR must be new, empty, or one that this command has written before.
@@ -36,7 +34,7 @@ def render(folder: Path, target: str, runbooks: str, server: str, force: bool) -
         raise PenstockError(
             f"{folder} has files of others.", remedy="Name an empty folder, or give --force to write over them."
         )
-    files = render_files(target, runbooks, server)
+    files = render_files(target, runbooks, server or f"http://127.0.0.1:{target.rpartition(':')[2]}")
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ To add a rule, append it to `RULES`. It looks at an `Evidence`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -410,7 +411,7 @@ RULES: tuple[Rule, ...] = (
         of=("rows",),
         shows=lambda e: f"Waiting for a row took {_share(e, 'rows')}, with --max-num-seqs {_rows(e)}.",
         remedy="Let more requests run at once.",
-        change=lambda e: {"max_num_seqs": 2 * _rows(e)},
+        change=lambda e: {"max_num_seqs": max(2 * _rows(e), math.ceil(e.num_present))},
         must_gain=True,
     ),
     Rule(

@@ -152,6 +152,8 @@ class Evidence:
     """The share of the tokens that the named key with the most had. 0 with fewer than two keys."""
     own_tenant: str = ""
     """The one whose requests these are. Empty: those of all."""
+    num_present: float = 0.0
+    """Requests in the server at once, on average, without the background's."""
     num_now: float = 0.0
     """Requests that run or wait now, without the background's."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -199,6 +201,7 @@ class Evidence:
             client_wait=ratio(client_s, client_s + grown("e2e_request_latency_seconds_sum")),
             background=ratio(grown("background_tokens_total"), grown("batch_tokens_sum")),
             num_background=after.sum("requests_background"),
+            num_present=ratio(grown("e2e_request_latency_seconds_sum"), window_s),
             num_now=after.sum("requests_running") + after.sum("requests_waiting"),
             declined=ratio(declined, grown("prompt_tokens_total", source="computed")),
             largest_tenant=largest,

@@ -57,7 +57,11 @@ class SpanSender:
         except OSError as error:  # 1.38 raises it
             self._cause.text = str(error)
         if not is_sent and not self._is_lost:
-            _log.warning("the collector at %s takes no traces, which are lost and counted: %s", self._url, self._cause.text)
+            _log.warning(
+                "the collector at %s takes no traces, and old ones are lost: %s",
+                self._url,
+                self._cause.text,
+            )
         self._is_lost = not is_sent
         return is_sent
 

@@ -303,7 +303,8 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     """Return the text to print when the server is ready: its address, and an example command."""
     url = _base_url(config, listener)
     default = deployment.default
-    name, names = default.name, ", ".join(served.name for served in deployment.served)
+    name = default.name
+    names = ", ".join([*[served.name for served in deployment.served], *deployment.routes, *deployment.pipelines])
     path, body = _first_request(default.running)
     prompt = fast_json.dumps({"model": name, **body}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""

@@ -43,8 +43,9 @@ class RequestLog:
             self._num_told = num_dropped
 
     def _is_slow(self, entry: Entry) -> bool:
-        # Lines of batches wait as long as it takes.
-        return self._slow_ns is not None and entry.duration_ns >= self._slow_ns and not entry.is_background
+        # Lines of batches wait as long as it takes, and `/debug/trace` as long as it is told to.
+        is_work = bool(entry.operation) and not entry.is_background
+        return self._slow_ns is not None and entry.duration_ns >= self._slow_ns and is_work
 
     def _write(self, entries: Sequence[Entry]) -> None:
         self._tell(self._backlog.num_dropped)
@@ -74,7 +75,7 @@ def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = Fals
         "model": (entry.model or "")[:MAX_TOLD_CHARS],
         "route": entry.route,
         "request_id": entry.request_id,
-        "trace_id": None if entry.trace is None else entry.trace.trace_id,
+        "trace_id": entry.trace.trace_id if entry.trace is not None and entry.trace.is_sampled else None,
         "error": entry.error,
         "client_left": entry.client_left or None,
         "slow": is_slow or None,
