@@ -66,6 +66,8 @@ _log = logging.getLogger(__name__)
 
 FINISH_WORDS: Mapping[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """OpenAI's words for finish reasons. Other reasons are errors."""
+LEAST_WAIT_NS = 10_000_000
+"""Shorter waits in a send are not for the client: the event is written, or the event loop has other work."""
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that end a line in Unicode and may stand in a JSON string, with JSON's escapes."""
@@ -356,7 +358,8 @@ class EventStream(Response):
         if self._sends_since_ns is not None:
             running, since_ns = self._call.running, self._sends_since_ns
             self._sends_since_ns = running.clock.now_ns()
-            running.metrics.count_client_wait(self._sends_since_ns - since_ns)
+            if (wait_ns := self._sends_since_ns - since_ns) >= LEAST_WAIT_NS:
+                running.metrics.count_client_wait(wait_ns)
 
     async def _send_events(self, send: Send) -> None:
         stream, now_ns = self._call.stream, self._call.running.clock.now_ns
