@@ -1,4 +1,4 @@
-"""The question in a request, and what encoders of this server say of it: its vector, and how well passages answer it.
+"""The question in a request, and what encoders of this server make of it: its vector, and how well passages answer it.
 
 They read it with everybody else's texts.
 """

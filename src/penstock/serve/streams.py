@@ -324,7 +324,7 @@ class EventStream(Response):
         self._is_silent = False
         """Whether no event was sent since the last `_look`."""
         self._sends_since_ns: int | None = None
-        """While an event is sent: from when on that was not counted."""
+        """While an event is sent: the instant up to which its wait was counted."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -175,6 +175,6 @@ server has measured that, and requests compute most of what the tier has, while 
         "`GET /load` lists the replicas. The log of the lost one has the reason.",
         """\
 - Ray starts it again if it has the CPUs and the memory. Requests in flight went on elsewhere.
-- Until then `penstock_replicas` of `penstock_wanted_replicas` have the load.""",
+- Until then the others carry the load: `penstock_replicas` of `penstock_wanted_replicas`.""",
     ),
 )
