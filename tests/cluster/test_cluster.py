@@ -625,9 +625,33 @@ def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> Non
         assert "without a replica" in made.fleet.decisions()[0].reason
 
 
+def test_a_replica_that_is_refused_dials_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.REDIAL_S", 0.01)
+    monkeypatch.setattr("penstock.cluster.replica.MAX_REDIAL_S", 0.07)
+    pauses_s = [0.01]
+    with bind_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        listener.setblocking(True)
+        refused = ThreadedReplica(listener.getsockname()[1], "r0")
+        for _ in range(5):
+            listener.accept()[0].close()
+            wait_until(lambda: refused.replica._pause_s > pauses_s[-1] or refused.replica._pause_s == 0.07)
+            pauses_s.append(refused.replica._pause_s)
+        refused.kill()
+    assert pauses_s == [0.01, 0.02, 0.04, 0.07, 0.07, 0.07]
+
+
+def test_replicas_stay_when_a_beat_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(num_replicas=1) as made:
+        wait_until(lambda: made.fleet.num_replicas == 1)
+        monkeypatch.setattr(made.fleet, "_look_after_waiting", lambda now_ns: 1 / 0)
+        wait_until(lambda: caplog.text.count("the front failed in its beat") >= 2)
+        assert text_of(made, PROMPTS[0]) == oracle(PROMPTS[0])
+
+
 @pytest.mark.parametrize("method", ["on_step", "on_finish"])
 def test_no_token_is_lost_when_an_observer_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of its report were counted already, so they are told, too. The request goes on elsewhere, or has ended."""
+    """A request that goes on elsewhere goes on after the tokens that the front has read, so the client must get these."""
     with cluster(num_replicas=2) as made:
         observer, calls = made.fleet._observer, []
 

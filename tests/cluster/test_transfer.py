@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -394,3 +396,12 @@ def test_a_crowd_is_turned_away(rigs: tuple[Rig, Rig], monkeypatch: pytest.Monke
         one.close()
     wait_until(lambda: Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 200)
     server.close()
+
+
+def test_a_copy_from_memory_to_memory_ends_when_its_time_is_up() -> None:
+    content, filled = bytearray(8), []
+    memory = SimpleNamespace(block_bytes=4, target=lambda number: memoryview(content)[4 * number :][:4], fill=filled.append)
+    file = memoryview(b"aaaabbbb")
+    assert transfer._copy(file, [1, 0], memory, [0, 1], end_s=0.0) == 0
+    assert transfer._copy(file, [1, 0], memory, [0, 1], end_s=math.inf) == 2
+    assert (bytes(content), filled) == (b"bbbbaaaa", [0, 1])

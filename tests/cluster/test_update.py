@@ -44,6 +44,7 @@ def test_a_changed_model_is_replaced_once_its_replicas_are_there(make: Callable[
         assert cluster.num_answers() == 1, "the new model counts anew"
         assert len(httpx.get(f"{cluster.url}/load").json()["replicas"]) == 2
         first, second = cluster.crews
+        assert second._num_beside == 3, "the old one's memory is taken"
         assert (first.num_stops, second.num_stops) == (0, 0), "the old one still has a request"
         old.end_use()
         wait_until(lambda: first.num_stops)

@@ -255,7 +255,7 @@ def answer_names(names: str) -> list[str]:
 
 @pytest.mark.parametrize("question", ["What is red?", "a question that is longer than the reranker reads " * 9])
 async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, question: str) -> None:
-    """As the API for reranking ranks them."""
+    """In the order that `/v1/rerank` gives."""
     config = replace(pipeline.config, top=1, reranker=RerankerConfig(model="judge", candidates=2))
     judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=())
     body = CHAT | {"model": "docs", "messages": [{"role": "user", "content": question}]}
@@ -308,7 +308,7 @@ async def test_a_reranker_that_scores_nothing_is_named(models, pipeline: Pipelin
 
 
 async def test_questions_are_embedded_as_questions(models, pipeline: Pipeline, monkeypatch) -> None:
-    """With the model's prompt for them, as `/v1/embeddings` puts it before a query."""
+    """The model's prompt for queries comes before the question."""
     asked: list[np.ndarray] = []
     nearest = Reader.nearest
     monkeypatch.setattr(Reader, "nearest", lambda self, vectors, num: asked.append(vectors) or nearest(self, vectors, num))

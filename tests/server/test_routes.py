@@ -201,7 +201,7 @@ async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
 
 
 async def test_a_question_is_embedded_as_the_fit_embedded_it(monkeypatch) -> None:
-    """With the model's default prompt."""
+    """The model's default prompt comes before the question."""
     embed, read = QuestionReader.embed, []
 
     async def noting(*args: object, **options: object) -> bytes:

@@ -128,10 +128,7 @@ class ClusterModels:
         if not self._updating.acquire(blocking=False):
             raise PenstockError("Another update is under way.", remedy="Wait for its end.")
         try:
-            if routing != self._routing:
-                remedy = "Stop the cluster and start it."
-                raise ConfigError("[[routes]], [[upstreams]] and [[pipelines]] can't change in an update.", remedy=remedy)
-            return self._update(configs)
+            return self._update(configs, routing)
         finally:
             self._updating.release()
 
@@ -146,10 +143,13 @@ class ClusterModels:
             for member in ended:
                 member.join()
 
-    def _update(self, configs: Sequence[Config]) -> list[str]:
-        if (configs[0].server, configs[0].log) != (self._configs[0].server, self._configs[0].log):
-            remedy = "Stop the cluster and start it."
-            raise ConfigError("Settings of the server and its log, such as --port, can't change in an update.", remedy=remedy)
+    def _update(self, configs: Sequence[Config], routing: Routing) -> list[str]:
+        first, first_before = configs[0], self._configs[0]
+        if (first.server, first.log, routing) != (first_before.server, first_before.log, self._routing):
+            raise ConfigError(
+                "Settings of the server and its log, such as --port, and routes can't change in an update.",
+                remedy="Stop the cluster and start it.",
+            )
         assert self._deployment is not None, "it has started"
         before = {member.name for member in self._members}
         members = self._members_of(configs, kept=self._members)

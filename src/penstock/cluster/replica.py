@@ -73,8 +73,8 @@ class Replica:
         self._heard_s = 0.0
         """Time of the front's last message, by the event loop's clock."""
         self._is_lost = asyncio.Event()
-        self._was_taken = False
-        """The front of the last connection took this replica."""
+        self._pause_s = REDIAL_S
+        """Time until it dials again."""
         self._requests: dict[str, Request] = {}
         """Requests from the front that have not ended."""
         self._ended = asyncio.Event()
@@ -97,7 +97,7 @@ class Replica:
     async def serve(self, host: str, port: int) -> None:
         """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
         loop = asyncio.get_running_loop()
-        is_told, pause_s = False, REDIAL_S
+        is_told = False
         while not self._is_leaving:
             self._is_lost.clear()
             self._fetcher.forget_closed()
@@ -110,16 +110,13 @@ class Replica:
                 await asyncio.sleep(REDIAL_S)
                 continue
             is_told = False
-            self._was_taken = False
             try:
                 await self._beat_until_lost(link)
             finally:
                 link.close("it ends")
             await self._end_all()
-            # A front that did not take this replica will rarely think better of it.
-            pause_s = REDIAL_S if self._was_taken else min(2 * pause_s, MAX_REDIAL_S)
             if not self._is_leaving:
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(self._pause_s)
         while self._requests or self._preparing:
             await self._wait_for_end()
         if self._giver is not None:
@@ -165,10 +162,12 @@ class Replica:
     # Messages of the front.
 
     def _on_lost(self, link: Link, cause: str) -> None:
-        if self._link is not None and not self._is_leaving:
-            _log.warning("the front at %s was lost: %s", link.peer, cause)
-        elif not self._is_leaving:
-            _log.warning("the front at %s did not take this replica: %s", link.peer, cause)
+        if self._link is not None:
+            told, self._pause_s = "was lost", REDIAL_S
+        else:  # it will rarely think better of it
+            told, self._pause_s = "did not take this replica", min(2 * self._pause_s, MAX_REDIAL_S)
+        if not self._is_leaving:
+            _log.warning("the front at %s %s: %s", link.peer, told, cause)
         self._link = None
         self._is_lost.set()
 
@@ -224,7 +223,7 @@ class Replica:
         held = Changes(list(self._tap.held), [])
         now_ns = self._running.clock.now_ns()
         link.send(Report(now_ns, self._is_ready, self._load(), held, [], [], [], {}, self._num_copied_tokens))
-        self._link, self._was_taken = link, True
+        self._link = link
         _log.info("replica %s serves the front at %s", self._name, link.peer)
 
     def _take(self, submit: Submit) -> None:

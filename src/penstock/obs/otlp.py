@@ -58,7 +58,7 @@ class SpanSender:
             self._cause.text = str(error)
         if not is_sent and not self._is_lost:
             _log.warning(
-                "the collector at %s takes no traces, and old ones are lost: %s",
+                "the collector at %s takes no traces; what it does not take after a few tries is lost and counted: %s",
                 self._url,
                 self._cause.text,
             )

@@ -80,8 +80,8 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} miss their target for the first token.",
         f"""\
 At most {1 - OBJECTIVE:.0%} may miss it. That budget was spent 14.4 times as fast for an hour, or 6 times as fast for six
-hours, and the last minutes are no better. Ten or more missed it in the last hour. The target is the server's
-(`--slo-ttft`); those of clients do not count.""",
+hours, and the last minutes are no better. Ten or more missed it in the last hour. Only the server's target counts
+(`--slo-ttft`), not those that clients send.""",
         "**Time to first token** beside **Time of a request**: is it the queue, or the prompt?",
         """\
 - The queue: as for PenstockQueueDelay.

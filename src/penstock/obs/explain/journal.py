@@ -77,8 +77,7 @@ class Journal:
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
         """The beams of each running search."""
         self._sitting_out: dict[str, tuple[Life, bool]] = {}
-        """Id -> a request that has no row, and whether a grammar was the reason."""
-        """Requests that sat out the last step."""
+        """Requests that had no row in the last step, and whether a grammar was the reason since their last token."""
         self._last_pieces: list[tuple[Life, int]] = []
         """Requests with one prompt token left, and how often they were preempted. The next step computes it like a decode."""
         self._waits = Waits()

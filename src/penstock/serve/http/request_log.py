@@ -43,7 +43,7 @@ class RequestLog:
             self._num_told = num_dropped
 
     def _is_slow(self, entry: Entry) -> bool:
-        # Lines of batches wait as long as it takes, and `/debug/trace` as long as it is told to.
+        # Lines of batches may wait for hours, and `/debug/trace` lasts as long as its caller wants.
         is_work = bool(entry.operation) and not entry.is_background
         return self._slow_ns is not None and entry.duration_ns >= self._slow_ns and is_work
 
