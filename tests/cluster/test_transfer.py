@@ -174,17 +174,26 @@ def test_a_giver_who_does_not_know_the_secret_is_not_believed(rigs: tuple[Rig, R
 def test_a_slow_link_gives_what_came_in_time(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     giver, taker = rigs
     server, source = serve(giver.engine.blocks)
-    send, num_sent = transfer._Peer.send_bytes, 0
+    send, read, num_sent, num_asked, is_late = transfer._Peer.send_bytes, transfer._Peer.read_into, 0, 0, False
 
-    def send_slowly(peer: transfer._Peer, data: bytes) -> None:
-        nonlocal num_sent
+    def send_until_late(peer: transfer._Peer, data: bytes) -> None:
+        nonlocal num_sent, is_late
         num_sent += len(data) == taker.executor.block_bytes
         if num_sent == 20:
-            time.sleep(1)
+            wait_until(lambda: num_asked == 20)
+            is_late = True
+            peer._connection.sendall(data[:1])  # wakes the taker, which looks at its clock
         send(peer, data)
 
-    monkeypatch.setattr(transfer, "FETCH_S", 0.5)
-    monkeypatch.setattr(transfer._Peer, "send_bytes", send_slowly)
+    def read_into(peer: transfer._Peer, target: memoryview) -> None:
+        nonlocal num_asked
+        num_asked += len(target) == taker.executor.block_bytes
+        read(peer, target)
+
+    monkeypatch.setattr(transfer, "FETCH_S", TIMEOUT_S)
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * is_late))
+    monkeypatch.setattr(transfer._Peer, "send_bytes", send_until_late)
+    monkeypatch.setattr(transfer._Peer, "read_into", read_into)
     request = make_request("second", PROMPT, max_tokens=8)
     assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 19 * 4
     answer(taker, request)
