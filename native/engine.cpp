@@ -19,13 +19,13 @@ namespace penstock {
 
 namespace {
 
-constexpr int kGatePanels = 24;  // whose sums wait for those of the gate, of a block of rows
+constexpr int kGatePanels = 24;  // most panels of up sums kept beside their gates'
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A clock whose unit is known only when a step is done: the system's takes 1 to 3 % of a short step, read for each stage by each thread.
+// A clock whose unit is only measured after a step: reading the system's in each thread for each stage takes 1 to 3 % of a short step.
 int64_t ticks() {
 #if defined(__x86_64__)
     return static_cast<int64_t>(__rdtsc());
@@ -114,7 +114,7 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample, bool by_ro
     return static_cast<int>(activations_.size()) - 1;
 }
 
-// std::invalid_argument unless an activation is in the form that a matrix multiplies.
+// Throws std::invalid_argument unless the activation's form and columns fit the matrix.
 void Engine::check_form(int weight, int activation) const {
     const PackedMatrix& w = weights_.packed(weight).matrix;
     const Activation& x = activations_.at(activation).view;
@@ -180,7 +180,7 @@ int Engine::add_experts(const ExpertsLayer& layer, Domain domain) {
 }
 
 int Engine::define_linear_attention(const LinearAttentionOp& op) {
-    if (op.num_key_heads < 1 || op.num_heads % op.num_key_heads != 0) throw std::invalid_argument("heads are no multiple of the key heads");
+    if (op.num_key_heads < 1 || op.num_heads % op.num_key_heads != 0) throw std::invalid_argument("heads must be a multiple of key heads");
     recurrence_.reserve(op.first_line, op.num_heads, op.key_dim, op.value_dim);
     linear_attentions_.push_back(op);
     return static_cast<int>(linear_attentions_.size()) - 1;
@@ -237,7 +237,7 @@ void Engine::settle() {
     weights_.settle();
 }
 
-Engine::~Engine() { abandon_step(); }  // others compute with what is freed here
+Engine::~Engine() { abandon_step(); }  // other threads may still use this memory
 
 void Engine::abandon_step() {
     if (has_begun_) {
@@ -674,7 +674,7 @@ void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, 
     const int begin = stage.first + task * stage.grain, end = std::min(begin + stage.grain, stage.end);
     AttentionTask work = attention_task(op, tiles[begin]);
     for (int i = begin; i < end; ++i) {
-        // After a task's last tile comes the first of the task that this member will probably take, for its keys to be fetched.
+        // After a task's last tile prefetch the first one of the task that this member will probably take next.
         const int after = i + 1 < end ? i + 1 : stage.first + stage.task_after(task) * stage.grain;
         const AttentionTask next = attention_task(op, tiles[std::min(after, stage.end - 1)]);
         if (after < stage.end) work.next = &next;
@@ -708,7 +708,7 @@ void Engine::prepare_state(const LinearAttentionOp& op, int64_t row) {
     decays_and_rates(op, steps, gates, weights_.vector(op.step_bias), weights_.vector(op.decay), decays);
 }
 
-// Pieces of work are (panel, row of the step), the rows of a panel beside each other: a task has some of all rows, whatever their lengths.
+// Pieces of work are (panel, row of the step), ordered by panel: a task has rows of all lengths.
 void Engine::run_causal_conv(const CausalConvOp& op, const Stage& stage, int task, int member) {
     const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
     const int rows = stage.end - stage.first, begin = task * stage.grain;

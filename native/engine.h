@@ -2,8 +2,8 @@
 //
 // Built once by the lowering (backends/native/lowering.py), then `run_step` is called by one thread at a time. It asks the planner
 // (step_planner.h) how the step is divided, has the team (team.h) run the tasks, and computes each with the kernels (kernels/kernels.h).
-// Knows nothing of requests: rows are slots in tables that the caller owns. Never allocates during a step
-// once the largest step was seen.
+// Knows nothing of requests: rows are slots in tables that the caller owns. Does not allocate during a step
+// after the largest one.
 
 #pragma once
 
@@ -54,23 +54,23 @@ class Engine final : private Work {
 
     // Each returns the id of what it adds.
     // cos and sin are multiplied by attention_factor and by 1 + growth * ln(1 + position / growth_len).
-    // `per_sample`: its angles are those of the samples, and else of all tokens.
+    // `per_sample`: angles are computed for the samples, else for all tokens.
     int add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len, bool per_sample);
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample, bool by_row);
     void add_instruction(Instruction instruction);
-    // All instructions of a layer of experts but the last one: kSumExperts, for which the id is.
+    // All instructions of a layer of experts except the last, kSumExperts, which takes the id.
     int add_experts(const ExpertsLayer& layer, Domain domain);
-    // Linear attention, for which the id is: of kPrepareState and then of the instruction itself.
+    // Linear attention. The id is for kPrepareState and then for the instruction itself.
     int define_linear_attention(const LinearAttentionOp& op);
     void add_linear_attention(int id);
     // After the last instruction. Logits are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
-    // std::invalid_argument if that would change them and the last instruction is no product that makes them.
+    // std::invalid_argument if that changes them and they are not the last instruction's product.
     void set_logits(int buffer, float scale, float cap);
     // After the last instruction, of a program that computes texts whole: the buffer with their answers. `per_sample`: it has a row for each
     // sample, and else one for each token.
     void set_states(int buffer, bool per_sample);
-    // The weights are complete: threads of low priority see to their pages, and to those of the KV cache.
+    // The weights are complete: low-priority threads start making their pages huge and touching the KV cache's.
     void settle();
 
     // Rows may have adapters of a rank up to this one; before anything is added. std::invalid_argument for a rank that can't be.
@@ -81,9 +81,9 @@ class Engine final : private Work {
     void set_sampling(int slot, RowSampling sampling) { logits_.set_sampling(slot, std::move(sampling)); }
     // Throws std::bad_alloc if the sampler finds no memory; the samples then have no meaning.
     void run_step(const StepInput& input);
-    // Begins a step whose masks are still to come: the other threads of the team compute its layers meanwhile. If the team is another's, it
-    // only plans it, and `finish_step` waits. `admit_masks` must follow, once what `input` points to has them, and then `finish_step`, both
-    // on the thread that began it; no other step before.
+    // Begins a step whose masks are still to come: the other threads of the team compute its layers meanwhile. If another engine has the
+    // team, this only plans the step, and `finish_step` waits. Once `input` points to the masks, call `admit_masks` and then
+    // `finish_step`, both on the thread that began it, before any other step.
     void begin_step(const StepInput& input);
     void admit_masks() { logits_.admit_masks(); }
     void finish_step();
@@ -101,7 +101,7 @@ class Engine final : private Work {
     bool has_states() const { return states_buffer_ >= 0; }
     // Fills all buffers with NaN, so that a test sees any use of what no step has written.
     void poison_buffers();
-    // Positions of a step are below that many.
+    // A step's positions must be below this.
     int32_t num_positions() const { return num_positions_; }
     int64_t logits_width() const { return logits_buffer_ < 0 ? 0 : buffers_[logits_buffer_].width; }
     StepTimes times() const;  // of the last step
@@ -115,7 +115,7 @@ class Engine final : private Work {
     // How the last step was divided.
     const StepPlanner& planner() const { return planner_; }
     void use_all_members() { planner_.use_all_members(); }
-    // What a stage of it computes; null: the draw.
+    // The instruction of a stage; null: the draw.
     const Instruction* instruction_of(int stage) const;
     // Blocks whose keys and values of one layer a strand's products were to fetch in the last step, before its attention read them, in order.
     std::vector<int32_t> fetched_blocks(int strand, int layer) const;

@@ -1,4 +1,4 @@
-// The orders of an engine: the instructions of its program, and the arrays of one step. Plain data, written by the bindings
+// The input of an engine: the instructions of its program, and the arrays of one step. Plain data, written by the bindings
 // (bind_engine.cpp) and by the row table, read by the planner of a step and by the engine.
 
 #pragma once
@@ -12,7 +12,7 @@
 namespace penstock {
 
 constexpr int kRowsTogether = 16;  // rows that go through one row operation after another: they stay in the first-level cache
-constexpr int kExpertsTogether = 16;  // whose scores of a row are one piece of work
+constexpr int kExpertsTogether = 16;  // scores of a row in one piece of work
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -36,8 +36,8 @@ struct RowOp {
     // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), first column of x (kColumns),
     // whether rows have a zero of their own (kRound)
     int32_t n = 0;
-    int32_t head_dim = 0;  // kRope; kRmsNorm: columns from the weight's numbers of one group to those of the next; kPlaceHeads: the column
-                           // of each of out's heads from which on it is one of x, then zeros
+    int32_t head_dim = 0;  // kRope; kRmsNorm: columns between the weights of one group and the next; kPlaceHeads: first column of each
+                           // head of out that gets x's head; zeros follow
     float value = 0.0f;    // eps, scale or factor (kScale), or factor of the second buffer (kAdd)
 };
 
@@ -50,8 +50,8 @@ struct LinearOp {
     bool has_kind = false;  // an activation, of kind `kind`: weights of kU8Row alone
     ActivationKind kind = ActivationKind::kGelu;
     int32_t site = -1;      // of adapters
-    // If there are heads: the matrix has one of each, in whole panels. Head h multiplies the columns from h * x_columns on of an
-    // activation in bf16, and goes to the columns from h * out_columns on.
+    // If num_heads > 0, the matrix has one part per head, in whole panels. Head h multiplies the columns from h * x_columns on of an
+    // activation in bf16, and writes those from h * out_columns on.
     int32_t num_heads = 0, x_columns = 0, out_columns = 0;
 };
 
@@ -71,7 +71,7 @@ struct AttentionOp {
     int32_t window = 0;
     float softcap = 0.0f;
     int32_t sinks = -1;        // vector [num_heads]
-    bool of_samples = false;  // of other tokens nobody reads what comes out, and it is not computed
+    bool of_samples = false;  // only samples are computed: nobody reads the others' results
 };
 
 // Attention within each text of a step, which was computed whole.
@@ -85,8 +85,8 @@ struct TextAttentionOp {
     int32_t num_distances = 0;
 };
 
-// A layer's mixture of experts. A matrix has those of all experts, one below the other, each in whole panels: `inner` the gate's rows of
-// an expert and then up's, `outer` those of the down projection. Their biases lie likewise.
+// A layer's mixture of experts. A matrix has the rows of all experts, one expert after the other, each in whole panels: `inner` an expert's
+// gate and then its up projection, `outer` the down projections. Biases are laid out alike.
 struct ExpertsLayer {
     int32_t num_experts = 0, num_chosen = 0;
     int32_t width = 0;                      // of an expert: what the down projection reads
@@ -94,15 +94,15 @@ struct ExpertsLayer {
     int32_t input = -1;                     // activation: x in the form that `inner` wants
     int32_t router = -1;                    // vector [num_experts, columns of x]
     int32_t router_bias = -1;               // vector [num_experts]: of the router's products
-    int32_t selection_bias = -1;            // likewise: of the scores, and only the choice sees it
+    int32_t selection_bias = -1;            // likewise: added to scores for the choice only
     int32_t inner = -1, outer = -1;         // matrices
     int32_t inner_bias = -1, outer_bias = -1;
     ActivationKind activation = ActivationKind::kSilu;
-    bool is_sigmoid = false;                // what makes scores of the router's products: else softmax
+    bool is_sigmoid = false;                // turns the router's products into scores; else softmax
     bool is_renormalised = true;            // a token's shares are divided by their sum
     float share_factor = 1.0f;              // of the shares, after that
     int32_t share_scale = -1;               // vector [num_experts]: of each expert's shares, after that
-    // Only experts of so many groups may be chosen: those with the largest sums of so many of their scores. 0: all may be.
+    // Only experts of `num_chosen_groups` groups may be chosen: those with the largest sums of `num_group_scores` scores. 0: all.
     int32_t num_groups = 0, num_chosen_groups = 0, num_group_scores = 1;
 };
 
@@ -157,11 +157,11 @@ struct Instruction {
 
 // Where a row of the step has its recurrent state, if that lies in blocks of its own: [num_state_blocks] ids each.
 struct RowState {
-    const int32_t* blocks = nullptr;  // null: what comes after the row's tokens is kept nowhere
-    const int32_t* source = nullptr;  // null: before its first token there is none
+    const int32_t* blocks = nullptr;  // null: the state after the row's tokens is dropped
+    const int32_t* source = nullptr;  // null: the row starts without a state
 };
 
-// A copy of a row's state after so many of its tokens of the step.
+// A copy of a row's state after `num_tokens` of the step's tokens.
 struct StateSave {
     int32_t row, num_tokens;
     std::vector<int32_t> blocks;
@@ -184,8 +184,8 @@ struct StepInput {
     const int32_t* tokens;        // [max_rows, tokens_stride]
     int64_t tokens_stride;
     const int32_t* num_prompt_of_slot;  // [max_rows]
-    const int32_t* logit_targets = nullptr;  // [S]: a token of the prompt whose log-probability is told, and -1 of rows that sample; null: all sample
-    const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
+    const int32_t* logit_targets = nullptr;  // [S]: a token of the prompt to score, or -1 for rows that sample; null: all sample
+    const uint32_t* const* masks = nullptr;  // [S] allowed tokens, a bit each, or null for any; null: no masks
 
     const int32_t* second_at_of_slot = nullptr;  // [max_rows], position of a pair's second text, or 0; null: 0 of all
     const int64_t* adapter_of_slot = nullptr;    // [max_rows], number of a row's adapter, or 0; null: 0 of all
@@ -194,7 +194,7 @@ struct StepInput {
     const StateSave* saves = nullptr;      // [num_saves], those of one row in order of tokens
     int32_t num_saves = 0;
 
-    // How many tokens of its row come before the one that is drawn of a row of logits.
+    // Tokens of the row before the one drawn from a row of logits.
     int32_t num_tokens_before(int row) const { return positions[logit_tokens[row]] + 1; }
     // The row of a token, as its index among those of the step.
     int row_of(int64_t token) const {
@@ -204,7 +204,7 @@ struct StepInput {
     int32_t target_of(int row) const { return logit_targets ? logit_targets[row] : -1; }
 };
 
-// Of a layer's keys, and of its values: of each position. Values of latents are the first `num_latent` columns of the keys.
+// The keys and values of a layer at one position. With latents, values are the first `num_latent` columns of the keys.
 struct KvShape {
     int32_t num_kv_heads, head_dim, num_latent = 0;
 };
@@ -216,7 +216,7 @@ struct EngineShape {
     KvFormat kv_format;
     // Recurrent state (short_conv.h): of so many layers, each with so many columns of so many numbers in a block.
     int32_t num_states = 0, state_columns = 0, state_width = 0;
-    int32_t max_scored = 0;  // positions of prompts, and guesses, that have logits in a step, beside a row each that samples
+    int32_t max_scored = 0;  // scored prompt positions and guesses of a step, whose logits are beside one for each row
     uint64_t memory_nodes = 0;  // over which weights and KV cache are spread: MemoryNodes in packing.h
     // A row's recurrent state in blocks of its own (recurrence.h): so many lines, each of so many floats.
     int64_t num_state_lines = 0;

@@ -28,8 +28,8 @@ using Memory = std::unique_ptr<uint8_t, FreeMemory>;
 Memory allocate_aligned(int64_t bytes, bool zeroed);
 
 // Memory nodes of the machine (NUMA), a bit each, over which pages are spread; 0: the system puts a page beside the thread that touches it
-// first. Who computes a task is settled when the step runs, so no thread is nearer to what it will read than another; and all nodes are
-// to bring it together.
+// first. Tasks go to threads only when the step runs, so no node is the right one for a page; spreading uses all nodes'
+// bandwidth.
 using MemoryNodes = uint64_t;
 
 // Has the system spread pages that were not touched yet. 0, or why it does not, as errno has it: the pages then lie where it puts
@@ -44,9 +44,9 @@ Memory allocate_in(int fd, int64_t bytes, MemoryNodes nodes);
 // Memory for weights, side by side in huge pages where the system has them: a step reads all of it, once, and small
 // pages would end the processor's prefetching every 4 KiB.
 //
-// A virtual machine may have given its free memory back to the host; then a huge page takes milliseconds, as the host brings
-// it 4 KiB at a time. Small pages are rather those that somebody used lately. So from the first dear page on
-// they are small, and become huge when there is time: `settle`.
+// A virtual machine may have returned its free memory to the host; then a huge page takes milliseconds, as the host supplies
+// 4 KiB at a time. Small pages were more likely used lately. So from the first slow page on
+// pages are small; `settle` makes them huge when there is time.
 class Arena {
   public:
     explicit Arena(MemoryNodes nodes) : nodes_(nodes) {}
@@ -84,7 +84,7 @@ class Arena {
     std::atomic<int64_t> small_bytes_{0};
 };
 
-// The disk has no room or failed, or there is none.
+// The disk is full, failed, or is not a disk.
 struct DiskError : std::system_error {
     using std::system_error::system_error;
 };

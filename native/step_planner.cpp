@@ -6,19 +6,19 @@ namespace penstock {
 
 namespace {
 
-constexpr int kRowsOfTile = 4;      // strands and tasks are cut at multiples of it; only the speed depends on it
-constexpr int kTasksPerMember = 6;  // of a stage: the last ones to end leave the others idle for that much less
+constexpr int kRowsOfTile = 4;      // strands and tasks are cut at multiples of it, for speed only
+constexpr int kTasksPerMember = 6;  // of a stage: smaller tasks leave members idle for less at its end
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 constexpr int kEagerMembers = 8;       // have so many tasks each; of larger teams the others have fewer,
 constexpr int kTasksOfFurther = 2;     // since all take them from one counter, one after the other
 constexpr int kTextQueries = 256;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
 
-// Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share
-// (`strand_tokens`); else so many that reading counts for little. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
+// Each strand reads all weights. So it needs enough tokens on average: `strand_tokens` if weights come from a cache that threads share,
+// which must hold a layer, since strands begin spread over one; else so many that reading counts for little.
 constexpr int kTokensOfWideStrand = 96;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
-constexpr int kFewestTokens = 12;      // of a step in one strand whose products fetch: products of fewer wait for memory themselves
-constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
+constexpr int kFewestTokens = 12;      // of a one-strand step whose products prefetch: with fewer they are bound by memory themselves
+constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as a product's
 
 // What decides how many members take part in a step, in nanoseconds; docs/kernels.md, "Many threads", says why. Two always do.
 constexpr double kNsPerByte = 1.0 / 15;          // of weights, for one thread that reads them from memory
@@ -58,7 +58,7 @@ void StepPlanner::count_last_instruction() {
     const Instruction& instruction = program_.back();
     tiling_of_.push_back(0);
     const bool is_of_tokens = instruction.domain == Domain::kTokens;
-    int64_t fetching = 0;  // that part of a token's whose products fetch keys and values meanwhile: not those of floats
+    int64_t fetching = 0;  // multiply-adds per token of products that prefetch keys and values: not float ones
     const auto count = [&](int weight) {
         const PackedStorage& w = weights_.packed(weight);
         const int64_t cost = int64_t{w.matrix.rows} * w.matrix.cols;
@@ -130,8 +130,8 @@ Fetching::Share StepPlanner::fetched_by(int stage, int task) const {
 
 bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / num_token_layers() <= kCachedLayerBytes; }
 
-// As many as pay and can be of about equal cost; one strand if several would not. Experts are read by one strand: with half of the rows
-// each, two would read nearly all of them twice.
+// As many strands as pay and can have about equal costs; else one. Programs with experts have one strand: two with half the rows each
+// would read nearly all experts twice.
 void StepPlanner::plan_strands() {
     plan_.strands.clear();
     const int most = has_experts_ ? 1 : std::min({team_size_, Team::kMaxStrands, input_.num_tokens / kernels_.strand_tokens});
@@ -141,8 +141,8 @@ void StepPlanner::plan_strands() {
     if (plan_.strands.empty()) plan_.strands.push_back({0, input_.num_tokens, 0, input_.num_logits});
 }
 
-// The work is divided by the members, and each stage costs every member of its strand the meeting: the sum of both is least where they are
-// equal. Beyond that a step would take longer with every thread that helps.
+// More members divide the work, but each one makes every stage's synchronisation longer. The total is least where both are equal; beyond
+// that every further thread makes the step longer.
 int StepPlanner::members_that_pay() const {
     const auto bytes = static_cast<double>(costs_.weight_bytes * num_strands() + (input_.num_logits > 0 ? costs_.sample_weight_bytes : 0));
     const double work_ns = bytes * kNsPerByte + static_cast<double>(cost_until_.back()) * kNsPerMultiplyAdd;
@@ -167,9 +167,9 @@ void StepPlanner::add_up_costs() {
     }
 }
 
-// Where a strand ends that has its share of the cost up to this token: with a whole tile of rows, which may be within a row of the step,
-// but for programs with a state: a token would look in vain for what those before it have left (short_conv.h, recurrence.h); and in texts
-// all read all.
+// Where a strand ends whose share of the cost ends at this token: after a whole tile of rows, which may be within a row of the step.
+// Only at a row's end in programs with a state, since tokens need the state before them (short_conv.h, recurrence.h), and in texts, whose
+// tokens see each other.
 int StepPlanner::end_of_strand(int64_t token) const {
     const int end = (static_cast<int>(token) + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile;
     if ((!has_state_ && !is_one_pass_) || end >= input_.num_tokens) return std::min(end, input_.num_tokens);
@@ -177,7 +177,7 @@ int StepPlanner::end_of_strand(int64_t token) const {
     return *after - end < end - after[-1] ? *after : after[-1];
 }
 
-// Into strands of about equal cost, which may begin and end within a row; into none if they can't be equal.
+// Makes strands of about equal cost, which may begin and end within a row; none if that is impossible.
 void StepPlanner::divide_tokens(int wanted) {
     const int64_t total = cost_until_.back();
     int64_t dearest = 0, before = 0;
@@ -196,8 +196,8 @@ void StepPlanner::divide_tokens(int wanted) {
     if (dearest > total / wanted + total / (4 * wanted)) plan_.strands.clear();
 }
 
-// They begin an even share of a layer apart, and join for the logits, whose matrix comes from memory and is then read once. A row that
-// goes on in the next strand has its keys and values written first.
+// Strands begin an even share of a layer apart, and join for the logits, whose matrix is then read from memory once. They are ordered
+// if a row goes on in the next strand, which reads its keys and values.
 Team::Strands StepPlanner::strands_of_run() const {
     const int32_t* const starts = input_.query_start_loc;
     const bool cuts_row = std::any_of(plan_.strands.begin(), plan_.strands.end(), [&](const Strand& strand) {
@@ -251,7 +251,7 @@ void StepPlanner::add_tiles_of_gathered(const Strand& strand, const Tiling& tili
     }
 }
 
-// Of all heads, and of the queries of a run, which are neighbours in the step's row and in the buffer.
+// All heads of a run: queries that are neighbours in the step's row and in the buffer.
 void StepPlanner::add_tiles_of_run(AttentionTile run, const Tiling& tiling) {
     // More heads than a task has pairs, as those of a latent may be, are shared out evenly.
     const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_queries));
@@ -292,7 +292,7 @@ void StepPlanner::add_tile(AttentionTile tile, bool of_samples) {
     plan_.tiles.push_back(tile);
 }
 
-// So that no task is more than a quarter of what each of the strand's threads has to do.
+// Splits tiles until none exceeds a quarter of the work of one of the strand's threads.
 void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
     const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
     const auto first = plan_.tiles.begin() + tiles.first;
@@ -324,8 +324,8 @@ void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
     }
 }
 
-// Threads that share a strand don't know who of them will read what, and a layer of more weights than a cache holds would drive out what was
-// fetched.
+// No prefetching if threads share a strand: any of them may read a block; or if a layer's weights exceed the cache and would evict
+// what was fetched.
 void StepPlanner::plan_fetching(Strand& strand) {
     strand.blocks = {};
     if (takers() > 1 || !layer_fits_cache()) return;
@@ -373,7 +373,7 @@ Stage StepPlanner::plan_recurrence(const Strand& strand, int panels, int members
     return {ceil_div(count, grain), grain, 1, first, end, members};
 }
 
-// Which experts the rows will choose is not known yet: a product has as many tasks as share the panels of any of them.
+// The experts are not chosen yet: a product has enough tasks to share the panels of any choice.
 Stage StepPlanner::plan_experts(const ExpertsOp& op, int first, int end, int members) const {
     const ExpertsLayer& layer = op.layer;
     const int rows = end - first, pairs = rows * layer.num_chosen, wanted = tasks_for(members, kTasksPerMember);
@@ -416,9 +416,9 @@ Stage StepPlanner::plan_product(const Instruction& instruction, int first, int e
     return {column_tasks * num_blocks, grain, num_blocks, first, end, members, block};
 }
 
-// Of a block's rows, in tiles: all of them, where there are enough tasks. Where many members share few panels they have fewer rows each,
-// as many as let the last one end first. A panel then is read once for each of the blocks, from a cache that members share. Where weights
-// are widened for all rows of a task, that would be done for each of them.
+// Returns the tiles of a task's rows: all of a block's if there are enough tasks. If many members share few panels, tasks have fewer rows,
+// so that the last one ends earliest; each block of rows then reads the panels again, from a cache that members share. Not with kernels
+// that widen weights for all rows of a task: each block would do so again.
 int StepPlanner::tiles_of_task(int tiles, int tasks, int members) const {
     if (members <= kFewestMembers || kernels_.has_tiles) return tiles;
     const auto time_of = [&](int each) { return ceil_div(tasks * ceil_div(tiles, each), members) * each; };

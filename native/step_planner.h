@@ -6,7 +6,7 @@
 //                          own stages of each strand                                      joint stages
 //
 // The engine (engine.h) asks once for each step, hands `num_tasks` and `strands_of_run()` to the team, and looks up what a task is.
-// Nothing is computed here, and no order of a sum depends on it: the kernels add in the same order however a step is divided.
+// Nothing is computed here, and results do not depend on it: the kernels add in the same order however a step is divided.
 
 #pragma once
 
@@ -32,7 +32,7 @@ struct TileRange {
 // strand multiply while those of another wait for keys and values.
 struct Strand {
     int32_t first_token, end_token, first_logit, end_logit;
-    int32_t first_tiles = 0;    // those of its attention, in `StepPlan::attention_tiles`: a range for each of the program's tilings
+    int32_t first_tiles = 0;    // index in `StepPlan::attention_tiles` of its first range, one for each of the program's tilings
     Fetching::Blocks blocks{};  // that its products fetch for attention
 };
 
@@ -45,7 +45,7 @@ struct Stage {
     int32_t members;     // that share its tasks
     int32_t block = 0;   // rows of a row block
 
-    // The task that a member takes after this one, if those who share the stage are equally fast.
+    // The task that a member takes next, if the members of the stage are equally fast.
     int task_after(int task) const { return task + members; }
     // Rows and panels of a task of a product.
     int first_row(int task) const { return first + task % row_blocks * block; }
@@ -56,16 +56,16 @@ struct Stage {
     }
 };
 
-// Queries of a row, and heads that share those of keys and values, that attend together, over all positions or, as a piece of a long one,
-// over some segments. `token` is the first query's row in its buffer: of gathered samples, a sample's. In programs that compute texts
-// whole: of all heads, and `position` is the first query's in its text.
+// Queries of a row that attend together, for query heads that share a KV head: over all positions or, as a piece of a long tile, over
+// some segments. `token` is the first query's row in its buffer: if gathered, a sample's. In programs that compute texts
+// whole a tile has all heads, and `position` is the first query's in its text.
 struct AttentionTile {
     int32_t row, token, position, num_queries, first_head, num_heads;
     int32_t split = -1;  // of which this is a piece
     int32_t first_segment = 0, end_segment = 0;
 };
 
-// A tile that sees so much that its segments are divided over threads. The piece that is done last merges them all.
+// A tile with so many segments that threads share them. The piece that finishes last merges all of them.
 struct AttentionSplit {
     int64_t partials;  // where they begin
     int32_t num_pieces;
@@ -84,13 +84,13 @@ struct StepPlan {
 
 class StepPlanner {
   public:
-    // `program` and `weights` outlive this, and belong to it: an instruction is added to both.
+    // `program` and `weights` must outlive this; call `count_last_instruction` after adding an instruction.
     StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
                 const KvCache& kv, int team_size);
 
     // After the program's next instruction.
     void count_last_instruction();
-    // Whether the program's last instruction is of all strands together; of each strand until this is called.
+    // Whether all strands together compute the program's last instruction; otherwise each strand does.
     void join_last_instruction(bool joins) { num_own_ = static_cast<int>(program_.size()) - (joins ? 1 : 0); }
 
     // `input` must live as long as the step.
@@ -100,13 +100,13 @@ class StepPlanner {
     Team::Strands strands_of_run() const;
     // Members of the team that take part in the step.
     int num_members() const { return num_members_; }
-    // For tests and measurements: from now on all do, whatever it costs them to meet.
+    // For tests and measurements: all take part from now on, even if synchronising costs more.
     void use_all_members() { uses_all_members_ = true; }
     // Index of a stage's instruction in the program; the program's size for the draw.
     std::size_t instruction_of(int stage) const;
     bool is_joint(int stage) const { return stage >= num_strands() * num_own_; }
     int num_strands() const { return static_cast<int>(plan_.strands.size()); }
-    // Instructions that each strand goes through by itself; the others follow when all have.
+    // Instructions that each strand runs by itself; the joint ones follow when all have.
     int num_own() const { return num_own_; }
     bool has_joint_instruction() const { return num_own_ < static_cast<int>(program_.size()); }
     // The blocks that one task of a stage is to fetch.
@@ -122,10 +122,10 @@ class StepPlanner {
         int64_t sample_weight_bytes = 0;
     };
 
-    // Those that attend: of all tokens, of the samples among them, or of samples that were gathered.
+    // The queries of an attention: all tokens, the samples among them, or gathered samples.
     enum class Queries { kAll, kSamples, kGathered };
 
-    // What the tiles of an attention depend on: layers that agree in it have the same.
+    // All that an attention's tiles depend on: layers with equal tilings share them.
     struct Tiling {
         int32_t heads_per_kv, num_kv_heads, head_dim;
         Queries queries;
@@ -134,7 +134,7 @@ class StepPlanner {
 
     // How many members share a strand.
     int takers() const { return ceil_div(num_members_, num_strands()); }
-    // Of the program; at least those with keys and values.
+    // The program's; at least those with keys and values.
     int num_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_); }
     // Those whose weights multiply all tokens.
     int num_token_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_ - num_gathered_attentions_); }

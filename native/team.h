@@ -2,8 +2,8 @@
 //
 // A run is a list of stages, each with a number of tasks, or several such lists, its strands, and then stages that all have in common.
 // Members take tasks from a counter; a stage begins when all tasks of the one before are done. Each member has a strand, alone or with
-// others, and helps with the rest when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member
-// whose core was taken away delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything
+// others, and helps with the rest when that one is done. Members wait for tasks that are running, never for a member: one
+// that loses its core delays its strand by at most the task that it runs. The caller is member 0 and can do everything
 // alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores. They sleep in
 // groups, of which a run wakes those with members that take part in it.
 //
@@ -26,7 +26,7 @@
 
 namespace penstock {
 
-// The computation of a run. Members call it; it must not throw, since nobody could be told.
+// The computation of a run. Members call it; it must not throw: no caller could catch it.
 class Work {
   public:
     virtual void run_task(int stage, int task, int member) = 0;
@@ -57,8 +57,8 @@ class Team {
     // The strands of a run have as many stages each.
     struct Strands {
         int count = 1;         // at most kMaxStrands
-        int lag = 0;           // stages of the first strand that all compute together before those of strand i, times i, begin with theirs
-        bool ordered = false;  // whether a stage begins only when the strand before is through with the same one
+        int lag = 0;           // members of strand i first help with i * lag stages of the first strand, before their own
+        bool ordered = false;  // whether a stage begins only after the same stage of the previous strand
         int num_joint = 0;     // stages that follow when all strands are done, of all together
         int members = kMaxSize;  // the first so many take part, at least one for each strand; kMaxSize: all
     };
@@ -72,7 +72,7 @@ class Team {
     // The two halves of `run`: the other members begin, and go on until the caller takes part, too. Who begins has to finish; the turn is
     // the caller's meanwhile.
     int64_t begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
-    // The same without a wait. False, and nothing has begun, if the turn is not free, or there are no other members.
+    // Begins if the turn is free and there are other members. Returns whether it did; never waits.
     bool try_begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
     void finish();
 
@@ -154,7 +154,7 @@ class Team {
     std::condition_variable turns_changed_;
     Turns turns_;
     std::unique_ptr<Turn> turn_;  // of the run that was begun and not finished, whose caller alone touches it
-    std::vector<std::unique_ptr<Stages>> storage_;  // all that ever were: a late member may still look at an old one
+    std::vector<std::unique_ptr<Stages>> storage_;  // never freed: a late member may still read an old one
     std::vector<std::thread> threads_;
 };
 

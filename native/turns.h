@@ -2,8 +2,8 @@
 // Team (team.h) waits and asks here with its lock; tests ask with instants of their own.
 //
 // Runs can't be interrupted, so the choice falls between them. It is start-time fair queueing (Goyal, Vin and Cheng, 1996): an account's
-// clock goes on by the time that it had, divided by its share, and the least clock is next. Clocks within `kSlack` count as equal: of
-// these who asked first is next. Who comes back after a pause is behind by `kCredit` at most: idleness saves up nothing.
+// clock goes on by the time that it had, divided by its share, and the least clock is next. Clocks within `kSlack` count as equal:
+// the first to ask is next. After a pause an account is at most `kCredit` behind: idleness earns no more.
 //
 // Whoever ends a run has work of its own to do before it asks again, and another one that waits would begin meanwhile: two of them would
 // have every other run each, however long those are. So the turn is kept for one that is behind its share and comes back soon, as disks
@@ -19,7 +19,7 @@
 
 namespace penstock {
 
-// One who takes turns on one team. Its fields are those of the team's `Turns`, but for the time, which any thread may read.
+// A taker of turns on one team. Its fields are those of the team's `Turns`, but for the time, which any thread may read.
 class Account {
   public:
     // Throws std::invalid_argument for a share below 0.001 or above 1000.

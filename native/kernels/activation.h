@@ -50,7 +50,7 @@ PENSTOCK_INLINE vf elu(vf x) {
     return add(relu(x), fma(power, mul(p, r), sub(power, set1(1.0f))));
 }
 
-// What a product with a gate computes of its sums.
+// The epilogue of a product with a gate.
 PENSTOCK_INLINE vf gated(vf gate, vf up, ActivationKind kind) {
     return mul(kind == ActivationKind::kSilu ? silu(gate) : gelu_tanh(gate), up);
 }
@@ -68,7 +68,7 @@ PENSTOCK_INLINE void for_activation(ActivationKind kind, F f) {
         case ActivationKind::kTanh: return f([](vf x) PENSTOCK_LAMBDA { return tanh(x); });
         case ActivationKind::kSigmoid: return f([](vf x) PENSTOCK_LAMBDA { return times_sigmoid(set1(1.0f), x); });
         case ActivationKind::kElu: return f([](vf x) PENSTOCK_LAMBDA { return elu(x); });
-        case ActivationKind::kSwigluClamped: return;  // for_gate has it
+        case ActivationKind::kSwigluClamped: return;  // handled by for_gate
     }
 }
 

@@ -107,7 +107,7 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
     for (int c = 0; c < kColumns; ++c) {
         for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
     }
-    // Weights of 8 bits may count kUnsignedLess less than they are. Then that many sums of the values are lacking.
+    // dot4_u8 may take 8-bit weights as kUnsignedLess too small: that many sums of the values are added below.
     constexpr bool kLacks = Kv::kIsInt8 && kUnsignedLess != 0;
     [[maybe_unused]] constexpr uint32_t kOnes = 0x01010101u * (1 + kUnsignedLess);
     vi lacking[kColumns];

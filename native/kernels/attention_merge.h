@@ -44,8 +44,8 @@ void clear(const Pairs& pairs, int head_dim, const State& state) {
     memset(state.o, 0, sizeof(float) * pairs.count * head_dim);
 }
 
-// One more term of each sum, which no value belongs to. Relative to the bound it is infinite where the keys weigh nothing beside it: then
-// so do their values. Apart from `write_out`, whose loop is the faster without a call.
+// Adds each head's sink to its sum: a term without a value. Relative to the bound it may be infinite: the keys then weigh nothing, and
+// the output is zero. Not in `write_out`, whose loop is faster without a call.
 __attribute__((noinline)) void add_sinks(const AttentionTask& t, const Pairs& pairs, const State& state) {
     for (int p = 0; p < pairs.count; ++p) state.sum[p] += exp2f(t.sinks[pairs.head[p]] * kLog2E - state.max[p]);
 }

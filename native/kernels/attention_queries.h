@@ -32,7 +32,7 @@ void round_to_int16(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, con
         integer_scales(squares, largest, scales);
         for (int p = 0; p < count; ++p) {
             const float* x = pairs.q[at + p];
-            // Integers of zero: any factor serves, but what is masked must stay so.
+            // All integers are zero: any factor serves that keeps masked scores masked.
             pairs.factor[at + p] = scales[p].scale < kSmallest ? 1.0f : scales[p].scale * t.scale * kLog2E;
             uint8_t* out = integers_of(scratch, at + p, kv.head_dim, 2);
             for (int d = 0; d < kv.head_dim; d += kLanes) {
@@ -44,8 +44,8 @@ void round_to_int16(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, con
     }
 }
 
-// For keys of 8 bits, whose groups of columns have scales of their own: so have the query's. A query with a number that is none has
-// no scale, and so no score. Four pairs go side by side; Products::lay_out keeps their integers.
+// For keys of 8 bits: each group of a query's columns has its own scale, like the keys'. A query with NaN or infinity gets a NaN
+// scale and NaN scores. Four pairs go side by side; Products::lay_out stores their integers.
 template <typename Products>
 void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, const Scratch& scratch) {
     static_assert(kPairs % 4 == 0);

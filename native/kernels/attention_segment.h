@@ -1,8 +1,8 @@
 // Attention to one segment: scores -> a bound m of them, weights p = 2^(s - m), l = sum p, o = sum p v. Included by
 // attention_task.h alone.
 //
-// Scores are dot products of integers (integers.h), of as many columns as share a scale exact in any order, and count in
-// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in
+// Scores are dot products of integers (integers.h), exact in any order over columns that share a scale. They are in units of
+// log2: the softmax's factor log2(e) is part of their scale. The parts specific to a format of the KV cache are in
 // Int8Kv and Int16Kv, the softmax in softmax.h, the products of integers in attention.cpp.
 
 #pragma once
@@ -24,8 +24,8 @@ struct KvTiles {
     const uint8_t* values[kSegmentTiles];
 };
 
-// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read and while weights are
-// computed, values while values are.
+// The tiles of one segment, and for each the one to prefetch meanwhile: keys while keys are read and while weights are
+// computed, values while values are read.
 struct Segment {
     KvTiles tiles, ahead;
     const KvLayer* narrow = nullptr;  // whose values are yet to be widened, from the tile `first` to `end`
@@ -40,11 +40,11 @@ struct Queries {
 };
 
 // Keys and values of 8 bits, KvFormat::kInt8. The weights of a query in a segment, each times its value's scale, are rounded to
-// bytes of which the largest is 240 to 255. So no weight has few steps beside one that is large and whose value is small, as that of a
-// sequence's first position often is.
+// bytes, the largest to 240..255. So a large weight on a small value, as often at a sequence's first position, leaves the others enough
+// steps.
 struct Int8Kv {
     static constexpr bool kIsInt8 = true;
-    // What weighs nothing: a query's scale is in its scores, which may be as large as 1e30, and not in their factor.
+    // A masked score. A query's scale is in its scores, not in their factor, so they may reach 1e30.
     static constexpr float kNothing = -1.0e37f;
     static constexpr int kColumns = 4;    // that are multiplied at once
     static constexpr int kScaleBytes = kKvTile * 2;
@@ -55,7 +55,7 @@ struct Int8Kv {
     static PENSTOCK_MEMBER vf scale(const Queries& q, int at, vf scales) { return mul(scales, set1(q.scales[at])); }
 
     using Weight = uint8_t;
-    static constexpr float kLogLargest = 7.906890596f;  // to base 2, of 240: 255 less what log2_below may be too low
+    static constexpr float kLogLargest = 7.906890596f;  // log2(240): that of 255 less the error of log2_below
     static constexpr int kPositions = 4;                // whose values are multiplied at once
     using Sum = vi;
     static PENSTOCK_MEMBER Sum zero() { return set1_i(0); }
@@ -109,10 +109,10 @@ struct KeyFetcher {
     }
 };
 
-// The end of those that are multiplied with the last of the first `end` positions, `positions` at once.
+// `end` rounded up to a multiple of `positions`, the number multiplied at once.
 PENSTOCK_INLINE int padded_end(int end, int positions) { return (end + positions - 1) / positions * positions; }
 
-// Of the values of a segment's first `end` positions, and their sizes. No number becomes zero: its key is none either, and breaks what
+// Loads the scales and sizes of a segment's first `end` values. NaN becomes zero: its key is NaN, too, and spoils whatever
 // sees it.
 PENSTOCK_TILE_READER(PENSTOCK_INLINE) void load_value_scales(const KvLayer& kv, const KvTiles& tiles, int end, const Scratch& scratch) {
     const int64_t offset = kv.scales_offset() + int64_t{2} * kv.key_groups() * kKvTile;
@@ -125,7 +125,7 @@ PENSTOCK_TILE_READER(PENSTOCK_INLINE) void load_value_scales(const KvLayer& kv, 
     }
 }
 
-// The latents of a segment's tiles as values, which its tiles of values then are.
+// Lays out a segment's latents as values, to which tiles.values then point.
 template <typename Kv>
 PENSTOCK_TILE_READER(__attribute__((noinline))) void lay_out_latents(const KvLayer& kv, KvTiles& tiles, int count, const Scratch& scratch) {
     const int columns = kv.num_latent, tile_bytes = kKvTile * columns * kv.width();
@@ -156,7 +156,7 @@ PENSTOCK_TILE_READER(__attribute__((noinline))) void lay_out_latents(const KvLay
     }
 }
 
-// The keys of the tiles [from, end) of kInt4 as kInt8, which the segment's keys then are. No query sees a position of those before.
+// Widens the keys of the kInt4 tiles [from, end) to kInt8, to which tiles.keys then point. No query sees earlier tiles.
 PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_keys(const KvLayer& kv, KvTiles& tiles, int from, int end, const Scratch& scratch) {
     const int64_t bytes = kv.widened().tile_stride();
     for (int i = 0; i < from; ++i) tiles.keys[i] = scratch.wide;
@@ -167,8 +167,8 @@ PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_keys(const KvLaye
     }
 }
 
-// Likewise of values, once the keys were read: both would not fit the first-level cache. There are half as many bytes of them as are read
-// later, so those ahead are fetched here.
+// Likewise for values, once the keys were read: both would not fit the first-level cache. Stored values have half the bytes of the widened
+// ones, so those ahead are prefetched here.
 PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_values(const KvLayer& kv, Segment& segment, int from, int end, const Scratch& scratch) {
     uint8_t* values = scratch.wide + kSegmentTiles * kv.widened().tile_stride();
     for (int i = from; i < end; ++i, values += kKvTile * kv.head_dim) {
@@ -224,7 +224,7 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
     }
 }
 
-// Queries of the task that comes next, and where its results go: what stands where the pairs [at, at + count) of this one do.
+// Prefetches the next task's queries and outputs at the places of this one's pairs [at, at + count).
 PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, int at, int count, int head_dim) {
     for (int p = at; p < at + count; ++p) {
         for (int d = 0; d < head_dim; d += kLanes) {

@@ -68,7 +68,7 @@ PENSTOCK_INLINE void for_rows(const Activation& a, int row0, int row1, PanelRang
     }
 }
 
-// The number for a product; about that many if the panels are no whole tiles.
+// The number of tiles of a product; approximate unless panels form whole tiles.
 PENSTOCK_INLINE int tiles_of(int row0, int row1, PanelRange range) {
     return (row1 - row0 + kTileRows - 1) / kTileRows * ((range.end - range.begin + kTilePanels - 1) / kTilePanels);
 }
@@ -83,7 +83,7 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
         case WeightKind::kBf16: return f.template operator()<WeightKind::kBf16>();
         case WeightKind::kU8Affine: return f.template operator()<WeightKind::kU8Affine>();
         case WeightKind::kU4Table: return f.template operator()<WeightKind::kU4Table>();
-        case WeightKind::kU8Row: return;  // `gemm_row8`; the lowering has it in no other operation
+        case WeightKind::kU8Row: return;  // `gemm_row8` handles it; the lowering uses it nowhere else
     }
 }
 
@@ -109,7 +109,7 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
     });
 }
 
-// The gate's sums wait in `out`, some panels at a time, for those of up.
+// `out` keeps the gate's sums, some panels at a time, until up's follow.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
     if constexpr (kWidensWeights) {

@@ -1,8 +1,8 @@
 // Products of weights with one scale for each output channel and rows with one scale each (kU8Row), and the rounding of such rows.
 //
-// A sum runs over all columns in integers, so its order counts for nothing, and it is scaled once, with the bias and the activation.
+// A sum runs over all columns in integers, so its order does not matter; scale, bias and activation are applied once.
 // The weights of some panels stay in the first-level cache for all rows of a task. Models that read a text once have few outliers, in
-// a handful of columns: an outlier is an integer of more bits, whose upper part is multiplied by itself.
+// a handful of columns: an outlier is a wider integer, whose upper part is multiplied separately.
 
 #include "gemm_row8.h"
 
@@ -104,7 +104,7 @@ PENSTOCK_INLINE void round_row(const Activation& a, int64_t row, const float* x,
     a.row_start[row] = -kWeightZero * total;
 }
 
-// A row with a number that is none has no integers, and no result is a number.
+// A row with NaN or infinity gets a NaN scale, so all its results are NaN.
 PENSTOCK_INLINE void spoil(const Activation& a, int64_t row) {
     memset(a.q + row * a.cols, 0, static_cast<size_t>(a.cols));
     a.row_start[row] = a.row_zero[row] = 0;
@@ -112,7 +112,7 @@ PENSTOCK_INLINE void spoil(const Activation& a, int64_t row) {
     a.outlier[row * a.outliers_per_row] = kNoColumn;
 }
 
-// The scale is that of the values within kOutlierRatio times the root mean square; but no outlier is more than 32767 times as large.
+// The scale fits the values within kOutlierRatio times the root mean square, but is large enough that outliers stay within 32767 units.
 void round_with_outliers(const Activation& a, int64_t row, const float* x) {
     vf squares[2] = {set1(0.0f), set1(0.0f)}, largest = set1(0.0f);
     for (int i = 0; i < a.cols; i += kGroup) {

@@ -1,6 +1,6 @@
-// One tile of a product: what a few rows by one or more panels of 16 output channels sum up to, and the way of the sums to where they
-// belong. Included by gemm.cpp, which cuts products into tiles; by gemm_widened.cpp, for all but the sums over groups; and by gemm_tiles.cpp,
-// for where weights lie.
+// One tile of a product: the sums of a few rows by one or more panels of 16 output channels, and how they are stored. Included by
+// gemm.cpp, which cuts products into tiles; by gemm_widened.cpp, for all but the sums over groups; and by gemm_tiles.cpp, for the layout
+// of weights.
 //
 // Weights of a panel are streamed once per tile and unpacked in registers; an activation is broadcast once for all panels
 // of the tile. A row's sum runs over the groups in order, by the same operations in every shape of tile, so its bits
@@ -54,7 +54,7 @@ PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
     }
 }
 
-// Where a group's q are in the stream of its panel, its scales, and the offsets of its pair.
+// Addresses of a group's q, of its scales, and of its pair's offsets.
 template <WeightKind kKind>
 PENSTOCK_INLINE const uint8_t* quants_of(const Panel& panel, int64_t group) {
     return panel.quants + group / 2 * Layout<kKind>::kPairBytes + group % 2 * Layout<kKind>::kGroupBytes;
@@ -100,7 +100,7 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const ui
     }
 }
 
-// Sixteen weights of one column, as numbers, without their offsets: these count for a group's sum of activations, rests and all.
+// Sixteen weights of one column as floats, without their offsets: `Activation::sum`, which multiplies those, includes the rests.
 template <WeightKind kKind>
 PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& column) {
     using L = Layout<kKind>;
@@ -157,9 +157,9 @@ PENSTOCK_INLINE void add_offsets(const Panel (&panels)[kPanels], const Activatio
     }
 }
 
-// The weights that a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th pair of
-// groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
-// hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
+// The weights that a tile prefetches while it computes: of the panels `distance` after its own, every `period`th half of a pair of
+// groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone.
+// (The hardware prefetcher stops at the end of each panel. Prefetches past the last panel are harmless.)
 struct Ahead {
     int64_t distance;
     int period;
@@ -172,12 +172,12 @@ template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
                                 const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
-    constexpr bool kWaitsForMemory = kPanels == kFewRowPanels && kRows <= kFewRows;  // then it fetches weights alone
+    constexpr bool kWaitsForMemory = kPanels == kFewRowPanels && kRows <= kFewRows;  // then it prefetches only weights
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;
     const int32_t *lifts = a.lift + row0 * groups, *starts = a.start + row0 * groups;
-    int fetched = 2 * ahead.phase;
+    int fetched = ahead.phase;
     const uint8_t* kv = ahead.kv.data;
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
@@ -189,7 +189,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     }
     const int64_t panel_bytes = int64_t{pairs} * L::kPairBytes;
     constexpr int kHalf = L::kPairBytes / 128 * 64;  // bytes of a pair that its first group fetches ahead
-    const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half, bool fetches) PENSTOCK_LAMBDA {
+    const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half) PENSTOCK_LAMBDA {
         const auto start_of = [&](int r) PENSTOCK_LAMBDA {
             const vi start = set1_i(starts[r * groups + g]);
             if constexpr (L::kSmall) return start;
@@ -200,7 +200,8 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         for (int r = 0; r < kRows; ++r) {
             for (int p = 0; p < kPanels; ++p) sums[p][r] = begin_sum<L::kSmall>(start_of(r));
         }
-        if (fetches) {  // all lines of a pair at once would wait for each other
+        if (g == fetched) {  // more lines at once would wait for each other
+            fetched += ahead.period;
             for (int p = 0; p < kPanels; ++p) {
                 for (int i = half * kHalf; i < (half ? L::kPairBytes : kHalf); i += 64) prefetch(stream[p] + ahead.distance * panel_bytes + i);
             }
@@ -224,13 +225,11 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     for (int p = 0; p < kPanels; ++p) stream[p] = panels[p].quants;
     int g = 0;
     for (; g + 1 < groups; g += 2) {
-        const bool fetches = g == fetched;
-        if (fetches) fetched += 2 * ahead.period;
-        add_group(stream, g, 0, fetches);
-        add_group(stream, g + 1, 1, fetches);
+        add_group(stream, g, 0);
+        add_group(stream, g + 1, 1);
         for (int p = 0; p < kPanels; ++p) stream[p] += L::kPairBytes;
     }
-    if (g < groups) add_group(stream, g, 0, g == fetched);
+    if (g < groups) add_group(stream, g, 0);
     if constexpr (L::kAffine) add_offsets<kKind, kPanels, kRows>(panels, a, row0, acc);
 }
 
@@ -268,8 +267,8 @@ PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activati
     }
 }
 
-// A tile's sums on their way to e.out. `gates`: what is there is the gate of these sums, and is replaced by activation(gate) * sum;
-// null in a plain product.
+// Stores a tile's sums to e.out. `gates`: e.out has the gates of these sums, which become activation(gate) * sum; null in a plain
+// product.
 template <int kPanels, int kRows>
 PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
                                const ActivationKind* gates) {
@@ -287,7 +286,7 @@ PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int pa
     }
 }
 
-// The common forms have no branches within: the processor has the next tile to look at.
+// The common forms have no inner branches: the processor can look ahead to the next tile.
 template <int kPanels, int kRows>
 PENSTOCK_INLINE void store_tile(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
                                 const ActivationKind* gates) {

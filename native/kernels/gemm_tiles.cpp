@@ -28,8 +28,8 @@ constexpr int kInputBytes = 5 << 18;               // of these rows, which stay 
 constexpr int kAheadBlocks = 8;                    // of weights, which come from memory if rows are few
 constexpr int kMostRowTiles = kMostRows / kMostTileRows;
 
-// Truncated to bf16 a number loses 1/370 of itself on average. Weights are made larger by as much beforehand: rounding to nearest would take
-// two more operations for every eight.
+// Truncation to bf16 shrinks a number by 1/370 on average, so weights are enlarged by that first: rounding to nearest would take two more
+// operations for every eight.
 constexpr float kTruncation = 1.0f + 1.0f / 370.0f;
 
 // 1 + bits / 2^width as a float, of the `width` bits of each lane from `kAt` on.
@@ -65,7 +65,7 @@ PENSTOCK_INLINE void fetch_block(const Panel& panel, int block) {
     }
 }
 
-// A block, a group of its panel's columns, to `to` as a tile wants it: [16 pairs of columns][16 channels][2].
+// Widens a block, one group of a panel's columns, into a tile's layout: [16 pairs of columns][16 channels][2].
 template <WeightKind kKind>
 PENSTOCK_INLINE void widen_block(const Panel& panel, int block, uint16_t* to) {
     constexpr bool kTable = Layout<kKind>::kTable;
@@ -101,7 +101,7 @@ PENSTOCK_INLINE void widen_block(const Panel& panel, int block, uint16_t* to) {
     }
 }
 
-// The blocks [first, end) of a panel to `to`. Those some way ahead are fetched: of this panel, and then of the panel `later`.
+// Widens the blocks [first, end) of a panel to `to`, and prefetches those kAheadBlocks ahead, of this panel and then of `later`.
 template <WeightKind kKind>
 void widen_blocks(const PackedMatrix& w, int panel, int later, int first, int end, uint16_t* to) {
     const int blocks = w.cols / kBlockCols;
@@ -177,7 +177,7 @@ PENSTOCK_INLINE void multiply(Tiles& tiles, const Activation& a, const RowTiles&
     if (piece.is_last || !stay) for_sums([&]<int kSum>(float* at) PENSTOCK_LAMBDA { tiles.template store<kSum>(at, kSumStride); });
 }
 
-// Sums that are whole go to e.out. With the sums of a gate, activation(gate) * sum does.
+// Stores finished sums to e.out, or, given a gate's sums, activation(gate) * sum.
 PENSTOCK_INLINE void finish(const float* sums, const float* gates, ActivationKind kind, int row, int num_rows, int panel, int channels,
                             const Epilogue& e) {
     const int column = panel * kPanel, count = channels - column < kPanel ? channels - column : kPanel;

@@ -1,12 +1,12 @@
-// Products of many rows by quantised weights on Arm, whose vectors are short: to unpack weights and lay them out for the instruction that
-// multiplies costs as much as to multiply a few rows by them, so it is done once for all rows of a task.
+// Products of many rows by quantised weights on Arm, whose vectors are short: unpacking weights and laying them out for the multiplying
+// instruction costs as much as multiplying a few rows by them, so it is done once for all rows of a task.
 //
 //     for every eight panels, for every 16 groups of their columns, a piece:
 //         lay out the rows
 //         for every panel:  widen the piece; for every few rows:  sums of these rows x 16 channels
 //
-// Sums wait in memory between pieces. Each is computed by the operations of `quant_tile` in gemm_tile.h, in their order, so a row has
-// the same bits whatever its company.
+// Sums wait in memory between pieces. Each is computed by the operations of `quant_tile` in gemm_tile.h, in their order, so a row's
+// bits don't depend on the others.
 
 #include "gemm_widened.h"
 
@@ -37,7 +37,7 @@ PENSTOCK_INLINE void for_tiles(const RowBlock<kTileRows>& block, F f) {
     });
 }
 
-// What sums start with: the rests of outliers.
+// Starts the sums with the outliers' rests.
 template <WeightKind kKind>
 void begin_sums(const Panel& panel, const Activation& a, const RowBlock<kTileRows>& block, Sums& sums) {
     for_tiles(block, [&]<int kRows>(int index, int row) PENSTOCK_LAMBDA {
@@ -52,7 +52,7 @@ void begin_sums(const Panel& panel, const Activation& a, const RowBlock<kTileRow
     });
 }
 
-// What they end with, and where they go.
+// Adds offsets to the sums and stores them.
 template <WeightKind kKind>
 void end_sums(const PackedMatrix& w, int panel, const Activation& a, const RowBlock<kTileRows>& block, const Sums& sums, const Epilogue& e,
               const ActivationKind* gates) {

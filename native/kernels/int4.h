@@ -2,7 +2,7 @@
 //
 // A head is multiplied by a Hadamard matrix, which spreads a large column over all of them, so that a few levels are enough. Queries are
 // multiplied too, which leaves scores as they were, and so is the sum of the values, which turns it back. A number is an odd integer
-// times the scale: so there are as many levels above zero as below, and none is lost.
+// times the scale, so equally many levels lie above and below zero.
 
 #pragma once
 

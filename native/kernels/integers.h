@@ -7,7 +7,7 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-// Scales below it belong to zeros: the squares of such columns underflow, which leaves their norm unknown.
+// Smaller scales mean zeros: the squares of such columns underflow, so their norm is unknown.
 constexpr float kSmallest = 1e-24f;
 
 struct IntegerScale {
@@ -39,7 +39,7 @@ PENSTOCK_INLINE void integer_scales(const float* squares, const float* largest, 
     store(inverse, div(set1(1.0f), larger));
     for (int i = 0; i < kLanes; ++i) {
         out[i] = {scale[i], scale[i] < kSmallest ? 0.0f : inverse[i]};
-        if (!(scale[i] < INFINITY)) out[i] = {NAN, 0.0f};  // whatever the integers become, no score is a number
+        if (!(scale[i] < INFINITY)) out[i] = {NAN, 0.0f};  // all scores become NaN, whatever the integers
     }
 }
 

@@ -15,11 +15,11 @@ constexpr int kGroup = 32;     // columns that share one scale
 constexpr int kSegment = 256;  // KV positions of one attention partial; aligned to absolute positions
 constexpr int kLargestHeadDim = 576;
 constexpr int kKvTile = 16;    // positions whose keys are stored transposed together
-constexpr int kKeyZero = 128;  // what is stored of a key of 8 bits is that much more than its integer
+constexpr int kKeyZero = 128;  // added to an 8-bit key's integer when it is stored
 
-// An activation that exceeds this many times the root mean square of its row is an outlier: the group's scale is that of
-// the others, and what an int8 can't hold of it is kept in float32. Language models have a few very large channels,
-// and one of them would make the rest of its group coarse. At most cols / ratio^2 values of a row can be outliers.
+// An activation that exceeds this many times the root mean square of its row is an outlier: it does not count for its group's scale, and
+// the part of it that an int8 can't hold is kept in float32. Otherwise the few very large channels of language models would make their
+// groups coarse. At most cols / ratio^2 values of a row can be outliers.
 constexpr float kOutlierRatio = 6.0f;
 constexpr int32_t kNoColumn = INT32_MAX;  // ends a row's list of outliers
 constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOutlierRatio * kOutlierRatio) + 2; }
@@ -27,8 +27,8 @@ constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOu
 // Scales of activations are powers of two, no smaller than this one. If all values of a group are below half of it, the group is zero.
 constexpr float kSmallestScale = 0x1p-90f;
 
-// A group's sum of integers, below 2^22 in size, is added to the bits of 1.5 * 2^(23 + e). Read as a float these are that number plus 2^e
-// times the sum: one subtraction then converts the sum and scales it, and rounds nothing. (e is at most 100; quantize.cpp.)
+// A group's sum of integers, below 2^22 in size, is added to the bits of 1.5 * 2^(23 + e). Read as a float, that is 1.5 * 2^(23 + e)
+// plus 2^e times the sum: one exact subtraction converts and scales the sum. (e is at most 100; quantize.cpp.)
 constexpr int32_t kLiftBits = 0x4B400000;  // of 1.5 * 2^23
 static_assert(kGroup * 128 * 128 < 1 << 22);  // weights less their zero, and activations
 
@@ -39,16 +39,16 @@ constexpr int kMostRow8Cols = 8192;
 
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
-// Quantised: w = d * (q - zero) + m, with q unsigned, zero 8 for the kinds of 4 bits and 128 for those of 8 and the table, whose q are
-// `table` of 4 bits, m only in the affine kinds. `quants` is one stream, [panel][pair of groups], because Zen 4 reads one stream
+// Quantised: w = d * (q - zero) + m, with unsigned q. `zero` is 8 for the 4-bit kinds and 128 for the 8-bit ones and kU4Table, whose 4 bits
+// index `table` to give q; only the affine kinds have m. `quants` is one stream, [panel][pair of groups], because Zen 4 reads one stream
 // faster than three. A pair has
 //   q of the first group, then of the second. 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the 16 rows the bytes 4c..4c+3
 //     of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such chunks of columns 4c..
 //   [2 groups][16] f16 d, finite and never zero (a group of d = 0 has q = zero)
 //   [16][2 groups] bf16 m, in the affine kinds
-// The second group of the last pair is zeros where there is none.
+// An odd last group is paired with zeros.
 // kBf16: `quants` is [panel][cols / 2][16][2] bf16 (an odd last column padded with zero).
-// kU8Row: one scale for each whole row, w = row_scales * (q - 128); `quants` is [panel][cols / 4] chunks as of the other kinds of 8 bits.
+// kU8Row: one scale for each whole row, w = row_scales * (q - 128); `quants` is [panel][cols / 4] chunks, as in the other 8-bit kinds.
 struct PackedMatrix {
     WeightKind kind;
     int32_t rows;
@@ -80,8 +80,7 @@ struct Activation {
 };
 
 
-// The panels [begin, end) of a product. Meanwhile those from `next` on, which the same thread will probably want next, are
-// fetched into its cache.
+// The panels [begin, end) of a product, which prefetches those from `next` on: its thread will probably compute these next.
 struct PanelRange {
     int begin, end, next;
 };
@@ -114,9 +113,9 @@ enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1, kInt4 = 2 };
 //            [head_dim / 32][16][4], bit j of byte i being of column 32g+4j+i, codes of their scales [16] and of those of the values [16]
 // Then the values as [block_size / 4][head_dim][4] int8, [block_size / 2][head_dim][2] bf16 or [block_size / 4][head_dim / 32][16][4]
 // bytes, whose low halves are columns 32g.. and high halves 32g+16... All are laid out for instructions that multiply and add
-// pairs, or four bytes. With `num_latent`, whole groups of columns, there are no values: they are the keys' first
-// so many columns, whose scales in kInt8 are those of the value.
-// Strides are in bytes. Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
+// pairs, or four bytes. If `num_latent`, a multiple of kGroup, is not 0, no values are stored: they are the keys' first
+// `num_latent` columns, whose scales in kInt8 are the value's.
+// Strides are in bytes. Always inlined: otherwise the linker might keep a copy compiled for AVX-512.
 struct KvLayer {
     uint8_t* data;
     KvFormat format;
@@ -126,13 +125,13 @@ struct KvLayer {
     int32_t num_latent = 0;
     int64_t block_stride = 0;  // from a block to the next one: other layers lie between
 
-    // As kInt4 is read: widened to kInt8.
+    // The layout of kInt4 widened to kInt8.
     __attribute__((always_inline)) KvLayer widened() const {
         KvLayer wide = *this;
         wide.format = KvFormat::kInt8;
         return wide;
     }
-    __attribute__((always_inline)) int width() const { return format == KvFormat::kInt16 ? 2 : 1; }  // of what lies beside other positions'
+    __attribute__((always_inline)) int width() const { return format == KvFormat::kInt16 ? 2 : 1; }  // bytes of an interleaved element
     __attribute__((always_inline)) int key_bytes() const { return format == KvFormat::kInt4 ? head_dim * 5 / 8 : head_dim * width(); }
     __attribute__((always_inline)) int value_bytes() const { return format == KvFormat::kInt4 ? head_dim / 2 : head_dim * width(); }
     __attribute__((always_inline)) int value_dim() const { return num_latent > 0 ? num_latent : head_dim; }
@@ -153,15 +152,15 @@ struct KvLayer {
     __attribute__((always_inline)) int64_t bytes_of_block() const { return num_kv_heads * head_stride(); }  // in this layer
 };
 
-// Keys and values that this thread will read after a product: of one layer, in some blocks. While it multiplies they are fetched into its
-// cache, those it has time for, in order: attention waits for memory, and products leave that idle.
+// Keys and values of one layer, in some blocks, that this thread will read after a product. While it multiplies it prefetches them, in
+// order, as far as there is time: attention is bound by memory, which products leave idle.
 struct UpcomingKv {
     KvLayer layer{};
     const int32_t* blocks = nullptr;
     int32_t num_blocks = 0;
 };
 
-// Integers of a query or key: the smallest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.
+// A query or key is rounded with the smallest scale for which neither exceeds 16 bits, nor the dot product of both 32.
 constexpr float kLargestInteger = 32767.0f;
 constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 576 integers
 
@@ -179,10 +178,10 @@ struct AttentionTask {
     int32_t window;              // 0, or how many last positions a query sees
     float scale;
     float softcap;               // 0 is none
-    const float* sinks;          // null, or a score of each of the query heads: e^score is one more term of their softmax's sums
-    const AttentionTask* next;   // null, or the one that this thread computes after it: its keys are fetched ahead
-    // Null, or where the results of single segments go: of the segment that begins at kSegment * i from
-    // i * attention_partial_floats on. Then only the segments [first_segment, end_segment) are computed and nothing is merged.
+    const float* sinks;          // null, or a score for each query head: e^score is added to its softmax's denominator
+    const AttentionTask* next;   // null, or the task that this thread computes next: its keys are prefetched
+    // Null, or where the results of single segments go: those of segment i at i * attention_partial_floats.
+    // Then only the segments [first_segment, end_segment) are computed and nothing is merged.
     float* partials;
     int32_t first_segment;
     int32_t end_segment;
@@ -199,16 +198,16 @@ struct TextAttentionTask {
     bool is_causal;           // a query sees its own position and those before it; else those after it, too
     int32_t window;           // 0, or a query sees positions that are less than that far away
     float scale;
-    const float* distances;   // null, or what is added to scores by the key's position less the query's: [heads_per_kv, 2 * num_distances + 1]
-    int32_t num_distances;    // the same for all farther away
+    const float* distances;   // null, or biases of scores, by key position less query position: [heads_per_kv, 2 * num_distances + 1]
+    int32_t num_distances;    // larger ones share the last bias
 };
 
-// Columns of a recurrent state that a task has at most: those of a line (recurrence.h).
+// Most columns of a recurrent state in one task: those of a line (recurrence.h).
 constexpr int kStateColumns = 64;
 constexpr int kMostTaps = 8;  // positions that a convolution reads
 
 // Some columns of one row of the step in a causal convolution: out[t] = silu(the sum over i of weight[i] * x[t - taps + 1 + i] (+ bias)).
-// `from` and `to` are the inputs of the taps - 1 positions before the tokens, and the last ones up to their end; they may be the same.
+// `from` has the inputs of the taps - 1 positions before the tokens, `to` receives those of the last taps - 1; they may be the same.
 struct CausalConvTask {
     const float* x;  // of the first token; `out` may be the same
     float* out;
@@ -222,7 +221,7 @@ struct CausalConvTask {
 };
 
 // Some columns of one head of one row of the step in linear attention (models/program.py), with a state of key_dim rows. Its rows are
-// whole vectors of sixteen floats, and what is behind the columns has no meaning. `from` and `to` may be the same.
+// padded to whole vectors of sixteen floats; the padding has no meaning. `from` and `to` may be the same.
 struct LinearAttentionTask {
     const float *q, *k;          // of the first token [key_dim]
     const float *decays, *rates; // likewise, one number each
@@ -230,8 +229,8 @@ struct LinearAttentionTask {
     const float* v;              // likewise [columns]
     float* out;
     int64_t v_ld, out_ld;
-    const float* skip;  // null, or what v is multiplied with and added to out
-    bool is_delta;      // the state's own answer to k is taken from v
+    const float* skip;  // null, or a factor: out += *skip * v
+    bool is_delta;      // delta rule: v less the state's output for k
     int32_t key_dim, columns, num_tokens;
     const float* const* from;  // [key_dim] pointers to rows
     float* const* to;
@@ -252,7 +251,7 @@ constexpr int kMostRank = 256;       // of an adapter
 // Beside one of bf16 they are bf16:
 //   A  [cols / 4][8 ranks][4 cols]
 //   B  [panels][rank][16 rows]
-// Of an embedding, of which A's column of a token is looked up, they are bf16 too, and so is B; a unit of A is of `unit_cols` tokens:
+// For an embedding, where a token's column of A is looked up, A and B are bf16, too; a unit of A has `unit_cols` tokens:
 //   A  [tokens][rank]
 struct LoraFactors {
     bool is_quantised = true;
@@ -266,7 +265,7 @@ struct LoraFactors {
     __attribute__((always_inline)) int panel_bytes_of_b() const { return is_quantised ? (rank + 3) / 4 * 4 * kPanel : 2 * rank * kPanel; }
 };
 
-// x A^T of some rows, on its way from the one product to the other.
+// x A^T of some rows, between the two products.
 struct LoraHidden {
     int32_t ld = 0;           // from a row to the next one, a multiple of 8
     int8_t* q = nullptr;      // beside quantised matrices [rows, ld]: x A^T = scale * q
@@ -278,7 +277,7 @@ struct LoraHidden {
 struct KernelTable {
     const char* name;
     int32_t attention_queries;  // most (query, head) pairs of one attention task
-    int32_t row8_panels;        // side by side in a product with kU8Row: `tile_panels` is for the other kinds
+    int32_t row8_panels;        // panels side by side in a kU8Row product; `tile_panels` is for other kinds
 
     // out = x / sqrt(mean(x^2) + eps) * weight over each group of `group` columns; weight is [group]
     void (*rms_norm)(float* out, const float* x, const float* weight, int cols, int group, float eps);
@@ -286,8 +285,8 @@ struct KernelTable {
     void (*layer_norm)(float* out, const float* x, const float* weight, const float* bias, int cols, float eps);
     // a's rows [row0, row1) as integers, from x's [rows, cols]; with `norm`, [cols], from x / sqrt(mean(x^2) + eps) * norm
     void (*quantize_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
-    // a's rows [row0, row1) with one scale for each row, from x's [rows, cols]. `has_zero`: for numbers that are hardly ever negative, 256
-    // integers from the smallest to the largest; else outliers are apart.
+    // a's rows [row0, row1) with one scale for each row, from x's [rows, cols]. `has_zero`: asymmetric, for values rarely negative: 256
+    // integers from the smallest to the largest; else symmetric, outliers apart.
     void (*round_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, bool has_zero);
     // a's row `row` in bf16
     void (*to_bf16_row)(const Activation& a, int64_t row, const float* x);
@@ -312,7 +311,7 @@ struct KernelTable {
 
     // how many panels side by side are fastest for so many rows
     int (*tile_panels)(int rows);
-    // how many rows of so many columns a task has at most, fewer of more: their activations stay in the second-level cache
+    // the most rows of `cols` columns in one task: their activations stay in the second-level cache
     int (*task_rows)(int cols);
     // out[r, panels] = a[r] @ w.T for rows [row0, row1) and a range of panels
     void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
@@ -326,8 +325,8 @@ struct KernelTable {
     void (*lora_expand)(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
     // `scratch` is at least attention_scratch_floats(format, head_dim, num_latent) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
-    // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their
-    // pairs are at most attention_queries.
+    // Merges the segments of a task that was computed in pieces. All pieces have the same first query and num_queries, and
+    // at most attention_queries pairs.
     void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     int64_t (*attention_scratch_floats)(KvFormat format, int head_dim, int num_latent);
     int64_t (*attention_partial_floats)(int num_pairs, int head_dim);
@@ -337,15 +336,15 @@ struct KernelTable {
     void (*causal_conv)(const CausalConvTask& task);
     void (*linear_attention)(const LinearAttentionTask& task);
 
-    // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two; 0 of tiles without them
+    // runs `rounds` of multiply-adds in registers; returns the operations (two per multiply-add), or 0 for kBf16Tiles without tiles
     int64_t (*probe_arithmetic)(ProbeKind kind, int64_t rounds);
     // reads `bytes`, a multiple of 512, from `data`, 64-byte aligned
     void (*probe_read)(const uint8_t* data, int64_t bytes);
 
-    // Of variants with tiles: quantised weights multiply rows in bf16, and no groups of integers.
+    // Whether quantised weights multiply rows in bf16, by tiles, instead of groups of integers.
     bool has_tiles = false;
-    // A strand (step_planner.h) pays from so many tokens on, if its weights come from a cache that threads share: what each strand does
-    // with them again, whatever its tokens, is to read them, and with tiles to widen them.
+    // The fewest tokens for which a strand (step_planner.h) pays, if its weights come from a cache that threads share: each strand
+    // reads them again, and with tiles widens them again, however few its tokens.
     int32_t strand_tokens = 8;
     // c [16][16] += a b, of `k` rows of b, 64 bytes each: one operation on tiles of which a and c have `rows` rows; null without tiles
     void (*tile_product)(int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) = nullptr;

@@ -12,8 +12,8 @@ namespace {  // of the one file that includes this: inline functions of one inst
 constexpr int kLineBytes = 64;
 constexpr int kLinesOfGroup = 3;  // that a tile fetches beside each group of columns: more wait for each other
 
-// The lines that a tile fetches: beside its first group of columns the lines from `data` on, and beside each other group those `step` bytes further.
-// A step may be less than what is fetched at once; a line that is there already costs next to nothing.
+// The lines that a tile prefetches: during its first group of columns those from `data` on, and `step` bytes further for each next group.
+// A step may be smaller than a fetch: a line already in the cache costs next to nothing.
 struct KvPart {
     const uint8_t* data = nullptr;
     int64_t step = 0;
@@ -41,7 +41,7 @@ class KvFetcher {
         part_bytes_ = step_ * num_groups;
     }
 
-    // The next tile's. If there is nothing left it fetches `hot` again and again: that takes less time than to ask in each group.
+    // The next tile's part. If nothing is left, it fetches `hot` again and again, which is faster than a branch for each group.
     PENSTOCK_MEMBER KvPart next(const void* hot) {
         if (block_ == end_) return {static_cast<const uint8_t*>(hot), 0};
         const KvPart part{data_ + *block_ * block_stride_ + part_ * part_bytes_, step_};

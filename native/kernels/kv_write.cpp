@@ -1,4 +1,4 @@
-// Keys and values of a step's tokens on their way into the KV cache (`KvLayer` in kernels.h).
+// Writes the keys and values of a step's tokens into the KV cache (`KvLayer` in kernels.h).
 
 #include "int4.h"
 #include "integers.h"
@@ -36,7 +36,7 @@ PENSTOCK_INLINE void scatter(T* values, const T* numbers, int columns) {
 template <bool kCentred>
 struct Head {
     const float *k, *v;
-    const float* centre;  // of the keys, if they are to be stored less that
+    const float* centre;  // null, or subtracted from keys before they are stored
     uint8_t *keys, *values, *scales;
 
     PENSTOCK_MEMBER vf key(int column) const {
@@ -45,7 +45,7 @@ struct Head {
     }
     PENSTOCK_MEMBER vf value(int column) const { return load(v + column); }
 
-    // The sizes among which is the largest of an item.
+    // Lane by lane the largest magnitudes of an item.
     PENSTOCK_MEMBER vi sizes(int item, int head_dim, int value_dim) const {
         vi largest = set1_i(0);
         if (item == 0) {
@@ -72,8 +72,8 @@ struct Integers {
     alignas(64) uint16_t scale[kMostItems][kLanes];
     alignas(64) int8_t keys[kTogether][kLargestHeadDim], values[kTogether][kLargestHeadDim];
 
-    // A value that is no finite number breaks its key, and so whatever sees it: integers can't show it, and a NaN in bf16 would reach
-    // those, too, that give it no weight.
+    // A value that is not finite makes its key NaN, and so whatever sees it: integers can't be NaN, and a NaN in bf16 would
+    // reach queries that give it no weight.
     template <bool kCentred>
     PENSTOCK_MEMBER void round(const KvLayer& kv, const Head<kCentred>* heads, int count, int items) {
         const int head_dim = kv.head_dim, value_dim = kv.value_dim(), latent_groups = kv.num_latent / kGroup;

@@ -1,4 +1,4 @@
-// What adapters add to products (`LoraFactors` in kernels.h): some rows by a few ranks, and the way back to all channels.
+// What adapters add to products (`LoraFactors` in kernels.h): some rows by a few ranks, then back to all channels.
 //
 // The first product reads the activation that the base's product reads. Its sums run over the groups of columns in order, whatever
 // units the factors lie in. Beside quantised matrices its result is rounded to 8 bits with one scale for each row, as every activation
@@ -105,7 +105,7 @@ PENSTOCK_INLINE void shrink_bf16(const PanelOfA& panel, const Activation& x, int
     for (int r = 0; r < kRows; ++r) store_ranks(h + r * ld, acc[r]);
 }
 
-// A row's numbers as integers; one that is none makes the row's scale none.
+// Rounds a row to integers; a NaN or infinity makes its scale NaN.
 PENSTOCK_INLINE void round_hidden(const LoraHidden& h, int64_t row, const float* values, int count) {
     vf largest = set1(0.0f), sums = set1(0.0f);
     for (int i = 0; i < count; i += kLanes) {

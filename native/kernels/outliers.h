@@ -11,7 +11,7 @@ namespace penstock::PENSTOCK_ISA {
 // Rows of more columns than these have many outliers, few in the same column: merging would cost more than it saves.
 constexpr int kMergedCols = 1024;
 constexpr int kListRows = kTileRows;  // of the largest tile
-constexpr int kListColumns = 24;  // rarely more, and then the others are merged in the tile
+constexpr int kListColumns = 24;  // rarely exceeded; the tile then merges the rest
 
 static constexpr float kNoRest = 0.0f;
 
@@ -44,7 +44,7 @@ struct OutlierList {
     OutlierColumn columns[kListColumns];
 };
 
-// The next columns, as many as a list has room for. Without branches that depend on the rows: they could not be foreseen.
+// Fills the list with the next columns, as many as fit. Branches don't depend on the rows: they would be unpredictable.
 template <bool kNibbles>
 PENSTOCK_INLINE void advance(OutlierList& list) {
     const int32_t* column[kListRows];

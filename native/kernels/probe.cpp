@@ -1,7 +1,7 @@
 // Loops that do one thing as fast as this instruction set can: what the speed of the other kernels is compared with.
 //
 // Called by probe.cpp on every thread at once. Operands stay in registers; there are enough independent sums to hide the
-// latency of an instruction. An `asm` without instructions keeps the compiler from leaving out or hoisting what has no effect.
+// latency of an instruction. An empty `asm` keeps the compiler from removing or hoisting operations without effect.
 
 #include "parts.h"
 #include "simd.h"
@@ -28,7 +28,7 @@ PENSTOCK_INLINE void use_all(const T (&sums)[kCount]) {
 
 constexpr int kSums = 16;
 
-// As text, and no array: GCC 12 moves the sums of such a loop to other registers or to memory and back.
+// Written out, not as an array: GCC 12 moves such a loop's sums to other registers or to memory and back.
 int64_t multiply_int8(int64_t rounds) {
     const __m512i w = _mm512_set1_epi8(3), a = _mm512_set1_epi8(-2), zero = _mm512_setzero_si512();
     __m512i s0 = zero, s1 = zero, s2 = zero, s3 = zero, s4 = zero, s5 = zero;

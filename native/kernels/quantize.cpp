@@ -1,7 +1,7 @@
 // Rows of a step as int8 activations (`Activation` in kernels.h), of values as they are or of their norm.
 //
-// Some rows go through each pass together: what a pass must wait for, sums over lanes, roots and what it has just stored in
-// smaller pieces, is ready when the next pass comes to a row. Each row's numbers are its own.
+// A few rows go through each pass together, which hides latency: sums over lanes, roots and data just stored in smaller pieces
+// are ready when the next pass comes to a row. Rows don't affect each other.
 
 #include "parts.h"
 #include "simd.h"
@@ -58,7 +58,7 @@ struct Row {
     const float* x;
     const float* norm;
     int groups;
-    // Of the activation. Before they are what they will be, `lift` has the largest size of each group, without `inverse`, then e << 23, and
+    // Arrays of the activation. Before its final value, `lift` has each group's largest magnitude, without `inverse`, then e << 23, and
     // `start` the sum of its integers.
     int8_t* q;
     int32_t *lift, *start;
@@ -90,8 +90,8 @@ struct Row {
         return x[column];
     }
 
-    // The largest size of each group, the limit of what is no outlier, and the norm. One of the two is not finite (`is_broken`) where a
-    // number is none, or too large: the squares of x times the norm's weights must stay finite.
+    // Finds each group's largest magnitude, the outlier limit and the norm. One of the last two is not finite (`is_broken`) if a value is
+    // NaN or too large: the squares of x times the norm's weights must stay finite.
     PENSTOCK_MEMBER void measure(float eps) {
         vf squares[4], of_x[4];
         for (int p = 0; p < 4; ++p) squares[p] = of_x[p] = set1(0.0f);
@@ -122,7 +122,7 @@ struct Row {
             return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
         };
         limit = kOutlierRatio * sqrtf(sum_of(squares) / cols);
-        if (limit < kSmallestLimit) limit = kSmallestLimit;  // what is broken stays NaN, above which is nothing
+        if (limit < kSmallestLimit) limit = kSmallestLimit;  // NaN stays, and no value is above it
         inverse = kNormed ? 1.0f / sqrtf(sum_of(of_x) / cols + eps) : 1.0f;
     }
 
@@ -180,7 +180,7 @@ struct Row {
                     const int column = (g + i) * kGroup + half * kLanes;
                     values[2 * i + half] = mul(load(x + column), factor);
                     if constexpr (kNormed) values[2 * i + half] = mul(values[2 * i + half], load(norm + column));
-                    // No -128, which AVX2's dot4 can't take; nor what comes of numbers beyond 2^31, -128 on some processors.
+                    // Never -128, which AVX2's dot4 can't take, and which numbers beyond 2^31 become on some processors.
                     values[2 * i + half] = min(set1(127.0f), max(set1(-127.0f), values[2 * i + half]));
                 }
             }

@@ -26,8 +26,8 @@ PENSTOCK_INLINE void sum_rows(const float* const* rows, int count, int column, c
     }
 }
 
-// The state `from` becomes decay * state + k^T added, at `to`; out = q times that. With kHasNext sums = next_k times that, which the next
-// token wants: the state is read once for each token.
+// Writes the new state decay * from + k^T added to `to`, and out = q times that. With kHasNext also sums = next_k times that, for the next
+// token: the state is read once per token.
 template <int kVectors, bool kHasNext>
 PENSTOCK_INLINE void update(const float* const* from, float* const* to, int count, int column, float decay, const float* q, const float* k,
                             const float* next_k, const vf (&added)[kVectors], vf (&out)[kVectors], vf (&sums)[kVectors]) {
@@ -36,7 +36,7 @@ PENSTOCK_INLINE void update(const float* const* from, float* const* to, int coun
     for (int j = 0; j < kVectors; ++j) out[j] = sums[j] = set1(0.0f);
     for (int i = 0; i < count; ++i) {
         const vf key = set1(k[i]), query = set1(q[i]), next = kHasNext ? set1(next_k[i]) : key;
-        const float* const before = from[i] + column;  // read once: for all that the compiler knows, stores change pointers
+        const float* const before = from[i] + column;  // read once: the compiler must assume that stores change pointers
         float* const after = to[i] + column;
         PENSTOCK_UNROLL
         for (int j = 0; j < kVectors; ++j) {

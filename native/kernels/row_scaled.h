@@ -1,5 +1,5 @@
-// What whole sums of integers become: the rests of outliers are added, then they are scaled, with the bias and the activation. Included
-// by the files of products of kU8Row.
+// Turns finished integer sums into results: adds the outliers' rests, then applies scales, bias and activation. Included by
+// the files of products of kU8Row.
 
 #pragma once
 
@@ -28,7 +28,7 @@ PENSTOCK_INLINE vf near_gelu(vf x) {
     return mul(x, fma(y, p, set1(0.5f)));
 }
 
-// Where the column of a panel is: the bytes of 16 rows, each in a lane of its own.
+// A column of a panel: its weights of 16 rows, less their zero, one a lane.
 PENSTOCK_INLINE vi weights_of_column(const uint8_t* quants, int32_t column) {
     const vb lanes = shift_right(load64(quants + column / 4 * 64), column % 4 * 8);
     return sub(low_bytes_of_lanes(lanes), set1_i(kWeightZero));
@@ -46,7 +46,7 @@ PENSTOCK_INLINE void add_rests(vi (&sums)[kPanels], const uint8_t* quants, int64
     }
 }
 
-// What scales the sums of a panel.
+// Scales and stores a panel's sums.
 struct RowScaled {
     vf scales, bias;
     vi weight_sums;

@@ -9,7 +9,7 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {  // of the one file that includes this: inline functions of one instruction set must not be linked into another
 
-// Tiles of as many rows each. The last one begins with rows of the one before if need be; those are not stored
+// Tiles of equally many rows. The last one may overlap the one before; the shared rows are not stored
 // twice.
 struct RowTiles {
     int first, end;  // rows

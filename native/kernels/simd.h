@@ -29,7 +29,7 @@ namespace penstock::PENSTOCK_ISA {
 
 constexpr int kLanes = 16;
 
-// A sum with it is rounded to an integer, which is in its low bits: 1.5 * 2^23.
+// 1.5 * 2^23: adding it rounds a float to an integer in its low bits.
 constexpr float kRoundingMagic = 12582912.0f;
 
 #if defined(__AVX512VNNI__)
@@ -68,7 +68,7 @@ PENSTOCK_INLINE void store_some(T* p, V a, int count) {
     store_part(p, a, count);
 }
 
-// Of four rows of sixteen bytes the first byte of each, then the second ones and so on; `stride` in bytes.
+// Interleaves four rows of sixteen bytes: the first byte of each, then the second; `stride` in bytes.
 PENSTOCK_INLINE void interleave_fours(uint8_t* out, const int8_t* in, int64_t stride) {
 #if defined(__AVX2__)
     __m128i a[4];
@@ -193,7 +193,7 @@ PENSTOCK_INLINE vf exp2(vf a) {
     return add_exponent(p, n);
 }
 
-// The same for any a: huge instead of too large.
+// The same for any a; too large ones saturate.
 PENSTOCK_INLINE vf exp2_saturating(vf a) {
     if constexpr (!kScaleSaturates) return exp2(min(set1(126.0f), a));  // NaN stays NaN
     const vf n = round(a), r = sub(a, n);

@@ -1,7 +1,7 @@
 // The sixteen lanes of simd.h as one AVX-512 register. Included by simd.h alone, inside its namespace.
 
-// What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
-// is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
+// Tiles small enough to keep their accumulators in registers: a GEMM's rows by panels (up to kFewRows rows are bound by memory: a
+// single panel is one stream, which is read fastest), and the (query, head) pairs of an attention tile.
 // Six rows by two panels and four by three multiply alike on Zen 5; weights are unpacked, and read, less often for six.
 constexpr int kTileRows = 6, kTilePanels = 2;
 constexpr int kFewRows = 3, kFewRowPanels = 1;
@@ -10,7 +10,7 @@ constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSum
 constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
 constexpr int kStateVectors = 4;  // of columns of a recurrent state that are changed together
 constexpr bool kWidensWeights = false;  // for many rows, by gemm_widened.cpp
-constexpr int32_t kUnsignedLess = 0;   // dot4_u8 takes unsigned numbers for that much less than they are
+constexpr int32_t kUnsignedLess = 0;   // dot4_u8 takes unsigned numbers as that much smaller
 constexpr int32_t kDot4Subtracts = 0;  // dot4 subtracts it from each weight of 8 bits
 
 struct vf { __m512 v; };    // 16 float32
@@ -30,7 +30,7 @@ PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v
 PENSTOCK_INLINE vf sqrt(vf a) { return {_mm512_sqrt_ps(a.v)}; }
 PENSTOCK_INLINE vf abs(vf a) { return {_mm512_abs_ps(a.v)}; }
 PENSTOCK_INLINE vf round(vf a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n for integral n; infinite or zero where that is no number.
+// a * 2^n for integral n; saturates to infinity or zero.
 constexpr bool kScaleSaturates = true;
 PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // Lanes below `count` from a, the others from b.

@@ -32,7 +32,7 @@ PENSTOCK_INLINE vf add(vf a, vf b) { return PENSTOCK_FOUR(vf, vaddq_f32(a.v[i], 
 PENSTOCK_INLINE vf sub(vf a, vf b) { return PENSTOCK_FOUR(vf, vsubq_f32(a.v[i], b.v[i])); }
 PENSTOCK_INLINE vf mul(vf a, vf b) { return PENSTOCK_FOUR(vf, vmulq_f32(a.v[i], b.v[i])); }
 PENSTOCK_INLINE vf div(vf a, vf b) { return PENSTOCK_FOUR(vf, vdivq_f32(a.v[i], b.v[i])); }
-// Of two numbers without an order the second, as x86 has it and the kernels rely on: Arm's own instructions would make NaN of both.
+// The second operand if either is NaN, as on x86, which the kernels rely on: Arm's own instructions would return NaN.
 PENSTOCK_INLINE vf max(vf a, vf b) { return PENSTOCK_FOUR(vf, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
 PENSTOCK_INLINE vf min(vf a, vf b) { return PENSTOCK_FOUR(vf, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
 PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return PENSTOCK_FOUR(vf, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
@@ -163,7 +163,7 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
 }
 
 PENSTOCK_INLINE int8x16_t as_signed(uint8x16_t a) { return vreinterpretq_s8_u8(a); }
-// Products of unsigned by signed bytes, four to a lane. Without such an instruction unsigned ones count kUnsignedLess less than they are.
+// Products of unsigned by signed bytes, four to a lane. Without such an instruction unsigned ones are taken as kUnsignedLess smaller.
 #if defined(PENSTOCK_NEON_I8MM)
 constexpr int32_t kUnsignedLess = 0;
 PENSTOCK_INLINE int32x4_t dot4_part(int32x4_t acc, uint8x16_t w, int8x16_t a) { return vusdotq_s32(acc, w, a); }

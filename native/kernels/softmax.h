@@ -28,7 +28,7 @@ PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
     return x;
 }
 
-// Steps that [lo, hi) touches and that are not in it become a score that weighs nothing.
+// Masks the positions outside [lo, hi) in the steps that it touches.
 PENSTOCK_INLINE void mask(float* scores, int lo, int hi, float nothing) {
     const vf masked = set1(nothing);
     for (int i = step_below(lo); i < lo; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
@@ -37,7 +37,7 @@ PENSTOCK_INLINE void mask(float* scores, int lo, int hi, float nothing) {
     }
 }
 
-// Of the steps of masked scores [from, end).
+// The largest masked score in steps [from, end).
 PENSTOCK_INLINE float largest_of(const float* scores, int from, int end) {
     vf largest[kSide];
     for (int j = 0; j < kSide; ++j) largest[j] = set1(kLowest);
@@ -48,15 +48,14 @@ PENSTOCK_INLINE float largest_of(const float* scores, int from, int end) {
     return reduce_max(largest[0]);
 }
 
-// Logarithms to base 2 of numbers that are normal or zero, or up to 0.0861 less: -127 for zero.
+// log2 of numbers that are normal or zero, up to 0.0861 too low: -127 for zero.
 PENSTOCK_INLINE vf log2_below(vf a) { return fma(to_float(bits_of(a)), set1(0x1p-23f), set1(-127.0f)); }
 
-// A number that no score times its factor exceeds, if `largest` is the largest such product, however it is rounded, so that a weight
-// is at most one. Weights relative to it, and not to the largest itself, are as good, unless scores are so large that it is far
-// from the largest: their sum is relative to it, too.
+// An upper bound of score * factor, however rounded, given the largest such product: no weight then exceeds one. Weights relative to it
+// are as good as relative to the largest, since their sum is, too, unless scores are so large that the bound is far from the largest.
 PENSTOCK_INLINE float bound_of(float largest) { return largest + fabsf(largest) * 0x1p-22f; }
 
-// Of the steps of masked scores [from, end) the largest score times `factor` plus the position's size.
+// The largest score times `factor` plus the position's size in the steps of masked scores [from, end).
 PENSTOCK_INLINE float largest_weight(const float* scores, const float* sizes, int from, int end, float factor) {
     const vf scale = set1(factor);
     vf largest[kSide];
@@ -119,10 +118,10 @@ PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int from, i
     return reduce_add(sum);
 }
 
-// The numbers added to weights before they are rounded to bytes, by positions modulo 64: between -1/2 and 1/2. Where all but a few are much
-// smaller than the largest they would otherwise all become zero, whatever they are together; so of neighbours as many become one as they
-// are worth. Multiples of the golden ratio without their integer parts: any that follow each other lie evenly. Queries and heads begin
-// at different places, or all would leave out the same positions.
+// The numbers added to weights before they are rounded to bytes, by position modulo 64, between -1/2 and 1/2. Otherwise weights much
+// smaller than the largest would all become zero, however large their sum; so about the right share of neighbours becomes one. They are
+// the fractional parts of multiples of the golden ratio: any run of them is evenly spread. Queries and heads begin at different places,
+// or all would leave out the same positions.
 struct Dither {
     static constexpr int kPeriod = 64;
     alignas(64) float values[2 * kPeriod];
@@ -139,7 +138,7 @@ struct Dither {
 constexpr Dither kDither;
 static_assert(Dither::kPeriod % kStep == 0);
 
-// Weights of masked scores, each times its position's scale, as bytes; their sum is of the weights alone. `dither`: where it begins.
+// Weights of masked scores, each times its position's scale, as bytes; returns the sum without these scales. `dither`: where it begins.
 PENSTOCK_INLINE float soften_scaled(const float* scores, const float* scales, uint8_t* weights, int from, int end, float factor,
                                     float top, int dither) {
     vf sum[2] = {set1(0.0f), set1(0.0f)};

@@ -1,4 +1,4 @@
-// The table of a variant with tiles: that of AVX-512 but for what tiles compute. And what measures and tests them.
+// The table of a variant with tiles: that of AVX-512 except for what tiles compute, plus their probe and test.
 
 #include "parts.h"
 #include "simd.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kTileOps = 2 * 16 * 16 * (kTileRowBytes / 2);  // of a product
 
-// Sums wait for each other, so there are four.
+// Four independent sums hide the latency.
 int64_t multiply_tiles(int64_t rounds) {
     Tiles tiles({});
     alignas(64) const uint8_t nothing[kMostTileRows * kTileRowBytes] = {};

@@ -46,8 +46,8 @@ PENSTOCK_INLINE int end_seen(const TextAttentionTask& t, int query) {
     return t.window > 0 && query + t.window < t.num_tokens ? query + t.window : t.num_tokens;
 }
 
-// `count` rows of a head's columns as integers, sixteen rows side by side; the last sixteen end in copies of the last row. A scale is no
-// number if a column is none.
+// `count` rows of a head's columns as integers, sixteen rows side by side; the last sixteen end in copies of the last row. A scale is NaN
+// if any column isn't finite.
 void round_rows(const float* x, int64_t ld, int count, int head_dim, float* columns, uint8_t* out, float* scales) {
     const int pairs = (head_dim + 1) / 2;
     for (int at = 0; at < count; at += kLanes, out += pairs * kPairBytes) {
@@ -85,7 +85,7 @@ void round_values(const TextAttentionTask& t, const TextScratch& s, int end) {
         const int cols = t.head_dim - col < kLanes ? t.head_dim - col : kLanes;
         vf inverse = set1(0.0f);
         if (cols > 0) {
-            vf largest = set1(0.0f), zero = set1(0.0f);  // the latter becomes NaN if there is a value that is no finite number
+            vf largest = set1(0.0f), zero = set1(0.0f);  // the latter becomes NaN if any value is not finite
             for (int i = 0; i < count; ++i) {
                 const vf x = load_some(v + i * t.kv_ld + col, cols);
                 largest = max(largest, abs(x));
@@ -238,7 +238,7 @@ struct Parts {
     }
 };
 
-// Of a task that sees so many positions, and has as many queries at most.
+// For a task that sees `num_seen` positions of a text of `num_tokens`.
 PENSTOCK_INLINE TextScratch make_text_scratch(Parts& memory, int num_seen, int num_tokens, int head_dim) {
     TextScratch s;
     s.count = static_cast<int>(whole(num_seen, kBlock));

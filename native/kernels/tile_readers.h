@@ -1,8 +1,8 @@
-// What GCC's ThreadSanitizer (`make test-races`) is told of attention. Included by attention_segment.h alone; in another build it
-// is nothing.
+// Annotations of attention for GCC's ThreadSanitizer (`make test-races`). Included by attention_segment.h alone; empty in other
+// builds.
 //
 // Keys and values are read in whole tiles, also of positions that no query of the task sees: another thread may be writing these
-// meanwhile. Nothing comes of them, as tests show that fill them with NaN (`poison`). So functions that read tiles are not
+// meanwhile. Results do not depend on them: tests fill them with NaN (`poison`). So functions that read tiles are not
 // instrumented, and the sanitizer is told of the positions that the task sees, which nobody may be writing.
 
 #pragma once

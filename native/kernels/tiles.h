@@ -76,7 +76,7 @@ inline float wide(uint16_t bf16) {
     return x;
 }
 
-// What a processor refuses ends the process here, too: only the hardware would tell otherwise.
+// Traps on what a processor would refuse, so that tests find it without the hardware.
 inline void demand(bool is_allowed) {
     if (!is_allowed) __builtin_trap();
 }
