@@ -1,8 +1,8 @@
-"""How far do the logits move when the inputs of the linear layers, or their weights, are rounded, in which way?
+"""How far do the logits move when the inputs or weights of the linear layers are rounded in various ways?
 
-Runs the reference backend, float32 throughout, with the rounding put in front of every product, over one text;
-compares with the same run without rounding. This is what chose the native backend's activations
-(docs/decisions/int8-activations.md), and what its tiles multiply (docs/decisions/bf16-tiles.md).
+Runs the float32 reference backend over one text, rounding one operand of every product, and compares with
+the same run without rounding. It decided the native backend's activation format
+(docs/decisions/int8-activations.md) and the operands of its tiles (docs/decisions/bf16-tiles.md).
 
     python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900
     python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900 --of weights
@@ -33,9 +33,9 @@ Rounding = Callable[[F32], F32]
 
 
 class Int8:
-    """int8 with a scale per `group` columns (0: per row), which may have to be a power of two.
+    """Round to int8 with a scale per `group` columns (0: per row), optionally a power of two.
 
-    A value above `outlier_ratio` times the row's root mean square stays float32 and has no part in its group's scale.
+    A value above `outlier_ratio` times the row's root mean square stays float32 and does not affect its group's scale.
     """
 
     def __init__(self, group: int, *, power_of_two: bool = False, outlier_ratio: float = np.inf) -> None:
@@ -76,7 +76,7 @@ class Int8Weights:
 
 
 def truncated(weight: F32) -> F32:
-    """To bf16, as native/kernels/gemm_tiles.cpp does it."""
+    """Truncate to bf16, as native/kernels/gemm_tiles.cpp does."""
     larger = weight * np.float32(1 + 1 / 370)
     return (larger.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 

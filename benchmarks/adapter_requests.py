@@ -1,5 +1,5 @@
-"""Random adapters as PEFT writes them, a server that has them, and requests that ask for them. Measures nothing by itself;
-`adapters.py` does.
+"""Random LoRA adapters in PEFT's format, a server that loads them, and requests that use them. `adapters.py` measures
+with these.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from penstock.testing import make_request
 from penstock.types.request import FinishReason
 
 NUM_FILES = 8
-"""Different files of weights for each rank; names beyond are links to them."""
+"""Distinct weight files per rank; further adapters are hard links to them."""
 _MODULES = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def shapes_of(model: str, targets: list[str]) -> dict[str, tuple[int, int]]:
-    """Module, by transformers' name of a Llama's -> [out, in]. `targets`: keys of `_MODULES`, or `all` alone."""
+    """Return [out, in] by module name in transformers' Llama. `targets`: keys of `_MODULES`, or `all` alone."""
     spec = load_model(resolve(model, default_cache_dir())).spec
     known = sites(describe(spec))
     layers, wanted = range(len(spec.layers)), _MODULES if targets == ["all"] else targets
@@ -79,13 +79,13 @@ def found(running, idx: int):
 
 
 def drawn(count: int, num_adapters: int) -> list[int]:
-    """Adapters of requests: from `num_adapters` by Zipf's law."""
+    """Draw `count` adapters from `num_adapters` by Zipf's law."""
     weights = 1.0 / np.arange(1, num_adapters + 1)
     return np.random.default_rng(7).choice(num_adapters, count, p=weights / weights.sum()).tolist()
 
 
 class Workload:
-    """Requests of one draw; each run of them is new to the prefix cache."""
+    """One set of requests, salted so that runs share no cached prefix."""
 
     def __init__(self, count: int, vocab_size: int) -> None:
         self.lengths = sharegpt_lengths(count)
@@ -102,7 +102,7 @@ class Workload:
 
 
 def run(running, requests, rows: int = 0) -> tuple[int, float]:
-    """Generated tokens, and seconds: until fewer than `rows` are left, or until all have ended."""
+    """Return generated tokens and seconds until fewer than `rows` are left, or all have ended."""
     return asyncio.run(_run(running, requests, rows))
 
 

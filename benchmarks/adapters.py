@@ -4,18 +4,18 @@
     python benchmarks/adapters.py --parts merged --adapters 100
 
 Requests have ShareGPT's lengths; no two prompts begin alike, and replies end at their length. Each request has an adapter
-drawn from N by Zipf's law (exponent 1); with ranks `8,16` every other adapter has the other rank.
+drawn from N by Zipf's law (exponent 1); with ranks `8,16` adapters alternate between the two.
 
-`throughput`: all requests are there at the start, and at most `--rows` run. Told are generated tokens a second while all rows
-are taken, and by a second of the process's CPU time, which other processes change less. Rounds of all arms follow each other;
-the median is told, with the range. Adapters are read when their requests come; after the first round some are in memory.
-`merged`: the same requests on a server that has one adapter in its weights at a time. Each adapter's requests run alone, on
-the base's weights, which no merged weights could beat. All of them would take minutes: adapters are sorted by their tokens and
-cut into `--sample` parts, and the speed of the middle one of each part counts for the part. Told apart is the time of a switch:
-a start with `--merge-lora`, which reads, merges and packs the weights, beside one without; medians of three.
-`cold`: time to the first token of 64, one request at a time: of the base, of adapters that nobody has asked for, whose files
-are not in the page cache, and of the same when they are in the KV cache.
-`registered`: memory and time that 10,000 names cost, in a folder (`--lora-dir`) and each by itself (`--lora-modules`).
+`throughput`: all requests arrive at the start, and at most `--rows` run. Reports generated tokens per second while all rows
+are busy, and per second of the process's CPU time over the whole run, which other processes disturb less. The arms take turns;
+figures are medians, with the range. Adapters are loaded on first use; after the first round some are in memory.
+`merged`: the same requests on a server with one adapter merged into its weights at a time. Each adapter's requests run alone on
+the base's weights, which no merged weights could beat. To save time, adapters are sorted by tokens and cut into `--sample`
+parts, and the middle adapter's speed stands for its part. A switch is timed separately: a start with `--merge-lora`, which
+reads, merges and packs the weights, beside one without; medians of three.
+`cold`: time to the first token after a prompt of 64, one request at a time: with the base, with adapters never requested
+before whose files are not in the page cache, and with the same once they are in the KV cache.
+`registered`: memory and time that 10,000 names cost, in a folder (`--lora-dir`) and listed one by one (`--lora-modules`).
 
 Adapters are random, a few files under many names, each an adapter of its own to the server. The last line is JSON.
 """
@@ -45,7 +45,7 @@ OPTIONS = {"rows": 32, "requests": 96, "rounds": 3, "sample": 12, "cold": 100, "
 def throughput(args, running, workload, _folder):
     count, rates = args.requests, {num: [] for num in args.adapters}
     arms = {num: [found(running, one) for one in drawn(count, num)] if num else [None] * count for num in rates}
-    run(running, workload.requests([None] * count)[: args.rows // 2])  # memory that nobody has touched yet
+    run(running, workload.requests([None] * count)[: args.rows // 2])  # touches the memory once
     for nth in range(args.rounds):
         for num in list(arms) if nth % 2 else list(arms)[::-1]:
             cpu_s = time.process_time()

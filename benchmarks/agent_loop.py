@@ -1,4 +1,4 @@
-"""Are all calls of tools whole and valid? An agent on a real model: it asks, runs the tools, and asks again.
+"""Are all tool calls complete and valid? An agent on a real model asks, runs the tools, and asks again.
 
     python benchmarks/agent_loop.py                                   # Qwen2.5-Coder-1.5B, 50 calls
     python benchmarks/agent_loop.py --model smollm2:135m --calls 20
@@ -6,11 +6,11 @@
 
 Each task is a conversation. The model may call (`auto`), must (`required`), or must call one tool (a name), in turn, streamed
 and not; results go back to it, and an answer in words begins the next task. Every call is parsed as JSON and checked against
-its tool's schema, here, by hand-written rules that know nothing of the server's grammars. After that, each of the tasks
-is asked again with few tokens, so that answers end within a call: none of those may be told as a call.
+its tool's schema by hand-written rules, independent of the server's grammars. Then each task is asked again with few
+tokens, so that answers are cut within a call: no such fragment may be returned as a call.
 
-Told are calls by choice, answers in words, how many of those have JSON of a call in them, faults of each kind, and seconds.
-The last line is JSON. Ends with 1 if there was a fault.
+Reports calls by choice, answers in words, how many of those contain the JSON of a call, faults of each kind, and seconds.
+The last line is JSON. Exits with 1 if there was a fault.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ TOOLS: dict[str, tuple[str, dict[str, Any], list[str], Callable[[Mapping[str, An
         "409.5",
     ),
 }
-"""By name: description, properties, those that are required, whether arguments are valid, and the result."""
+"""By name: description, properties, required properties, a check of the arguments, and the result."""
 
 
 def told_tools() -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def told_tools() -> list[dict[str, Any]]:
 
 
 def fault_of(call: Mapping[str, Any]) -> str | None:
-    """The fault of a call; None: it has none."""
+    """Return the fault of a call, or None."""
     name = call["function"]["name"]
     if name not in TOOLS or not call.get("id"):
         return "unknown tool" if call.get("id") else "no id"
@@ -169,7 +169,7 @@ def fault_of(call: Mapping[str, Any]) -> str | None:
 
 
 def ask(port: int, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message of an answer and its finish reason. A stream's message is put together from its deltas."""
+    """Return an answer's message and finish reason. A stream's message is assembled from its deltas."""
     connection = HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -239,7 +239,7 @@ class Loop:
             message, finish = self.ask(messages, choice, MAX_TOKENS)
             calls = message.get("tool_calls") or []
             if finish == "length" and calls and self.is_streamed:
-                calls.pop()  # it may have been cut: a stream has told its beginning by then
+                calls.pop()  # may have been cut: a stream has already sent its beginning
             if bool(calls) != (finish == "tool_calls") and finish != "length":
                 self.faults["calls and finish_reason differ"] += 1
             if kind != "auto" and not calls and finish != "length":
@@ -264,7 +264,7 @@ class Loop:
             for choice in ("auto", "required"):
                 message, finish = self.ask(messages, choice, max_tokens)
                 calls = message.get("tool_calls") or []
-                if finish == "tool_calls" or not self.is_streamed:  # a stream has told the beginning of what was cut
+                if finish == "tool_calls" or not self.is_streamed:  # a stream has already sent the cut call's beginning
                     self.faults.update(fault for call in calls if (fault := fault_of(call)) is not None)
 
 

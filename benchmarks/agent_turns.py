@@ -7,20 +7,20 @@
 
 A real server over HTTP, chats with streamed answers. All agents share a system prompt of nine tenths of the first prompt, as
 instances of one program do. Each turn sends the whole history with `--new-tokens` more, and then a tool runs for
-`--tool-seconds` in the mean.
+`--tool-seconds` on average.
 
 The cost of a turn is the time in which the engine computes exactly its new tokens, at their place in the context, with nothing
 else on the machine. It is measured while one agent works alone: the server's own time from the turn's first step to its first
 token (`time_ms.prefill` of `GET /v1/requests`), multiplied by new tokens / computed tokens, in case more was computed than is
-new. A turn's tokens are new if they are behind the prompt and the answer of the turn before.
+new. New tokens are those after the previous turn's prompt and answer.
 
-`alone` is the time to the first token, as the client sees it, over that cost. `beside` is the same with three other agents; the
-cost is then the turn's own and that of what others had computed between its request and its first token: of their turns the
-share that lies in between, and of their answers the tokens that came in between, at the time a token takes alone. No schedule
-can do that work in less time on the same cores. Both have turn two onwards: the median, and the share of turns within 1.2.
+`alone` is the client's time to the first token over that cost. `beside` is the same with three other agents; the cost then
+includes what the server computed for them between the request and its first token: the overlapping share of their turns, and
+the answer tokens that came meanwhile, at the time a token takes alone. No schedule can do that work in less time on the same
+cores. Both cover turn two onwards: the median, the largest, and the share of turns within 1.2.
 
-With `--small`, instead: the same agents with a cache too small for all, beside `--asides` requests a second that are asked once
-(subagents), with `--kv-rest 0s` and with the default: the share of the prompt tokens of turn two onwards that was found in the
+`--small` instead gives the same agents a cache too small for all, beside `--asides` one-off requests a second (subagents),
+with `--kv-rest 0s` and with the default. It reports the share of the prompt tokens of turn two onwards that was found in the
 cache. The last line is one JSON object.
 """
 
@@ -79,7 +79,7 @@ def agents(args: argparse.Namespace, count: int, first_block: int) -> list[Job]:
 
 
 def asides(args: argparse.Namespace) -> list[Job]:
-    """Requests that are asked once, for as long as the agents work if nothing takes time but their tools."""
+    """Return one-off requests that last as long as the agents would if only their tools took time."""
     rng, at_s, jobs = Random(1), 0.0, list[Job]()
     while args.asides and (at_s := at_s + rng.expovariate(args.asides)) < args.turns * args.tool_seconds:
         jobs.append(Job(arrival_ns=round(at_s * 1e9), num_prompt_tokens=args.aside_tokens, num_output_tokens=8))
@@ -113,7 +113,7 @@ def play(url: str, workload: Workload, model: str) -> list[Record]:
 
 
 def prefills_s(url: str, count: int) -> list[float]:
-    """Seconds that the server took to compute the prompts of the last requests, the first first."""
+    """Return the seconds the server took to compute the last requests' prompts, oldest first."""
     with urllib.request.urlopen(f"{url}/v1/requests?ended={count}", timeout=60) as answer:  # a server of our own
         told: list[dict[str, Any]] = json.load(answer)["data"]
     return [call["choices"][0]["time_ms"]["prefill"] / 1e3 for call in reversed(told)]
@@ -205,11 +205,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=100, help="of each later turn")
     parser.add_argument("--answer-tokens", type=int, default=16)
-    parser.add_argument("--tool-seconds", type=float, default=10.0, help="between two turns, in the mean")
+    parser.add_argument("--tool-seconds", type=float, default=10.0, help="mean between two turns")
     parser.add_argument("--kv-cache-memory", default="1536MiB")
     parser.add_argument("--options", default="", help="more options of the server, in one word")
     parser.add_argument("--small", action="store_true", help="compare --kv-rest with a cache that is too small")
-    parser.add_argument("--asides", type=float, default=0.5, help="requests a second that are asked once, with --small")
+    parser.add_argument("--asides", type=float, default=0.5, help="one-off requests a second, with --small")
     parser.add_argument("--aside-tokens", type=int, default=1000)
     args = parser.parse_args()
     report = measure_small(args) if args.small else measure(args)

@@ -1,12 +1,12 @@
-"""Is Penstock as fast on a machine with AMX as it should be? Runs all that tells, and prints what was wanted beside what came.
+"""Is Penstock as fast on a machine with AMX as it should be? Runs the relevant benchmarks and prints goals beside results.
 
     python benchmarks/amx.py               # hours on few cores, which should have nothing else to do
     python benchmarks/amx.py --dry-run     # prints the commands, on any machine
 
 Fetches the models and makes the peers, then runs the tests of tiles, `peaks.py`, `step.py` and `peers.py` as they are. The
-output of a run goes on to stderr, and into build/amx/NAME.md. Ends at once, and says why, where there is no AMX, and where a
-trace, a model, a peer or pytest is missing; `--without vllm` does without a peer. A later run that fails leaves its goals
-unmeasured, and the others go on. Exits with 1 if a goal is missed or not measured.
+output of a run goes to stderr and to build/amx/NAME.md. Exits at once, with the reason, if there is no AMX or if a
+trace, a model, a peer or pytest is missing; `--without vllm` skips a peer. A later run that fails leaves its goals
+unmeasured, and the others continue. Exits with 1 if a goal is missed or not measured.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def commands(traces: Path, peers: Sequence[str]) -> dict[str, list[str]]:
 
 
 def result_of(name: str, output: str) -> Any:
-    """A benchmark's last line, which is JSON; of tests the share that passed. Those that are skipped, as they are of what no
-    variant with tiles does, don't count. Raises ValueError.
+    """Parse a benchmark's last line, which is JSON; for tests, return the share that passed. Skipped tests don't count:
+    they check what no variant with tiles does. Raises ValueError.
     """
     last = (output.splitlines() or [""])[-1]
     if name != "tiles":
@@ -96,7 +96,7 @@ def prepare(name: str, command: Sequence[str]) -> None:
 
 
 def measure(name: str, command: Sequence[str]) -> Any:
-    """The figures of a run; None if it failed."""
+    """Return a run's figures, or None on failure."""
     done = run(name, command)
     try:
         return result_of(name, done.stdout)
@@ -106,7 +106,7 @@ def measure(name: str, command: Sequence[str]) -> Any:
 
 
 def beside(results: Results) -> list[list[str]]:
-    """Figures that are no goals: the peaks, and how long steps took."""
+    """Return the figures without goals: the peaks and step times."""
     peaks = results["peaks"]["peaks"]["amx"] if "peaks" in results else {}
     rows = [[f"peak, {name}", f"{rate:.0f} {'GOP/s' if name in KINDS else 'GB/s'}"] for name, rate in peaks.items()]
     steps = {name: result["steps"] for name, result in results.items() if name.startswith("step")}

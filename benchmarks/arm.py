@@ -1,12 +1,12 @@
-"""Is Penstock as fast on 64-bit Arm as it should be? Runs all that tells, and prints what was wanted beside what came.
+"""Is Penstock as fast on 64-bit Arm as it should be? Runs the relevant benchmarks and prints goals beside results.
 
     python benchmarks/arm.py                    # an hour on few cores, which should have nothing else to do
     python benchmarks/arm.py --dry-run          # prints the commands, on any machine
     python benchmarks/arm.py --without llamacpp # needs no CMake
 
-No kernel for Arm was timed before: goals are what llvm-mca predicts (docs/notes/2026-11-25-arm.md), less what a whole step
-costs beside products. The output of a run goes on to stderr, and into build/arm-bench/NAME.md. Ends at once where there is no
-Arm processor with dot products. A run that fails leaves its goals unmeasured. Exits with 1 if a goal is missed or not measured.
+No Arm kernel was timed before, so the goals are llvm-mca's predictions (docs/notes/2026-11-25-arm.md), less a whole step's
+costs besides products. The output of a run goes to stderr and to build/arm-bench/NAME.md. Exits at once without an Arm
+processor with dot products. A run that fails leaves its goals unmeasured. Exits with 1 if a goal is missed or not measured.
 """
 
 from __future__ import annotations

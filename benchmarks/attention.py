@@ -1,9 +1,9 @@
 """How near does the attention of the native backend come to what the machine can do, by rows and context?
 
-The attention of one layer of some models, over keys and values of 8 bits that exceed the caches. The bound is the larger of the
-operations (scores and weighted sums of the positions that each query sees, both products of bytes) at the peak of multiply-adds
-in int8, and of the keys and values of every row, once, at the speed of memory; both are measured in between. Figures are of the
-fastest run and the best peaks. Products: `kernels.py`.
+One attention layer of several models, over 8-bit keys and values that exceed the caches. The bound is the larger of two
+times: the operations (scores and weighted sums of the positions that each query sees, both int8 products) at the int8 peak,
+and reading every row's keys and values once at memory speed; both peaks are measured in between. Figures are for the
+fastest run and the best peaks. `kernels.py` has the products.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --variant avx2

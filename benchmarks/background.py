@@ -3,9 +3,9 @@
     python benchmarks/background.py                         # at half of capacity, as served
     python benchmarks/background.py 0.3 0.7 --fill 0.1 0.25 1
 
-Chats come at a share of what the machine can serve of them. Behind them a job always has 128 lines waiting, with prompts of
+Chats arrive at a share of the machine's capacity for them. Behind them a job always has 128 lines waiting, with prompts of
 about 300 tokens and answers of about 150. `rest` is the job's tokens per second over what the chats leave: (1 - load) times
-those of the job alone. Ratios compare with the same chats without a job. The last line is one JSON object.
+the job's rate alone. Ratios compare with the same chats without a job. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.types.plan import Capacity
 CAPACITY = Capacity(num_blocks=4097, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
 NUM_LINES_WAITING = 128
 NUM_LINES = 20_000
-"""More than are begun."""
+"""The job never finishes."""
 FILL = HoldLatency().fill_share
 LONG_TOKENS = 512
 """As in the preset."""
@@ -87,7 +87,7 @@ def num_tokens(record: Record, until_ns: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("loads", nargs="*", type=float, default=[0.5])
     parser.add_argument("--fill", nargs="*", type=float, default=[FILL])
     parser.add_argument("--share", type=float, default=0.0)

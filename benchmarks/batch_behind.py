@@ -1,13 +1,13 @@
-"""What do people notice of a batch behind them, and what does the batch get?
+"""How much does a background batch slow interactive requests, and what does it get?
 
     python benchmarks/batch_behind.py                       # about 20 minutes
     python benchmarks/batch_behind.py --rounds 1 --load 0.3
     python benchmarks/batch_behind.py --another             # the batch is for a second model of the server, from the same file
 
-In each round a server answers a closed loop of `--users`: the capacity. Then people ask at `--load` times that rate (Poisson),
-once alone and once with a batch behind; and the batch runs alone. Prompts and answers of all have the same lengths, and no two
-prompts begin alike. `share of the rest` is the batch's rate of tokens over `1 - load` times its rate alone. `busy` is the
-processors' time that the server used. The last line is one JSON object.
+Each round measures the capacity: a closed loop of `--users`. Then people send requests at `--load` times that rate (Poisson),
+once alone and once with a batch behind; last, the batch runs alone. All prompts and answers have the same lengths, and the
+prefix cache is off. `share of the rest` is the batch's token rate over `1 - load` times its rate alone. `busy` is the server's
+share of the processors. The last line is one JSON object.
 """
 
 from __future__ import annotations

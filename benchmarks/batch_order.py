@@ -1,4 +1,4 @@
-"""How much of the prompts of an offline job is found in the cache, by the order of its lines, and how long does the job take?
+"""How much of an offline job's prompts is found in the cache, by line order, and how long does the job take?
 
     python benchmarks/batch_order.py                             # simulated: a quarter of an hour
     python benchmarks/batch_order.py --workloads spread --orders key ratio "both ends" --cost h100-llama-8b --rows 128
@@ -9,15 +9,15 @@ The real scheduler and KV manager over a modelled executor, under a virtual cloc
 
 - `arrival`: shuffled
 - `system`: sorted by a hash of the first message
-- `longest match`: shuffled; the line with the longest prefix in the cache joins next, of the first `WINDOW` that wait
+- `longest match`: shuffled; of the first `WINDOW` waiting lines, the one with the longest cached prefix joins next
 - `key`: sorted by `penstock.jobs.order.prefix_key`
 - `exact`: sorted by the tokens
-- `ratio`: as `key`, but first messages with most decodes for each token of their prompts come first (BatchLLM)
+- `ratio`: as `key`, but first messages with the most decodes per prompt token come first (BatchLLM)
 - `both ends`: as `ratio`, but in turn from the first and the last
 
-`saved` is the share of the prompts' tokens that were not computed, and `possible` that of an order and a memory without
-limits. Tokens computed twice after a preemption count against it. The full pool is what the lines in the order of their keys
-hold at most.
+`saved` is the share of the prompts' tokens that were not computed, and `possible` its limit for any order and unlimited
+memory. Tokens recomputed after a preemption count against `saved`. The full pool is the most that lines in `key` order
+hold.
 
 `--real` runs smollm2:135m on this machine through the Python API. A job starts with an empty cache. The last line is one
 JSON object.
@@ -61,10 +61,10 @@ from penstock.types.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 WINDOW = 128
-"""Beyond so many, SGLang does not look for prefixes."""
+"""SGLang does not look for prefixes beyond this."""
 COMPARED = ("arrival", "system", "longest match", "key", "exact")
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Parts of the memory that the job would use."""
+"""Shares of the memory that the job would use."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Ran:
 
 
 class Waiting:
-    """The lines that have not joined: the next one in order, or the one that the cache has most of."""
+    """Lines that have not joined: gives the next in order, or the one with most tokens cached."""
 
     def __init__(self, requests: Sequence[Request], server: VirtualServer, *, by_match: bool) -> None:
         self._requests = list(reversed(requests))
@@ -340,7 +340,7 @@ def print_figures(found: Sequence[dict[str, Any]], orders: Sequence[str]) -> Non
 def time_real(
     lines: Sequence[Line], orders: Sequence[str], kv_cache_memory: str, num_rows: int, repeat: int
 ) -> dict[str, dict[str, float]]:
-    """Run a job in several orders, in turn, each in a new engine. Return medians; the time to find the order counts."""
+    """Run a job in several orders in turn, each in a new engine. Return medians; times include computing the order."""
     from penstock import LLM, SamplingParams
 
     arrived = ordered(lines, "arrival")

@@ -1,4 +1,4 @@
-"""Do batches of many lines keep their promises: one answer for each line, little memory, and a rate that holds nobody up?
+"""Do batches of many lines keep their promises: one answer per line, little memory, and a rate that delays nobody?
 
     python benchmarks/batches.py kills --lines 100000 --kills 10
     python benchmarks/batches.py kills --lines 2000 --kills 10 --model smollm2:135m
@@ -6,9 +6,9 @@
     python benchmarks/batches.py many --lines 10000000
     python benchmarks/batches.py beside --lines 1000000
 
-- `kills`: a server over a fake executor is killed (SIGKILL) at random moments and started again: answers of each line. With
-  `--model`, of that model, beside those of a second batch of the same lines that nothing interrupts.
-- `full`: the same on a disk (a tmpfs, which only root can mount) that is full before the end, and grows after the one kill.
+- `kills`: a server over a fake executor is killed (SIGKILL) at random moments and restarted; counts each line's answers.
+  With `--model`, that model's answers are compared with those of an uninterrupted batch of the same lines.
+- `full`: the same on a disk (a tmpfs, which only root can mount) that fills up before the end and grows after the one kill.
 - `many`: upload, check and bookkeeping of a file without a server: lines per second, and peak memory of the process.
 - `beside`: time of short requests, alone and while a file is checked, with steps of 5 ms.
 
@@ -135,7 +135,7 @@ class Server:
                 yield from map(json.loads, answer.iter_lines())
 
     def counted(self, batch: dict[str, Any]) -> Counter[str]:
-        """How often each line was answered."""
+        """Count each line's answers."""
         return Counter(answer["custom_id"] for answer in self.answers(batch))
 
     def choices(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""How does the budget `itl` follow a change of load? Steps around two changes, under a virtual clock.
+"""How does the `itl` budget follow a change of load? Steps around two changes, under a virtual clock.
 
     python benchmarks/budgets.py
 
 The real scheduler with `--slo-itl 30ms`, beside prompts of 4,000 tokens without end: 8 streams, then 32, then 8. A step costs
 what it costs a model of 135M parameters on two cores: 2 ms, 0.4 ms for each decode, 0.2 ms for each token of a prompt and 0.1
-us for each token before it. Nothing is computed, so that the numbers are exact and do not depend on the machine. Costs and
-gains on a workload are told by `penstock simulate --vary budget=...` (docs/budgets.md). The last line is one JSON object."""
+us for each token before it. Nothing is computed, so the numbers are exact and do not depend on the machine. For costs and
+gains on a workload, use `penstock simulate --vary budget=...` (docs/budgets.md). The last line is one JSON object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.types.result import StepResult, StepTiming
 MS = 1_000_000
 CAPACITY = Capacity(num_blocks=8001, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=8192)
 LONG_TOKENS = 512
-"""A longer prompt is long."""
+"""Longer prompts count as long."""
 NO_TIME = StepTiming(0, 0)
 JOIN_STEP, LEAVE_STEP, NUM_STEPS = 120, 240, 360
 
@@ -42,7 +42,7 @@ def sampled(plan: StepPlan) -> StepResult:
 
 
 def change(slo_ms: int = 30) -> list[dict[str, float]]:
-    """Every fourth step around the two changes: decodes, prefill tokens, duration."""
+    """Every fourth step around the changes: decodes, prefill tokens, duration."""
     budget = HoldLatency(slo_itl_ns=slo_ms * MS, long_prefill_token_threshold=LONG_TOKENS)
     core = make_core(CAPACITY, make_policies(budget=budget), enable_prefix_caching=False)
     core.apply([Add(make_request(f"prompt-{idx}", 4000, max_tokens=1, arrival_ns=idx + 1)) for idx in range(60)], 0)

@@ -1,14 +1,14 @@
 """A cascade of two models here, on questions that a program can check: quality, time of the models, TTFT.
 
 Half of the questions are asked of both models, and a route is fitted to the results with `penstock route fit`. The other half
-is asked of the large model alone, of the small one alone and of the cascade, in turn, each time of a server that starts anew.
+is asked of the large model alone, of the small one alone and of the cascade, in turn, each time of a new server.
 
     python benchmarks/cascade.py
 
 - Model time: seconds in which the models' steps used the machine, the encoder's included.
 - TTFT of answers that the small model kept, and of the same questions when it is asked alone.
 
-A server's own examples stay in its prefix cache, for all models alike. With --keep, files stay: the route, the answers to the
+The questions' examples stay in the prefix cache, for all models alike. With --keep, files stay: the route, the answers to the
 other half (`unseen.jsonl`), from which `penstock route eval --scores` makes the scores for `penstock simulate --route`, and
 recordings of each model alone, from which `penstock profile --from` fits its costs.
 
@@ -108,12 +108,12 @@ def machine_s(port: int) -> float:
 
 
 def measure(config: Path, model: str, tasks: Sequence[Task], concurrency: int, record: Path | None = None) -> Run:
-    """Ask a server that has just started all questions, `concurrency` at a time. `record`: by one with this model alone."""
+    """Ask a newly started server all questions, `concurrency` at a time. `record`: serve and record this model alone."""
     words = ["--config", config] if record is None else [model, "--record", record]
     contender = Contender("penstock", [PENSTOCK, "serve", *words, "--port", "{port}"], health="/ready")
     with started(contender, config.with_suffix(".log")) as (_, port), ThreadPoolExecutor(concurrency) as pool:
         for kind in {task.kind.partition("/")[0]: task for task in make_tasks(3, 1.0, SEED + 1)}.values():
-            ask(port, model, kind)  # so that the examples are in the prefix cache, and both models are at work
+            ask(port, model, kind)  # puts the examples into the prefix cache, and warms up both models
         before_s, began_s = machine_s(port), time.perf_counter()
         said = list(pool.map(lambda task: ask(port, model, task), tasks))
         return Run(said, time.perf_counter() - began_s, machine_s(port) - before_s)

@@ -2,9 +2,9 @@
 
     python benchmarks/choices.py [--prompt-tokens 1000] [--max-tokens 1] [--n 8] [--repeat 5]
 
-Each asks for the same new prompt length, rounds in turn; figures are medians. `computed` are positions, the generated tokens'
-included; `blocks` is the most that were held at once; `copy_us` a block's copy, `staging_us` its way to and from
-memory beside the pool, from which the disk tier is written. The last line is one JSON object.
+Each call has a new prompt of one length; the three take turns, and times are medians. `computed` counts positions,
+generated tokens included; `blocks` is the most held at once; `copy_us` is a block's copy, `staging_us` its transfer to and
+from the memory that feeds the disk tier. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def copy_us(executor: NativeExecutor, num_blocks: int) -> float:
 
 
 def staging_us(executor: NativeExecutor, num_blocks: int) -> dict[str, float]:
-    """A block's way into memory beside the pool and back, as for the disk tier; the least of several rounds."""
+    """Time a block's copy out of the pool and back, as for the disk tier: the least of several rounds."""
     size, block_ids = executor.block_bytes, range(1, num_blocks + 1)
     memory = memoryview(bytearray(num_blocks * size))
     buffers = [memory[idx * size : (idx + 1) * size] for idx in range(num_blocks)]

@@ -13,9 +13,9 @@ process that speaks HTTP, which in the single server includes the engine. Figure
 `--load` of the rate at which `least-work` answers all at once. `one server` has the threads and the memory of all replicas.
 With `--simulated`, the cost model is fitted to made-up requests to servers with one thread, as many at once as there are
 replicas; an error is simulated / real - 1. Client, front and replicas share the machine: with fewer cores than processes, they
-slow each other more than those servers do.
+slow each other more than those fitted servers.
 
-`stubs` sends them to replicas that compute hashes, and take for each step as long as 8 billion 4-bit weights on 16 cores would
+`stubs` sends them to replicas that compute hashes and take as long per step as 8 billion 4-bit weights on 16 cores would
 (`split.py`). The simulation has the same step times, and gives the rate for `--load`.
 
 `power-of-two` and `ray`, the rule of Ray Serve's router for prefixes, are in `other_routers.py`. The last line is one JSON

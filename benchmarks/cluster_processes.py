@@ -44,7 +44,7 @@ class Stub:
     """The settings of a replica that computes hashes instead of a model."""
 
     capacity: Capacity | None = None
-    """None: that of the tests."""
+    """None: the tests' model."""
     cost: CostModel | None = None
     """How long its steps take. None: as long as the hashes."""
 

@@ -1,4 +1,4 @@
-"""What does a start with a full disk tier cost: memory for the books of each slot, and time to look at it?
+"""How much memory and time does a start with a full disk tier take? It scans the file and indexes each slot.
 
     python benchmarks/disk_start.py [--slots 300000]
 

@@ -46,7 +46,7 @@ GRACE_S = 5.0
 COLUMNS = ("texts/s", "p50, ms", "p99, ms", "late")
 _DYNAMIC = ("--batching", "dynamic", "--max-batch-size", str(BATCH))
 _NO_BUCKETS = ("--length-buckets", "1")
-"""All texts are longer, and padded to the longest of their batch."""
+"""All texts are longer, so each is padded to its batch's longest."""
 STRATEGIES: Mapping[str, Sequence[str]] = {
     "none": ("--batching", "static", "--max-batch-size", "1"),
     "static": ("--batching", "static", "--max-batch-size", str(BATCH)),
@@ -58,7 +58,7 @@ Figures = Mapping[str, float]
 
 
 def jobs_of(texts: Sequence[str], arrivals_ns: Sequence[int]) -> list[Job]:
-    """One text each, from the first on, and again from the begin."""
+    """One text each, from the first on, then over again."""
     due = zip(arrivals_ns, islice(cycle(texts), len(arrivals_ns)), strict=True)
     return [Job(arrival_ns=at_ns, num_prompt_tokens=0, num_output_tokens=1, prompt=text) for at_ns, text in due]
 
@@ -79,7 +79,7 @@ def capacity_per_s(server: Server, texts: Sequence[str]) -> float:
 
 
 def num_padding_tokens(url: str) -> float:
-    """Positions that the server has computed for nobody, since its start."""
+    """Return the padding positions computed since the server's start."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("penstock_padding_tokens_total"))

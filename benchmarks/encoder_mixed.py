@@ -1,8 +1,8 @@
-"""Does a bulk job hold up who asks beside it, and how much of the machine does it get? One server, two clients.
+"""Does a bulk job delay interactive requests, and how much of the machine does it get? One server, two clients.
 
-The interactive client asks for one short text at a time, in an open loop (Poisson), alone and beside a job: so many texts in
-bodies of 2,048, one body after the other. Told are the client's latencies, counted from the instants at which its requests were
-due, and the job's share of the rest: its rate over that of the same job alone, less the time that the client's texts take.
+The interactive client asks for one short text at a time, in an open loop (Poisson), alone and beside a job: `--texts` texts in
+bodies of 2,048, one body after the other. Reports the client's latencies, counted from when its requests were due, and the
+job's share of the rest: its rate over that of the same job alone, times the share of time that the client's texts leave.
 
     python benchmarks/encoder_mixed.py
     python benchmarks/encoder_mixed.py --bulk short --texts 20000 --rate 10
@@ -39,7 +39,7 @@ ONE_TEXT_RUNS = 50
 
 
 def bulk_texts(texts: Sequence[str], count: int) -> list[str]:
-    """Texts that are all different, `count` of them: each round through the given ones has its number in front."""
+    """Return `count` different texts: each pass through the given ones is prefixed with its number."""
     return [f"{k // len(texts)}: {text}" for k, text in enumerate(islice(cycle(texts), count))]
 
 

@@ -2,7 +2,7 @@
 
 All contenders run at once, each in a process of its own, and are loaded one after the other: libraries with all texts of a set,
 servers with bodies of 64 texts, one at a time, and with 16 clients of one text each. Every second round goes backwards. Each
-has embedded a set once before the first round; the least cosine of that with sentence-transformers in float32 is the quality.
+embeds a set once before the first round; quality is its lowest cosine with sentence-transformers in float32.
 Figures are medians of the rounds and their range; in bold Penstock's rate over the contender's, the median of the rounds'
 ratios: with bodies of 64 against a library, with the same load against a server. A figure during which others had more than 5 %
 of the processors is measured again, or left out.

@@ -22,7 +22,7 @@ from usage import OtherLoad
 
 NUM_SINGLE = 200
 MOST_OTHERS = 0.05
-"""A figure that was measured while others had more of the processors counts for nothing, unless more is allowed."""
+"""Figures measured while other processes had more of the processors do not count, unless more is allowed."""
 ATTEMPTS = 2
 ONE_TEXT = "one short text, ms"
 Row = Mapping[str, str | float]
@@ -51,7 +51,7 @@ class Comparison:
         self.sessions[name] = session
 
     def measure(self, name: str, turn: str, of: TextSet) -> None:
-        """One contender's part of a round. If it fails, it is left out from then on, and it is said why."""
+        """Run one contender's part of a round. If it fails, print the reason and leave it out afterwards."""
         session = self.sessions[name]
         try:
             for load in session.loads:

@@ -70,7 +70,7 @@ class Turns:
         return ((text, num) for text, num in zip(self._texts, lengths, strict=True) if least <= num <= most)
 
     def long(self) -> Iterator[Counted]:
-        """A text whose begin has other tokens once it is cut is left out."""
+        """A text whose beginning has other tokens once cut is left out."""
         both = zip(self._texts, self._encoded, strict=True)
         cut = [text[: one.offsets[LONG_TOKENS - 1][1]] for text, one in both if len(one) >= LONG_TOKENS]
         return self._between(cut, LONG_TOKENS, LONG_TOKENS)

@@ -1,4 +1,4 @@
-"""How far are step times estimated from a GPU's peaks from those of its measured kernels?
+"""How far off are step times estimated from a GPU's peaks, compared with its measured kernels?
 
     penstock profile --import LLMServingSim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16 --fit rtx4090.json
     python benchmarks/estimate_error.py RTX4090=rtx4090.json

@@ -2,15 +2,15 @@
 
 A model of random weights of 4 bits (Q4_0) in the shape of small mixtures: 24 layers of 32 experts, to 8 of which each token is
 sent. Its router sends tokens evenly, so that rows share as few experts as can be. Steps of 1, 8 and 32 rows after 128 positions
-are measured straight through the executor, as by `step.py`. The bound is the time in which memory would bring what a step
-reads: of the experts those that so many tokens are sent to on average. With `llama-batched-bench` of a build of llama.cpp, its
-generation after the same positions is measured before and after, on the same file and as many threads.
+are measured straight through the executor, as by `step.py`. The bound is the time to read a step's bytes from memory, with
+as many experts as that many tokens reach on average. With a llama.cpp build's `llama-batched-bench`, its generation after the
+same positions is measured before and after, on the same file and as many threads.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --llama build/bin/llama-batched-bench
     systemd-run --scope -p MemoryMax=500M python benchmarks/experts.py --on-disk build
 
-The last one has experts of which memory holds about half, as `penstock serve --experts-on-disk` has them.
+The last command's memory holds about half of the experts, as with `penstock serve --experts-on-disk`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_model(path: Path) -> None:
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (VOCAB_SIZE - len(special))])
 
     def matrix(name: str, *shape: int) -> None:
-        # Never 0, which is -8: with a mean beside zero all tokens are alike after a few layers, and go to the same experts.
+        # Never 0, which means -8: with a nonzero mean, tokens become alike within a few layers and reach the same experts.
         halves = rng.integers(1, 16, (2, int(np.prod(shape)) // BLOCK, BLOCK_BYTES), np.uint8)
         blocks = halves[0] | halves[1] << 4
         scales = (0.2 / np.sqrt(shape[-1]) * rng.uniform(0.8, 1.2, len(blocks))).astype(np.float16)

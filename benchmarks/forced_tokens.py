@@ -1,12 +1,12 @@
-"""What do several tokens in a step save where a JSON schema fixes many? Steps and time of answers to a schema.
+"""How much do several tokens a step save where a JSON schema forces many? Steps and time of such answers.
 
     python benchmarks/forced_tokens.py
     python benchmarks/forced_tokens.py --model qwen2.5-coder:1.5b --rounds 3
 
 The answers follow a schema of six fields and an object inside (`SCHEMA`) and are greedy. Three ways take turns:
-one token a step; with the tokens that the grammar forces in the step of the one before; and with guesses as well. The answers
-are the same: where nothing is forced, the masks of these places allow one token each. `faster` is the median of the rounds'
-ratios to one token a step. In process, without a prefix cache; a round has prompts of its own, so that no guess is found in
+one token a step; with forced tokens in the same step as the token before them; and with guesses as well. The answers
+are the same: without forcing, the masks at these places allow one token each. `faster` is the median of the rounds'
+ratios to one token a step. In process, without a prefix cache; each round has its own prompts, so that no guess comes from
 earlier answers to the same prompt. The last line printed is one JSON object.
 """
 

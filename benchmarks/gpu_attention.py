@@ -1,13 +1,13 @@
 """How near does the cuda backend's attention come to what the GPU can do: decodes, prefills, and steps with both?
 
-Rows over a paged cache of random keys and values, in blocks in no order, bf16 and int8, deterministic and not, for the heads of
+Rows over a paged cache of random keys and values, in shuffled blocks, bf16 and int8, deterministic and not, for the heads of
 SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B. Layers are used in turn, more than the caches hold, as in a model. The bound is the
 larger of the operations (scores and weighted sums of the positions that each query sees) at the peak of a bf16 product and the
 bytes (keys, values, queries and answers once) at the speed of a copy, both measured in between; `share` is the bound over the
 time. Decodes are bound by memory, long prefills by the matrix units. A `captured decode` has the grid of a captured graph, made
-for rows of 32,768 positions. `rotate and write` is the kernel before the attention. `flashinfer auto` is its attention of the
-same step, planned before, where the package is installed and has it; `flashinfer fa2` that of kernels for every GPU. Shares
-that are printed meanwhile are of the best peaks until then, those of the JSON object of the best of the whole run.
+for rows of 32,768 positions. `rotate and write` is the kernel before the attention. `flashinfer auto` is FlashInfer's
+attention for the same step, planned beforehand, if installed and supported; `flashinfer fa2` uses its kernels for every GPU.
+Shares printed during the run use the best peaks so far, those in the JSON object the best of the whole run.
 
     python benchmarks/gpu_attention.py
     python benchmarks/gpu_attention.py --models llama-8b --kinds bf16 --modes default --block-sizes 16 64
@@ -42,7 +42,7 @@ COPIES_BYTES = 512 << 20
 """Size of the KV that the layers read: several times the largest cache."""
 MAX_LAYERS = 32
 LAYERS_OF_PREFILLS = 4
-"""These are long enough, and so many suffice."""
+"""Long launches, for which fewer repetitions suffice."""
 CAPTURED_LEN = 32_768
 MODES = ("default", "deterministic")
 
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def num_visible(self) -> int:
-        """Positions that the queries see, added up."""
+        """Total positions that the queries see."""
         return sum(n * self.context_len + n * (n + 1) // 2 for n in self.query_lens)
 
 
@@ -237,7 +237,7 @@ class Bench:
         mode: str,
         backend: str,
     ) -> list[Callable[[], None]]:
-        """None where it is not installed or does not have this; what fails is said."""
+        """Return None if it is missing or does not support this; print failures."""
         import numpy as np
         import torch
 

@@ -2,10 +2,10 @@
 
 Every product of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B, with random weights in bf16, fp8 with a scale per row, int8 and
 int4 (as Q8_0 and Q4_0 are held) and int4 with offsets (Q4_K), as the backend computes it, deterministic and not. Copies of a
-matrix are used in turn, more than the caches hold, as in a model. The bound is the larger of the operations at the peak of a
-bf16 product and the bytes (weights as they are held, activations and result once) at the speed of a copy, both measured in
-between; `share` is the bound over the time. Few tokens are bound by memory, many by the matrix units. Shares that are printed
-meanwhile are of the best peaks until then, those of the JSON object of the best of the whole run.
+matrix are used in turn, more than the caches hold, as in a model. The bound is the larger of two times: the operations at the
+peak of a bf16 product, and the bytes (stored weights, activations and result once) at the speed of a copy. Both peaks are
+measured in between; `share` is the bound over the time. Few tokens are bound by memory, many by the matrix units. Shares
+printed during the run use the best peaks so far, those in the JSON object the best of the whole run.
 
     python benchmarks/gpu_gemm.py
     python benchmarks/gpu_gemm.py --models llama-8b --kinds int4 --tokens 1 16 64 --modes default
@@ -38,7 +38,7 @@ COPIES_BYTES = 512 << 20
 MAX_LAUNCHES = 512
 LAUNCHES_OF_MANY = 8
 MANY_TOKENS = 256
-"""From here on a launch is long enough, and so many suffice."""
+"""Launches from this size on need fewer repetitions."""
 MODES = ("default", "deterministic")
 KINDS = {"bf16": (16, False), "fp8": (8, False), "int8": (8, False), "int4": (4, False), "int4_offset": (4, True)}
 """Bits, and whether there are offsets."""

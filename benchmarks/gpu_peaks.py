@@ -34,7 +34,7 @@ CPU_SIDE = 64
 
 
 def require_gpu() -> None:
-    """Ends the program with 1, and the cause, where there is no usable GPU."""
+    """Without a usable GPU, print why and exit with 1."""
     from penstock.backends.cuda import why_not
 
     if (cause := why_not()) is not None:
@@ -43,7 +43,7 @@ def require_gpu() -> None:
 
 
 def rounded(value: float) -> float:
-    """To four digits that count: what is small stays more than 0."""
+    """Round to four significant digits: small values stay above 0."""
     return float(f"{value:.4g}")
 
 
@@ -61,9 +61,9 @@ class Measured:
 
 
 class DeviceClock:
-    """Times of launches, by the device: a graph of them is captured and replayed, so that the host's work counts for nothing.
+    """Times launches by the device's clock: captures and replays a graph of them, so that the host's work does not count.
 
-    On a CPU, by the wall: for tests.
+    On a CPU, by wall time: for tests.
     """
 
     def __init__(self, device: str) -> None:
@@ -122,7 +122,7 @@ class GpuPeaks:
         self.tflops.append(self._operations / product_s / 1e12)
 
     def release(self) -> None:
-        """Give the memory back, for who needs all of the device."""
+        """Free the memory for users of the whole device."""
         self._launches.clear()
         if self._clock.device == "cuda":
             import torch
@@ -174,7 +174,7 @@ class GpuPeaks:
 
 
 def use_interpreter() -> str:
-    """For self-tests: the device, "cpu" where there is no GPU. Before anything imports triton."""
+    """Return the device for self-tests, "cpu" without a GPU. Call before importing triton."""
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from support.interpreted import DEVICE
 

@@ -1,21 +1,21 @@
-"""How many tokens a second does a GPU give, and how far apart are they? Beside transformers' own continuous batching on the
+"""Which throughput and inter-token latency does a GPU reach? Beside transformers' own continuous batching on the
 same GPU, in the same run.
 
     python benchmarks/gpu_serve.py [--shapes 135m 1.5b 8b] [--requests 512] [--rows 256] [--repeat 3]
     python benchmarks/gpu_serve.py --self-test       # a tiny shape, in Triton's interpreter where there is no GPU
 
 In process: engine, scheduler, KV manager and executor as in the server, without text and HTTP. Weights are random
-(`gpu_shapes.py`), prompts and replies have the lengths of ShareGPT, all requests are there at the start and at most `rows` run
-at a time. Greedy, without a prefix cache. One after the other has the GPU to itself and runs `repeat` times after a warm-up;
-figures are medians, with the range of the throughput. Attention is FlashInfer's where it is installed and a trial at the start
+(`gpu_shapes.py`), prompts and replies have the lengths of ShareGPT, all requests arrive at the start and at most `rows` run
+at a time. Greedy, without a prefix cache. Each contender in turn has the GPU to itself and runs `repeat` times after a warm-up;
+figures are medians, with the throughput's range. Attention is FlashInfer's where it is installed and a trial at the start
 finds it faster, as in the server (`--attention`). `itl` is the time between two tokens of a request. The peer gets the same
 tokens in and gives as many out, with its own choice of batch and cache sizes, CUDA graphs and attention (flash-attn, where that
 is installed).
 
 The bound is the least time in which this GPU could give all replies with at most `rows` at a time, however they are scheduled:
-the larger of all operations at the peak of a bf16 product and all bytes (weights once for each step that there must be, KV) at
-the speed of a copy, both measured before and after everyone's turn. `share` is the bound over our time; the peer, which chooses
-its rows itself, has another.
+the larger of all operations at the peak of a bf16 product and all bytes (weights once per unavoidable step, KV) at the speed
+of a copy, both measured before and after each turn. `share` is the bound over our time. The bound does not apply to the peer,
+which chooses its own rows.
 
 Without a GPU that can be used it says why and ends with 1. The last line printed is one JSON object.
 """
@@ -85,7 +85,7 @@ class Run:
 
 
 class NoText:
-    """A detokenizer for those who want none."""
+    """A detokenizer that returns no text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         del token_ids
@@ -269,7 +269,7 @@ def make_executor(shape: Shape, jobs: Jobs, args: argparse.Namespace) -> CudaExe
 
 @contextmanager
 def closing(engine: Any) -> Iterator[Any]:
-    """Closed in the end, and its memory given back, so that the other has the GPU to itself."""
+    """Close the engine at the end and free its memory, so that the next has the whole GPU."""
     try:
         yield engine
     finally:
@@ -320,7 +320,7 @@ def compare(shape: Shape, jobs: Jobs, args: argparse.Namespace, peaks: GpuPeaks,
 
 
 def sample(peaks: GpuPeaks) -> None:
-    """While nobody uses the GPU, whose memory is given back."""
+    """Sample while the GPU is idle, then free the memory."""
     peaks.sample()
     peaks.release()
 
@@ -332,7 +332,7 @@ def least_work(shape: Shape, jobs: Jobs, args: argparse.Namespace) -> Work:
 
 
 def add_bound(report: dict[str, Any], shape: Shape, jobs: Jobs, args: argparse.Namespace, peaks: GpuPeaks) -> None:
-    """And our share of it, at the end: at the best peaks of the whole run."""
+    """Add the bound and our share, at the whole run's best peaks."""
     work = least_work(shape, jobs, args)
     seconds = peaks.bound_s(work)
     rate = sum(num_reply for _, num_reply in jobs) / seconds

@@ -1,7 +1,7 @@
 """Models of known shapes with random weights, made in seconds: for benchmarks of the GPU backend. Loads and computes nothing.
 
-All tensors of a model are views of one buffer of random numbers, as large as the largest: what they say has no meaning, and
-the time of a step does not depend on it. So a model of 16 GB takes 1 GB of the machine's memory.
+All tensors of a model are views of one buffer of random numbers, as large as the largest: the values are meaningless, and
+step times do not depend on them. So a model of 16 GB takes 1 GB of the machine's memory.
 
 The lengths of `sharegpt_lengths` are those of the workload `sharegpt` of the other benchmarks (`workloads.py`), counted with
 the tokenizer of SmolLM2-135M; they are kept in sharegpt_lengths.json, so that neither traces nor a tokenizer are needed:
@@ -95,7 +95,7 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """That multiply a token: all matrices, but a table of embeddings of which a row is read."""
+        """Weights that multiply a token: all matrices except an embedding table, which is only looked up."""
         total = sum(rows * cols for _, rows, cols in self.matrices())
         return total if self.is_tied else total - self.vocab_size * self.hidden_size
 

@@ -2,11 +2,11 @@
 
 Decodes of several batch sizes and contexts and chunks of prompts, straight through the executor: no scheduler, no HTTP.
 Weights are random, of the shapes of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B. Steps follow each other as fast as the host
-can submit them, one in flight (depth 1) or two. `step_ms` is the time per step by the wall, `device_ms` by the GPU's own clock;
-`gap` is the share of the wall's time in which no step was on the GPU. The bound of a step is the larger of two times: the
+can submit them, one in flight (depth 1) or two. `step_ms` is wall time per step, `device_ms` the GPU's own clock;
+`gap` is the share of wall time in which no step was on the GPU. The bound of a step is the larger of two times: the
 weights and the KV that it reads at the speed of a copy, and the operations of its products and its attention at the peak of a
-bf16 product; both peaks are measured in between. Shares that are printed meanwhile are of the best peaks until then, those of
-the JSON object of the best of the whole run. Norms, sampling and what is written count for nothing in the bound. Attention is
+bf16 product; both peaks are measured in between. Shares printed during the run use the best peaks so far, those in
+the JSON object the best of the whole run. The bound ignores norms, sampling and writes. Attention is
 computed as in a server: by FlashInfer where it is installed and a trial finds it faster (`--attention`).
 
     python benchmarks/gpu_step.py
@@ -105,7 +105,7 @@ class Runner:
         return results + [self._executor.collect(ticket) for _, ticket in flights]
 
     def _restrict(self, plan: StepPlan, ticket: Ticket) -> None:
-        """Masks that allow all, where rows wait for them; when those before were collected, as the engine sends them."""
+        """Send all-allowing masks to rows that wait for them, once earlier steps were collected, as the engine does."""
         if self._sampling.follows_grammar and plan.rows:
             self._executor.restrict(ticket, dict.fromkeys((row.request_id for row in plan.rows), self._mask))
 
@@ -178,7 +178,7 @@ def figures(measured: Measured, peaks: GpuPeaks) -> dict[str, Any]:
 def make_executor(
     shape: Shape, fmt: WeightFormat, steps: Sequence[StepShape], depth: int, options: argparse.Namespace
 ) -> tuple[CudaExecutor, list[StepShape]]:
-    """With blocks for as many of the steps as there is memory for, and those."""
+    """Return an executor with blocks for the steps that memory allows, and these steps."""
     from penstock.backends.cuda.executor import CudaExecutor
 
     model = random_model(shape, fmt)

@@ -1,5 +1,5 @@
-"""The least work of a step, and of all requests of a workload, on a GPU: operations and bytes. The GPU benchmarks hold it
-against measured peaks; it counts only, and knows neither devices nor times.
+"""The least work of a step, and of all requests of a workload, on a GPU: operations and bytes. The GPU benchmarks
+compare it with measured peaks; nothing is timed here.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """That can't be avoided with these number formats."""
+    """Unavoidable work with these number formats."""
 
     operations: float
     """Operations of products; a multiply-add is two."""
     num_bytes: float
-    """That are read and written, each once."""
+    """Bytes read and written."""
 
 
 class ModelWork:
-    """The work of a model with weights of one format and a KV cache of `kv_bytes` for a number.
+    """The work of a model with weights of one format and a KV cache of `kv_bytes` per value.
 
-    Norms, rotation, sampling and what is written count for nothing.
+    Ignores norms, rotation, sampling and writes.
     """
 
     def __init__(self, shape: Shape, fmt: WeightFormat, *, kv_bytes: float = BF16_BYTES) -> None:

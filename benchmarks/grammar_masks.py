@@ -7,11 +7,11 @@
 Answers that people may ask for (`grammar_cases.json`) are cut into tokens as the model would write them, and followed: a mask,
 then the token. `first` is the first answer to a grammar, `again` one to the same grammar later, when what was found on the way
 is known. That is what each row with a grammar adds between two steps of the engine. Compiling a grammar includes its first
-mask. `vocabulary` is what the first grammar of a server waits for besides. Wall time on one thread, in microseconds, over all
-rounds, each of which knows nothing of the one before. The last line printed is one JSON object.
+mask. `vocabulary` is the extra wait of a server's first grammar. Wall time on one thread, in microseconds, over all
+rounds, each starting with nothing cached. The last line printed is one JSON object.
 
-With `--pieces` only the second mask of strings is taken, at their first character, with all of `PIECES` and without each: the
-median of CPU times. A table is all that is printed then.
+`--pieces` only times the second mask of strings, at their first character, with all of `PIECES` and without each: medians of
+CPU time. It prints only a table.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Times:
 
 
 def measure_round(cases: Sequence[Case], times: dict[str, Times], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Every case with grammars that know nothing yet."""
+    """Measure every case with nothing cached."""
     grammars = Grammars(tokenizer, vocab_size=vocab_size)
     with times["all"].of("vocabulary"):
         grammars.matcher(Grammar(GrammarKind.REGEX, "a"))

@@ -1,8 +1,8 @@
 """How long do the grammars of one API key wait for those of another? A server with two keys, one of which asks for the worst.
 
 `refused`: 30 schemas of five anyOf of six patterns in an allOf. `large`: 30 objects of 1,350 strings with bounds of their own,
-among the slowest to compile that are taken; their answers are one token. While they wait, the other key asks for a new regex
-again and again. `alone_ms` is what that takes without them, `beside_ms` beside them, `others_s` how long all of theirs took.
+among the slowest to compile that are accepted; their answers are one token. Meanwhile the other key requests a new regex again
+and again. `alone_ms` is its time without those requests, `beside_ms` beside them, `others_s` the time of all of them.
 
     python benchmarks/grammar_tenants.py
     python benchmarks/grammar_tenants.py --penstock OTHER_CHECKOUT/.venv/bin/penstock

@@ -3,9 +3,9 @@
     python benchmarks/grammar_worst.py
     python benchmarks/grammar_worst.py --model ./Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
 
-Each is followed again and again, until it becomes too large or its answer has `--tokens` tokens, for `--seconds`. A step waits
-for masks and tokens, of which CPU time is told; a request waits for compiling, of which wall time is. The last line printed is
-one JSON object.
+Each is followed again and again, until it becomes too large or its answer has `--tokens` tokens, for `--seconds`. Masks and
+tokens delay a step: their CPU time is reported. Compiling delays a request: its wall time is reported. The last line printed
+is one JSON object.
 """
 
 from __future__ import annotations

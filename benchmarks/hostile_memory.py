@@ -1,8 +1,8 @@
-"""What stays resident in a server after strangers sent it the worst that they may? Memory when it is idle again.
+"""How much stays resident in a server after strangers sent the worst allowed requests? Measured when idle again.
 
     python benchmarks/hostile_memory.py [--seconds 30] [--clients 16] [--kinds plain,body,text,schema] [--penstock PATH]
 
-For each kind a server of its own is started, with a KV cache of 64 MiB. It answers a prompt of 1,500 words, so that everything
+Each kind gets a new server, with a KV cache of 64 MiB. It answers a prompt of 1,500 words, so that everything
 was touched once; then `--clients` threads send requests of that kind for `--seconds`:
 
     plain     short completions, to compare with
@@ -10,7 +10,7 @@ was touched once; then `--clients` threads send requests of that kind for `--sec
     text      /tokenize of up to 200,000 characters in several scripts
     schema    grammars whose automata grow as they are followed, schemas of up to 3,000 fields, sampled at a high temperature
 
-MiB of the process: after the first prompt, at most, and five seconds after the last request. `--penstock` names another
+MiB of the process: after the first prompt, at peak, and five seconds after the last request. `--penstock` names another
 installation's command to compare with. Needs the default model (`penstock pull`). The last line printed is one JSON object.
 """
 

@@ -1,10 +1,9 @@
-"""The hits that caches of prefixes could have if requests came one after another: an infinite one, least recently used, and
-Belady's
-optimum, which knows the future (Belady, IBM Systems Journal 5(2), 1966). Called by `prefix_cache.py`; knows no server.
+"""Hits that prefix caches could have if requests came one after another: an infinite cache, LRU, and Belady's
+optimum, which knows the future (Belady, IBM Systems Journal 5(2), 1966). Called by `prefix_cache.py`; needs no server.
 
-A request is a list of names of blocks, each of which names the whole prefix up to it. A block counts as found if all before it
-in its prompt are found, too. All blocks of a request are in the cache while it is served, found or not, so a cache must hold
-the longest one.
+A request is a list of block names. A name stands for the whole prefix that ends with its block. A block is a hit only if all
+earlier blocks of its prompt are hits. All blocks of a request are in the cache while it is served, so a cache must hold the
+longest request.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def infinite(requests: Sequence[Blocks]) -> int:
 
 
 def least_recently_used(requests: Sequence[Blocks], num_blocks: int) -> int:
-    """Blocks found when the least recently used goes first, of a prompt the last."""
+    """Blocks found under LRU eviction; within a prompt, its last blocks go first."""
     cached: OrderedDict[int, None] = OrderedDict()
     found = 0
     for blocks in requests:
@@ -50,9 +49,9 @@ def least_recently_used(requests: Sequence[Blocks], num_blocks: int) -> int:
 
 
 def belady(requests: Sequence[Blocks], num_blocks: int) -> int:
-    """Blocks found when the one goes first that is needed again last, of equals the deepest: no cache finds more.
+    """Blocks found when the block needed again last is evicted first, among equals the deepest: no cache finds more.
 
-    A prefix is needed no later than what continues it, so no block is kept whose prefix is not.
+    A prefix is needed no later than its continuations, so no block outlives its prefix.
     """
     next_uses = _next_uses(requests)
     cached: dict[int, float] = {}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 NUM_WARM_UP = 100
 SETTLE_S = 5.0
-"""Until the engine has done what it does after a start."""
+"""Time for the engine to finish its start-up work."""
 PENSTOCK = Path(sys.executable).with_name("penstock")
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -1,4 +1,4 @@
-"""Three incidents of docs/incidents, lived through: a server, its load, a real Prometheus with our alerts, and the doctor.
+"""Three incidents of docs/incidents, reproduced: a server, its load, a real Prometheus with our alerts, and the doctor.
 
     python benchmarks/incidents.py thrash          # or greedy-key, slow-tier; needs prometheus and penstock[lab]
 
@@ -224,7 +224,7 @@ def latencies(users: Users, records: Sequence[Record]) -> dict[str, float]:
 
 
 class Scene:
-    """A Prometheus, beside which a server lives through an incident."""
+    """A Prometheus that watches a server during an incident."""
 
     def __init__(self, incident: Incident, folder: Path, seconds: float, prometheus: Prometheus) -> None:
         self._incident, self._folder, self._seconds, self._prometheus = incident, folder, seconds, prometheus

@@ -1,7 +1,7 @@
-"""How much disk does a `pip install penstock` take in `site-packages`? Also the one count for `peers.py`.
+"""How much disk does a `pip install penstock` take in `site-packages`? Also counts for `peers.py`.
 
-Every distribution that the package needs at run time, found by the metadata of the environment that runs this, without byte
-code: how much of that is there depends on what was imported and by whom. All of it, as pip makes it, is told apart. The script
+Counts every distribution that the package needs at run time, found by this environment's metadata, without byte code, whose
+amount depends on what was imported and by whom. All of pip's byte code is reported separately. The script
 installs nothing.
 
     python benchmarks/installed.py

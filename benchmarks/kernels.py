@@ -4,15 +4,15 @@ Every product of three models, with weights of every kind, each on an engine of 
 bound of a product is the larger of its operations at the peak of multiply-adds and its weights at the speed of memory, both
 measured between the products themselves; the figures are that bound over the time, of the fastest of several runs against the
 best peak.
-One row is bound by memory, many rows by the multiply-adds. "Worst neighbours" is where more rows cost most: how many rows a
-second are computed, over those of the next smaller row count. Below 1 is a cliff.
+One row is bound by memory, many rows by the multiply-adds. "Worst neighbours" are the row counts with the lowest ratio of
+rows per second to those of the next smaller row count. Below 1 is a cliff.
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --models smollm2 --shapes down --kinds q4_1 --rows 1-33
     python benchmarks/kernels.py --variant portable --rows 1,8,32
 
-On a machine with other work to do, `--cpu-time` compares one thread's kernels with one thread's peaks, by the time that the
-thread had a processor. The whole takes some five minutes on two cores; portable is thirty times slower. `attention.py` has
+On a machine with other work to do, `--cpu-time` compares one thread's kernels with one thread's peaks, both by the thread's
+CPU time. The whole takes some five minutes on two cores; portable is thirty times slower. `attention.py` measures
 attention.
 """
 
@@ -31,7 +31,7 @@ from penstock.backends.native._native import emulated_variants, usable_variants
 
 ROWS = "1,2,3,4,6,8,12,16,24,32,48,64,96,128,256,512"
 SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
-"""A column each; the others count for cliffs."""
+"""Columns; the others only reveal cliffs."""
 COPIES_BYTES = 128 << 20
 """Size of one engine's weights: several times the last-level cache."""
 PORTABLE_COPIES_BYTES = 16 << 20
@@ -68,7 +68,7 @@ def product_work(product: Product, kind: WeightKind, rows: int) -> Work:
 
 
 def worst_neighbours(times: dict[int, float]) -> tuple[float, int, int]:
-    """The neighbouring row counts of which the larger computes fewest rows a second against the smaller: (ratio, both)."""
+    """Return (ratio, smaller, larger) of the neighbouring row counts with the lowest ratio of rows per second."""
     rates = {rows: rows / seconds for rows, seconds in times.items()}
     return min(((rates[b] / rates[a], a, b) for a, b in pairwise(times)), default=(math.nan, 0, 0))
 

@@ -5,7 +5,7 @@
     python benchmarks/kv_dtypes.py --dtypes int8 int4 --model qwen2.5-coder:1.5b --steps 1x1@512 1x1@32768
 
 Executors in one process, each with its own weights and KV, take steps in turn; a figure is the median of its steps. `ratios`
-are the times over those with the next larger type, the quartiles of those of neighbouring rounds. Also printed: how many tokens
+are quartiles, over neighbouring rounds, of the times over those with the next larger type. Also printed: how many tokens
 a GiB holds. For the cost of the rounding in accuracy see `kv_rounding.py`. The last line is one JSON object.
 """
 

@@ -1,7 +1,7 @@
 """Does a model find a sentence in a long text as well with keys and values in 4 bits? By type of KV cache.
 
 Sentences with a number each are spread evenly over a text of some thousand tokens, and one question asks for each of them. All
-questions of a length share the text, so it is computed once. Answers are greedy, and found are those with the number.
+questions of a length share the text, so it is computed once. Answers are greedy; those with the number count.
 
     python benchmarks/kv_needle.py --text docs/*.md --lengths 8192 16384 32000
     python benchmarks/kv_needle.py --text docs/*.md --lengths 2048 --model smollm2:135m
@@ -31,7 +31,7 @@ def number_of(idx: int) -> str:
 
 
 def haystack(text: str, model: str, num_tokens: int) -> str:
-    """The beginning of a text, with the needles in even distances from each other."""
+    """Return the beginning of a text, with the needles evenly spaced."""
     tokenizer = load_tokenizer(load_model(resolve(model, default_cache_dir())).tokenizer_source)
     token_ids = tokenizer.encode(text, add_special_tokens=False)[: num_tokens - ROOM_TOKENS]
     if len(token_ids) < num_tokens - ROOM_TOKENS:

@@ -3,8 +3,8 @@
     python benchmarks/kv_transfer.py
 
 Two processes with smollm2:135m on a thread each. One computes prompts of 4,000 tokens, the other fetches their KV, and evicts
-it for that of the next. `memory, first`: it has not read these pages before. `copy alone` leaves out to ask for the blocks, to
-hash their tokens and to add them to the cache. Figures are medians over prompts and rounds. The last line is one JSON object.
+it for that of the next. `memory, first`: it has not read these pages before. `copy alone` leaves out requesting the blocks,
+hashing their tokens and adding them to the cache. Figures are medians of prompts and rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 First turns of ShareGPT (--traces), counted with the model's tokenizer: as they are (conversations of at most 2,048 tokens), and
 cut as the workload `sharegpt` of the other benchmarks is (prompts of 512, replies of 200). All are there at the start, and
-`rows` run at a time through the real scheduler and KV manager; steps take as long as the cost model says, and so weigh what is
-held during them. Waste is slots held without a token, over slots held; a slot that a step writes has its token during that
+`rows` run at a time through the real scheduler and KV manager; waste is weighted by step time, which the cost model
+gives. Waste is slots held without a token, over slots held; a slot that a step writes has its token during that
 step, and a block that several requests hold counts once, as in `penstock_kv_waste_ratio`. The last line is one JSON object. The
 numbers do not depend on the machine.
 """
@@ -31,12 +31,13 @@ from workloads import (
 from penstock.engine.core import EngineCore
 from penstock.kv.pool_map import waste_ratio
 from penstock.lab.cost_model import CostModel
-from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
+from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID, ModelledTimes, SimulatedExecutor
 from penstock.lab.workload import Job
 from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
+from penstock.testing.builders import make_request
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 
@@ -49,7 +50,7 @@ WORKLOADS = {
 
 
 class WasteMeter:
-    """Slots that requests hold, and those of them without a token, each times the nanoseconds for which it was so."""
+    """Slots that requests hold, and those without a token, each integrated over time in nanoseconds."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -75,7 +76,9 @@ def measure(jobs: Sequence[Job], block_size: int, num_rows: int) -> float:
     executor = SimulatedExecutor(
         capacity, ModelledTimes(CostModel()), {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
     )
-    core.apply([Add(job.request(str(idx), max_tokens=longest)) for idx, job in enumerate(jobs)], 0)
+    stops = {"max_tokens": longest, "stop_token_ids": (EOS_TOKEN_ID,)}
+    prompts = [job.prompt_token_ids or (TOKEN_ID,) * job.num_prompt_tokens for job in jobs]
+    core.apply([Add(make_request(str(idx), prompt, **stops)) for idx, prompt in enumerate(prompts)], 0)
     meter, now_ns = WasteMeter(), 0
     while (plan := core.begin(now_ns)) is not None:
         ticket = executor.submit(plan)

@@ -1,13 +1,13 @@
 """How close is linear attention to what the machine can do: one token of a row, and prompts?
 
 The least work of a layer is to read and write its state once, or four multiply-adds in float32 for each number of the state
-and token. A token of one row finds its state in memory: there are as many layers as exceed the last cache. Prompts are of
+and token. A token of one row reads its state from memory: the layers' states exceed the last-level cache. Prompts are
 one row.
 
     python benchmarks/linear_attention.py
     python benchmarks/linear_attention.py --models qwen3.5-0.8b --variant avx2 --threads 1
 
-Shares of the bound, of the fastest of several runs; of one thread by the time that it had a processor. The last line printed
+Shares of the bound, of the fastest of several runs; one thread is timed by CPU time. The last line printed
 is one JSON object.
 """
 

@@ -37,6 +37,9 @@ def measure(contender: Contender, warm: Job, jobs: Sequence[Job], log: Path) -> 
     with running(contender, log) as session:
         warm_up(session, [warm], 1)
         records = session.replay(jobs, 1).records
+    for job, record in zip(jobs, records, strict=True):
+        if 0 < record.num_prompt_tokens < 0.9 * job.num_prompt_tokens:  # cut, and nobody was told
+            raise LoadError(f"it read {record.num_prompt_tokens} of a prompt's {job.num_prompt_tokens} tokens")
     return [((one.first_ns - one.sent_ns) / 1e9, statistics.mean(one.gaps_ns) / 1e6) for one in records]
 
 

@@ -1,4 +1,4 @@
-"""What does a long prompt do to those who are being answered? Latency between tokens of 32 streams, with and without it.
+"""How does a long prompt affect streams already being answered? Latency between tokens of 32 streams, with and without it.
 
 The real engine, in process. Streams decode; after some seconds a prompt of 4,000 tokens arrives. Gaps between the tokens of the
 streams are collected before that (`alone`, from when all have a token) and from then to its first token (`beside`). Each round
@@ -8,8 +8,8 @@ does so once for each budget: `decode-first` (the controller off), `itl` as it i
     python benchmarks/long_prompt.py --rounds 1 --slo-itl 40
     python benchmarks/long_prompt.py --streams 1 --max-tokens 3000 --busy 4
 
-With `--busy N` the prompt comes while N other processes compute without end: `decode-first` then says what share of the cores
-is left, and `itl` is to be compared with it. `ratio` is the p99 beside the prompt over that alone; the last line printed is one
+With `--busy N` the prompt comes while N other processes compute without end: `decode-first` then shows the effect of fewer
+cores, and `itl` should be compared with it. `ratio` is the p99 beside the prompt over that alone; the last line printed is one
 JSON object of medians, times in milliseconds.
 """
 

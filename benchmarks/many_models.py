@@ -1,15 +1,15 @@
 """Three models in memory that holds two: is every request answered, and what does a swap cost? Traffic in waves over all three.
 
-The server is a process of its own; its budget is the two largest shares and a tenth of the third. It is told to load and to
-unload over a pipe, which no client has. All requests are greedy, and each answer must be that of a server with one model.
+The server is a separate process; its budget is the two largest shares and a tenth of the third. Its commands to load and
+unload come over a pipe that no client has. All requests are greedy, and each answer must equal that of a server with one model.
 
     python benchmarks/many_models.py --soak 600
 
 1. Lone answers: what each model says when it is the only one.
-2. Swaps: the time of the first request to a model that is away, with free room (its load) and with a leaver that nobody uses
-   (its swap), in turn. The ratio of the medians is the price of a swap.
+2. Swaps: the time of the first request to a model not loaded, with free room (its load) and with an idle model to unload
+   first (its swap), in turn. The ratio of the medians is the price of a swap.
 3. Gaps: the times between two tokens of one stream, alone and while another model is loaded over and over.
-4. The soak: open arrivals (Poisson) over all three. Two models have nearly all of each wave, and others have to leave for them.
+4. The soak: open arrivals (Poisson) over all three. Two models get nearly all of each wave, and others are unloaded for them.
 
 The last line is a JSON object with the figures. Linux only (/proc). Needs the models in the cache (`penstock pull`).
 """

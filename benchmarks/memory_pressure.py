@@ -4,14 +4,15 @@
 
 Requests of log-normal lengths (prompts around 130 tokens, replies around 160; seeded) are all there at the start. The pool has
 a half and a quarter of the most that they hold where there is room for all. The real scheduler, KV manager and transfers run
-in virtual time, over the lab's cost model; what the tier brings is there with the next step, and there is no prefix cache.
-`penstock simulate --vary reserve=... --vary victim=...` has no tier, and compares all else (docs/budgets.md).
+in virtual time; the lab's cost model says how long a step takes. Blocks from the tier arrive by the next step. The prefix cache
+is off.
+`penstock simulate --vary reserve=... --vary victim=...` compares everything but the tier (docs/budgets.md).
 
 `throughput` is the time of the run with room for all, over this one's. `full` is the share of the pool that requests hold while
 others wait for memory. `bound` is the throughput if the pool were full in every step and nothing was computed twice: what the
 requests hold over all their steps, in blocks, divided by the pool is the least number of steps. A row costs the same in
-whatever step it is, so the more steps, each of which reads the weights, are all that a small pool costs. `--two-threads` takes
-the costs of two. The numbers do not depend on the machine. The last line is one JSON object.
+every step, so all that a small pool costs is more steps, which read the weights again. `--two-threads` takes two threads'
+costs. The numbers do not depend on the machine. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TIER_SLOTS = 100_000
 TWO_THREADS = CostModel(
     step_ns=2_700_000, decode_row_ns=210_000, prefill_token_ns=170_000, decode_read_ns=330, prefill_read_ns=140
 )
-"""Half of a row's and a token's costs with one; a step's so that 1, 8 and 32 clients get what README says."""
+"""Row and token costs are half of one thread's; the step's cost fits README's figures for 1, 8 and 32 clients."""
 
 
 def oversubscribed(lengths: list[tuple[int, int]], rows: int, cost: CostModel) -> list[dict[str, float | str]]:

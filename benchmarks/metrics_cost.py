@@ -1,6 +1,6 @@
 """What do metrics cost? CPU time for each step and each request that is counted, and for each `GET /metrics`, without a model.
 
-Steps are made up: 32 rows, and every fourth with something that the queue lacks.
+Steps are made up: 32 rows, and in every fourth the queue waits for rows.
 
     python benchmarks/metrics_cost.py
 """

@@ -1,11 +1,11 @@
-"""Goodput at a multiple of the capacity: what does the door make of twice as many requests as the server can answer?
+"""Goodput above the capacity: how does admission control handle twice as many requests as the server can answer?
 
     python benchmarks/overload.py                           # 3 rounds
     python benchmarks/overload.py --loads 1.5 2 4 --rounds 1
 
 In each round a server without a target answers a closed loop of `--users`. That rate is the round's capacity. Then servers
-with `--slo-ttft` get Poisson arrivals at each of the `--loads` times this rate. Nobody who is refused comes back. Prompts and
-answers all have the same length, and no two prompts begin alike. Goodput is the rate of the requests whose first token came in
+with `--slo-ttft` get Poisson arrivals at each of the `--loads` times this rate. Refused requests are not retried. Prompts and
+answers all have the same length, and the prefix cache is off. Goodput is the rate of requests whose first token came in
 time, from the first arrival to the last end, over the capacity. The last line is one JSON object.
 """
 
@@ -38,7 +38,7 @@ from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 WARM_UP = 8
-"""Short requests before each run, so that no run pays for what a server does only once."""
+"""Short requests before each run, so that no run pays for one-time work."""
 
 
 @dataclass(frozen=True, slots=True)

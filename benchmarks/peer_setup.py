@@ -1,7 +1,7 @@
 """Makes the environments of the programs that Penstock is compared with, each on its own below one folder, for `peers.py` and
 `encoder_peers.py`.
 
-A recipe is a fixed version, installed with the machine's own pip settings. Environments that are there already are not made
+A recipe is a fixed version, installed with the machine's own pip settings. Existing environments are not made
 again. Also makes the model files that a peer needs beside the GGUF file. Starts no server.
 """
 
@@ -127,7 +127,7 @@ def make_encoders(environments: Environments) -> None:
 
 
 def make_infinity(environments: Environments) -> None:
-    """Its newest release asks for sentence-transformers below 4, which fails with transformers from 5 on."""
+    """Its newest release requires sentence-transformers below 4, which fails with transformers 5 or later."""
     make_torch(environments, "infinity")
     name, _, version = INFINITY.partition("==")
     environments.pip("infinity", "install", f"{name}[server,torch]=={version}", "transformers<5")

@@ -3,7 +3,7 @@
 Each round starts every contender in turn, alone on the machine, and loads it with the same prompts at each concurrency: a
 closed loop of the lab's client, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process). Every second
 round goes backwards. Figures are medians of the rounds; in bold the median ratio of Penstock's throughput to the contender's.
-`in all`: with prompts' tokens. `like ours`: a reply's first characters that are Penstock's, on average. The last line is JSON.
+`in all`: with prompt tokens. `like ours`: mean number of leading characters equal to Penstock's reply. The last line is JSON.
 
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
@@ -70,7 +70,7 @@ def measure(contender: Contender, jobs: Sequence[Job], loads: Mapping[int, int],
 
 
 def num_common(a: str, b: str) -> int:
-    """Characters before the first in which two texts differ: with a wrong prompt hardly one is common."""
+    """Length of the common beginning of two texts: with a wrong prompt, close to none."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -102,7 +102,7 @@ def compared(
 def compete(
     ready: Sequence[Contender], repeat: int, measure_one: Callable[[Contender, int], Round]
 ) -> dict[str, dict[int, Round]]:
-    """All rounds, by contender and turn. A contender that fails is left out from then on, and it is said why."""
+    """Run all rounds, by contender and turn. A contender that fails is reported, and left out from then on."""
     rounds: dict[str, dict[int, Round]] = {contender.name: {} for contender in ready}
     left = list(ready)
     for turn in range(repeat):

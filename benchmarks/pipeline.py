@@ -2,13 +2,13 @@
 
     python benchmarks/pipeline.py [--step-ms 5] [--steps 200]
 
-The executor needs no CPU while a step runs, as with a GPU: it notes when it was given a step and when the one before had ended,
-and `collect` sleeps until the step has. All else is as in a server, but for HTTP: scheduler, loop, detokenizing (of words that
-are numbers), stop strings. 64 or 256 rows decode, and a reply ends and another begins every few steps. With one step in flight
+The executor needs no CPU while a step runs, as with a GPU: it records when a step came and when the one before ended,
+and `collect` sleeps until the step's end. All else is as in a server, but for HTTP: scheduler, loop, detokenizing (tokens print
+as numbers), stop strings. 64 or 256 rows decode, and a reply ends and another begins every few steps. With one step in flight
 the device waits while the host plans and commits; with two only if that takes longer than a step.
 
-`gap` is the median time between two steps on the device, and its ninth decile; `host` the median CPU time of the engine thread
-per step; `ahead` the share of the steps that came while one was in flight.
+`gap` is the time between two steps on the device, median and p90; `host` the median CPU time of the engine thread
+per step; `ahead` the share of the steps submitted while one was in flight.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ Each document has the facts of a made-up product, and each question asks for one
 
     python benchmarks/pipelines.py
 
-- `pipeline`: the server's. Each stage works on what has come of all requests.
+- `pipeline`: the server's. Each stage works on whatever has arrived, across requests.
 - `in lockstep`: the same server and index, but a client takes 50 questions through one stage after another: all are embedded in
   one request, searched for at once, and then answered together; the next 50 follow when the last of these has ended.
+- `dynamic`: a server whose stages batch each for itself, by `--batching dynamic` at its defaults: no answer joins a batch that
+  has begun.
 - `alone`: one question at a time.
 
 Needs the models in the cache (`penstock pull`). The last line is a JSON object with the figures.
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -42,6 +45,7 @@ from penstock.serve.pipelines import fill_template
 WRITER, EMBEDDER, PIPELINE = "smollm2:135m", "minilm", "products"
 PENSTOCK = Path(sys.executable).with_name("penstock")
 CONFIG = """
+batching = "{batching}"
 [[models]]
 model = "{writer}"
 [[models]]
@@ -142,22 +146,27 @@ def main() -> None:
         began_s = time.perf_counter()
         subprocess.run([PENSTOCK, "index", folder, "-o", index, "--embedder", EMBEDDER], check=True)
         index_s = time.perf_counter() - began_s
-        config, reader = Path(name) / "penstock.toml", Reader(index)
-        config.write_text(CONFIG.format(writer=WRITER, embedder=EMBEDDER, pipeline=PIPELINE, index=index))
-        runs: dict[str, list[tuple[float, list[Answer]]]] = {"pipeline": [], "in lockstep": [], "alone": []}
-        contender = Contender("penstock", [PENSTOCK, "serve", "--config", config, "--port", "{port}"], health="/ready")
-        with started(contender, config.with_suffix(".log")) as (_, port):
-            by_pipeline(port, questions[:20], 32, 4)
+        reader = Reader(index)
+        runs: dict[str, list[tuple[float, list[Answer]]]] = {"pipeline": [], "in lockstep": [], "dynamic": [], "alone": []}
+        with ExitStack() as servers:
+            ports = {}
+            for batching in ("continuous", "dynamic"):
+                config = Path(name) / f"{batching}.toml"
+                text = CONFIG.format(writer=WRITER, embedder=EMBEDDER, pipeline=PIPELINE, index=index, batching=batching)
+                config.write_text(text)
+                contender = Contender(batching, [PENSTOCK, "serve", "--config", config, "--port", "{port}"], health="/ready")
+                _, ports[batching] = servers.enter_context(started(contender, config.with_suffix(".log")))
+                by_pipeline(ports[batching], questions[:20], 32, 4)
             for number in range(words.rounds):
                 for order, (way, found) in enumerate(runs.items()):
                     # No question is asked twice: its prompt would be in the prefix cache.
                     first = 20 + (number * len(runs) + order) * words.questions
                     asked = questions[first:][: words.questions if way != "alone" else words.questions // 10]
-                    began_s = time.perf_counter()
+                    began_s, port = time.perf_counter(), ports["dynamic" if way == "dynamic" else "continuous"]
                     if way == "in lockstep":
                         answers = in_lockstep(port, asked, words.max_tokens, words.concurrency, reader)
                     else:
-                        answers = by_pipeline(port, asked, words.max_tokens, words.concurrency if way == "pipeline" else 1)
+                        answers = by_pipeline(port, asked, words.max_tokens, 1 if way == "alone" else words.concurrency)
                     found.append((len(asked) / (time.perf_counter() - began_s), answers))
                     if way == "pipeline":
                         show_quality(asked, answers)

@@ -7,9 +7,9 @@ The real scheduler on a virtual clock, over the default cost model: the numbers 
 the machine. Prompts and outputs are those of `azure_conv_2023.csv` (--traces) divided by 4, at most 1,500 and 500. Loads are
 relative to the rate at which the same requests are served when all are there at once.
 
-`priority`: requests of a higher class at 1.2 a second, alone, and beside a lower class at 80 % of the capacity. `edf`: answers
-that must be complete within 5 or 30 s; the share that is. Shares of tenants are a matter of `penstock simulate`
-(docs/orders.md), and predicted lengths of `predicted_lengths.py`. The last line is one JSON object.
+`priority`: requests of a higher class at 1.2 a second, alone, and beside a lower class at 80 % of the capacity. `edf`: the
+share of answers completed within their deadline of 5 or 30 s. `penstock simulate` covers tenants' shares
+(docs/orders.md), `predicted_lengths.py` predicted lengths. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PATIENCE_S = (5.0, 30.0)
 
 
 def read_azure(traces: Path) -> Sequence[Job]:
-    """All of them, due at once: their lengths are what is drawn from."""
+    """Return all requests, due at once; lengths are drawn from them."""
     trace = divide_lengths(read_workload(traces / AZURE_FILE), AZURE_DIVISOR)
     trace = cap_lengths(trace, max_prompt_tokens=1500, max_output_tokens=500)
     return [replace(job, arrival_ns=0) for job in trace.jobs]

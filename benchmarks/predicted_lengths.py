@@ -3,10 +3,10 @@
     python benchmarks/predicted_lengths.py            # a minute and a half
 
 The real scheduler on a virtual clock, as in `policies.py`, whose prompts these are. Outputs are those of
-`length_predictions_3class.csv` (--traces), which also has what a small model took each for. `oracle` knows them; `file` knows
-the class that the small model named, and that class's mean in other rows; `online` is the server's own predictor, first with
-one tenant for all, then with a tenant per class. Mean latency and the longest, in seconds, and the share of the oracle's gain
-over first come, first served. The last line is one JSON object.
+`length_predictions_3class.csv` (--traces), which also has a small model's predicted class. `oracle` knows the lengths; `file`
+uses the predicted class's mean in other rows; `online` is the server's own predictor, first with
+one tenant for all, then with a tenant per class. Reports mean and longest latency in seconds, and the share of the oracle's
+gain over first come, first served. The last line is one JSON object.
 """
 
 from __future__ import annotations

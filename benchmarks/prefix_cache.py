@@ -8,9 +8,9 @@ the machine. Requests are those of `mooncake_synthetic.jsonl` (--traces), in whi
 blocks of 512 tokens. Scaled by 32: each such block becomes one block of 16 tokens, so that what is shared stays shared, and
 answers are 1/32 as long; arrivals are as they are. Each prompt has one token more, since no cache saves the last one.
 
-Blocks do not rest (`--kv-rest 0s`), so this is least recently used; `resting.py` has the rest. Told is the share of the
-prompts' blocks that were found, by the size of the pool, beside what caches could find if requests came one after
-another (`ideal_caches.py`): infinite, least recently used, and Belady's optimum. The last line is one JSON object.
+`--kv-rest 0s` makes eviction plain LRU; `resting.py` measures resting blocks. Reports the share of the
+prompts' blocks that were found, by the size of the pool, beside what ideal caches would find if requests came one after
+another (`ideal_caches.py`): infinite, LRU, and Belady's optimum. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.types.plan import Capacity
 
 TRACE_FILE = "mooncake_synthetic.jsonl"
 BLOCK_SIZE, SCALE = 16, 32
-"""Tokens of a block, and by how much that is shorter than in the trace."""
+"""Tokens of a block, and the factor from the trace's blocks."""
 MAX_ROWS, MAX_STEP_TOKENS = 32, 512
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Blocks of the pool; the trace has 43,924 different ones, and its longest prompt 374."""

@@ -3,14 +3,14 @@
     python benchmarks/prefix_cost.py                                    # 32 tokens in and out, 32 rows, a minute
     python benchmarks/prefix_cost.py --prompt 16 --reply 1
 
-Prompts that have nothing in common, the shorter the dearer: for each block that fills a hash is made and an entry; and what was
-kept is overwritten last, so that a block which is given out has left the processor's caches. Two schedulers, each with half
+Prompts share nothing, and short ones cost most: each full block is hashed and indexed, and the least recently used block is
+reused first, so an allocated block has left the processor's caches. Two schedulers, each with half
 of one executor's blocks, serve rounds of such requests in turn; a round's cost is the CPU time of the one thread that does
-everything, books and kernels.
+everything, bookkeeping and kernels.
 
-`cost` is the median over rounds of the time with the cache over that without, less 1, and its quartiles. `books` is finer, and
-leaves out what the caches of the processor do: what the prefix cache adds in the core (admit, plan, commit), over the time of a
-round. The last line is one JSON object.
+`cost` is the median over rounds of the time with the cache over that without, less 1, and its quartiles. `books` is more
+precise, and ignores processor caches: the time that the prefix cache adds in the core (admit, plan, commit), over a round's
+time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Spent:
 
 
 class Half:
-    """A scheduler with one half of the executor's rows and blocks, of which it knows nothing."""
+    """A scheduler for half of the executor's rows and blocks, unaware of the other half."""
 
     def __init__(self, executor: NativeExecutor, half: int, *, enable_prefix_caching: bool) -> None:
         whole = executor.capacity
@@ -129,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     num_fill = -(-args.blocks // -(-(args.prompt + args.reply - 1) // BLOCK_SIZE))  # the last token is never computed
     for half in (on, off):
-        half.serve(requests(num_fill))  # from now on each new block is one that had content
+        half.serve(requests(num_fill))  # from now on every allocated block is a reused one
     spent: dict[Half, list[Spent]] = {on: [], off: []}
     begin_s = time.thread_time()
     while time.thread_time() - begin_s < args.seconds or len(spent[on]) < 5:

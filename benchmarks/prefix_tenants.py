@@ -3,7 +3,7 @@
     python benchmarks/prefix_tenants.py                        # a quarter of a minute
 
 As in `prefix_cache.py`, whose requests are the light tenant's, or of a high class. With each comes a prompt of a heavy tenant,
-of a low class, that is never seen again. Arrivals are stretched by 4, so that the queue does not grow for ever. The last line
+of a low class, that is never seen again. Arrivals are stretched by 4, so that the queue stays bounded. The last line
 is one JSON object.
 """
 

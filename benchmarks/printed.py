@@ -19,7 +19,7 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def origin(*about: str) -> str:
-    """The command, the day and the machine of a result, and what else is to be told of it: a line above its table."""
+    """Return the line above a result's table: command, date and machine, and any further notes."""
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     told = [datetime.datetime.now(datetime.UTC).date().isoformat(), machine.cpu_name() or "unknown processor", *about]
     return f"`{command}`, {', '.join(told)}:\n"

@@ -1,4 +1,4 @@
-"""A server under comparison as a process: its command, until it is ready, and its end. For `sessions.py`; sends no load."""
+"""A server under comparison as a process: starts it, awaits readiness, ends it. For `sessions.py`; sends no load."""
 
 from __future__ import annotations
 

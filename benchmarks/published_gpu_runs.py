@@ -1,11 +1,11 @@
-"""Simulates real runs that AIConfigurator publishes, from its tables of kernels, and compares speeds and ranks.
+"""Simulates real runs published by AIConfigurator, from its kernel tables, and compares speeds and ranks.
 
     git clone https://github.com/ai-dynamo/aiconfigurator
     python benchmarks/published_gpu_runs.py aiconfigurator --processes 2
 
 Its silicon_sample.csv lists runs: GPU, engine, model, GPUs, prompt and answer lengths, clients, and the time to the first token
 (TTFT) and per later token (TPOT) that were measured. Each run becomes a closed loop of as many clients before Penstock's own
-scheduler. `RUNS` says what else is known of the runs, and from where. No number is fitted to a measured time.
+scheduler. `RUNS` has what else is known about the runs, with sources. No number is fitted to a measured time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Runs:
     """The list's column of this name, which may be empty."""
     config: str
     tables: str
-    """Engine and version of the kernels. The engine's version is not in every row, and not every version has tables."""
+    """Engine and version of the kernel tables. Some rows name no version, and some versions have no tables."""
     weights: str
     kv: str
     preset: str = "vllm"

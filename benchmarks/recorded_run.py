@@ -107,8 +107,8 @@ def main() -> None:
 
 
 def recorded_times(recorded: Sequence[Mapping[str, Any]]) -> list[Times]:
-    """Return times since the first arrival. Arrivals have another clock than what follows: the shortest wait between the two
-    is taken for none."""
+    """Return times since the first arrival. Arrivals use a different clock from later events: the shortest wait between
+    the two counts as zero."""
     offset = min(row["queued_ts"] - row["arrival_time"] for row in recorded)
     start = min(row["arrival_time"] for row in recorded)
     return [

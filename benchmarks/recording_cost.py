@@ -2,7 +2,7 @@
 
     python benchmarks/recording_cost.py
 
-Steps of 32 rows that decode, and requests of 500 + 100 tokens, told to a recorder whose writer is called by hand. The last
+Passes steps of 32 decoding rows, and requests of 500 + 100 tokens, to a recorder with a manually called writer. The last
 line printed is one JSON object: microseconds of CPU time, and bytes of the file.
 """
 

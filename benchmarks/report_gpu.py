@@ -1,7 +1,7 @@
 """The figures of docs/notes/gpu-figures.md: what the GPU benchmarks' JSON objects look like as Markdown tables and plots.
 
-Called by `report.py` with all results of one benchmark, after `why_no_figures` has let each pass. Never measures, and hides
-nothing: a share above 1 stands there as one.
+Called by `report.py` with all results of one benchmark, once `why_no_figures` has accepted each. Measures and hides
+nothing: a share above 1 is shown as such.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Drawings = Mapping[str, tuple[str, Callable[[str, Sequence[Result]], str]]]
 
 
 def why_no_figures(result: Result) -> str | None:
-    """Why a result is no measurement of a GPU, to follow the name of its file; None: it is one."""
+    """Return why a result is not a GPU measurement, to follow its file's name, or None."""
     if "is_self_test" not in result:
         return "another version of the benchmark printed it; measure again"
     if result["is_self_test"]:

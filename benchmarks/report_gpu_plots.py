@@ -1,6 +1,6 @@
 """The plots of the GPU benchmarks: what was measured and, in the same plot, the bound that the peaks of the same run set.
 
-Called by `report_gpu.py` with results of one GPU. Never measures; figures of other runs never share a roof.
+Called by `report_gpu.py` with results of one GPU. Measures nothing; different runs never share a bound.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What does the rest of conversations bring, and what does it cost others? The real scheduler and KV manager, modelled steps.
+"""How much does `--kv-rest` gain for conversations, and cost others? The real scheduler and KV manager, modelled steps.
 
     python benchmarks/resting.py                               # three minutes
     python benchmarks/resting.py --write agents.jsonl          # for penstock simulate
 
 Four agents work beside a stream of subagents. An agent's first prompt has 20,000 tokens, each of its 20 turns 600 more and an
-answer of 150; between two turns a tool runs for 5 s in the mean. A subagent is asked once: a system prompt of 2,000 tokens that
-all subagents share, 4,000 tokens of its own, and an answer of 150; three come in a second. Besides, chats of two turns with
-8 s between them, one a second, beside two requests a second with one of 30 system prompts of 2,000 tokens; and the blocks of
-Mooncake's trace, as in `prefix_cache.py`. Lengths are divided by 8.
+answer of 150; between two turns a tool runs for a mean of 5 s. A subagent is asked once: a system prompt of 2,000 tokens that
+all subagents share, 4,000 tokens of its own, and an answer of 150; three arrive per second. A second workload has chats of two
+turns, 8 s apart on average, one a second, beside two requests a second with one of 30 system prompts of 2,000 tokens. A third
+is Mooncake's trace, as in `prefix_cache.py`. Lengths are divided by 8.
 
-The share of prompt tokens that were found, by the size of the pool and `--kv-rest`: of turn two onwards, of requests that are
-asked once, and of all. Time is virtual, so the figures are exact and repeatable. The last line is one JSON object.
+Reports the share of prompt tokens found, by pool size and `--kv-rest`: for turn two onwards, for one-off
+requests, and for all. Time is virtual, so the figures are exact and repeatable. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHATS_PER_S, CHAT_S, CHAT_TOKENS, CHAT_ANSWER_TOKENS = 1.0, 8.0, 100, 40
 TEMPLATES_PER_S, NUM_TEMPLATES, TEMPLATE_S = 2.0, 30, 240.0
 RESTS_S = (0, 10, 60)
 AGENT_POOLS, CHAT_POOLS, TRACE_POOLS = (800, 1_000, 1_400), (400, 600, 1_000), (1_024, 4_096, 16_384)
-"""Blocks; the four agents have 1,200 of their own at their ends."""
+"""Blocks; the four agents end up with 1,200 of their own."""
 
 
 def agents(rng: random.Random) -> list[Job]:

@@ -1,19 +1,19 @@
-"""How much do routers find in the caches of replicas, and how late are first tokens? How long does a decision take?
+"""How much do routers find in replicas' caches, and how late are first tokens? How long does a decision take?
 
     python benchmarks/routing.py                               # four replicas, all workloads: five minutes
     python benchmarks/routing.py --workloads mooncake --replicas 16 --requests 4000
     python benchmarks/routing.py --decisions                   # 100 replicas that hold a million blocks
 
 The real scheduler, KV manager and routers over a modelled executor, under a virtual clock: figures are exact and do not depend
-on the machine, but for those of --decisions. The workloads are at `--load` of the rate at which `least-work` serves them:
+on the machine, except with --decisions. Requests arrive at `--load` of the rate at which `least-work` serves them:
 
 - `azure`: a production trace whose prompts share nothing, lengths divided by 4.
 - `groups`: the same, after one of 40 system prompts of 512 tokens.
 - `sharegpt`: conversations of up to eight turns, with 10 s between an answer and the next turn.
 - `mooncake`: a trace of chained blocks, lengths divided by 8.
 
-`one cache` is a single server that is as fast as all replicas together and has all their memory: a measure of what there is to
-find. `apart` means that replicas copy no KV from each other; otherwise they do so over 10 Gbit/s each. The last line is one
+`one cache` is a single server that is as fast as all replicas together and has all their memory: it shows how much there is to
+find. With `apart`, replicas copy no KV from each other; otherwise they do so over 10 Gbit/s each. The last line is one
 JSON object.
 """
 

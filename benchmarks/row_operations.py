@@ -1,7 +1,7 @@
 """How long do the row operations of the native backend take for a row of a model: norm, rounding to 8 bits, rope, KV write?
 
-One thread by the time that it had a processor, so that other work disturbs little. Each operation runs many times over on
-the same rows: a few find their data in the core's own caches, 512 in the last level. A layer of Llama type has two norms
+One thread's CPU time, so that other work disturbs little. Each operation runs many times over on
+the same rows: a few rows fit in the core's own caches, 512 in the last level. A layer of Llama type has two norms
 that are rounded, two values that are rounded, rope of queries and keys, and a KV write.
 
     python benchmarks/row_operations.py
@@ -23,7 +23,7 @@ from peaks import context
 from penstock.backends.native._native import RowOp, RowOpKind, usable_variants
 
 TIMES = 1000
-"""That an operation is repeated in a step, so that what a step costs besides does not count."""
+"""Repetitions of an operation in a step, so that the step's other costs are negligible."""
 RUNS = 5
 ROWS = (1, 4, 32, 512)
 

@@ -1,11 +1,11 @@
-"""How many replica-hours does a group take that scales, and how many first tokens are late?
+"""How many replica-hours does an autoscaled group use, and how many first tokens are late?
 
     python benchmarks/scaling.py                        # all workloads: three minutes
     python benchmarks/scaling.py --workloads spike
 
 The real scheduler, KV manager, router and scaler over a modelled executor, under a virtual clock: figures are exact and do not
 depend on the machine. A step takes four times as long as that of the default cost model. Requests have the lengths of Azure's
-trace, divided by 4. Rates are in requests that one replica serves:
+trace, divided by 4. Rates are multiples of one replica's capacity:
 
 - `ramp`: from 0.5 to 4 within ten minutes, back within five, then 0.2 for seven minutes.
 - `spike`: 0.6 for two minutes, 2.5 for three, 0.6 for eight.

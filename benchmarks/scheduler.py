@@ -4,9 +4,9 @@
 
 Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
 next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
-eight join in each step). `--journal`: everything is written down that `GET /v1/requests/{id}` tells.
-Medians of microseconds a step, of which `begin` plans it and `finish` commits it; the mean CPU time has garbage collection
-and all that is done once in a while in it.
+eight join in each step). `--journal` records everything that `GET /v1/requests/{id}` reports.
+Median microseconds a step: `begin` plans it and `finish` commits it. The mean CPU time includes garbage collection
+and other occasional work.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _capacity(max_rows: int, running: int) -> Capacity:
 
 @dataclass(frozen=True)
 class NotForMore:
-    """A reserve that finds memory for so many requests and no more."""
+    """A reserve that admits up to `max_running` requests."""
 
     max_running: int
 

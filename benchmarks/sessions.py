@@ -96,7 +96,7 @@ def replay(url: str, model: str, jobs: Sequence[Job], concurrency: int) -> Sent:
 
 
 def warm_up(session: Session, jobs: Sequence[Job], concurrency: int) -> None:
-    """The beginning of the first replies, so that no run pays for what a server does only once."""
+    """Replay the beginning of the first replies, so that no run pays for one-time work."""
     session.replay([replace(job, num_output_tokens=WARM_UP_TOKENS) for job in jobs[:concurrency]], concurrency)
 
 

@@ -94,7 +94,7 @@ class Client:
     async def chat(
         self, num_users: int, think_s: float, for_s: float, num_prompt_tokens: int, num_output_tokens: int
     ) -> list[Call]:
-        """Users who read an answer for a time that chance says, and then ask again."""
+        """Users who read an answer for a random time, and then ask again."""
         calls: list[Call] = []
         end_s = time.perf_counter() + for_s
 

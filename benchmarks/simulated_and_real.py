@@ -1,20 +1,20 @@
 """How far is the simulation from the engine? The same requests through `penstock serve` and through `penstock simulate`.
 
-    benchmarks/simulated_and_real.py --workloads azure_conv_2023.csv/4 --loads 0.5 0.8 1.1 --repeat 3
-    benchmarks/simulated_and_real.py --workloads sharegpt_1000.jsonl long-short short-long bursts sessions
+    python benchmarks/simulated_and_real.py --workloads azure_conv_2023.csv/4 --loads 0.5 0.8 1.1 --repeat 3
+    python benchmarks/simulated_and_real.py --workloads sharegpt_1000.jsonl long-short short-long bursts sessions
 
-`penstock profile` measures steps up to the limits of the server. Then a server answers made-up requests, the workload at some
-load, made-up ones again, and so on. The cost model is the profile's, fitted onto the recording of all made-up requests, client
-and HTTP included. Besides it knows the server's KV blocks and rows, and what HTTP and text add to a made-up request in the
-mean; nothing of the workloads' own runs. Guesses are off in both. A simulation is the mean of five, which differ by their
-noise.
+`penstock profile` measures steps up to the server's limits. Then a server answers made-up requests, the workload at some
+load, made-up ones again, and so on. The profile's cost model is refitted to the recorded steps of all made-up requests, so
+client and HTTP count. The simulation also knows the server's KV blocks and rows, and the mean time that HTTP and text add to
+a made-up request; nothing of the workloads' own runs. Speculation is off in both. A simulation is the mean of five, which
+differ by their noise.
 
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
-capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run. Told
-are the median of the runs and, for noise, the least and the largest real run around their median. "Time of steps" is what a
-run's real steps took over what the cost model says of the same steps: where it differs between rounds, the machine did. KV
-occupancy is the share of blocks that requests hold, mean over time. With several `--presets` it says whether both put them in
-the same order. The last line is one JSON object.
+capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run.
+The tables have the median of the runs and, for noise, the least and largest real run around their median. "Time of steps" is
+the real time of a run's steps over the cost model's time for them: if it differs between rounds, the machine did. KV
+occupancy is the time-averaged share of blocks that requests hold. With several `--presets` it prints how both rank
+them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Told:
         ]
         of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]
         self.front_ns = fmean(of_client) - fmean(of_engine)
-        """The mean time that HTTP, text and the client add to the TTFT of a request that does not come with others."""
+        """The mean time that HTTP, text and the client add to TTFT when requests do not arrive together."""
 
 
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:

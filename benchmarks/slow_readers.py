@@ -9,9 +9,9 @@ the answer to the same prompt alone.
     python benchmarks/slow_readers.py --seconds 300 --model smollm2:135m --tokens 400 --bytes-per-s 1000
 
 The executor sleeps for `--step-ms` and has each row recite a poem, so what is left is the server's own work and the gaps are
-those of its HTTP thread. The system holds 32 kB of what is sent on a connection and not 4 MB, so that the rest waits in the
-server. With `--model` it is `penstock serve MODEL` as it is, and gaps are mostly its steps. Beside them, `--stuck` clients ask
-and never read: the server has to let go of them. Needs the default model (`penstock pull`). Linux only (/proc). The last line
+those of its HTTP thread. The kernel's send buffer is 32 kB and not 4 MB, so that the rest waits in the
+server. With `--model` it is plain `penstock serve MODEL`, and gaps are mostly its steps. In the second run, `--stuck`
+more clients never read: the server must drop them. Needs the default model (`penstock pull`). Linux only (/proc). The last line
 printed is one JSON object.
 """
 
@@ -49,7 +49,7 @@ RECEIVE_BYTES, SEND_BYTES = 2048, 1 << 14
 """Sizes of buffers as they are asked for; Linux doubles them."""
 READ_EVERY_S = 0.25
 WARM_UP_SHARE = 0.1
-"""Share of a run's time whose gaps do not count: all prompts come at once."""
+"""Initial share of a run, left out since all prompts come at once."""
 END_TIMEOUT_S = 120.0
 _TEXT = re.compile(rb'"text":"((?:[^"\\]|\\.)*)"')
 DONE = b"data: [DONE]\n\n"

@@ -11,11 +11,11 @@ answers of an earlier one. It is measured until the first client finds no more r
 with guesses answers of one length end at different times.
 
 The table has output tokens per second without and with speculation (medians of the rounds, with the time for prompts in them),
-their ratio and its range over the rounds, the processors' time for a token without over that with speculation, how many guesses
-were made for each token, and how many of them were accepted. `differ` counts answers that are not the same. The last line is
+their ratio and its range over the rounds, CPU time per token without over that with speculation, guesses made per
+token, and the share accepted. `differ` counts answers unlike those of the first run without speculation. The last line is
 one JSON object.
 
-With `--draft` a third server also has that small model guess. A second table compares it with the one that has none.
+With `--draft` a third server also drafts with that small model. A second table compares it with the server without a draft.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 KV_BYTES = 1 << 30
-"""As much KV cache as can be told from other mappings by its size."""
+"""KV cache large enough to recognise its mapping by size."""
 STREAMS = 32
 IDLE_S = 2.0
 IDLE_CHECK_S = 1.5
-"""The engine verifies its books once when it becomes idle."""
+"""The engine checks its bookkeeping once when it becomes idle."""
 
 
 def resident_mb(smaps: str, model: Path) -> dict[str, float]:

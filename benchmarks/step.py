@@ -1,4 +1,4 @@
-"""How long does a step take with an instruction set, which part of it, and how near is that to what the machine can do?
+"""How long do a step and its parts take with an instruction set, and how near is that to what the machine can do?
 
 Decodes of several batch sizes and chunks of prompts, straight through the executor: no scheduler, no HTTP. Steps are measured,
 and their bound is counted, as by `penstock profile` (docs/profile.md), which takes the best instruction set of the machine.

@@ -1,4 +1,4 @@
-"""What can a model's chat template cost the server? And what does one that is in order cost each request?
+"""How much can a model's chat template cost the server? And how much does a normal one cost each request?
 
     python benchmarks/template_limits.py
 

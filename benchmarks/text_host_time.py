@@ -2,10 +2,10 @@
 
     python benchmarks/text_host_time.py [--texts 20000] [--tokens 24] [--per-step 8] [--rounds 5] [--profile]
 
-An executor that computes nothing answers each text with the same numbers. `core`: scheduler and core, told to nobody.
+An executor that computes nothing answers each text with the same numbers. `core`: scheduler and core, without observers.
 `told`: with metrics, signals and journal, as in a server. `engine`: also the engine's thread, its output and the bridge to an
-event loop, which reads the answers; the process's CPU time, both threads together. Calls of 64 texts, of which two steps' worth
-is with the engine at a time. Medians of the rounds.
+event loop, which reads the answers; the process's CPU time, both threads together. Calls of 64 texts: one after another in
+`engine`, else when fewer than two steps' worth wait. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _capacity(arguments: argparse.Namespace) -> Capacity:
 
 @dataclass(frozen=True)
 class FixedStep(Budget):
-    """So many tokens a step, whatever they take: an executor that takes no time teaches nothing."""
+    """A fixed number of tokens per step: an executor that takes no time teaches nothing."""
 
     num_tokens: int
 
@@ -122,7 +122,8 @@ class Listeners:
     """The parts of a server that are told of requests."""
 
     def __init__(self, capacity: Capacity) -> None:
-        self.metrics, self.journal = Metrics("texts"), Journal(1000, speaks_for_calls=True)
+        self.metrics, self.journal = Metrics("texts"), Journal(1000)
+        self.journal.speaks_for_calls = True
         admission = Admission(AdmissionLimits(), capacity, reads_priority=False)
         signals = Signals(capacity.max_rows, admission.drain.rate)
         self.observer = ObserverGroup([self.metrics, admission, signals])

@@ -1,12 +1,12 @@
-"""What does the textbook say of batching, and by how much is it right here? Four comparisons, simulated in three minutes.
+"""How right is the textbook about batching here? Four comparisons, simulated in three minutes.
 
-    benchmarks/textbook.py                     # on the default cost model; all four
-    benchmarks/textbook.py --cost cost.json    # on this machine's (penstock profile --fit)
-    benchmarks/textbook.py --plots docs/textbook
+    python benchmarks/textbook.py                     # on the default cost model; all four
+    python benchmarks/textbook.py --cost cost.json    # on this machine's (penstock profile --fit)
+    python benchmarks/textbook.py --plots docs/textbook
 
 1. `batching`: static batches, dynamic ones (a window of 50 ms) and continuous batching, at rising load.
 2. `buckets`: dynamic batches with and without length buckets: what share of the computed positions is padding?
-3. `memory`: KV in pages that are taken as answers grow, against room for `max_tokens` of each request from the begin.
+3. `memory`: KV pages allocated as answers grow, against room for `max_tokens` reserved for each request at admission.
 4. `interference`: prompts computed whole beside decodes, and in chunks: how long is the pause that others see?
 
 The real scheduler runs on a virtual clock. Lengths are those of `--workload`; loads are shares of what continuous batching
@@ -39,7 +39,7 @@ LOADS = (0.3, 0.5, 0.7, 0.9)
 BLOCKS, FEW_BLOCKS = 4096, 800
 _BATCHES = {"max_batch_size": 16, "max_queue_delay_ns": 50_000_000}
 _NO_BUCKETS = {**_BATCHES, "length_buckets": (1,)}
-"""All prompts are longer, and padded to the longest of their batch."""
+"""All prompts are longer, so each is padded to its batch's longest."""
 STATIC = {"preset": "static", "settings": {"gate": {"max_batch_size": 16}}}
 DYNAMIC = {"preset": "dynamic", "settings": {"gate": _BATCHES}}
 

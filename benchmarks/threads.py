@@ -1,13 +1,13 @@
-"""What does it cost threads to meet after a stage, and how is a step divided over so many?
+"""How much does the barrier after a stage cost, and how is a step divided among threads?
 
     python benchmarks/threads.py --threads 1 2
     python benchmarks/threads.py --plans --threads 4 8 16 32 64
 
 Stages that compute nothing, with one task for all threads, one for each, and six for each: microseconds that a stage takes.
-With more threads than cores the system's scheduler is measured, not the meeting.
+With more threads than cores the system's scheduler is measured, not the barrier.
 
-With --plans nothing is timed: the planner tells how many threads take part in a step of the model, its strands, and the tasks
-of a layer's stages. It asks how many threads there are and not how many cores, so any machine prints the plans of all.
+With --plans nothing is timed: prints how many threads take part in a step of the model, its strands, and the tasks
+of a layer's stages. Plans depend on the number of threads and not of cores, so any machine can print all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_STAGES = 3000
 
 
 def plan_words(executor: NativeExecutor) -> str:
-    """How the last step was divided: threads that took part, strands, and the tasks of a middle layer's products."""
+    """Return the last step's division: threads that took part, strands, and a middle layer's product tasks."""
     own = [stage for stage in executor.stages if stage.strand == 0]
     attentions = [i for i, stage in enumerate(own) if stage.instruction == "attention"]
     first = attentions[len(attentions) // 2]

@@ -1,4 +1,4 @@
-"""Memory and files of programs, from outside, on Linux. For whoever compares servers; starts and stops nothing."""
+"""Memory, CPU time and files of programs, seen from outside, on Linux. For comparing servers; starts nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def family(pid: int) -> list[int]:
 
 
 class OtherLoad:
-    """The processors' time that others use than this process and all that descend from it, from now on."""
+    """CPU time of processes other than this one and its descendants, from now on."""
 
     def __init__(self) -> None:
         self._begin_s, self._begin = time.perf_counter(), self._others_s()

@@ -1,4 +1,4 @@
-"""How many long requests run at once where every layer has a window, with and without giving back what lies before it?
+"""How many long requests run at once where every layer has a window, with and without freeing blocks before it?
 
     python benchmarks/windows.py [--window 4096] [--tokens 32768] [--blocks 8192] [--requests 32]
 

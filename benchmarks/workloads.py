@@ -7,7 +7,7 @@ Each is fixed by its name, the model's tokenizer and the traces, so that two mac
 - `azure`: every k-th row of a production trace, lengths divided by 4; the text is consecutive pieces of the
   conversations, so no two prompts share a prefix.
 - `short`: 32 tokens in, 32 out, of the same text.
-- `long`: 1,500 tokens in, 16 out, likewise; a cut makes a few tokens fewer. Nearly all of the work is in the prompts.
+- `long`: 1,500 tokens in, 16 out, likewise; cutting may lose a few tokens. Nearly all work is in the prompts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python write_awq.py FOLDER OUTPUT
 
-Rounds to the nearest, without AWQ's calibration: the files serve to compare speeds, and the answers are somewhat worse than
-those of a calibrated model. The matrices of the layers are packed, embeddings and the head are not, as in AutoAWQ's files.
+Rounds to nearest, without AWQ's calibration: the files serve to compare speeds, and answers are somewhat worse than
+a calibrated model's. The layers' matrices are packed, embeddings and head are not, as in AutoAWQ's files.
 Layout: https://github.com/casper-hansen/AutoAWQ, version `gemm`.
 """
 

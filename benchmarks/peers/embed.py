@@ -29,7 +29,7 @@ Batch = tuple[list[int], np.ndarray, np.ndarray]
 
 
 class Batches:
-    """Tokens of texts of about one length together, with as few padding as that allows."""
+    """Tokenize texts in groups of similar length, to keep padding small."""
 
     def __init__(self, folder: Path, batch: int, tokens: int) -> None:
         from tokenizers import Tokenizer

@@ -28,17 +28,15 @@ class Words:
     """One token per word; a cut keeps whole words."""
 
     def __init__(self):
-        self.vocabulary = []
+        self.vocabulary = {}
 
     def encode(self, text, *, add_special_tokens):
         assert not add_special_tokens
-        for word in text.split():
-            if word not in self.vocabulary:
-                self.vocabulary.append(word)
-        return [self.vocabulary.index(word) for word in text.split()]
+        return [self.vocabulary.setdefault(word, len(self.vocabulary)) for word in text.split()]
 
     def decode(self, token_ids, *, skip_special_tokens):
-        return " ".join(self.vocabulary[token_id] for token_id in token_ids)
+        words = list(self.vocabulary)
+        return " ".join(words[token_id] for token_id in token_ids)
 
 
 def digest_of(jobs):
