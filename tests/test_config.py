@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from configuration_page import render
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
-from penstock.config.components import COMPONENTS
+from penstock.config.components import COMPONENTS, config_from
 from penstock.config.setting import Kind, settings_of
 from penstock.config.several import config_of_found, configs_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
@@ -317,3 +317,9 @@ def test_variables_that_nothing_reads_are_named_with_what_was_meant() -> None:
 def test_the_page_in_docs_is_what_make_docs_writes() -> None:
     page = Path(__file__).parent.parent / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == render(), "run `make docs`"
+
+
+@pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
+def test_a_format_that_is_not_known_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"no.*auto"):
+        config_from({setting: "no"})

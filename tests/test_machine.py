@@ -25,6 +25,7 @@ from penstock.machine import (
     find_cores,
     give_back_free_memory,
     is_free_threaded,
+    settle_on_node,
     usable_cpus,
 )
 
@@ -257,6 +258,61 @@ def test_memory_that_is_not_allowed_on_several_nodes_is_not_spread(
     machine.write("devices/system/node/has_memory", f"{with_memory}\n")
     machine.write("proc/self/status", f"Mems_allowed_list:\t{allowed}\n")
     assert machine.cores().memory_nodes == ()
+
+
+def test_processes_settle_on_the_nodes_in_turn(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the siblings of its cores. Once all have their processes, those that an update starts beside them come."""
+    first = 1000 * os.getpid()  # claims are seen by all processes of the machine
+    nodes = {first: range(8), first + 1: range(8, 12)}
+    for node, cpus in nodes.items():
+        for cpu in cpus:
+            machine.add_cpu(cpu, siblings=f"{cpu - cpu % 2}-{cpu - cpu % 2 + 1}")
+        machine.write(f"devices/system/node/node{node}/cpulist", f"{cpus[0]}-{cpus[-1]}\n")
+    affinities: list[set[int]] = []
+    machine.allow(monkeypatch, range(11))  # without the sibling of the last core
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: affinities.append(cpus))
+    assert settle_on_node(5, devices=machine.devices) is None, "no node has so many cores"
+    found = [settle_on_node(2, devices=machine.devices) for _ in range(7)]
+    assert found[6] is None
+    seats = [seat for seat in found if seat is not None]
+    assert [node - first for node, _ in seats] == [0, 1, 0, 0, 1, 0]
+    assert affinities[:3] == [set(range(8)), {8, 9, 10}, set(range(8))]
+    seats[1][1].close()
+    again = settle_on_node(2, devices=machine.devices)
+    assert again is not None
+    assert again[0] == first + 1
+    for _, claim in (*seats, again):
+        claim.close()
+
+
+def test_a_node_without_a_process_is_taken_first(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an update, whose first process came while the old ones were there."""
+    first = 1000 * os.getpid() + 500
+    for idx in range(2):
+        machine.add_cpu(idx)
+        machine.write(f"devices/system/node/node{first + idx}/cpulist", f"{idx}\n")
+    machine.allow(monkeypatch, range(2))
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: None)
+    seats = []
+    for _ in range(3):
+        seat = settle_on_node(1, devices=machine.devices)
+        assert seat is not None
+        seats.append(seat)
+    assert [node - first for node, _ in seats] == [0, 1, 0]
+    for _, claim in seats[:2]:  # the old ones leave
+        claim.close()
+    later = settle_on_node(1, devices=machine.devices)
+    assert later is not None
+    assert later[0] == first + 1
+    for _, claim in (seats[2], later):
+        claim.close()
+
+
+def test_nothing_settles_where_there_is_one_node(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_nodes(machine)
+    machine.allow(monkeypatch, range(6))
+    monkeypatch.setattr("os.sched_setaffinity", None)
+    assert settle_on_node(1, devices=machine.devices) is None
 
 
 def test_cpus_are_claimed_by_one_server() -> None:

@@ -7,6 +7,7 @@ Documentation/ABI of the kernel for `cpu_capacity`, `cpu_atom` and `node`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -168,14 +170,55 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
     claims: list[socket.socket] = []
     try:
         for cpu in cpus:
-            claims.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            core = min(_siblings(cpu, devices), default=cpu)
-            claims[-1].bind(f"\0penstock-core-{core}")  # an abstract name: no file stays behind
+            claims.append(_claim(f"core-{min(_siblings(cpu, devices), default=cpu)}"))
     except OSError:
         for claim in claims:
             claim.close()
         raise
     return claims
+
+
+def settle_on_node(num_threads: int, *, devices: Path = _DEVICES) -> tuple[int, socket.socket] | None:
+    """Bind this thread, and the threads that it starts later, to the cores of one memory node (NUMA).
+
+    Memory that they allocate then lies on that node. Processes with equally many threads take the nodes in turn. Return the
+    node, and the claim on a place there, which ends when it is closed or with the process. Return None, and change nothing, if
+    the machine has one node, or no node has `num_threads` cores. Can't see claims in other network namespaces.
+    """
+    allowed = os.sched_getaffinity(0)
+    cores = set(_fast_cpus(_first_threads(sorted(allowed), devices), devices))
+    nodes = {node: allowed.intersection(cpus) for node, cpus in _cpus_of_nodes(devices) if cores.intersection(cpus)}
+    if len(nodes) < 2:
+        return None
+    num_places = {node: len(cores & cpus) // num_threads for node, cpus in nodes.items()}
+    order = product(range(max(num_places.values())), sorted(nodes))
+    places = [(node, place) for place, node in order if place < num_places[node]]
+    # A place is claimed by two names, as old and new processes run beside each other for a while: first one where nobody is.
+    for is_empty in (True, False):
+        for node, place in places:
+            claims: list[socket.socket] = []
+            for turn in range(2):
+                with contextlib.suppress(OSError):  # another process has it
+                    claims.append(_claim(f"node-{node}-{place}-{turn}"))
+            if len(claims) > is_empty:
+                for unused in claims[1:]:
+                    unused.close()
+                os.sched_setaffinity(0, nodes[node])
+                return node, claims[0]
+            for unused in claims:
+                unused.close()
+    return None
+
+
+def _claim(name: str) -> socket.socket:
+    """Return a socket that holds a name among all processes. Raises OSError (EADDRINUSE) if another process has it."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0penstock-{name}")  # an abstract name: no file stays behind
+    except OSError:
+        claim.close()
+        raise
+    return claim
 
 
 def cpu_name(*, proc: Path = _PROC) -> str:
@@ -345,11 +388,13 @@ def _fast_cpus(cpus: Sequence[int], devices: Path) -> list[int]:
 
 def _nodes(cpus: Iterable[int], devices: Path) -> tuple[tuple[int, int], ...]:
     wanted = set(cpus)
-    found = []
-    for folder in (devices / "system/node").glob("node[0-9]*"):
-        if count := len(wanted.intersection(_numbers(_read(folder / "cpulist")))):
-            found.append((int(folder.name.removeprefix("node")), count))
+    found = [(node, count) for node, local in _cpus_of_nodes(devices) if (count := len(wanted.intersection(local)))]
     return tuple(sorted(found)) or ((0, len(wanted)),)
+
+
+def _cpus_of_nodes(devices: Path) -> Iterator[tuple[int, set[int]]]:
+    for folder in (devices / "system/node").glob("node[0-9]*"):
+        yield int(folder.name.removeprefix("node")), set(_numbers(_read(folder / "cpulist")))
 
 
 def _with_memory(proc: Path, devices: Path) -> set[int]:

@@ -40,7 +40,7 @@ def penstock(environment: dict[str, str], tmp_path: Path) -> Penstock:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
             check=False,
             cwd=tmp_path,
             env={**environment, **(env or {})},

@@ -110,7 +110,7 @@ async def test_a_folder_of_somebody_else_is_left_alone(source: Path, tmp_path: P
     folder.mkdir()
     assert command._ended_before(source, folder) is None
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(PenstockError, match="other things"):
+    with pytest.raises(PenstockError, match="other than answers"):
         command._ended_before(source, folder)
     ended = await answer(source, folder)
     (folder / "files" / "notes").write_text("mine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import locale
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,17 @@ def test_objects_become_objects(embed: Embed, tmp_path: Path, vectors: np.ndarra
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
     assert np.array_equal(np.array([row["embedding"] for row in rows], np.float32), vectors)
+
+
+def test_texts_are_written_in_utf_8_whatever_the_locale(embed: Embed, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("für alle", encoding="utf-8")
+    own = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        assert embed("in.txt", "-o", "out.jsonl").exit_code == 0
+    finally:
+        locale.setlocale(locale.LC_CTYPE, own)
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["text"] == "für alle"
 
 
 def test_what_was_stopped_goes_on(embed: Embed, tmp_path: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:

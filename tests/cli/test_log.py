@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -32,12 +33,14 @@ def started(timeout_s: int) -> subprocess.Popen:
 def test_a_reader_that_pauses_stops_nobody_and_is_told_what_it_missed():
     with started(60) as process:
         assert process.stdout.readline() == "went on\n"
-        first = [process.stderr.readline() for _ in range(500)]
+        lines = [process.stderr.readline() for _ in range(500)]
         process.stdin.close()
-        lines = process.stderr.read()
-    assert '"line 0 xxx' in first[0]
-    assert "too slow for: 1" in lines
-    assert '"the last line"' in lines.splitlines()[-1]
+        lines += process.stderr.readlines()
+    assert '"line 0 xxx' in lines[0]
+    assert '"the last line"' in lines[-1]
+    missed = [int(found[1]) for line in lines if (found := re.search(r"too slow for: (\d+)", line))]
+    assert sum(missed) > 1000  # what the pipe and the queue hold is less than 2,000 lines
+    assert sum(missed) + sum('"line ' in line for line in lines) == 3000
 
 
 def test_a_reader_that_never_reads_does_not_keep_a_process():

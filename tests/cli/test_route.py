@@ -156,3 +156,30 @@ def test_a_file_that_teaches_nothing_is_refused(
     refused = invoke("fit", write(tmp_path / "a.jsonl", count, seed=6), *keys)
     assert refused.exit_code != 0
     assert cause in f"{refused.output}{refused.exception}"
+
+
+def test_a_confidence_is_judged_without_a_fit(invoke: Callable[..., Result], tmp_path: Path) -> None:
+    """Ten answers have a confidence of n fifths, and 2n of them are right."""
+    usage = {name: {"prompt_tokens": 7, "completion_tokens": 3} for name in ("small", "large")}
+    lines = [
+        {"prompt": f"{fifths} {nth}", "small": nth < 2 * fifths, "large": True, "sure": fifths / 5, "usage": usage}
+        for fifths in range(1, 6)
+        for nth in range(10)
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    told = invoke("eval", path, *KEYS, "--confidence", "sure", "--scores", tmp_path / "scores.jsonl")
+    assert told.exit_code == 0, told.output
+    rows = [line.split() for line in told.output.splitlines()]
+    assert rows[1][0] == "all"
+    assert rows[3:] == [
+        ["0.200", "100.0%", "60.0%", "60.0%"],
+        ["0.400", "80.0%", "70.0%", "76.0%"],
+        ["0.600", "60.0%", "80.0%", "88.0%"],
+        ["0.800", "40.0%", "90.0%", "96.0%"],
+        ["1.000", "20.0%", "100.0%", "100.0%"],
+    ]
+    assert [one.confidence for one in read_scores(tmp_path / "scores.jsonl")] == [line["sure"] for line in lines]
+    for options, cause in (((), "Give --route or --confidence"), (("--confidence", "large?"), "'large?' is not true")):
+        refused = invoke("eval", path, *KEYS, *options)
+        assert cause in f"{refused.output}{refused.exception}"

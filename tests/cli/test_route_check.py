@@ -129,7 +129,7 @@ def test_all_faults_are_told_at_once(check: Callable[..., list[str]], tmp_path: 
     for cause in (
         "lost.json can't be read",
         "The route either needs 'missing', which is not served. Name it beside",
-        "vectors answers in a route, and writes no text. Name another",
+        "vectors is to answer or to judge, and writes no text. Name another",
         "The route auto was fitted with another small than small is here: their files differ. Fit it anew",
         "broken.gguf",
     ):
@@ -170,6 +170,22 @@ def test_a_route_by_agreement_is_told(check: Callable[..., list[str]]) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "rule", "decision"),
+    [
+        (
+            'weak = "small"\nstrong = "large"\nconfidence = "verifier"\nleast = 0.6\n',
+            "small; large unless small says with 0.6 that the answer is right",
+            "small begins, and small decides",
+        ),
+        ('ensemble = ["small", "large"]\n', "small, large together; the majority chooses", "small, large together"),
+    ],
+)
+def test_verifiers_and_ensembles_are_told(check: Callable[..., list[str]], keys: str, rule: str, decision: str) -> None:
+    lines = check(MODELS + '[[routes]]\nname = "auto"\n' + keys, "--question", "What is red?")
+    assert [line.split("  ")[-1].strip() for line in lines[-2:]] == [rule, decision]
+
+
 def test_a_missing_key_is_told_by_its_variable(check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLOUD_KEY")
     lines = check(MODELS + FAR, code=2)
@@ -180,3 +196,11 @@ def test_a_configuration_without_routes_has_nothing_to_check(check: Callable[...
     assert check(MODELS, code=1) == [
         "error: The configuration has no routes. Name a file with [[routes]] by --config.",
     ]
+
+
+def test_pipelines_and_their_helpers_are_checked(check: Callable[..., list[str]]) -> None:
+    tables = '[[pipelines]]\nname = "docs"\nindex = "nope.index"\nmodel = "small"\ncheck = "vectors"\nreranker = "large"\n'
+    lines = check(MODELS + tables, code=1)
+    faults = [line for line in lines if line.startswith("error: ")]
+    for part in ("does not exist", "vectors is to answer or to judge", "large is named as a reranker, and is none"):
+        assert sum(part in fault for fault in faults) == 1, (part, faults)

@@ -116,7 +116,7 @@ def test_guesses_are_made_if_it_is_said_how_many_hold(simulate: Simulate) -> Non
     out = simulate(*SMALL, "--acceptance", "0.9")
     assert note not in out
     assert re.search(r"[\d,]+ guesses, [5-9]\d\.\d% of them right\.", out)
-    assert "a chance is from 0 to 1" in simulate(*SMALL, "--acceptance", "2")
+    assert "Set it from 0 to 1" in simulate(*SMALL, "--acceptance", "2")
     assert "can't be read" in simulate(*SMALL, "--acceptance", "no.rec")
     assert "Leave out --speculation-model" in simulate(*SMALL, "--speculation-model", "small.gguf")
 

@@ -47,6 +47,29 @@ weak = "small"
 strong = "large"
 confidence = "agreement"
 agreement = 0.6
+[[routes]]
+name = "verified"
+weak = "small"
+strong = "large"
+confidence = "verifier"
+least = 0.5
+[[routes]]
+name = "judged"
+ensemble = ["small", "large"]
+judge = "large"
+[[routes]]
+name = "by-third"
+ensemble = ["small", "large"]
+judge = "docs-judge"
+[[pipelines]]
+name = "checked"
+index = "docs.index"
+model = "large"
+check = "large"
+[[pipelines]]
+name = "over"
+index = "docs.index"
+model = "judged"
 [[pipelines]]
 name = "docs"
 index = "docs.index"
@@ -120,6 +143,21 @@ def test_all_strategies_of_a_cascade_stand_side_by_side(simulate: Callable[..., 
     assert "cascade 50%" in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.parametrize("name", ["agreed", "verified", "judged"])
+def test_answers_that_are_judged_go_by_their_confidence(simulate: Callable[..., str], tmp_path: Path, name: str) -> None:
+    lines = [line(idx, confidence=1 - idx / NUM_QUESTIONS) for idx in range(NUM_QUESTIONS)]
+    (tmp_path / "scores.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = rows_of(simulate("--route", name, "--concurrency", "4", "--shares", "0.3"))
+    rows = {name: [cell.strip() for cell in cells] for name, cells in rows.items()}
+    if name == "judged":
+        assert [*rows][3:] == ["ensemble"]
+        assert rows["ensemble"][:3] == ["47.5%", "40", "97.5%"]  # the 21st has a confidence of 0.5 and a wrong answer
+        return
+    kind, least, begun = ("agreement", "0.6", "200") if name == "agreed" else ("verifier", "0.5", "40")
+    assert [*rows][3:] == [f"{kind} {least}", f"{kind} 30%"]
+    assert rows[f"{kind} 30%"][:3] == ["30.0%", begun, "80.0%"]
+
+
 def test_each_model_has_its_cost(simulate: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "slow.csv").write_text("cost,ns\nstep_ns,500000000\n")
     rows = rows_of(simulate("--cost", "small=default,large=slow.csv"))
@@ -159,7 +197,10 @@ def test_a_pipeline_waits_for_its_vector_and_its_search(simulate: Callable[..., 
         (("--route", "other"), "no route or pipeline 'other'"),
         (("--route", "all-far"), "The route's weak model is an upstream"),
         (("--route", "reranked"), "reranked has a reranker, which is not simulated"),
-        (("--route", "agreed"), "agreed decides by the agreement of answers, and scores are of one"),
+        (("--route", "agreed"), "a question has no confidence"),
+        (("--route", "by-third"), "by-third asks a third model, docs-judge"),
+        (("--route", "checked"), "checked has a check, which is not simulated"),
+        (("--route", "over"), "over is over a route"),
         (("--device", "cuda"), "is on a GPU"),
         (("--workload", "away.jsonl"), "away.jsonl"),
     ],

@@ -12,7 +12,7 @@ PORT=${PORT:-8971}
 HERE=tests/clients
 export PYTHONPATH=$PWD/tests
 BUILT=build/clients
-ALL=(encoders chats anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript claude-code codex lm-eval)
+ALL=(encoders chats anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript claude-code codex lm-eval dynamo)
 export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
 
 # start PORT COMMAND: waits until what it runs answers there.
@@ -112,6 +112,11 @@ check() {
     lm-eval)
       install lm-eval 'lm-eval[api]' transformers
       ask lm-eval smollm2:135m -- .venv/bin/python $HERE/perplexity.py $BUILT/lm-eval/bin/lm_eval
+      ;;
+    dynamo)
+      install dynamo ai-dynamo-runtime
+      ask dynamo smollm2:135m --kv-events "127.0.0.1:$((PORT + 2))" \
+        -- $BUILT/dynamo/bin/python $HERE/with_dynamo.py "127.0.0.1:$((PORT + 2))"
       ;;
     *)
       echo "error: there is no client '$1'; there are: ${ALL[*]}" >&2

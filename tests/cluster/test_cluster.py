@@ -17,7 +17,7 @@ import pytest
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS, Fleet
-from penstock.cluster.messages import FORMAT, Greeting, Submit, encode, request_of
+from penstock.cluster.messages import FORMAT, Greeting, Hello, Submit, encode, request_of
 from penstock.cluster.replica import Replica
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
@@ -550,6 +550,23 @@ def test_strangers_are_not_taken(fields: dict, told: str, caplog: pytest.LogCapt
         assert text_of(made, "Hello") == oracle("Hello")
 
 
+def test_a_replica_and_a_front_of_other_versions_do_not_work_together(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster(num_replicas=1) as made:
+        wait_until(lambda: made.fleet.num_replicas == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("penstock.cluster.replica.Hello", lambda version, *rest: Hello(version + 1, *rest))
+            made.add("r1")
+            wait_until(lambda: f"it speaks version {FORMAT + 1}, and this front {FORMAT}" in caplog.text)
+        with monkeypatch.context() as patch:
+            patch.setattr(fleet_module, "FORMAT", FORMAT + 1)
+            made.add("r2")
+            wait_until(lambda: f"it speaks version {FORMAT + 1} of the messages, this replica {FORMAT}" in caplog.text)
+            assert made.fleet.num_replicas == 1
+            assert text_of(made, "Hello") == oracle("Hello")
+
+
 def test_a_replica_that_is_not_taken_waits_before_it_dials_again(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr("penstock.cluster.replica.REDIAL_S", 1000)
     with cluster(num_replicas=1) as made:
@@ -623,6 +640,9 @@ def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> Non
         made.add("r1")
         assert answer.result(60) == oracle(PROMPTS[0])
         assert "without a replica" in made.fleet.decisions()[0].reason
+        task = made.fleet._scaling
+    assert task is not None
+    assert task.done(), "it ends with the fleet"
 
 
 def test_a_replica_that_is_refused_dials_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

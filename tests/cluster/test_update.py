@@ -59,6 +59,19 @@ def test_what_has_not_changed_stays(names: tuple[str, ...], make: Callable[..., 
         assert len(cluster.crews) == 1
 
 
+def test_a_model_whose_file_has_changed_is_replaced(make: Callable[..., Config], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "toy.gguf", TinyLlama(seed=1))
+    config = make(1, model=str(path))
+    with site(config) as cluster:
+        before = cluster.ask()
+        write_gguf(tmp_path / "new.gguf", TinyLlama(seed=2)).replace(path)
+        assert cluster.update(config) == ["toy: replaced"]
+        assert cluster.ask() != before
+        assert cluster.update(config) == []
+        path.unlink()  # what runs needs it no more, and other changes are not held up
+        assert cluster.update(config) == []
+
+
 def test_a_canary_comes_gets_its_share_and_goes(make: Callable[..., Config]) -> None:
     main, canary = make(1), make(2, served_model_name=("new",), split_of="toy", split_share=0.5)
     with site(main) as cluster:
@@ -131,7 +144,7 @@ def test_requests_of_a_replaced_model_are_explained_no_more_and_nobody_waits(mak
         cluster.update(make(2))
         wait_until(lambda: cluster.crews[0].num_stops)
         num_jobs = len(fleet._inbox)
-        assert fleet.explain(["id1"]) == []
+        assert fleet.explain_all(["id1"], fleet.clock.now_ns) == []
         assert len(fleet._inbox) == num_jobs, "a thread that has ended is asked nothing"
         assert httpx.get(f"{cluster.url}/v1/requests?ended=20", timeout=60).status_code == 200
 

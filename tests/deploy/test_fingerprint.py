@@ -36,13 +36,15 @@ SPEC = spec_of_equal_layers(
     has_qkv_bias=True,
 )
 
+AUTO = ("auto", "auto")
+
 
 def fingerprint(
     path: Path, kv: KvConfig | None = None, *, spec: ModelSpec = SPEC, num_positions: int = 900, **backend: Any
 ) -> bytes:
     compute = decide(Config(backend=BackendConfig(**backend), kv=kv or KvConfig()), is_gpu=True)
     executor = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), num_positions=num_positions)
-    return kv_fingerprint(compute, SimpleNamespace(path=path, spec=spec), executor)  # type: ignore[arg-type]
+    return kv_fingerprint(compute, SimpleNamespace(path=path, spec=spec), executor, ())  # type: ignore[arg-type]
 
 
 def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> N
                 eos_token_ids=(),
             )
             compute = decide(Config(backend=BackendConfig(backend="native", weight_dtype=weight_dtype)))
-            found.add(system_fingerprint(compute, loaded, executor, None))  # type: ignore[arg-type]
+            found.add(system_fingerprint(compute, loaded, executor, None, merged=(), parsers=AUTO))  # type: ignore[arg-type]
     assert len(found) == 4
 
 
@@ -96,7 +98,7 @@ def system(
     compute = decide(Config(backend=BackendConfig(device="cpu", backend="native"), kv=KvConfig(**kv)))
     executor: Any = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), variant=variant)
     model: Any = SimpleNamespace(path=path, spec=SPEC, sampling=SamplingDefaults(temperature=temperature), eos_token_ids=ends)
-    return system_fingerprint(compute, model, executor, template)
+    return system_fingerprint(compute, model, executor, template, merged=(), parsers=AUTO)
 
 
 def test_answers_of_equal_servers_have_one_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def opened(folder: Path, **lora: object) -> tuple[np.ndarray, bytes, str]:
         compute, merged = blueprint.compute, blueprint.loading.merged
         prints = (
             kv_fingerprint(compute, model, executor, merged),
-            system_fingerprint(compute, model, executor, None, merged=merged),
+            system_fingerprint(compute, model, executor, None, merged=merged, parsers=("auto", "auto")),
         )
         return executor.forward_logits(IDS), *prints  # type: ignore[attr-defined]
 

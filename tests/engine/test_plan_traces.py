@@ -16,7 +16,7 @@ from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.lab.agenda import NEVER_NS
 from penstock.lab.cost_model import CostModel
-from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
+from penstock.lab.simulated_executor import EOS_TOKEN_ID, ModelledTimes, SimulatedExecutor
 from penstock.lab.simulation import Simulation
 from penstock.lab.virtual_server import Player
 from penstock.lab.workload import Job, Workload
@@ -229,9 +229,10 @@ def test_the_engine_makes_the_plans_that_the_simulation_foretells(depth: int) ->
     house.core = make_core(capacity, make_policies(), enable_prefix_caching=False)
     lens = {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
     house.executor = TimedSimulated(capacity, lens, depth=depth)
-    script: list[tuple[int, Command]] = [
-        (job.arrival_ns, Add(job.request(str(idx), max_tokens=40))) for idx, job in enumerate(jobs)
-    ]
+    script: list[tuple[int, Command]] = []
+    for idx, job in enumerate(jobs):
+        arrives = {"arrival_ns": job.arrival_ns, "max_tokens": 40, "stop_token_ids": (EOS_TOKEN_ID,)}
+        script.append((job.arrival_ns, Add(make_request(str(idx), job.prompt_token_ids, **arrives))))
     script += [(job.cancelled_ns, Abort(str(idx))) for idx, job in enumerate(jobs) if job.cancelled_ns is not None]
     assert by_engine(house, script) == foretold
 

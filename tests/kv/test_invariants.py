@@ -65,6 +65,28 @@ def forget_content(manager: KVManager) -> None:
     manager.prefix.index.forget([block_id])
 
 
+def lose_a_published_content(manager: KVManager) -> None:
+    manager.prefix.index._contents.popitem()
+
+
+def know_a_block_by_another_hash(manager: KVManager) -> None:
+    index = manager.prefix.index
+    block_hash, block_id = next(iter(index.items()))
+    del index._block_ids[block_hash]
+    index._block_ids[block_hash[:4]] = block_id
+
+
+def put_a_child_elsewhere(manager: KVManager) -> None:
+    children = manager.prefix.index._children
+    key, found = next(iter(children.items()))
+    del children[key]
+    children[key[:-4]] = found
+
+
+def hold_a_block_that_is_not_there(manager: KVManager) -> None:
+    manager.tables["a"].block_ids.append(manager.pool.num_blocks)
+
+
 def lose_a_group_s_block(manager: KVManager) -> None:
     manager.free("a")
     manager.pool._group_of.popitem()
@@ -93,6 +115,10 @@ def name_a_group_without_blocks(manager: KVManager) -> None:
         give_back_what_is_not_counted,
         give_back_what_is_not_full,
         forget_content,
+        lose_a_published_content,
+        know_a_block_by_another_hash,
+        put_a_child_elsewhere,
+        hold_a_block_that_is_not_there,
         lose_a_group_s_block,
         miscount_a_group,
         name_a_group_without_blocks,

@@ -13,7 +13,6 @@ from penstock.lab.arrivals import (
     NS_PER_S,
     arrive,
     bursts,
-    closed,
     constant,
     gamma,
     mean_rate,
@@ -44,8 +43,7 @@ def rng() -> random.Random:
     return random.Random(0)
 
 
-def test_closed_is_all_at_once_and_constant_is_even() -> None:
-    assert closed(3) == [0, 0, 0]
+def test_constant_is_even() -> None:
     assert constant(4, 2.0) == [0, NS_PER_S // 2, NS_PER_S, 3 * NS_PER_S // 2]
 
 

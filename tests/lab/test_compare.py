@@ -71,7 +71,7 @@ def test_a_shift_of_a_tenth_is_found() -> None:
     found = [by_name(compared(made(2 * seed, 1500), made(2 * seed + 1, 1500, slower=1.1))) for seed in range(20)]
     for figure in ("ttft mean", "ttft p50", "itl p50", "tpot mean"):
         shown = [one[figure] for one in found]
-        assert sum(one.is_more_than_noise and one.is_worse for one in shown) >= 18, figure
+        assert sum(one.is_more_than_noise and one.worsening > 0 for one in shown) >= 18, figure
         assert sum(one.change.low <= 0.1 <= one.change.high for one in shown) >= 16, figure  # type: ignore[union-attr,operator]
 
 
@@ -174,8 +174,8 @@ def test_a_rate_that_falls_and_a_latency_that_rises_are_worse() -> None:
         figure="requests_per_s", is_rate=True, before=10, after=9, change=Estimate(-0.1, -0.12, -0.08), is_more_than_noise=True
     )
     latency = replace(rate, figure="ttft p50", is_rate=False)
-    assert rate.is_worse
-    assert not latency.is_worse
+    assert rate.worsening > 0
+    assert latency.worsening <= 0
     assert rate.words == "lower by 10 % [8, 12]"
     assert latency.words == "faster by 10 % [8, 12]"
     slower = replace(latency, change=Estimate(0.2, -0.01, 0.4), is_more_than_noise=False, chance=0.2, smallest=0.3)

@@ -207,7 +207,11 @@ def test_several_gpus_add_up_their_results(folder: Path) -> None:
         ("dense.csv", "layer,tokens,time_us\nqkv_proj,1,1\n", "dense.csv has no times of o_proj, layernorm"),
         ("dense.csv", "layer,tokens,time_us\nqkv_proj,1,1\no_proj,1,1\nlayernorm,1,1\n", "nor times of down_proj"),
         ("per_sequence.csv", "\xff", "per_sequence.csv"),
-        ("attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,0,0,1\n", "line 2: there are neither"),
+        (
+            "attention.csv",
+            "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,0,0,1\n",
+            "line 2: it has no chunk",
+        ),
         ("attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,1\n", "lacks times"),
         (
             "attention.csv",
@@ -222,7 +226,7 @@ def test_several_gpus_add_up_their_results(folder: Path) -> None:
         ("moe.csv", "tokens,activated_experts,time_us\n2,8,1\n", "moe.csv has no times of one token"),
         ("skew_fit.csv", MANY_BINS, "skew_fit.csv is not a grid: its bins have 3200000 combinations"),
         ("per_sequence.csv", "layer,sequences,time_us\nlm_head,0,1\n", "a table of kernels ends at 0"),
-        ("meta.yaml", "model: meta-llama/Llama-3.1-8B\nskew:\n 1:\n  alpha_default: 1e-e\n", "make no cost model: could not"),
+        ("meta.yaml", "model: meta-llama/Llama-3.1-8B\nskew:\n 1:\n  alpha_default: 1e-e\n", "has unusable tables: could not"),
     ],
 )
 def test_damaged_tables_are_refused_by_file_and_line(folder: Path, name: str, text: str, message: str) -> None:

@@ -14,7 +14,7 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.distant import Distant
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End
-from penstock.lab.route_simulation import RouteOutcome, RouteSimulation, Strategy
+from penstock.lab.route_simulation import JUDGE_TOKENS, Judged, RouteOutcome, RouteSimulation, Strategy
 from penstock.lab.virtual_server import ServerSettings
 from penstock.lab.workload import Job, Workload
 from penstock.routes.learned import Cascade, Fit, LearnedRoute
@@ -187,3 +187,84 @@ def test_runs_repeat() -> None:
     outcomes = [run(CASCADE, *questions, gap_ms=3, embed_ns=MS) for _ in range(2)]
     assert [one.ended_ns for one in outcomes[0].records] == [one.ended_ns for one in outcomes[1].records]
     assert outcomes[0].used_ns == outcomes[1].used_ns
+
+
+def sure(confidence: float, **fields: object) -> Question:
+    return replace(question(0.0, **fields), confidence=confidence)
+
+
+def by(**fields: object) -> Strategy:
+    return Strategy(name="judged", models=("small", "large"), judged=Judged(least=0.5, **fields))
+
+
+def test_whole_answers_are_held_back_and_samples_share_steps() -> None:
+    outcome = run(by(samples=3), sure(0.5, weak=0.5), sure(0.4))
+    assert outcome.answerers == {0: "small", 1: "large"}
+    assert (outcome.quality, outcome.num_begun) == (0.75, 6)
+    kept, left = ttft_ms(outcome)
+    assert 10 * 2 <= kept <= 11 * 2, "a step for each token, of all samples; the first one's prompt is computed before"
+    assert kept + 10 <= left <= kept + 2 + 10
+    assert [one.num_output_tokens for one in outcome.records] == [10, 5]
+
+
+def test_a_verifier_reads_the_answer_before_it_is_kept() -> None:
+    plain, asked = (run(by(judge=judge), sure(0.9), sure(0.1)) for judge in (None, "large"))
+    assert plain.answerers == asked.answerers == {0: "small", 1: "large"}
+    assert asked.used_ns["large"] == plain.used_ns["large"] + 2 * 2 * SLOW, "two steps for each verdict"
+    assert ttft_ms(asked)[0] >= ttft_ms(plain)[0] + 2 * 10
+
+
+def test_a_verdict_finds_the_answer_of_its_own_model_in_the_cache() -> None:
+    """The server asks for it in the next turn of the conversation."""
+    slow_prompts = replace(settings(FAST), cost=replace(steps_of(FAST), prefill_token_ns=MS))
+    here = {"small": slow_prompts, "large": settings(SLOW)}
+    long = replace(sure(0.9), weak=Answer(300, 10, 1.0))
+    outcome = run(by(judge="small"), long, here=here)
+    assert outcome.used_ns["small"] < (300 + 10 + JUDGE_TOKENS + 30) * MS + 20 * FAST
+
+
+def test_an_ensemble_answers_at_once_and_keeps_one() -> None:
+    outcome = run(by(both=True, judge="small"), sure(0.9, weak=0.5), sure(0.1))
+    assert outcome.answerers == {0: "small", 1: "large"}
+    assert outcome.quality == 0.75
+    alone = run(by(samples=1), sure(0.1))
+    assert ttft_ms(outcome)[1] > ttft_ms(alone)[0] - 10, "the judge waits for both"
+
+
+def test_a_model_that_refuses_is_left_out_of_those_that_are_judged() -> None:
+    here = {"small": settings(FAST), "large": settings(SLOW, limits=AdmissionLimits(max_queue=1))}
+    here["large"] = replace(here["large"], capacity=replace(CAPACITY, max_rows=1))
+    outcome = run(by(both=True, judge="large"), *[sure(0.1)] * 6, gap_ms=0, here=here)
+    assert {one.end for one in outcome.records} == {End.OK}
+    assert {*outcome.answerers.values()} == {"small", "large"}
+    small = {"small": here["large"], "large": settings(SLOW)}
+    outcome = run(by(samples=2), *[sure(0.9)] * 6, gap_ms=0, here=small)
+    assert {one.end for one in outcome.records} == {End.OK}
+    assert {*outcome.answerers.values()} == {"small", "large"}
+
+
+def test_a_busy_verifier_sends_the_question_on_and_a_busy_judge_keeps_the_first_answer() -> None:
+    """The server does so too; the recorded confidence does not count then."""
+    here = {"small": settings(FAST), "large": settings(SLOW, limits=AdmissionLimits(max_queue=1))}
+    here["large"] = replace(here["large"], capacity=replace(CAPACITY, max_rows=1))
+    verified = run(by(judge="large"), *[sure(1.0)] * 8, gap_ms=0, here=here)
+    assert "refused" in {one.end.value for one in verified.records}, "the large model is busy for answers, too"
+    judged = run(by(both=True, judge="large"), *[sure(0.0)] * 8, gap_ms=0, here=here)
+    assert {one.end for one in judged.records} == {End.OK}
+    assert [*judged.answerers.values()].count("small") > 4
+
+
+def test_where_the_strong_model_is_far_and_refuses_the_weak_one_answers() -> None:
+    far = Distant(latency_ns=300 * MS, token_ns=20 * MS, max_concurrent=1)
+    changes = {"here": {"small": settings(FAST)}, "elsewhere": {"large": far}}
+    outcome = run(by(samples=2), *[sure(0.1)] * 2, gap_ms=1, **changes)
+    assert outcome.answerers == {0: "large", 1: "small"}
+
+
+@pytest.mark.parametrize("cancel_ms", [3, 15, 25, 45, 65])
+@pytest.mark.parametrize("fields", [{"samples": 3}, {"judge": "large"}, {"both": True, "judge": "large"}], ids=str)
+def test_a_client_that_leaves_while_answers_are_judged_ends_them(fields: dict, cancel_ms: int) -> None:
+    [left] = run(by(**fields), sure(0.1), jobs={"cancelled_ns": cancel_ms * MS}).records
+    assert (left.end, left.http_status) == (End.CANCELLED, 0)
+    [late] = run(by(**fields), sure(0.1), jobs={"deadline_ns": cancel_ms * MS}).records
+    assert (late.end, late.http_status) == (End.FAILED, 408)

@@ -204,7 +204,7 @@ def test_every_request_ends_once_whatever_clients_and_replicas_do(make_router: A
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_replicas": 3}, "3 replicas from the start are not within"),
+        ({"num_replicas": 3}, "3 initial replicas are outside"),
         ({"num_prefill_replicas": 1, "link": Link(bytes_per_token=1, bytes_per_s=1.0)}, "Prefill replicas don't scale"),
     ],
 )

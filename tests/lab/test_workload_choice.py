@@ -105,7 +105,7 @@ def test_stages_make_as_many_requests_as_they_last_for() -> None:
     [
         ({"workload": "nowhere"}, "nowhere is neither a file.*Names are synthetic, short"),
         ({"requests": 0}, "number of requests is 0"),
-        ({"arrivals": "sometimes"}, "no arrivals 'sometimes'.*closed, constant"),
+        ({"arrivals": "sometimes"}, "Unknown arrivals 'sometimes'.*closed, constant"),
         ({"arrivals": "poisson"}, "has no rate.*--rate"),
         ({"arrivals": "poisson", "rate": 1.0, "cv": 2.0}, "--cv is for arrivals 'gamma', not for 'poisson'"),
         ({"cv": 2.0, "rate_to": 2.0, "rate": 1.0}, "--cv is for arrivals 'gamma', not for 'ramp'"),

@@ -280,7 +280,7 @@ def test_what_is_not_served_is_refused_with_its_reason(name: str, tmp_path: Path
 def test_no_family_is_both_served_and_refused():
     """But for GGUF files of some that are served from directories, of which the reason says so."""
     for name in (*architectures.HF_CLASSES, *architectures.GGUF_NAMES):
-        words = "" if name in architectures.GGUF_NAMES else "(: [^:]*GGUF files[^:]*only directories[^:]*)?"
+        words = "" if name in architectures.GGUF_NAMES else "(: [^:]*GGUF files[^:]*only (Hugging Face )?directories[^:]*)?"
         with pytest.raises(ModelError, match=f"the architecture {name} is not supported{words}\\. "):
             architectures.our_name(name, {}, Path())
 

@@ -14,8 +14,7 @@ import pytest
 
 from penstock.models import architectures, catalog
 from penstock.models.adapter import AdapterFactors, sites
-from penstock.models.load import load_model
-from penstock.models.peft import read_gguf_adapter, read_peft
+from penstock.models.load import load_adapter, load_model
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 from support.parity.tiny import FloatArray, write_case
@@ -46,7 +45,7 @@ def load(path: Path) -> LoadedModel:
 
 
 def read(folder: Path, model: LoadedModel, *, max_rank: int = 64) -> AdapterFactors:
-    found = read_peft(folder, model.spec, architectures.describe(model.spec), max_rank=max_rank)
+    found = load_adapter(folder, model.spec, architectures.describe(model.spec), max_rank=max_rank)
     found.check(architectures.describe(model.spec), max_rank=max_rank)
     return found
 
@@ -76,9 +75,9 @@ def test_factors_that_the_converter_multiplied_into_the_matrices_part_adapters_o
     file = write_gguf_adapter(
         tmp_path / "adapter.gguf", {module: pair}, {module: "blk.0.attn_q.weight"}, architecture="falcon-h1", dtype="F32"
     )
-    read_gguf_adapter(file, gguf.spec, architectures.describe(gguf.spec), max_rank=64)
+    load_adapter(file, gguf.spec, architectures.describe(gguf.spec), max_rank=64)
     with pytest.raises(ModelError, match="the model's directory has these apart"):
-        read_gguf_adapter(file, folder.spec, architectures.describe(folder.spec), max_rank=64)
+        load_adapter(file, folder.spec, architectures.describe(folder.spec), max_rank=64)
 
 
 def test_factors_of_tensors_that_make_one_matrix_together_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.types.request import FinishReason, WaitTimes
 from penstock.types.result import StepResult
 from penstock.types.sampling import BeamParams, EarlyStopping
 from penstock.types.stats import Admission, PlanNews, PreemptReason, PrefixEnd, StepCounts, StepStats, WaitReason
+from support.explained import explained
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.hash_matcher import HashMatcher
 
@@ -57,7 +58,7 @@ class Bench:
             self.driver.turn()
 
     def told(self, request_id: str) -> Explanation:
-        told = self.journal.explain(request_id, self.driver.clock.now_ns)
+        told = explained(self.journal, request_id, self.driver.clock.now_ns)
         assert told is not None
         return told
 
@@ -353,7 +354,8 @@ class TestCallsOfTexts:
     """A list is told as one, and makes nobody forgotten."""
 
     def make(self, max_ended: int = 5) -> Driver:
-        self.journal = Journal(max_ended, speaks_for_calls=True)
+        self.journal = Journal(max_ended)
+        self.journal.speaks_for_calls = True
         core = make_core(text_capacity(), make_policies("texts"), journal=self.journal, enable_prefix_caching=False)
         return Driver(core, HashExecutor(core.scheduler.capacity))
 
@@ -368,7 +370,7 @@ class TestCallsOfTexts:
             driver.turn()
 
     def told(self, driver: Driver, name: str) -> Explanation:
-        told = self.journal.explain(name, driver.clock.now_ns)
+        told = explained(self.journal, name, driver.clock.now_ns)
         assert told is not None
         assert told.request_id == name
         return told
@@ -508,7 +510,7 @@ class TestMemory:
         for idx in range(10):
             bench.add(f"r{idx}", 4, max_tokens=2)
         bench.run()
-        known = [idx for idx in range(10) if bench.journal.explain(f"r{idx}", bench.driver.clock.now_ns)]
+        known = [idx for idx in range(10) if explained(bench.journal, f"r{idx}", bench.driver.clock.now_ns)]
         assert known == [7, 8, 9]
 
     def test_long_answers_outlive_the_steps_that_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,14 +597,14 @@ def test_steps_of_the_background_are_told_apart() -> None:
     for number, (ended, counts) in enumerate(steps):
         journal.on_step(StepStats(number, began * MS, ended * MS, 1, 0, 64, 60, 0, counts=counts))
         began = ended
-    told = journal.explain("a", lambda: 10 * MS)
+    told = explained(journal, "a", lambda: 10 * MS)
     assert told is not None
     assert (told.decode_ns, told.num_decode_steps, told.rested_ns, told.num_sat_out_steps) == (9 * MS, 2, 7 * MS, 0)
     sat_out = StepCounts(num_rows=2, sat_out=["a"])
     for ended, counts in ((11, sat_out), (12, decode), (30, rested), (31, decode)):
         journal.on_step(StepStats(ended, began * MS, ended * MS, 1, 0, 64, 60, 0, counts=counts))
         began = ended
-    told = journal.explain("a", lambda: 31 * MS)
+    told = explained(journal, "a", lambda: 31 * MS)
     assert told is not None
     assert (told.num_sat_out_steps, told.longest_gap.gap_ns, told.longest_gap.has_sat_out) == (1, 19 * MS, False)
 
@@ -642,7 +644,7 @@ def test_the_clock_is_read_when_all_has_been_worked_through() -> None:
         return bench.now_ns
 
     bench.run()
-    assert bench.journal.explain("a", read_clock) is not None
+    assert explained(bench.journal, "a", read_clock) is not None
 
 
 def test_a_refused_request_is_told() -> None:

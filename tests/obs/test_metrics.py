@@ -450,6 +450,7 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     metrics.read_moves = lambda: {"lost": 1}
     metrics.tenants, metrics.num_shared_texts = frozenset({"t"}), 0
     metrics.count_routed("route")
+    metrics.count_checked("pipeline", is_kept=True)
     metrics.on_step(make_step(guesses={"a": (2, 1)}, guess_sources={"a": "suffix"}))
     metrics.on_finish(make_end(tenant="t"))
     upstream = UpstreamStats(name="u", results={"ok": 1}, tokens={"prompt": 1}, is_resting=False)

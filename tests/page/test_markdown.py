@@ -54,6 +54,18 @@ def test_nothing_is_loaded_without_need(page, text):
     assert page.run("return document.querySelectorAll('#log math, #log [class^=hljs]').length") == 0
 
 
+def test_a_last_dollar_ends_no_formula_while_the_text_grows(page):
+    """`$HOME/$` would be one; with `PATH` behind it, it is none."""
+    shown = """return import("/page/markdown.js").then(({ MarkdownView }) => {
+        const target = document.createElement("div");
+        new MarkdownView(target).show(arguments[0], arguments[1]);
+        return target.querySelectorAll(".formula").length;
+    })"""
+    assert page.run(shown, "In $HOME/$", True) == 0
+    assert page.run(shown, "In $HOME/$", False) == 1
+    assert page.run(shown, "In $HOME/$,", True) == 1
+
+
 def test_what_looks_like_a_formula_is_shown_as_it_is(page):
     say(page, PLAIN)
     assert page.text(".answer p") == r"It costs $5 or $6, in $HOME/$PATH, a $ and \(b\), and $ c $ and \(d."

@@ -18,6 +18,7 @@ from penstock.testing import Driver, run_to_completion
 from penstock.types.events import TokenEvent
 from penstock.types.plan import PaddingId
 from penstock.types.request import Request, RequestStatus
+from support.explained import explained
 from support.strategies import Engine, Workload, engines, workloads
 
 PHASES = {
@@ -52,7 +53,7 @@ class Witness:
 
     def check_requests(self, driver: Driver) -> None:
         for request in driver.core._requests.values():
-            told = self.journal.explain(request.request_id, driver.clock.now_ns)
+            told = explained(self.journal, request.request_id, driver.clock.now_ns)
             assert told is not None
             assert told.phase in PHASES[request.status], f"{request.status.name} is told as {told.phase}"
             if request.request_id not in self.in_pieces:
@@ -104,7 +105,7 @@ def test_what_is_told_agrees_with_who_was_there(engine: Engine, workload: Worklo
 
 
 def check_ended(request: Request, journal: Journal, witness: Witness, events: list[TokenEvent]) -> None:
-    told, num_rows = journal.explain(request.request_id, lambda: 0), witness.num_rows[request.request_id]
+    told, num_rows = explained(journal, request.request_id, lambda: 0), witness.num_rows[request.request_id]
     if request.background:
         assert told is None, "it would push out those that people ask about"
         return

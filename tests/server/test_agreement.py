@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,19 +19,40 @@ from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.engine.ports import OutputChunk
 from penstock.routes.prices import Bill, Price
-from penstock.serve import asking
+from penstock.serve import answering
 from penstock.serve.routed import Routed
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import HashModel
 from penstock.types.request import FinishReason
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, VOCAB_SIZE, GatedExecutor, make_client, make_runtime, until
+from support.server.harness import (
+    CAPACITY,
+    END_ID,
+    PRINTABLE_MODEL,
+    VOCAB_SIZE,
+    GatedExecutor,
+    make_client,
+    make_runtime,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 SAMPLES = 5
 BY = AgreementConfig(weak="small", strong="large", samples=SAMPLES, temperature=0.7, least=0.8, part=re.compile("(.)$"))
-ROUTE = Route(name="auto", models=("small", "large"), agreement=BY)
+ROUTE = Route(name="auto", models=("small", "large"), by=BY)
 TWO_WORDS = HashModel(vocab_size=VOCAB_SIZE, first_token_id=VOCAB_SIZE - 2)
 """Each token is one of two characters, by the seed. The last one of an answer is compared."""
+
+
+class SlowExecutor(HashExecutor):
+    """Begins a step when the event loop has read the tokens of the last one."""
+
+    bridge = None
+
+    def submit(self, plan):
+        while self.bridge is not None and self.bridge._deliveries:
+            time.sleep(0.001)
+        time.sleep(0.002)
+        return super().submit(plan)
 
 
 def made(small, **fields):
@@ -96,7 +119,7 @@ async def test_one_of_those_that_agree_is_the_answer_or_the_large_models(models,
 
 
 async def test_the_client_sees_one_answer_and_its_tokens(models) -> None:
-    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=0.0))]) as client:
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.0))]) as client:
         for path, asked in (
             (CHAT, body(1, logprobs=True, top_logprobs=2)),
             ("/v1/completions", {"model": "auto", "prompt": "Heads?", "max_tokens": 6, "seed": 1}),
@@ -117,7 +140,7 @@ async def test_it_works_in_each_api(models, path: str, stream: bool) -> None:
         "/api/generate": {"prompt": "Heads?", "options": {"num_predict": 6}},
         "/completion": {"prompt": "Heads?", "n_predict": 6},
     }[path]
-    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=0.0))]) as client:
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.0))]) as client:
         answer = await client.post(path, json=asked | {"model": "auto", "stream": stream})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-route"].startswith("auto; model=small; agreement=")
@@ -127,10 +150,13 @@ async def test_it_works_in_each_api(models, path: str, stream: bool) -> None:
 @pytest.mark.parametrize("least", [0.0, 1.01], ids=["kept", "not kept"])
 async def test_all_samples_are_paid_for(models, least: float) -> None:
     bill = Bill({"small": Price(1.0, 4.0), "large": Price(16.0, 64.0)})
-    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=least), bill=bill)]) as client:
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=least), bill=bill)]) as client:
         usage = (await client.post(CHAT, json=body(1))).json()["usage"]
-    tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    assert bill.paid["small"] == pytest.approx(bill.prices["small"].of(tokens[0], SAMPLES * 6))
+    tokens, price = (usage["prompt_tokens"], usage["completion_tokens"]), bill.prices["small"]
+    if least:  # nothing is kept, and the first end says so: others may lack some tokens
+        assert price.of(tokens[0], 6) <= bill.paid["small"] <= price.of(tokens[0], SAMPLES * 6)
+    else:
+        assert bill.paid["small"] == pytest.approx(price.of(tokens[0], SAMPLES * 6))
     assert bill.paid.get("large", 0.0) == pytest.approx(bill.prices["large"].of(*tokens) if least else 0.0)
     assert bill.full == pytest.approx(bill.prices["large"].of(*tokens))
 
@@ -143,7 +169,7 @@ async def test_what_is_not_one_answer_goes_to_the_large_model(models, fields: di
 
 
 async def test_the_small_model_answers_if_a_large_one_elsewhere_can_not(models) -> None:
-    route = replace(ROUTE, models=("small", "far"), agreement=replace(BY, least=1.01))
+    route = replace(ROUTE, models=("small", "far"), by=replace(BY, least=1.01))
     upstream = UpstreamConfig(name="far", url="http://localhost:9/v1", model="m")  # nobody listens there
     async with make_client(models[0], routes=[route], upstreams=[upstream]) as client:
         answer = await client.post(CHAT, json=body(1))
@@ -171,13 +197,13 @@ async def test_whoever_leaves_or_cancels_ends_all_samples(gated_models, leaves: 
 
 
 async def test_tokens_for_a_client_that_leaves_are_paid_for(gated_models, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, opened, run = gated_models[0], [], asking.run
+    small, opened, run = gated_models[0], [], answering.run
 
     async def noted(call, in_flight):
         opened.append(await run(call, in_flight))
         return opened[-1]
 
-    monkeypatch.setattr(asking, "run", noted)
+    monkeypatch.setattr(answering, "run", noted)
     bill = Bill({"small": Price(1.0, 4.0), "large": Price(16.0, 64.0)})
     async with make_client(*gated_models, routes=[replace(ROUTE, bill=bill)]) as client:
         asked = asyncio.create_task(client.post(CHAT, json=body(1)))
@@ -198,19 +224,59 @@ def test_what_has_no_tokens_costs_nothing() -> None:
 
 
 async def test_the_samples_differ_whatever_the_request_allows(models, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, run = [], asking.run
+    seen, run = [], answering.run
 
     def noted(call, in_flight):
         seen.append(call.sampling)
         return run(call, in_flight)
 
-    monkeypatch.setattr(asking, "run", noted)
+    monkeypatch.setattr(answering, "run", noted)
     narrow = {"temperature": 0, "top_k": 1, "top_p": 0.01, "min_p": 1.0, "top_n_sigma": 0.1}
-    async with make_client(*models, routes=[replace(ROUTE, agreement=replace(BY, least=1.01))]) as client:
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=1.01))]) as client:
         assert (await client.post(CHAT, json=body(1, **narrow))).status_code == 200
     own, of_client = seen
     assert own == replace(of_client, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0)
     assert {name: getattr(of_client, name) for name in narrow} == narrow
+
+
+@pytest.mark.parametrize(("least", "name"), [(0.2, "small"), (1.0, "large")])
+async def test_samples_end_as_soon_as_they_can_change_nothing(least: float, name: str) -> None:
+    """One answer is enough where one of five must say so, and two different ones where all must say the same."""
+    executor = SlowExecutor(CAPACITY, model=replace(PRINTABLE_MODEL, eos_token_id=END_ID, eos_period=30))
+    models = made(executor)
+    executor.bridge = models[0].bridge
+    bill = Bill({"small": Price(0.0, 1e6), "large": Price(0.0, 0.0)})  # a dollar for each token
+    route = replace(ROUTE, by=replace(BY, least=least, part=None), bill=bill)
+    try:
+        async with make_client(*models, routes=[route]) as client:
+            asked = body(3, max_tokens=200)
+            choices = (await client.post(CHAT, json=asked | {"model": "small", "n": SAMPLES, "temperature": 0.7})).json()
+            answer = await client.post(CHAT, json=asked)
+        lengths = sorted(len(choice["message"]["content"]) for choice in choices["choices"])
+        assert answer.json()["model"] == name
+        if name == "small":
+            assert len(said(answer)) == lengths[0] < lengths[-1], "the first that has ended"
+        assert bill.paid["small"] < choices["usage"]["completion_tokens"], "the others were not computed to their ends"
+        assert all(one.bridge.num_open_requests == 0 for one in models)
+        await until(lambda: models[0].engine.load().num_running == 0)
+    finally:
+        for one in models:
+            one.close()
+
+
+async def test_a_sample_that_fails_says_nothing(models, monkeypatch) -> None:
+    whole = in_flight.RunningCall.whole
+
+    async def with_a_failure(call, is_enough):
+        chunks = await whole(call, is_enough)
+        for chunk in chunks[:1]:
+            chunk.finish_reason = FinishReason.ERROR
+        return chunks
+
+    monkeypatch.setattr(in_flight.RunningCall, "whole", with_a_failure)
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.4, part=re.compile("()")))]) as client:
+        answer = await client.post(CHAT, json=body(1))
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; agreement=0.80; least=0.40")
 
 
 async def test_long_answers_are_not_copied_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +298,7 @@ async def test_long_answers_are_not_copied_at_each_step(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(in_flight, "merge_chunks", counted)
     call = SimpleNamespace(stream=Stream(), requests=["a"], engine_ids=("a",), _count=lambda chunks: None)
+    call._hold = partial(in_flight.RunningCall._hold, call)
     [chunk] = await in_flight.RunningCall.begin(call, num_steps + 1)
     assert (chunk.text, len(chunk.token_ids)) == ("." * num_steps, num_steps)
     assert num_copied < 10 * num_steps

@@ -121,4 +121,4 @@ def test_a_batch_that_is_sent_twice_is_one(http) -> None:
     assert first == second
     ended(http, first)
     assert len(http.get(PATH).json()["data"]) == 1
-    assert len([*(http.folder / "files").iterdir()]) == 1
+    wait_until(lambda: len([*(http.folder / "files").iterdir()]) == 1)  # what is empty goes after the batch has ended

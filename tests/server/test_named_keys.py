@@ -96,7 +96,7 @@ def test_every_key_is_compared_whichever_was_sent(file, monkeypatch):
         ('[[keys]]\nname = "a"\nkey = "hidden"\npriority = 1.5', "priority is not an integer"),
         ('[[keys]]\nname = "a"\nkey = "hidden"\nmodels = []', "not a list of names"),
         ('[[keys]]\nname = "a"\nkey = "hidden"\n[[keys]]\nname = "a"\nkey = "other"', "two keys with the name a"),
-        ('[[keys]]\nname = "a"\nkey = "hidden"\n[[keys]]\nname = "b"\nkey = "hidden"', "a key twice"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\n[[keys]]\nname = "b"\nkey = "hidden"', "one key twice"),
         ("#" * (1 << 20) + "\n", "larger than"),
     ],
 )
@@ -179,6 +179,9 @@ async def test_a_key_opens_the_models_that_it_names(file):
             assert [card["id"] for card in listed["data"]] == ["other"]
             for method, path, body in (
                 ("GET", "/v1/models/toy", None),
+                ("GET", "/kv?model=toy", None),
+                ("GET", "/kv", None),
+                ("GET", "/load?model=toy", None),
                 ("POST", "/tokenize", {"model": "toy", "prompt": "a"}),
                 ("POST", "/detokenize", {"model": "toy", "tokens": [5]}),
                 ("POST", "/v1/embeddings", {"model": "toy", "input": "a"}),

@@ -11,16 +11,21 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from penstock.config.pipelines import PipelineConfig, RerankerConfig
+from penstock.config.pipelines import CheckConfig, PipelineConfig, RerankerConfig
+from penstock.config.routes import AgreementConfig
 from penstock.config.sources import read_config_file
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.pipelines import Pipeline, open_pipelines
+from penstock.deploy.routes import Route
+from penstock.routes.prices import Bill, Price
 from penstock.search.index import Hit, Reader, create, update
 from penstock.serve.errors import ApiError
 from penstock.serve.pipelines import Searcher, _filled, _names
 from penstock.serve.questions import QuestionReader
+from penstock.serve.verdicts import Verdicts
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
-from penstock.types.errors import ConfigError, ModelAway
+from penstock.types.errors import ConfigError, ModelAway, Rejected, RejectReason
 from support.deployments import deployment_of
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, RERANKER, make_client, make_runtime, make_text_runtime
 
@@ -127,6 +132,7 @@ def test_the_question_is_put_where_it_was() -> None:
     told = filled(messages=[{"role": "user", "content": "q"}, result])["messages"]
     assert told == [{"role": "user", "content": "S: (none) Q: q"}, result], "a tool's result is no question"
     assert filled(prompt="q")["prompt"] == "S: (none) Q: q"
+    assert filled(prompt="q" * 20_000)["prompt"] == "S: (none) Q: " + "q" * 20_000, "only the search cuts it"
     assert filled(prompt=["q"])["prompt"] == ["S: (none) Q: q"]
     assert filled(input=[{"role": "user", "content": "q"}])["input"][0]["content"] == "S: (none) Q: q"
     with pytest.raises(ApiError, match="one question at a time"):
@@ -201,6 +207,180 @@ async def test_a_key_must_allow_the_pipeline_itself(models, pipeline: Pipeline, 
             assert (await client.get("/v1/models/docs", headers=headers)).status_code == status
 
 
+async def test_a_key_that_allows_a_pipeline_allows_the_route_under_it(models, pipeline: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    over = [replace(pipeline, config=replace(pipeline.config, model="either"))]
+    route = Route(name="either", models=("writer", "second"))
+    second = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("second",), aliases=())
+    keys = str(tmp_path / "keys.toml")
+    try:
+        async with make_client(*models, second, routes=[route], pipelines=over, api_keys_file=keys) as client:
+            headers = {"Authorization": "Bearer the-key-of-docs"}
+            for name, status in (("docs", 200), ("either", 404), ("writer", 404)):
+                answer = await client.post("/v1/chat/completions", json=CHAT | {"model": name}, headers=headers)
+                assert answer.status_code == status, answer.text
+            assert [one["id"] for one in (await client.get("/v1/models", headers=headers)).json()["data"]] == ["docs"]
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_route_under_a_pipeline_chooses_by_the_question_and_reads_the_sources(
+    models, pipeline: Pipeline, path: str
+) -> None:
+    over = replace(pipeline, config=replace(pipeline.config, model="either"))
+    route = Route(name="either", models=("writer", "second"))
+    second = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("second",), aliases=())
+    try:
+        async with make_client(*models, second, routes=[route], pipelines=[over]) as client:
+            answer = await client.post(path, json=BODIES[path] | {"model": "docs"})
+        assert answer.headers["x-route"] == "either; model=writer"
+        assert "x-sources" in answer.headers
+        async with make_client(*models, pipelines=[pipeline]) as client:
+            assert said(answer) == said(await client.post(path, json=BODIES[path] | {"model": "docs"}))
+    finally:
+        second.close()
+
+
+def test_a_pipeline_sends_no_documents_to_another_server(models, pipeline: Pipeline) -> None:
+    over = replace(pipeline, config=replace(pipeline.config, model="either"))
+    upstream = UpstreamConfig(name="far", url="http://localhost:9/v1", model="m")
+    with pytest.raises(ConfigError, match="would send its documents to the upstream far"):
+        deployment_of(*models, routes=[Route(name="either", models=("writer", "far"))], upstreams=[upstream], pipelines=[over])
+
+
+def checked(pipeline: Pipeline) -> Pipeline:
+    return replace(pipeline, config=replace(pipeline.config, check=CheckConfig(model="writer", otherwise="Nobody knows.")))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answer_that_the_sources_do_not_support_is_replaced(
+    models, pipeline: Pipeline, monkeypatch, path: str, stream: bool
+) -> None:
+    asked, rest = [], [0.75, 0.25]
+
+    async def odds(self, name, http, call, conversation, words):
+        asked.append((name, [message.content for message in conversation.messages]))
+        yes = rest.pop(0)
+        return [yes, 1 - yes]
+
+    monkeypatch.setattr(Verdicts, "odds", odds)
+    body = BODIES[path] | {"model": "docs"}
+    async with make_client(*models, pipelines=[checked(pipeline)]) as client:
+        kept = await client.post(path, json=body | {"stream": stream})
+        replaced = await client.post(path, json=body | {"stream": stream})
+        assert (kept.headers["x-check"], replaced.headers["x-check"]) == (
+            "supported=0.750; least=0.5",
+            "supported=0.250; least=0.5",
+        )
+        assert "Nobody knows." not in kept.text
+        lines = [
+            line for line in (await client.get("/metrics")).text.splitlines() if line.startswith("penstock_checked_answers_t")
+        ]
+        assert lines == [
+            f'penstock_checked_answers_total{{model="writer",pipeline="docs",result="{result}"}} 1.0'
+            for result in ("kept", "withheld")
+        ]
+        assert "Nobody knows." in replaced.text
+        assert "error" not in replaced.text.replace('"error":null', "")
+    async with make_client(*models, pipelines=[pipeline]) as client:
+        plain = await client.post(path, json=body | {"stream": False})
+    if not stream:
+        assert said(kept) == said(plain)
+    for name, texts in asked:
+        assert name == "writer"
+        assert "Red is a colour." in "".join(texts[:-2]), "it reads the sources"
+        assert "support" in texts[-1]
+    assert all(one.bridge.num_open_requests == 0 for one in models)
+
+
+async def test_a_replaced_answer_has_no_log_probabilities_and_a_good_end(models, pipeline: Pipeline, monkeypatch) -> None:
+    async def odds(*_args: object) -> list[float]:
+        return [0.0, 1.0]
+
+    monkeypatch.setattr(Verdicts, "odds", odds)
+    async with make_client(*models, pipelines=[checked(pipeline)]) as client:
+        body = CHAT | {"model": "docs", "logprobs": True}
+        [choice] = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        [told] = (await client.get("/v1/requests?ended=9")).json()["data"]
+        assert told["chosen"]["check"] == "supported=0.000; least=0.5"
+        assert "a/one.md" in unquote(told["chosen"]["sources"])
+        assert (choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"]) == (
+            "Nobody knows.",
+            "stop",
+            [],
+        )
+        refused = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs", "n": 2})
+        assert (refused.status_code, "checks its answers: ask for one" in refused.text) == (400, True)
+        refused = await client.post(
+            "/v1/chat/completions", json=CHAT | {"model": "docs", "response_format": {"type": "json_object"}}
+        )
+        assert (refused.status_code, "in a free form" in refused.text) == (400, True)
+        echoed = await client.post("/v1/completions", json={"model": "docs", "prompt": "What is red?", "echo": True})
+        assert echoed.json()["choices"][0]["text"] == "Nobody knows.", "its prompt would show the sources"
+
+
+async def test_a_check_over_an_agreement_route(models, pipeline: Pipeline, monkeypatch) -> None:
+    async def odds(*_args: object) -> list[float]:
+        return [1.0, 0.0]
+
+    monkeypatch.setattr(Verdicts, "odds", odds)
+    over = checked(pipeline)
+    over = replace(over, config=replace(over.config, model="agreed"))
+    by = AgreementConfig(weak="writer", strong="second", samples=2, least=0.0)
+    route = Route(name="agreed", models=("writer", "second"), by=by)
+    second = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("second",), aliases=())
+    try:
+        async with make_client(*models, second, routes=[route], pipelines=[over]) as client:
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-check"] == "supported=1.000; least=0.5"
+    finally:
+        second.close()
+
+
+async def test_what_a_pipelines_helper_refuses_is_not_laid_to_its_routes_model(models, pipeline: Pipeline, monkeypatch) -> None:
+    """Neither a busy check nor a busy embedding model asks the route's next model."""
+    bill = Bill({"writer": Price(1.0, 1.0), "second": Price(2.0, 2.0)})
+    over = checked(pipeline)
+    over = replace(over, config=replace(over.config, model="either"))
+    route = Route(name="either", models=("writer", "second"), bill=bill)
+    second = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("second",), aliases=())
+
+    async def busy(*_args: object, **_fields: object) -> list[float]:
+        raise Rejected(RejectReason.QUEUE_FULL, "busy")
+
+    try:
+        async with make_client(*models, second, routes=[route], pipelines=[over]) as client:
+            for owner, name in ((Verdicts, "odds"), (QuestionReader, "embed")):
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, name, busy)
+                    answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+                assert answer.status_code == 429, answer.text
+                assert second.num_uses == 0
+        assert {*bill.paid} == {"writer"}, "the answer that was not checked was begun in vain"
+        assert bill.full == 0.0
+    finally:
+        second.close()
+
+
+async def test_models_that_take_each_others_memory_are_an_error(models, pipeline: Pipeline, monkeypatch) -> None:
+    """Not an endless loop: the check's model is away whenever it is needed."""
+    tries = []
+
+    async def away(self, name: str, *_args: object) -> list[float]:
+        tries.append(name)
+        raise ModelAway(name)
+
+    monkeypatch.setattr(Verdicts, "odds", away)
+    async with make_client(*models, pipelines=[checked(pipeline)]) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+    assert answer.status_code == 503
+    assert "writer was loaded 3 times for this request" in answer.json()["error"]["message"]
+    assert len(tries) == 4
+
+
 TABLE = '[[pipelines]]\nname = "docs"\nindex = "docs.index"\nmodel = "writer"\n'
 
 
@@ -212,6 +392,9 @@ def test_pipelines_stand_in_the_file(index: Path) -> None:
     path.write_text(TABLE + 'reranker = "judge"\n')
     [config] = read_config_file(path).routing.pipelines
     assert config.reranker == RerankerConfig(model="judge", candidates=20)
+    path.write_text(TABLE + 'check = "judge"\nsupported = 0.7\nunsupported = "No."\n')
+    [config] = read_config_file(path).routing.pipelines
+    assert config.check == CheckConfig(model="judge", least=0.7, otherwise="No.")
 
 
 @pytest.mark.parametrize(
@@ -226,6 +409,8 @@ def test_pipelines_stand_in_the_file(index: Path) -> None:
             'model = "writer"\nreranker = "judge"\ncandidates = 3',
             "candidates is not a number from 4 to 100",
         ),
+        ('model = "writer"', 'model = "writer"\nsupported = 0.7', "'supported' is for a check"),
+        ('model = "writer"', 'model = "writer"\ncheck = "m"\nsupported = 7', "supported is not a number from 0 to 1"),
         ('name = "docs"', 'name = "do cs"', "can't be a name"),
         ("index =", "indices =", "unknown key 'indices'"),
         (TABLE, TABLE + TABLE, "two pipelines are called 'docs'"),
@@ -304,7 +489,7 @@ async def test_a_reranker_that_scores_nothing_is_named(models, pipeline: Pipelin
     config = replace(pipeline.config, reranker=RerankerConfig(model="vectors", candidates=2))
     async with make_client(*models, pipelines=[replace(pipeline, config=config)]) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
-    assert (answer.status_code, "vectors is needed for the question, and is not a reranker" in answer.text) == (503, True)
+    assert (answer.status_code, "vectors is needed for the question, and is not a reranker" in answer.text) == (500, True)
 
 
 async def test_questions_are_embedded_as_questions(models, pipeline: Pipeline, monkeypatch) -> None:

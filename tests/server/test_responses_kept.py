@@ -1,23 +1,15 @@
 """Responses that are kept: bounds of the store, fairness between keys, and answers about those that are gone."""
 
-import asyncio
 import tracemalloc
-from dataclasses import replace
 
-import httpx
 import pytest
 
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
-from penstock.config import ServerConfig
-from penstock.serve.app import APIS, create_app
 from penstock.serve.errors import ApiError
 from penstock.serve.responses.kept import Kept, as_json
-from penstock.serve.responses.routes import API as RESPONSES
-from penstock.serve.responses.routes import routes
 from penstock.serve.responses.store import MemoryStore, past_of
-from support.deployments import deployment_of
 from support.server.harness import make_client
 from support.server.responses import ASK, PATH, ask
 
@@ -162,59 +154,3 @@ async def test_an_item_that_is_named_counts_as_often_as_it_is(runtime):
         assert (await ask(client, input=[hi, named]))["status"] == "incomplete"
         error = (await ask(client, expects=413, input=[hi, *[named] * 3]))["error"]
         assert (error["code"], error["param"]) == ("request_too_large", "input")
-
-
-class SlowStore:
-    """Another store: it waits before it answers, and has no bounds."""
-
-    keeps = True
-    outlives = False
-
-    def __init__(self):
-        self.kept = {}
-
-    def read(self):
-        return []
-
-    async def settle(self):
-        pass
-
-    async def get(self, owner, response_id, param=None):
-        await asyncio.sleep(0)
-        if (owner, response_id) not in self.kept:
-            raise ApiError(404, "It is not here.", code="response_not_found", param=param)
-        return self.kept[owner, response_id]
-
-    def put(self, kept):
-        self.kept[kept.key] = kept
-
-    def update(self, kept):
-        if kept.key in self.kept:
-            self.kept[kept.key] = kept
-
-    def delete(self, kept):
-        self.kept.pop(kept.key, None)
-
-    def check_room(self, key):
-        pass
-
-
-async def test_another_store_may_keep_them(runtime):
-    store = SlowStore()
-    others = [api for api in APIS if api is not RESPONSES]
-    mine = replace(RESPONSES, routes=lambda parts: routes(parts, store))
-    app = create_app(deployment_of(runtime), ServerConfig(), apis=[*others, mine])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
-        first = await ask(client)
-        second = await ask(client, previous_response_id=first["id"])
-        assert (await client.get(f"{PATH}/{second['id']}")).json() == second
-        items = (await client.get(f"{PATH}/{first['id']}/input_items")).json()["data"]
-        assert [item["role"] for item in items] == ["user"]
-        queued = await ask(client, background=True)
-        async with asyncio.timeout(20):
-            while (ended := (await client.get(f"{PATH}/{queued['id']}")).json())["status"] in ("queued", "in_progress"):  # noqa: ASYNC110  # there is no event to wait for
-                await asyncio.sleep(0)
-        assert ended["status"] in ("completed", "incomplete")
-        assert (await client.delete(f"{PATH}/{second['id']}")).json()["deleted"]
-        assert (await client.get(f"{PATH}/{second['id']}")).status_code == 404
-    assert [response_id for _, response_id in store.kept] == [first["id"], queued["id"]]

@@ -13,9 +13,10 @@ import pytest
 
 from penstock.cli.route import digest
 from penstock.config.components import config_from
-from penstock.config.routes import AgreementConfig, LearnedConfig, RouteConfig
+from penstock.config.routes import AgreementConfig, EnsembleConfig, LearnedConfig, RouteConfig, VerifierConfig
 from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.routes import Learned, Route, open_routes
 from penstock.deploy.running import ServedModel
@@ -197,7 +198,7 @@ async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
-    assert (answer.status_code, "small is needed for the question, and is not an embedding model" in answer.text) == (503, True)
+    assert (answer.status_code, "small is needed for the question, and is not an embedding model" in answer.text) == (500, True)
 
 
 async def test_a_question_is_embedded_as_the_fit_embedded_it(monkeypatch) -> None:
@@ -344,6 +345,10 @@ part = "= *(.*)"
 """
 
 
+VERIFIER = '[[routes]]\nname = "auto"\nweak = "a"\nstrong = "b"\nconfidence = "verifier"\nleast = 0.7\n'
+ENSEMBLE = '[[routes]]\nname = "auto"\nensemble = ["a", "b"]\n'
+
+
 def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text('model = "x"\n' + TABLE)
@@ -358,18 +363,30 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     assert made == Route(name="auto", models=("b", "a", "c"))
     path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a"]\nprice = {a = [0.5, 2], b = [0, 0]}\n')
     [made] = open_routes(read_config_file(path).routing.routes)
-    assert made.bill == Bill({"a": Price(0.5, 2.0), "b": Price(0.0, 0.0)})
+    assert made.bill == Bill({"a": Price(0.5, 2.0), "b": Price(0.0, 0.0)}, judges=set())
     path.write_text(AGREEMENT)
     [made] = open_routes(read_config_file(path).routing.routes)
     by = AgreementConfig(weak="a", strong="b", samples=3, temperature=0.7, least=0.6, part=re.compile("= *(.*)"))
-    assert made == Route(name="auto", models=("a", "b"), agreement=by)
+    assert made == Route(name="auto", models=("a", "b"), by=by)
+    path.write_text(VERIFIER)
+    [made] = open_routes(read_config_file(path).routing.routes)
+    verifier = VerifierConfig(weak="a", strong="b", verifier="a", least=0.7)
+    assert (made, made.helpers) == (Route(name="auto", models=("a", "b"), by=verifier), ("a",))
+    path.write_text(VERIFIER + 'verifier = "c"\nprice = {a = [1, 2], b = [3, 4], c = [5, 6]}\n')
+    [made] = open_routes(read_config_file(path).routing.routes)
+    assert (made.helpers, made.bill.prices["c"]) == (("c",), Price(5.0, 6.0))
+    assert made.bill.answered("a", 1_000_000, 0, in_vain=5.0) == (6.0, 3.0), "what b would have cost: c only judges"
+    path.write_text(ENSEMBLE + 'judge = "c"\n')
+    [made] = open_routes(read_config_file(path).routing.routes)
+    ensemble = EnsembleConfig(models=("a", "b"), judge="c")
+    assert (made, made.helpers) == (Route(name="auto", models=("a", "b"), by=ensemble), ("c",))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "cause"),
     [
         ("share = 0.3", "share = 3", "share is not a number from 0 to 1"),
-        ("share = 0.3", "", "share is not a number"),
+        ("share = 0.3", "", "'share' is missing"),
         ('weak = "a"', "weak = 1", "'weak' is missing, or not a text"),
         ('weak = "a"', 'week = "a"', "unknown key 'week'"),
         (TABLE, TABLE + TABLE, "two routes are called 'auto'"),
@@ -379,13 +396,21 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
         (TABLE, '[[routes]]\nname = "auto"\nfallback = ["a", "b", "a"]\n', "fallback names a model twice"),
         ('strong = "b"', 'strong = "a"', "weak and strong are one model"),
         ('name = "auto"', 'name = "auto\\r\\nx"', "can't be a name"),
-        (TABLE, AGREEMENT.replace('"agreement"', '"luck"'), "confidence is not 'agreement'"),
+        (TABLE, AGREEMENT.replace('"agreement"', '"luck"'), "confidence is not 'agreement' or 'verifier'"),
         (TABLE, AGREEMENT.replace("samples = 3", "samples = 1"), "samples is not a number from 2 to 32"),
         (TABLE, AGREEMENT.replace("samples = 3", "samples = 2.5"), "samples is not a whole number"),
         (TABLE, AGREEMENT.replace("samples = 3", "temperature = 0"), "temperature is not a number from 0.01 to 2"),
-        (TABLE, AGREEMENT.replace("agreement = 0.6", ""), "agreement is not a number from 0 to 1"),
+        (TABLE, AGREEMENT.replace("agreement = 0.6", ""), "'agreement' is missing"),
         (TABLE, AGREEMENT.replace("= *(.*)", "("), "is not a regular expression"),
         (TABLE, AGREEMENT.replace('weak = "a"', 'weak = "b"'), "weak and strong are one model"),
+        (TABLE, VERIFIER.replace("least = 0.7", ""), "'least' is missing"),
+        (TABLE, VERIFIER.replace('"verifier"', '["verifier"]'), "confidence is not"),
+        (TABLE, VERIFIER.replace("least = 0.7", "samples = 5"), "unknown key 'samples'"),
+        (TABLE, VERIFIER + 'verifier = "c"\nprice = {a = [1, 2], b = [1, 2]}', "price is not that of a, b, c"),
+        (TABLE, ENSEMBLE.replace('["a", "b"]', '["a"]'), "ensemble is not a list of two models or more"),
+        (TABLE, ENSEMBLE.replace('["a", "b"]', str([*"abcdefghij"])), "ensemble has 10 models"),
+        (TABLE, ENSEMBLE + 'judge = "a"\nreranker = "b"', "a judge, a reranker or a part, not several"),
+        (TABLE, ENSEMBLE + "share = 0.3", "unknown key 'share'"),
         ("share = 0.3", "share = 0.3\nprice = {a = [1, 2]}", "price is not that of a, b"),
         ("share = 0.3", "share = 0.3\nprice = {a = [1, 2], b = [1, -2]}", "the price of b is not two numbers"),
         ("share = 0.3", "share = 0.3\nprice = {a = [1, inf], b = [1, 2]}", "the price of a is not two numbers"),
@@ -423,6 +448,27 @@ def test_a_server_warns_of_a_model_that_is_not_the_one_of_the_fit(tmp_path: Path
         told = [record.getMessage() for record in caplog.records if "fitted" in record.getMessage()]
         assert len(told) == len(warnings)
         assert all(part in line for part, line in zip(warnings, told, strict=True))
+
+
+async def test_a_prompt_that_is_too_long_for_one_model_goes_to_the_next(models) -> None:
+    narrow = make_runtime(HashExecutor(replace(CAPACITY, max_model_len=32)), served_names=("narrow",), aliases=())
+    try:
+        async with make_client(*models, narrow, routes=[Route(name="auto", models=("narrow", "large"))]) as client:
+            body = {"model": "auto", "prompt": "x" * 40, "max_tokens": 4}
+            answer = await client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=large; after=narrow")
+    finally:
+        narrow.close()
+
+
+def test_a_route_says_which_helper_is_missing_and_an_ensemble_stays_here(models) -> None:
+    by = EnsembleConfig(models=("small", "large"), judge="third")
+    with pytest.raises(ConfigError, match="needs 'third', which is not served"):
+        deployment_of(*models, routes=[Route(name="auto", models=by.models, by=by)])
+    upstream = UpstreamConfig(name="far", url="http://localhost:9/v1", model="m")
+    by = EnsembleConfig(models=("small", "far"))
+    with pytest.raises(ConfigError, match="The ensemble auto has an upstream"):
+        deployment_of(*models, routes=[Route(name="auto", models=by.models, by=by)], upstreams=[upstream])
 
 
 async def test_a_route_whose_models_have_gone_is_a_404(models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -703,9 +703,9 @@ class Call:
 A, B, C = (named(TextTokens((token_id,), 0)) for token_id in range(3))
 
 
-def make_desk(**options):
+def make_desk(*, isolates_tenants=False, **options):
     bridge = Bridge()
-    return bridge, Desk(bridge, Metrics("toy"), **options), Call("first"), Call("second")
+    return bridge, Desk(bridge, Metrics("toy"), isolates_tenants=isolates_tenants, **options), Call("first"), Call("second")
 
 
 def test_all_who_wait_for_a_text_are_told_once():

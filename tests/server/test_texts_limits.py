@@ -37,13 +37,13 @@ async def serve():
 def encoded(monkeypatch):
     """The texts of each call of the tokenizer's library."""
     calls = []
-    encode = Tokenizer._encode
+    encode = Tokenizer.encode_batch
 
-    def record(self, texts, add_special_tokens):
+    def record(self, texts, *, add_special_tokens):
         calls.append(list(texts))
-        return encode(self, texts, add_special_tokens)
+        return encode(self, texts, add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(Tokenizer, "_encode", record)
+    monkeypatch.setattr(Tokenizer, "encode_batch", record)
     return calls
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.front import Histories, connect
+from penstock.cluster.front import connect
 from penstock.cluster.recipes import RecipeBook
 from penstock.cluster.replica import Replica
 from penstock.cluster.tap import Tap
@@ -20,7 +20,7 @@ from penstock.engine.bridge import Bridge
 from penstock.sched.routing.routers import PrefixAware, Router
 from penstock.serve.http.listener import bind_socket
 from penstock.types.encoder import EncoderInfo
-from support.server.harness import VOCAB_SIZE, GatedExecutor, LiveServer, make_runtime
+from support.server.harness import VOCAB_SIZE, GatedExecutor, LiveServer, make_runtime, wait_until
 
 SECRET = b"a secret of tests"
 
@@ -103,7 +103,7 @@ def make_front(fleet: Fleet, bridge: Bridge, **fields) -> RunningModel:
     """Return the model of a front over a fleet that has started. The fleet's sink is `bridge.deliver`."""
     front = make_runtime(**fields)
     front.engine.close(0.0)
-    front.engine, front.bridge, front.journal = fleet, bridge, Histories(fleet, 100)
+    front.engine, front.bridge, front.journal, fleet.max_ended = fleet, bridge, fleet, 100
     front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
     connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
     return front
@@ -138,7 +138,7 @@ def cluster(
         f"r{number}": ThreadedReplica(port, f"r{number}", executor, **fields) for number, executor in enumerate(executors)
     }
     try:
-        assert fleet.wait_for_model(30) is not None
+        wait_until(lambda: fleet.num_replicas, 30)
         front = make_front(fleet, bridge, executor=type(executors[0])(encoder.width) if encoder else None, **fields)
         with LiveServer(front, ServerConfig(port=0, shutdown_timeout_s=0.0, **config)) as server:
             made = Cluster(front, fleet, port, server, replicas)

@@ -14,10 +14,10 @@ from penstock.types.errors import ModelError
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
-"""Id in place of blocks of padding, and of a row's blocks before its window."""
+"""Block id for padding, and for a row's blocks before its window."""
 
 NO_TOKEN = -1
-"""Id in place of the token of a row that failed, and of a token that only the device knows."""
+"""Token id for a row that failed, and for a token that only the device knows."""
 
 NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
 """Why a row fails."""
@@ -172,7 +172,7 @@ class BatchBuilder:
     def _release(self, request_id: str) -> int:
         slot = self.slot(request_id)
         del self._slots[request_id]
-        # Tokens stay behind, out of reach; block ids go, so that a stale one can't be mistaken for a row's own.
+        # Stale tokens are harmless. Block ids are cleared, so that no stale one is mistaken for a row's own.
         self.block_tables[slot, : self.num_blocks[slot]] = NULL_BLOCK
         self.num_tokens[slot] = self.num_blocks[slot] = 0
         self._free_slots.append(slot)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from penstock.admission.door import Place
 from penstock.calls.call import Call, Owner, Terms
@@ -22,7 +22,16 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream, merge_chunks
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
-from penstock.obs.explain.explanation import GRAMMAR, MODEL, PROMPT, Explanation, explain_arrival, explain_intake, summary
+from penstock.obs.explain.explanation import (
+    GRAMMAR,
+    MODEL,
+    PROMPT,
+    Explanation,
+    duration,
+    explain_arrival,
+    explain_intake,
+    summary,
+)
 from penstock.obs.explain.journal import History
 from penstock.obs.explain.lives import Life
 from penstock.routes.prices import Cost
@@ -33,8 +42,20 @@ _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
 """Most ended calls searched for those of one owner."""
+_LEAST_TOLD_NS = 1_000_000
+"""Shorter times for which an answer was held back are not worth a sentence."""
 _MERGE_ABOVE_CHUNKS = 64
 """Chunks of each choice that `begin` holds before it merges them. It would copy all tokens at each step if it always did."""
+
+
+class Chosen(NamedTuple):
+    """How a route or a pipeline came to an answer, as its headers say. Empty: it has none of these."""
+
+    route: str
+    sources: str
+    check: str
+    held_ns: int
+    """Time in which the answer was held back after its end: others answered, and models judged it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +68,7 @@ class _Landed:
     clock: Clock
     unix_time_s: Callable[[], int]
     model: str
+    chosen: Chosen | None
     cost: Cost | None
 
 
@@ -101,13 +123,16 @@ class Told:
     """(index of the choice, its explanation), not empty."""
     num_forgotten: int = 0
     """Number of choices that are no longer in the journal."""
+    chosen: Chosen | None = None
     cost: Cost | None = None
     """Known at the end of an answer for a route with prices."""
 
     @property
     def summary(self) -> str:
-        """One sentence about the choice that took longest."""
-        return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
+        """One sentence about the choice that took longest, and one about what held it back."""
+        told = summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
+        held_ns = 0 if self.chosen is None else self.chosen.held_ns
+        return f"{told} Then held back for {duration(held_ns)}, until it was chosen." if held_ns >= _LEAST_TOLD_NS else told
 
 
 class CallInFlight(Protocol):
@@ -174,6 +199,7 @@ class RunningCall:
         """Pays for the tokens of prompts and answers, if the call answers for a route with prices and generates any."""
         self._has_failed = False
         self.cost: Cost | None = None
+        self.chosen: Chosen | None = None
         self._hides_logprobs = requests[0].sampling.logprobs is not None and not call.answer.has_logprobs
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
@@ -181,6 +207,9 @@ class RunningCall:
         """Tokens of each choice so far. Counted only in `begin`, and for a call with a price."""
         self.num_dropped_tokens = 0
         """Generated for choices that `keep` has dropped."""
+        self._dropped: list[str] = []
+        self._ends_ns: dict[str, int] = {}
+        """Engine's id of a choice -> when it ended, after `whole`."""
 
     async def next_chunks(self) -> list[OutputChunk]:
         """Wait for the next output chunks, without what the client did not ask for."""
@@ -200,6 +229,21 @@ class RunningCall:
 
     async def begin(self, num_tokens: int) -> list[OutputChunk]:
         """Wait until each choice has so many tokens or has ended, and return them. `next_chunks` returns them again."""
+        return await self._hold(lambda chunk: not _goes_on(chunk, num_tokens), lambda _: False)
+
+    async def whole(self, is_enough: Callable[[Sequence[OutputChunk]], bool] = lambda _: False) -> list[OutputChunk]:
+        """Wait until all choices have ended, and return them in order. `next_chunks` returns them again.
+
+        Stops early once `is_enough` is true for the choices that have ended, and returns only these.
+        """
+        ended = await self._hold(lambda chunk: chunk.finish_reason is not None, is_enough)
+        self._ends_ns = {chunk.request_id: chunk.at_ns for chunk in ended}
+        return sorted(ended, key=lambda chunk: self.index_of[chunk.request_id])
+
+    async def _hold(
+        self, is_done: Callable[[OutputChunk], bool], is_enough: Callable[[Sequence[OutputChunk]], bool]
+    ) -> list[OutputChunk]:
+        """Wait until all choices are done, or enough of them, and return these."""
         begun: list[OutputChunk] = []
         going = {*self.engine_ids}
         while going and (chunks := await self.stream.next_chunks()):
@@ -207,18 +251,34 @@ class RunningCall:
             begun += chunks
             if len(begun) > _MERGE_ABOVE_CHUNKS * len(self.engine_ids):
                 begun = merge_chunks(begun)
-            going.difference_update([chunk.request_id for chunk in chunks if not _goes_on(chunk, num_tokens)])
+            if done := [chunk.request_id for chunk in chunks if is_done(chunk)]:
+                going.difference_update(done)
+                begun = merge_chunks(begun)
+                if is_enough([chunk for chunk in begun if chunk.request_id not in going]):
+                    break
         begun = merge_chunks(begun)
         self.stream.put_back(begun)
-        return begun
+        return [chunk for chunk in begun if chunk.request_id not in going]
 
     def keep(self, index: int) -> None:
-        """Answer with this choice alone. Call it after `begin`, once all choices have ended."""
+        """Answer with this choice alone, which has ended, and end the others. Call it after `whole`."""
         engine_id, num_tokens = self.engine_ids[index], self._num_generated[index]
         self.num_dropped_tokens = self.num_counted_tokens - num_tokens
+        self._dropped = [one.request_id for one in self.requests if one.request_id != engine_id]
         self.stream.keep(engine_id)
         self.requests, self.engine_ids, self.index_of = [self.requests[index]], (engine_id,), {engine_id: 0}
-        self.num_choices, self._num_generated = 1, [num_tokens]
+        self.num_choices, self._num_generated, self._has_failed = 1, [num_tokens], False
+
+    def say(self, chunk: OutputChunk, text: str) -> None:
+        """Replace the only choice's answer by this text. `chunk`: the choice, from `whole`."""
+        self.form, self.echoes = None, [""] * len(self.echoes)  # a pipeline's prompt may contain the text being withheld
+        self.stream.replace([replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=FinishReason.STOP)])
+
+    @property
+    def held_ns(self) -> int:
+        """The time for which the answer has been held back after its end, after `whole`."""
+        ends_ns = [self._ends_ns[one] for one in self.engine_ids if one in self._ends_ns]
+        return max(0, self.running.clock.now_ns() - max(ends_ns)) if ends_ns else 0
 
     def _count(self, chunks: Sequence[OutputChunk]) -> None:
         for chunk in chunks:
@@ -262,6 +322,8 @@ class RunningCall:
         if not self._is_closed:
             self._is_closed = True
             self.stream.close()
+            if self._dropped and self.running.engine.state is not EngineState.READY:
+                self.running.admission.forget(self._dropped)  # as `InFlight.land` does with the others
             if self.price is not None and self.num_counted_tokens:
                 self.cost = self.price(self.num_prompt_tokens, self.num_counted_tokens, failed=self._has_failed)
             self._in_flight.land(self)
@@ -400,7 +462,7 @@ class InFlight:
         age_ns = now_ns - choices[0][1].arrival_ns
         num_forgotten = len(call.engine_ids) - len(choices)
         created_s = landed.unix_time_s() - age_ns // 1_000_000_000
-        return Told(call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten, landed.cost)
+        return Told(call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten, landed.chosen, landed.cost)
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)
@@ -432,5 +494,6 @@ def _landed(call: CallInFlight) -> _Landed | None:
     running = call.running
     if running.journal is None:
         return None
-    cost, unix_time_s = call.cost if isinstance(call, RunningCall) else None, running.sources.unix_time_s
-    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, unix_time_s, running.name, cost)
+    chosen, cost = (call.chosen, call.cost) if isinstance(call, RunningCall) else (None, None)
+    unix_time_s = running.sources.unix_time_s
+    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, unix_time_s, running.name, chosen, cost)

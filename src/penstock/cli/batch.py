@@ -1,6 +1,6 @@
 """`penstock batch run`: answers a file of requests without a server. An interrupted run can be resumed.
 
-The requests run as a batch of a server that nobody can reach. Its folder, OUT.job, is deleted when the answers were moved out.
+The requests run as a batch of a server without a port. Its folder, OUT.job, is deleted once the answers are moved out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_WINDOW_S = 10 * 365 * 24 * 3600
 MAX_BYTES = 1 << 60
 _LOOKED_EACH_S = 0.2
 _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-"""Without the bar's own estimate, which follows the last second, in which lines may be short or long."""
+"""Without tqdm's own estimate: it follows the last second, and lines differ in length."""
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend", "sharing", "log")
 
 
@@ -43,9 +43,7 @@ def batch() -> None:
 @batch.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @models_argument
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .out.jsonl behind it."
-)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .out.jsonl appended.")
 @config_options(*_COMPONENTS)
 def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object]], output: Path | None, **values: Any) -> None:
     """Answer the requests of FILE, in the form of OpenAI's batches, by one MODEL or several.
@@ -53,7 +51,7 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
     \b
       {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-    Requests that begin alike run one after another, so the order of the answers is another one. Lines that could not be
+    Requests with a common prefix run one after another, so the answers come in another order. Lines that could not be
     answered are in OUT.errors.jsonl. If the command is interrupted, run it again to resume.
     """
     from penstock.cli.serve import set_up_logging
@@ -108,14 +106,14 @@ def _disk_errors_of(folder: Path) -> Iterator[None]:
 
 
 def _ended_before(file: Path, folder: Path) -> Batch | None:
-    """Return the batch of a run that ended, and was killed before its answers were moved out. Raises PenstockError."""
+    """Return the finished batch of a run that was killed before its answers were moved out. Raises PenstockError."""
     from penstock.jobs.store import Store
 
     if not folder.exists():
         return None
     if not (folder / "jobs.db").exists():
         if {path.name for path in folder.iterdir()} - {"files", "lines", "lock"}:  # else a run was killed as it began
-            raise PenstockError(f"{folder} has other things than answers.", remedy="Name another --output.")
+            raise PenstockError(f"{folder} has files other than answers.", remedy="Name another --output.")
         return None
     with closing(Store(folder, max_bytes=MAX_BYTES)) as store:
         known = _known(file, store)

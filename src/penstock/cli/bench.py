@@ -35,7 +35,7 @@ from penstock.config.units import parse_duration
 from penstock.lab.client import SILENCE_S, SendOptions, send
 from penstock.lab.in_process import Ask, Progress, drive
 from penstock.lab.pacing import Pace, WarmUp
-from penstock.lab.prompts import Tokenizer, write_prompts
+from penstock.lab.prompts import Tokenizer, counter_of, write_prompts
 from penstock.lab.records import Sent
 from penstock.lab.target import Address, Endpoint, Questions, ServerTokenizer, Target
 from penstock.lab.workload import Job, Workload
@@ -53,7 +53,7 @@ _NOT_HERE = ("model", "served_model_name", "tool_call_parser", "reasoning_parser
 _NAMED = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
 """Options recorded in a result if given on the command line, besides the settings of a model in this process."""
 _SETTINGS = setting_keys(*_COMPONENTS)
-_OTHERS = {"compare": "compare", "report": "show_report"}
+_OTHERS = {"compare": bench_results.compare, "report": bench_results.show_report}
 
 
 class _Bench(GroupedCommand):
@@ -61,8 +61,7 @@ class _Bench(GroupedCommand):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if args and args[0] in _OTHERS:
-            command: click.Command = getattr(bench_results, _OTHERS[args[0]])
-            return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+            return _OTHERS[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
@@ -149,16 +148,16 @@ _bench_options = add_options(
     click.option(
         "--warmup", default="0", callback=_warm_up, metavar="N|TIME", help="First requests, or seconds, that do not count."
     ),
-    click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Do everything so many times."),
+    click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Number of complete runs."),
     click.option(
-        "--timeout", default=f"{SILENCE_S:g}s", callback=_seconds, show_default=True, help="Silence that makes an answer fail."
+        "--timeout", default=f"{SILENCE_S:g}s", callback=_seconds, show_default=True, help="Fail an answer after this silence."
     ),
     click.option(
         "--returns",
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="How often a refused client comes back, as Retry-After says.",
+        help="How often a refused client retries, after the Retry-After wait.",
     ),
     slo_option,
     click.option("--price-per-hour", type=click.FloatRange(0, min_open=True), help="Of the server, for the cost of tokens."),
@@ -325,8 +324,8 @@ def loaded(
 ) -> Iterator[tuple[str, Ask]]:
     """Load a model in this process, and yield its name and a function that sends it a prompt. Raises PenstockError.
 
-    `max_tokens`: limit of every request. A stop token then ends each answer at the wanted length, which the scheduler does not
-    know. None makes the wanted length the limit.
+    `max_tokens`: limit of every request. A stop token then ends each answer at the wanted length, unknown to the scheduler.
+    None makes the wanted length the limit.
     """
     from penstock.llm import AsyncLLM
 
@@ -389,18 +388,12 @@ def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
 def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
     """Load a model's tokenizer, after fetching the model if needed. Raises PenstockError."""
     from penstock.config.components import config_from
+    from penstock.deploy.build import tokenizer_of
     from penstock.deploy.factory import locate
     from penstock.models.load import load_model
-    from penstock.text.tokenizer import load_tokenizer
 
     found = {"model": model} if cache_folder is None else {"model": model, "cache": cache_folder}
-    loaded = load_model(locate(config_from(found)))  # maps the weights without reading them
-    return load_tokenizer(
-        loaded.tokenizer_source,
-        bos_token_id=loaded.bos_token_id,
-        eos_token_ids=loaded.eos_token_ids,
-        special_tokens=loaded.special_tokens,
-    )
+    return tokenizer_of(load_model(locate(config_from(found))))  # maps the weights without reading them
 
 
 # A run
@@ -418,7 +411,7 @@ def _run(
     from penstock.lab.results import Load, Run
 
     tokenizer = asked.tokenizer
-    count = None if tokenizer is None else lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    count = None if tokenizer is None else counter_of(tokenizer)
     rate = load.value if load is not None and load.kind == "rate" else None
     workload = make_workload(replace(choice, rate=rate), count)
     workload = write_prompts(workload, tokenizer, seed=choice.seed + nth)

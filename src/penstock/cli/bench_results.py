@@ -76,7 +76,7 @@ def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run
 
 
 def write_files(result: Result, *, html: Path | None, folder: Path | None) -> None:
-    """Write a result's HTML report and plots, if asked for. Raises ConfigError if one can't be written or drawn."""
+    """Write a result's HTML report and plots, if requested. Raises ConfigError if one can't be written or drawn."""
     if html is not None:
         write_text(html, report.html_of(result))
     if folder is not None:

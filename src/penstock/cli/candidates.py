@@ -44,7 +44,7 @@ hardware_options = add_options(
     click.option(
         "--cost",
         metavar="FILE|NAME=FILE,...",
-        help="Step times that `penstock profile` wrote, of the machine or of each by name, instead of estimates from peaks.",
+        help="Step times from `penstock profile`, for the machine or each by name, instead of estimates from peaks.",
     ),
 )
 
@@ -105,7 +105,7 @@ def _this_machine(num_threads: int | None) -> Hardware:
 
 
 def read_costs(text: str | None, machines: Sequence[Hardware]) -> dict[str, SavedCost]:
-    """Read the cost models that --cost names: machine -> cost. Raises PenstockError if one can't be of its machine."""
+    """Read the cost models that --cost names: machine -> cost. Raises PenstockError for a file of another machine."""
     from penstock.lab.cost_files import load_cost
     from penstock.machine import cpu_name
 
@@ -212,7 +212,7 @@ def _is_of(hardware: Hardware, machine: str) -> bool:
 
 
 def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Yield warnings for the report: what is only assumed about the model, its memory and its step times."""
+    """Yield the report's warnings about assumptions on the model, its memory and its step times."""
     if saved is None:
         yield (
             f"Step times are estimates from peaks ({hardware.basis}): single ones may be half or twice as long, and a limit "
@@ -237,7 +237,7 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
 
 
 def _of_others(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Yield warnings about step times of another machine or model. They are taken for no better than estimates."""
+    """Yield warnings about step times of another machine or model. Such times count as estimates."""
     if saved is None:
         return
     machine = str(saved.machine.get("cpu", ""))

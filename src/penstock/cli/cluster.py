@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "cluster", "log")
 UPDATE_TIMEOUT_S = 1200.0
 Wanted = tuple[Sequence[Config], Routing]
-"""The models of a cluster, and the other names that clients may ask for."""
+"""The models of a cluster, and its routes, upstreams and pipelines."""
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 
 
@@ -75,13 +75,13 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
 @config_options(*_COMPONENTS)
 @address_option
 def _read(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> Wanted:
-    """Read the configuration of `up`, and do nothing."""
+    """Read the configuration of `up` without starting anything."""
     del address
     return configs_of(values, words=words, tables=tables), routing_of_file()
 
 
 def _read_again(words: Sequence[str]) -> Wanted:
-    """Read it again as `up` was called. Raises ConfigError."""
+    """Read the configuration again from `up`'s arguments. Raises ConfigError."""
     try:
         wanted: Wanted = _read.main(list(words), standalone_mode=False)
     except click.ClickException as error:
@@ -110,7 +110,7 @@ def update(url: str, api_key: str | None) -> None:
 
 @cluster.command()
 @click.argument("url", default="http://127.0.0.1:8000")
-@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server requires.")
 def status(url: str, api_key: str | None) -> None:
     """Show the replicas of the cluster at URL: what they run, what they have yet to compute, how full their caches are."""
     from penstock.cli.top import Reader, replica_lines
@@ -126,9 +126,9 @@ def status(url: str, api_key: str | None) -> None:
 
 
 @cluster.command()
-@click.option("--address", metavar="ADDRESS", help="The running Ray. Default: auto, which is one of this machine.")
+@click.option("--address", metavar="ADDRESS", help="The running Ray. Default: auto, the one on this machine.")
 def down(address: str | None) -> None:
-    """Stop the replicas of a cluster on a running Ray, once their requests have ended. One started by `up` ends with it."""
+    """Stop a cluster's replicas on a running Ray once their requests have ended. A Ray started by `up` ends with it."""
     _check_ray()
     from penstock.cluster import on_ray
 
@@ -143,7 +143,7 @@ def down(address: str | None) -> None:
 @click.option("--image", required=True, metavar="IMAGE", help="Container image with Penstock and its extra ray.")
 @click.option("--cpus", type=click.IntRange(1), default=4, show_default=True, help="CPUs of a replica.")
 @click.option("--pod-memory", default="8Gi", show_default=True, metavar="QUANTITY", help="Memory of a replica's pod.")
-@click.option("--name", default="penstock", show_default=True, metavar="NAME", help="Name of all that is made.")
+@click.option("--name", default="penstock", show_default=True, metavar="NAME", help="Name of all Kubernetes objects.")
 @click.option("--ray-version", default="2.60.0", show_default=True, metavar="VERSION", help="Version of Ray in the image.")
 def render(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **values: Any) -> None:
     """Write the Kubernetes manifest of such a cluster, for KubeRay's operator."""
@@ -151,16 +151,12 @@ def render(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **val
 
     own = ("image", "cpus", "pod_memory", "name", "ray_version")
     image, cpus, memory, name, ray_version = [values.pop(key) for key in own]
-    config = _only(configs_of(values, words=words, tables=tables))
+    config, *others = configs_of(values, words=words, tables=tables)
+    if others:
+        raise ConfigError(f"A manifest is of one model, and {1 + len(others)} are named.", remedy="Write one for each.")
     if routing_of_file() != Routing():
         raise ConfigError("A manifest has no [[routes]], [[upstreams]] or [[pipelines]].", remedy="Leave them out.")
     print(manifest(config, Pods(name=name, image=image, cpus=cpus, memory=memory, ray_version=ray_version)), end="")
-
-
-def _only(configs: Sequence[Config]) -> Config:
-    if len(configs) > 1:
-        raise ConfigError(f"A manifest is of one model, and {len(configs)} are named.", remedy="Write one for each.")
-    return configs[0]
 
 
 def _check_ray() -> None:
@@ -171,9 +167,9 @@ def _check_ray() -> None:
 def _deployment(
     configs: Sequence[Config], routing: Routing, read_again: Callable[[], Wanted], address: str | None, stack: ExitStack
 ) -> Deployment:
-    """Start the replicas of each model, and return the front's deployment once the first of each have come.
+    """Start each model's replicas, and return the front server's deployment once each has its first one.
 
-    `read_again`: reads the configuration for an update. The stack ends them all.
+    `read_again`: reads the configuration for an update. `stack` stops the replicas.
     """
     from penstock.cluster.models import ClusterModels
     from penstock.serve.http.listener import bind_socket
@@ -185,14 +181,14 @@ def _deployment(
     stack.enter_context(on_ray.connected(address, models.num_cpus))
     on_ray.start_serve()
     stack.callback(_stop_quietly, on_ray.stop)
-    stack.callback(models.close)  # while Ray is there
+    stack.callback(models.close)  # while Ray still runs
     deployment = models.start(on_ray.Crew, on_ray.num_machines())
     deployment.update = lambda: models.update(*read_again())
     return deployment
 
 
 def _stop_quietly(stop: Callable[[], int]) -> None:
-    """Stop replicas as this process ends, also if Ray has gone already."""
+    """Stop replicas when this process ends, even if Ray is already gone."""
     try:
         stop()
     except Exception as error:

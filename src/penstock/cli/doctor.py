@@ -1,6 +1,6 @@
 """`penstock doctor`: says why a server is slow, and what to change, from its pages or from a recording.
 
-`lab.evidence` has what it looks at, `lab.doctor` the rules. This file reads the pages, and simulates changes of settings.
+`lab.evidence` has the evidence, `lab.doctor` the rules. This file reads the pages, and simulates changes of settings.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import client_tls, is_given, printable, setting_keys, tls_options, warn_of_unknown_variables
-from penstock.cli.top import OTHER_SERVER, Reader, server_url
+from penstock.cli.options import printable, setting_keys, tls_options, warn_of_unknown_variables
+from penstock.cli.top import OTHER_SERVER, Reader, reader_of
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
 from penstock.lab.doctor import Diagnosis, Gain, Outlook, Verdict, diagnose
@@ -43,7 +43,7 @@ _NOT_SIMULATED = ("kv_cache_memory", "kv_disk_size", "kv_host_size", "speculatio
 @click.option(
     "--port", type=click.IntRange(1, 65535), metavar="N", help="Port of a server on this machine, instead of the URL."
 )
-@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server requires.")
 @click.option("--model", metavar="NAME", help="Model to examine, of several.  [default: the first]")
 @click.option(
     "--seconds", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Time for which a server is watched."
@@ -76,9 +76,7 @@ def doctor(
         if source is not None and not source.startswith(("http://", "https://")):
             evidence, predictor = _read_recording(Path(source))
         else:
-            key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
-            url = server_url(source, port, is_tls=insecure or cafile is not None)
-            evidence = _watch(Reader(url, key, model, tls=client_tls(cafile, insecure=insecure)), seconds)
+            evidence = _watch(reader_of(source, port, api_key, model, cafile, insecure=insecure), seconds)
             predictor = predictor_of(evidence)
         if cost is not None:
             from penstock.lab.cost_files import load_cost
@@ -155,8 +153,7 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
 
 
 def predictor_of(evidence: Evidence) -> Predictor:
-    """Make up a workload: prompts and answers of the lengths seen, when they came, with the prefixes that were found and as
-    many right guesses."""
+    """Build a workload from the requests seen: arrival times, lengths, prefix hits and accepted guesses."""
     from penstock.lab.acceptance import NONE, RIGHT, Acceptance
     from penstock.lab.workload import Job, Workload
 
@@ -183,7 +180,7 @@ def predictor_of(evidence: Evidence) -> Predictor:
 
 
 def _guessed_cost(evidence: Evidence) -> CostModel:
-    """Return the default cost model, stretched to the steps and the prompts that were seen."""
+    """Return the default cost model, scaled to the steps and prompts that were seen."""
     from penstock.lab.cost_model import CostModel
     from penstock.types.plan import StepShape
 
@@ -213,11 +210,11 @@ class Predictor:
         """None: guessed from the requests."""
         self.acceptance: Acceptance | None = None
         self.doubt = ""
-        """Why the simulator is not believed, if it is not."""
+        """Why the simulator is not trusted, or empty."""
         self._before: Outlook | None = None
 
     def gain(self, change: Mapping[str, Any]) -> Gain | None:
-        """Return what a change would gain. None: it can't be simulated, or what was seen can't be reproduced."""
+        """Return a change's gain, or None if it can't be simulated or the times seen can't be reproduced."""
         evidence = self._evidence
         if not evidence.capacity or not any(one.num_answer_tokens for one in evidence.visits) or not self._shows(change):
             return None
@@ -237,7 +234,7 @@ class Predictor:
         return None
 
     def _shows(self, change: Mapping[str, Any]) -> bool:
-        """Return whether the workload has what the change is about. It has no background requests and no `max_tokens`."""
+        """Return whether the workload can show the change's effect. It has no background requests and no `max_tokens`."""
         if change.get("policy") == "fair":
             return len({job.tenant for job in self._workload.jobs}) > 1
         return not {"background_share", "reserve"} & change.keys()

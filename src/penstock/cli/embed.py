@@ -42,10 +42,10 @@ _NOT_HERE = ("model", *NOT_IN_THE_LAB, "experts_on_disk")
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--model", default="minilm", show_default=True, help="Catalogue name, .gguf file, directory or hf:org/repo.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .npy behind it.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .npy appended.")
 @click.option("--field", help="Key of the text in each object of a .jsonl FILE.  [default: text]")
 @click.option("--prompt-name", help="Prompt of the model's files before each text, such as query; by default the files' own.")
-@click.option("--dimensions", type=click.IntRange(1), help="Cut vectors to so many numbers; those of length 1 get it again.")
+@click.option("--dimensions", type=click.IntRange(1), help="Cut vectors to this size; unit vectors are normalised again.")
 @click.option("--truncate", is_flag=True, help="Cut texts that are too long at their ends; otherwise one is an error.")
 @config_options(*_COMPONENTS, without=_NOT_HERE)
 def embed(
@@ -64,7 +64,7 @@ def embed(
       penstock embed notes.txt
       penstock embed questions.jsonl --field question --prompt-name query -o questions.parquet
 
-    The ending of the output says its format: .npy is an array [texts, dimensions] of float32; .jsonl and .parquet have each
+    The output's extension sets its format: .npy is an array [texts, dimensions] of float32; .jsonl and .parquet have each
     text with its vector. If the command is interrupted, run it again to resume.
     """
     from penstock.llm import LLM
@@ -101,7 +101,7 @@ def _embed_all(
     if not num_texts:
         raise PenstockError(f"{file} has no text.", remedy="Name a file with a text in each line.")
     if done:
-        click.echo(f"{counted(done, 'text')} were embedded before; going on.", err=True)
+        click.echo(f"{counted(done, 'text')} were embedded before; resuming.", err=True)
     keep = -1 if truncate else None
     with (
         closing(_texts(file, field)) as texts_of_file,
@@ -186,7 +186,7 @@ class _Part:
             with made.open("wb") as out:
                 np.save(out, vectors)
         elif output.suffix == ".jsonl":
-            with made.open("w") as out:
+            with made.open("w", encoding="utf-8") as out:
                 for text, vector in zip(_texts(file, field), vectors, strict=True):
                     out.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
         else:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # with NumPy
 def index(folder: Path, output: Path | None, embedder: str) -> None:
     """Index the documents in FOLDER (.txt, .md, .rst, .html, .pdf) for a pipeline.
 
-    A second run reads what has changed since the first, and forgets what is gone. Servers that read the index see it at once.
+    A second run reads only changed files, and removes deleted ones. Servers that read the index see the changes at once.
     """
     import numpy as np
 

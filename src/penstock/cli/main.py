@@ -30,7 +30,7 @@ _COMMANDS = {
     "pack": ("penstock.cli.pack:pack", "Convert a model's weights once, so that it starts sooner."),
     "models": ("penstock.cli.models:models", "List known models, and which are fetched."),
     "show": ("penstock.cli.show:show", "Say what a model's files are, what is refused, memory and speed here."),
-    "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),
+    "simulate": ("penstock.cli.simulate:simulate", "Simulate how a configuration serves traffic, without running a model."),
     "plan": ("penstock.cli.plan:plan", "Size a deployment: the rate that meets SLOs, its limit, replicas, cost."),
     "tune": ("penstock.cli.tune:tune", "Search the settings that suit a workload; write those that are surely better."),
     "route": ("penstock.cli.route:route", "Learn which questions need the large model, and what that saves."),
@@ -38,9 +38,9 @@ _COMMANDS = {
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "doctor": ("penstock.cli.doctor:doctor", "Say why a server is slow, and which setting to change."),
     "monitoring": ("penstock.cli.monitoring:monitoring", "Write a dashboard, alerts and autoscalers for Prometheus."),
-    "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
+    "profile": ("penstock.cli.profile:profile", "Show step times, here or in a recording; fit the simulator's costs."),
     "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),
-    "completion": ("penstock.cli.completion:completion", "Print a script by which a shell completes all this."),
+    "completion": ("penstock.cli.completion:completion", "Print a script for shell completion."),
     "env": ("penstock.cli.env:env", "Show the machine, the instruction set chosen, versions, what is missing."),
 }
 

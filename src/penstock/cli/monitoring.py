@@ -19,7 +19,7 @@ def monitoring() -> None:
 @monitoring.command()
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--target", default="host.docker.internal:8000", show_default=True, metavar="HOST:PORT", help="Server to scrape.")
-@click.option("--runbooks", default="runbooks", show_default=True, metavar="URL", help="Where alerts say that runbooks are.")
+@click.option("--runbooks", default="runbooks", show_default=True, metavar="URL", help="Runbook address that alerts link to.")
 @click.option("--server", metavar="URL", help="Where a browser finds the server. Default: this machine, and the target's port.")
 @click.option("--force", is_flag=True, help="Write into a folder with other files, and over them.")
 def render(folder: Path, target: str, runbooks: str, server: str | None, force: bool) -> None:
@@ -31,9 +31,7 @@ def render(folder: Path, target: str, runbooks: str, server: str | None, force: 
 
     mark = folder / _MARK
     if folder.exists() and any(folder.iterdir()) and not mark.exists() and not force:
-        raise PenstockError(
-            f"{folder} has files of others.", remedy="Name an empty folder, or give --force to write over them."
-        )
+        raise PenstockError(f"{folder} has other files.", remedy="Name an empty folder, or give --force to write over them.")
     files = render_files(target, runbooks, server or f"http://127.0.0.1:{target.rpartition(':')[2]}")
     for name, text in files.items():
         path = folder / name

@@ -32,15 +32,15 @@ _ROUTING_KEY = "penstock.cli.routing"
 _WORDS_KEY = "penstock.cli.words"
 """Key of the words that a command was given."""
 EPILOG = (
-    "What stands under Model and below has an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the file "
-    "given by --config (block_size). A flag goes before the environment, that before the file, that before the default."
+    "Options under Model and below have an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the "
+    "--config file (block_size). Flags override the environment, which overrides the file, which overrides the default."
 )
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
-"""Settings that only matter to a server that answers text."""
+"""Settings that only matter to a server that generates text."""
 
 
 def printable(text: str) -> str:
@@ -117,7 +117,7 @@ def model_option(command: _Command) -> _Command:
 
 
 def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
-    """Decorate a command with one setting's option. If `raises` is false, the command gets a wrong value's error as value."""
+    """Decorate a command with one setting's option. If `raises` is false, the command gets an invalid value's error instead."""
     return _option(next(item for item in all_settings() if item.key == key), *short, raises=raises)
 
 
@@ -295,9 +295,9 @@ tls_options = add_options(
         "--cafile",
         type=click.Path(exists=True, dir_okay=False),
         metavar="FILE.pem",
-        help="Certificates to believe, of an authority or the server's own.  [default: those of the system]",
+        help="Certificates to trust: a CA's or the server's own.  [default: the system's]",
     ),
-    click.option("--insecure", is_flag=True, help="Believe any certificate: whoever is in between reads along."),
+    click.option("--insecure", is_flag=True, help="Accept any certificate: traffic can be intercepted."),
 )
 
 

@@ -39,7 +39,7 @@ def pack(is_check: bool, **values: Any) -> None:
       penstock pack qwen2.5-coder:1.5b --check
 
     Starts use it as long as the model's files, the settings below and Penstock's version are the same; otherwise they convert
-    the weights and say so. It takes as much room on the disk as the weights in memory. Delete it to be rid of it.
+    the weights and say so. The file is as large as the weights in memory. It can be deleted at any time.
     """
     from penstock.backends.native.executor import NativeExecutor
     from penstock.deploy.factory import locate, open_executor

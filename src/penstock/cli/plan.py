@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     default="round-robin",
     show_default=True,
     metavar="NAME",
-    help="Of several replicas: this, least-work, prefix or MODULE:CLASS.",
+    help="With several replicas: round-robin, least-work, prefix or MODULE:CLASS.",
 )
 @click.option(
     "--beside", "presets", multiple=True, metavar="PRESET", help="Plan a preset's policies, such as vllm, too. Repeatable."

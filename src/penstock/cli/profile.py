@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     help="Kernel times that others published: of LLMServingSim or AIConfigurator.",
 )
 @click.option("--model-config", type=FILE, metavar="FILE", help="With --import, of AIConfigurator: the model's config.json.")
-@click.option("--engine", metavar="NAME/VERSION", help="The same: whose kernels, such as vllm/0.19.0.")
-@click.option("--weights", help="The same: type of the weights as in the tables, or fp8_static. Default: bfloat16.")
-@click.option("--kv", help="The same: type of the KV cache. Default: bfloat16.")
+@click.option("--engine", metavar="NAME/VERSION", help="With AIConfigurator: the engine, such as vllm/0.19.0.")
+@click.option("--weights", help="With AIConfigurator: weight type as in the tables, or fp8_static. Default: bfloat16.")
+@click.option("--kv", help="With AIConfigurator: KV cache type. Default: bfloat16.")
 @click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
-@click.option("--hidden-size", type=click.IntRange(1, 1 << 20), help="With --import: the same for its width.")
+@click.option("--hidden-size", type=click.IntRange(1, 1 << 20), help="With --import: hidden size, if not known.")
 @click.option("--gpus", type=click.IntRange(1, 64), default=1, help="With --import: GPUs that share each layer.")
 @click.option("--link-gbytes-per-s", type=click.FloatRange(0, min_open=True), help="With --gpus: 10^9 bytes that each sends.")
 @click.option(
-    "--link-latency-us", type=click.FloatRange(0), default=0.0, help="With --gpus: time of a transfer beside its bytes."
+    "--link-latency-us", type=click.FloatRange(0), default=0.0, help="With --gpus: fixed time added to each transfer."
 )
 @click.option("--trace", type=FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
 @click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
@@ -92,7 +92,7 @@ def profile(
     """
     if folder is not None:
         if source is not None or onto is not None or trace is not None or plot_file is not None:
-            raise click.UsageError("--import is about tables of others: leave out --from, --onto, --trace and --plot.")
+            raise click.UsageError("--import reads published kernel times: leave out --from, --onto, --trace and --plot.")
         if gpus == 1 and (link_gbytes_per_s or link_latency_us):
             raise click.UsageError("One GPU has no link: say how many there are with --gpus.")
         from penstock.lab.kernel_files import Choice
@@ -111,7 +111,7 @@ def profile(
         _import(folder, choice, fit_file)
         return
     if layers or hidden_size or gpus > 1 or link_gbytes_per_s or link_latency_us or model_config or engine or weights or kv:
-        raise click.UsageError("These are options for tables of kernels: name them with --import.")
+        raise click.UsageError("These options need published kernel times: name them with --import.")
     if onto is not None and (source is None or fit_file is None):
         raise click.UsageError("--onto adds what a recording's steps took to a fit: name the recording with --from, and --fit.")
     if source is None:
@@ -229,24 +229,20 @@ def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Pe
 
 def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     from penstock.clock import WallClock
+    from penstock.deploy.build import tokenizer_of
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import require_answers
     from penstock.lab.fitting import fit
     from penstock.lab.step_design import design
     from penstock.lab.steps import StepRunner, measure, measure_with_host
     from penstock.machine import cpu_name, usable_cpus
-    from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
+    from penstock.text.tokenizer import detokenizer_factory
 
     source = locate(config)
     blueprint, model, executor = open_executor(config, source)
     try:
         require_answers(model.name, model.spec, "a profile")
-        tokenizer = load_tokenizer(
-            model.tokenizer_source,
-            bos_token_id=model.bos_token_id,
-            eos_token_ids=model.eos_token_ids,
-            special_tokens=model.special_tokens,
-        )
+        tokenizer = tokenizer_of(model)
         vocab_size = min(model.spec.vocab_size, tokenizer.vocab_size)
         runner = StepRunner(executor, vocab_size)
         runner.fill()

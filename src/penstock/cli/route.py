@@ -72,8 +72,8 @@ def fit(
 ) -> None:
     """Fit a route to the questions in FILE, and write it.
 
-    Its figures are those of questions that the fit did not see: five fits, each without a fifth of them. Up to four
-    groups are each judged by a fit to each other one, too.
+    The figures come from five-fold cross-validation. With up to four groups, each is also judged by the fits to the
+    other groups.
     """
     import numpy as np
 
@@ -111,37 +111,57 @@ def fit(
 
 @route.command("eval")
 @_answers
-@click.option("--route", "path", required=True, type=click.Path(dir_okay=False, path_type=Path), help="What `fit` wrote.")
-@click.option("--share", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Calls for the large model.")
+@click.option("--route", "path", type=click.Path(dir_okay=False, path_type=Path), help="What `fit` wrote.")
+@click.option("--confidence", metavar="KEY", help="Without a fit: key of the small model's confidence, from 0 to 1.")
+@click.option("--share", type=click.FloatRange(0, 1), help="Of a fit: calls for the large model.  [default: 0.5]")
 @click.option("--scores", type=click.Path(dir_okay=False, path_type=Path), help="Write the gains for `penstock simulate`.")
-def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, share: float, scores: Path | None) -> None:
+def evaluate(
+    file: Path,
+    weak: str,
+    strong: str,
+    group: str | None,
+    path: Path | None,
+    confidence: str | None,
+    share: float | None,
+    scores: Path | None,
+) -> None:
     """Say what a route does for the questions in FILE, which its fit should not have seen.
 
-    For --scores, FILE has the `usage` of both answers to each question, by the key of their results.
+    A route by agreement, verifier or judge has no fit, but a confidence, which X-Route reports. For --scores, FILE needs
+    the `usage` of both answers to each question, under the key of their results.
     """
-    import numpy as np
-
     from penstock.routes.answers import read_answers
-    from penstock.routes.learned import inputs_of, read_route
 
-    found, answers = read_route(path), read_answers(file, weak=weak, strong=strong, group=group)
+    if (path is None) == (confidence is None):
+        raise ConfigError("A route is judged by its fit, or by a confidence.", remedy="Give --route or --confidence.")
+    if path is None and share is not None:
+        raise ConfigError("--share has no effect with --confidence.", remedy="Leave it out: all levels are printed.")
+    answers = read_answers(file, weak=weak, strong=strong, confidence=confidence, group=group)
     check_gain(answers)
-    vectors, cascade = embed(found.embedder, answers.prompts), found.cascade
-    starts = None if cascade is None else begin(cascade.starter, answers.chats, cascade.window)
-    gains = gains_of(found, vectors, answers, starts)
-    parts = parts_of(answers)
-    more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
-    show([("all", answers, gains), *more])
-    threshold = found.threshold(share)
-    by_question = found.by_question.gains(inputs_of(vectors, answers.prompts))
+    told = _by_confidence(answers) if path is None else _by_fit(path, answers, 0.5 if share is None else share, weak, strong)
     if scores is not None:
         from penstock.routes.scores import write_scores
 
-        results, start_gains = (answers.weak, answers.strong), None if cascade is None else gains
-        write_scores(scores, file, (weak, strong), results, by_question, start_gains)
+        write_scores(scores, file, (weak, strong), (answers.weak, answers.strong), told)
+
+
+def _by_fit(path: Path, answers: Answers, share: float, weak: str, strong: str) -> dict[str, F64]:
+    """Print what a fit does for these questions, and return its scores."""
+    import numpy as np
+
+    from penstock.routes.learned import inputs_of, read_route
+
+    found = read_route(path)
+    vectors, cascade = embed(found.embedder, answers.prompts), found.cascade
+    starts = None if cascade is None else begin(cascade.starter, answers.chats, cascade.window)
+    gains = gains_of(found, vectors, answers, starts)
+    show(_with_parts(answers, gains))
+    threshold = found.threshold(share)
+    scores = {"gain": found.by_question.gains(inputs_of(vectors, answers.prompts))}
     if cascade is not None:
-        is_tried = np.array([found.tries(gain, threshold) for gain in by_question])
-        gains = np.where(is_tried, gains, by_question)
+        scores["start_gain"] = gains
+        is_tried = np.array([found.tries(gain, threshold) for gain in scores["gain"]])
+        gains = np.where(is_tried, gains, scores["gain"])
         print(f"{weak} begins {is_tried.mean():.1%} of the answers; of the others, the question decides.")
     if (fitted := found.fitted_gains(threshold)) is not None:
         from penstock.routes.drift import distance
@@ -150,14 +170,38 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
     is_strong = gains >= threshold
     sent, quality = is_strong.mean(), (answers.strong * is_strong + answers.weak * ~is_strong).mean()
     print(f"Its threshold for {share:.0%} of the calls sends {sent:.1%} of these to {strong}: quality {quality:.1%}.")
+    return scores
+
+
+def _by_confidence(answers: Answers) -> dict[str, F64]:
+    """Print each confidence threshold's effect on these questions, and return their confidence."""
+    from penstock.routes.curve import kept_from
+
+    confidence = answers.confidence
+    assert confidence is not None
+    show(_with_parts(answers, 1 - confidence))
+    rows = [("least", "kept", "right, of the kept", "of all")]
+    rows += [
+        (f"{math.floor(1000 * one.least) / 1000:.3f}", f"{one.share:.1%}", f"{one.quality_of_kept:.1%}", f"{one.quality:.1%}")
+        for one in kept_from(answers, confidence)
+    ]
+    print_table(rows)
+    return {"confidence": confidence}
+
+
+def _with_parts(answers: Answers, gains: F64) -> list[tuple[str, Answers, F64]]:
+    """Return what `show` takes: all answers, and those of each group if there are several."""
+    parts = parts_of(answers)
+    more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
+    return [("all", answers, gains), *more]
 
 
 @route.command(cls=GroupedCommand, epilog=EPILOG)
 @models_argument
-@click.option("--question", default="", metavar="TEXT", help="Say which model each route would ask for it.")
+@click.option("--question", default="", metavar="TEXT", help="Example question: show which model each route would choose.")
 @config_options("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "log")
 def check(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], question: str, **values: Any) -> None:
-    """Say whether the routes of a configuration can work, without serving it.
+    """Say whether the routes and pipelines of a configuration can work, without serving it.
 
     Takes what `penstock serve` takes: MODEL, --config and the settings. Nothing is fetched, and no upstream is asked. For a
     --question, the embedding model of a learned route runs.
@@ -167,7 +211,7 @@ def check(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], questi
 
     configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
     routing = routing_of_file()
-    if not routing.routes:
+    if not routing.routes and not routing.pipelines:
         raise ConfigError("The configuration has no routes.", remedy="Name a file with [[routes]] by --config.")
     found = check_routes(configs, routing, question, partial(_gain, question))
     width = max((len(subject) for subject, _ in found.facts), default=0)
@@ -191,7 +235,7 @@ def _gain(question: str, route: Route, embedder: Config) -> float:
 
 
 def digest(model: str) -> str:
-    """Return the hash by which `penstock route check` tells that a model is still the one of the fit."""
+    """Return the hash that `penstock route check` uses to detect a changed model."""
     from penstock.deploy.routes import digest_of
     from penstock.models import catalog
     from penstock.models.cache import cache_dir
@@ -259,7 +303,11 @@ def show(lines: Iterable[tuple[str, Answers, F64]]) -> None:
     rows: list[tuple[str, ...]] = [_HEAD]
     for name, answers, gains in lines:
         rows.append(_row(name, figures_of(answers, gains)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    print_table(rows)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         print("  ".join([row[0].ljust(widths[0]), *cells]))

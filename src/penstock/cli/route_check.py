@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
-from penstock.config.routes import FallbackConfig, LearnedConfig, RouteConfig
+from penstock.config.routes import AgreementConfig, EnsembleConfig, LearnedConfig, RouteConfig, VerifierConfig, answerers_of
 from penstock.config.routing import Routing
 from penstock.config.units import format_size
+from penstock.deploy.pipelines import check_pipelines, open_pipelines
 from penstock.deploy.resolve import aliases, served_names
 from penstock.deploy.routes import Route, digest_faults, faults_of, open_routes
+from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, PenstockError, damaged
 
 if TYPE_CHECKING:  # with NumPy
@@ -43,9 +45,14 @@ def check(configs: Sequence[Config], routing: Routing, question: str, gain: Gain
     found.faults += faults_of(routes, models, upstreams)
     learned = [route.learned.route for route in routes if route.learned is not None]
     widths = {route.embedder: route.by_question.width for route in learned}
-    answerers = {name for route in routes for name in route.models}
-    for name in sorted((answerers | {*widths}) & {*models}):
-        _check_model(name, models[name], found, width=widths.get(name), answers=name in answerers)
+    _check_pipelines(routing, routes, models, found)
+    answerers = {name for route in routes for name in (*route.models, *route.judges)}
+    answerers |= {one.model for one in routing.pipelines} | {one.check.model for one in routing.pipelines if one.check}
+    rerankers = {route.by.reranker for route in routes if isinstance(route.by, EnsembleConfig) and route.by.reranker}
+    rerankers |= {one.reranker.model for one in routing.pipelines if one.reranker}
+    for name in sorted((answerers | rerankers | {*widths}) & {*models}):
+        width, answers, reranks = widths.get(name), name in answerers, name in rerankers
+        _check_model(name, models[name], found, width=width, answers=answers, reranks=reranks)
     for upstream in routing.upstreams:
         found.note(f"upstream {upstream.name}", f"{upstream.url}, {'with a' if upstream.key else 'without a'} key")
     for route in routes:
@@ -78,18 +85,34 @@ def _models(configs: Sequence[Config], found: RouteCheck) -> dict[str, Found]:
     return models
 
 
+def _check_pipelines(routing: Routing, routes: Sequence[Route], models: Mapping[str, Found], found: RouteCheck) -> None:
+    upstreams = {one.name for one in routing.upstreams}
+    for config in routing.pipelines:
+        found.note(f"pipeline {config.name}", f"{config.model} answers from {config.index}")
+        try:
+            opened = open_pipelines([config])
+        except ConfigError as error:
+            found.faults.append(error)
+            continue
+        try:
+            check_pipelines(opened, models, {route.name: route for route in routes}, upstreams)
+        except ConfigError as error:
+            found.faults.append(error)
+        finally:
+            opened[0].reader.close()
+
+
 def _open(config: RouteConfig, found: RouteCheck) -> Route:
     try:
         [route] = open_routes([config])
     except ConfigError as error:
         found.faults.append(error)
-        by = config.by
-        return Route(name=config.name, models=by.models if isinstance(by, FallbackConfig) else (by.weak, by.strong))
+        return Route(name=config.name, models=answerers_of(config.by))
     return route
 
 
-def _check_model(name: str, model: Found, found: RouteCheck, *, width: int | None, answers: bool) -> None:
-    """Check one model. `width`: of the vectors that a learned route needs of it, or None."""
+def _check_model(name: str, model: Found, found: RouteCheck, *, width: int | None, answers: bool, reranks: bool) -> None:
+    """Check one model. `width`: vector width that a learned route needs, or None."""
     from penstock.deploy.forecast import appraise
 
     config, source = model
@@ -114,15 +137,20 @@ def _check_model(name: str, model: Found, found: RouteCheck, *, width: int | Non
         cause = f"A route needs vectors of {width} numbers from {name}, and {words}."
         found.faults.append(ConfigError(cause, remedy="Serve the embedding model of the fit, or fit anew."))
     if answers and encoder is not None:
-        found.faults.append(ConfigError(f"{name} answers in a route, and writes no text.", remedy="Name another model."))
+        found.faults.append(ConfigError(f"{name} is to answer or to judge, and writes no text.", remedy="Name another model."))
+    if reranks and (encoder is None or encoder.task is not Task.RERANK):
+        found.faults.append(ConfigError(f"{name} is named as a reranker, and is none.", remedy="Name another model."))
     found.note(f"model {name}", f"here, {format_size(loaded.num_weight_bytes)} of weights")
 
 
 def _rule(route: Route, shares: Mapping[str, float]) -> str:
     """Return what the route does, in words."""
-    if route.agreement is not None:
-        by = route.agreement
+    if isinstance(by := route.by, AgreementConfig):
         return f"{by.weak} answers {by.samples} times; {by.strong} unless a share of {by.least:g} says the same"
+    if isinstance(by, VerifierConfig):
+        return f"{by.weak}; {by.strong} unless {by.verifier} says with {by.least:g} that the answer is right"
+    if isinstance(by, EnsembleConfig):
+        return f"{', '.join(by.models)} together; {by.judge or by.reranker or 'the majority'} chooses"
     if route.learned is None:
         return ", then ".join(route.models)
     weak, strong = route.models
@@ -137,8 +165,12 @@ def _decision(route: Route, kept_from: Sequence[str], models: Mapping[str, Found
     words = "".join(f"; {name} must not see it" for name in kept_from)
     if not left:
         return f"nobody{words}"
-    if len(left) > 1 and route.agreement is not None:
+    if len(left) > 1 and isinstance(route.by, AgreementConfig):
         return f"{route.models[0]} begins, and the agreement of its answers decides"
+    if len(left) > 1 and isinstance(route.by, VerifierConfig):
+        return f"{route.models[0]} begins, and {route.by.verifier} decides"
+    if len(left) > 1 and route.by is not None:
+        return f"{', '.join(left)} together"
     if route.learned is None or len(left) == 1:
         return f"{', then '.join(left)}{words}"
     config, source = models[route.learned.route.embedder]

@@ -35,7 +35,7 @@ from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _STARTING_OBJECTS = 1_000_000
-"""The garbage collector's first threshold during a start, whose objects stay. At 700, the default, it took 0.1 s of 0.8."""
+"""The garbage collector's first threshold during startup, since startup objects stay. The default, 700, cost 0.1 of 0.8 s."""
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -120,7 +120,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
     for variable, is_given, effect, remedy in (
         ("PENSTOCK_API_KEY", has_keys, "would be open to everyone", "Give a key"),
         ("PENSTOCK_API_KEY_FILE", has_keys, "would be open to everyone", "Name a file"),
-        ("PENSTOCK_ADMIN_API_KEY", bool(config.admin_api_keys), "would know no key of an admin", "Give a key"),
+        ("PENSTOCK_ADMIN_API_KEY", bool(config.admin_api_keys), "would have no admin key", "Give a key"),
         ("PENSTOCK_SSL_CERTFILE", bool(config.ssl_certfile), "would speak plain HTTP", "Name a file"),
     ):
         if not is_given and variable in environ:
@@ -162,7 +162,7 @@ class JsonFormatter(logging.Formatter):
             entry["traceback"] = self.formatException(record.exc_info)
         if (fields := getattr(record, "fields", None)) is not None:  # of a request
             entry |= {"message": "request"} | fields
-        # Printable ASCII: a client's text moves no terminal's cursor. `json` leaves DEL.
+        # Printable ASCII: clients' text can't control a terminal. `json` leaves DEL.
         return json.dumps(entry).replace("\x7f", "\\u007f")
 
 
@@ -179,7 +179,7 @@ _FLUSH_TIMEOUT_S = 2.0
 
 
 class StderrHandler(logging.Handler):
-    """Writes the log to stderr on a thread of its own: a reader that pauses must not stop who logs.
+    """Writes the log to stderr on a thread of its own: a paused reader must not block threads that log.
 
     Beyond `MAX_LOG_LINES`, lines are dropped and counted.
     """
@@ -191,7 +191,7 @@ class StderrHandler(logging.Handler):
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._thread.is_alive():  # so late, since `share_one_arena` comes before the first thread
+        if not self._thread.is_alive():  # started lazily: `share_one_arena` must precede the first thread
             self._thread.start()
         if self._lines.qsize() >= MAX_LOG_LINES:
             self._num_dropped += 1
@@ -202,7 +202,7 @@ class StderrHandler(logging.Handler):
         self._lines.put(self.format(record))
 
     def flush(self) -> None:
-        """Wait for the lines before, but not for long. Called at exit."""
+        """Wait briefly until earlier lines are written. Called at exit."""
         if self._thread.is_alive():
             written = threading.Event()
             self._lines.put(written)

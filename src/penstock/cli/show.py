@@ -65,7 +65,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
       penstock show smollm2:135m
       penstock show ./Llama-3-8B --json | jq .refused
 
-    The speed is an upper bound by this machine's peaks, measured beside whatever else runs. `penstock plan` estimates what a
+    The speed is an upper bound from this machine's peaks, measured under its current load. `penstock plan` estimates what a
     server reaches.
     """
     from penstock.deploy.forecast import appraise

@@ -83,13 +83,13 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @model_argument
 @workload_options
-@click.option("--concurrency", type=click.IntRange(min=1), help="A closed loop of so many users; arrivals do not count.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop with this many users; arrival times are ignored.")
 @click.option(
     "--load", type=click.FloatRange(min=0, min_open=True), help="Rate as a share of what the first variant can serve."
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")
 @click.option(
-    "--returns", type=click.IntRange(min=0), default=0, help="How often a refused client comes back, as Retry-After says."
+    "--returns", type=click.IntRange(min=0), default=0, help="How often a refused client retries, after the Retry-After wait."
 )
 @click.option(
     "--cost",
@@ -113,9 +113,9 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option(
     "--link-gbytes-per-s",
     type=click.FloatRange(min=0, min_open=True),
-    help="10^9 bytes that a replica can send to others. Without it they copy no KV, but prefill replicas send 1.",
+    help="GB/s that a replica can send to others. Default: no KV transfers, or 1 with --prefill-replicas.",
 )
-@click.option("--link-latency-ms", type=float, default=1.0, show_default=True, help="Time of a transfer beside its bytes.")
+@click.option("--link-latency-ms", type=float, default=1.0, show_default=True, help="Fixed time added to each transfer.")
 @click.option("--vary", multiple=True, metavar="NAME=VALUE,...", help="Values of an option to compare, as policy=fcfs,sjf.")
 @click.option("--without", metavar="NAME", help="Compare with the default of this option and of its arguments.")
 @slo_option
@@ -213,14 +213,17 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Return (title, changed options) of each run to compare. Raises ConfigError."""
     if without is None:
-        variants = combinations(vary)
-        return [(title(one), {name: _parsed(context, name, text) for name, text in one.items()}) for one in variants]
+        return [
+            (title(one), {name: _option(context, name).process_value(context, text) for name, text in one.items()})
+            for one in combinations(vary)
+        ]
     if vary:
         raise ConfigError("--vary and --without both say what is compared.", remedy="Leave one of them out.")
     name = without.removeprefix("--").replace("-", "_")
     _option(context, name)
     params = [param for param in context.command.params if param.name in (name, f"{name}_args")]
-    return [("as given", {}), (f"without {name}", {str(param.name): _default(context, param) for param in params})]
+    defaults = {str(param.name): param.process_value(context, param.default) for param in params}
+    return [("as given", {}), (f"without {name}", defaults)]
 
 
 def _option(context: click.Context, name: str) -> click.Option:
@@ -229,14 +232,6 @@ def _option(context: click.Context, name: str) -> click.Option:
     if found is None:
         raise ConfigError(f"{name} is not an option with one value.", remedy="Take one from `penstock simulate --help`.")
     return found
-
-
-def _parsed(context: click.Context, name: str, text: str) -> Any:
-    return _option(context, name).process_value(context, text)
-
-
-def _default(context: click.Context, param: click.Parameter) -> Any:
-    return param.process_value(context, param.default)
 
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:

@@ -46,21 +46,19 @@ def _parse_shares(ctx: click.Context, param: click.Parameter, value: str) -> tup
 route_options = add_options(
     click.option("--route", metavar="NAME", help="A route or a pipeline of --config; --workload is a file of scores."),
     click.option(
-        "--shares", default=_SHARES, show_default=True, callback=_parse_shares, help="Of a learned route, for the large model."
+        "--shares", default=_SHARES, show_default=True, callback=_parse_shares, help="Route's shares for the large model."
     ),
     click.option(
-        "--embed-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Of a question, on this machine."
+        "--embed-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Time to embed a question here."
     ),
-    click.option("--search-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="In a pipeline."),
-    click.option(
-        "--upstream-ms", type=click.FloatRange(min=0), default=500.0, show_default=True, help="To an upstream's first token."
-    ),
+    click.option("--search-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="A pipeline's search."),
+    click.option("--upstream-ms", type=click.FloatRange(min=0), default=500.0, show_default=True, help="An upstream's TTFT."),
     click.option(
         "--upstream-tokens-per-s",
         type=click.FloatRange(min=0, min_open=True),
         default=50.0,
         show_default=True,
-        help="In each of an upstream's answers.",
+        help="Speed of each upstream answer.",
     ),
 )
 
@@ -92,7 +90,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     )
     path = Path(choice.workload)
     questions = read_scores(path, choice.requests)
-    _check_gains(questions, path, needs_gain=wanted.route is not None, needs_start=_is_cascade(wanted.route))
+    _check_scores(questions, path, wanted.scores)
     simulation = route_simulation_of(
         wanted,
         partial(simulation_among, configs=configs, costs=costs, num_blocks=values["blocks"]),
@@ -149,26 +147,23 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
 
 
 def _is_of_simulation(name: str) -> bool:
-    """Return whether an option is the command's own, not a setting, which every model of the route gets."""
+    """Return whether an option is the command's own. Settings, in contrast, apply to every model of the route."""
     from penstock.config.sources import all_settings
 
     return name not in {item.key for item in all_settings()} or name in ("replicas", "router")
 
 
-def _is_cascade(route: Any) -> bool:
-    return route is not None and route.cascade is not None
-
-
-def _check_gains(questions: Sequence[Question], path: Path, *, needs_gain: bool, needs_start: bool) -> None:
-    for name, is_needed in (("gain", needs_gain), ("start_gain", needs_start)):
-        if is_needed and any(getattr(one, name) is None for one in questions):
+def _check_scores(questions: Sequence[Question], path: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if any(getattr(one, name) is None for one in questions):
             raise ConfigError(
-                f"{path}: a question has no {name}.", remedy="Make the scores with `penstock route eval` and the route's file."
+                f"{path}: a question has no {name}.",
+                remedy="Make the scores with `penstock route eval`, and the route's file or a --confidence.",
             )
 
 
 def _costs(text: str, names: Sequence[str]) -> tuple[dict[str, CostModel], str]:
-    """Parse `MODEL=FILE,MODEL=FILE`, or one for all. Return the cost model of each, and what they are."""
+    """Parse `MODEL=FILE,MODEL=FILE`, or one file for all. Return each model's cost model, and a description."""
     from penstock.lab.cost_files import cost_of
 
     files = dict.fromkeys(names, text)
@@ -194,7 +189,7 @@ def _words(outcome: RouteOutcome, kinds: Mapping[str, str]) -> str:
     used = ", ".join(f"{name or 'embedding'} {ns / 1e9:.2f} s" for name, ns in outcome.used_ns.items())
     return (
         f"The large model answered {_share(outcome, kinds):.1%}; quality {outcome.quality:.1%}; "
-        f"{outcome.num_begun} answers begun by a cascade's small model. Time of the machine: {used}."
+        f"{outcome.num_begun} answers begun by the small model, to be judged. Time of the machine: {used}."
     )
 
 
@@ -221,7 +216,7 @@ def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str]) -> S
         if one.num_outside
     ]
     notes = [
-        "By large: share of the answers. Begun: answers that the small model of a cascade began, so that first tokens decide.",
+        "By large: share of the answers. Begun: answers that the small model began before the choice was made.",
         "Quality: mean recorded result of the answers. Model time: of all steps on this machine, with embedding.",
     ]
     return Section("Route", notes, [Table(head, rows)], warnings)

@@ -40,7 +40,7 @@ _MODEL_LABEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
 _ESCAPED, _UNESCAPED = re.compile(r"\\(.)"), {"n": "\n"}
 _NAME_WIDTH = 20
 _SILENT_S = 2.0
-"""Replicas tell every second."""
+"""Replicas report every second."""
 
 
 @click.command()
@@ -48,10 +48,10 @@ _SILENT_S = 2.0
 @click.option(
     "--port", type=click.IntRange(1, 65535), metavar="N", help="Port of a server on this machine, instead of the URL."
 )
-@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server requires.")
 @click.option("--model", metavar="NAME", help="Model whose rates and KV cache are shown, of several.  [default: the first]")
 @click.option("--interval", default="1s", show_default=True, metavar="DURATION", help="Time between two updates.")
-@click.option("--once", is_flag=True, help="Show it once, as plain text, as without a terminal.")
+@click.option("--once", is_flag=True, help="Print once as plain text; implied without a terminal.")
 @tls_options
 def top(
     url: str | None,
@@ -70,13 +70,7 @@ def top(
     """
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
-    # Like `serve`, accept several keys in the environment. Each of them is valid.
-    reader = Reader(
-        server_url(url, port, is_tls=insecure or cafile is not None),
-        api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key),
-        model,
-        tls=client_tls(cafile, insecure=insecure),
-    )
+    reader = reader_of(url, port, api_key, model, cafile, insecure=insecure)
     if sys.stdout.isatty() and not once:
         _show_live(reader, interval_s)
         return
@@ -85,14 +79,19 @@ def top(
     print("\n".join(_lines(before, reader.read(), Look(width=110, height=1000))))
 
 
-def server_url(url: str | None, port: int | None, *, is_tls: bool) -> str:
+def reader_of(
+    url: str | None, port: int | None, api_key: str | None, model: str | None, cafile: str | None, *, insecure: bool
+) -> Reader:
+    """Return a reader of the server that these options of a command name."""
     if url is None:
-        return f"{'https' if is_tls else 'http'}://127.0.0.1:{port or 8000}"
-    if port is not None:
+        url = f"{'https' if insecure or cafile is not None else 'http'}://127.0.0.1:{port or 8000}"
+    elif port is not None:
         raise click.UsageError("Give the URL or --port, not both: a URL contains its port, as in http://host:8000.")
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
-    return url.rstrip("/")
+    # Like `serve`, accept several keys in the environment. Each of them is valid.
+    key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
+    return Reader(url.rstrip("/"), key, model, tls=client_tls(cafile, insecure=insecure))
 
 
 def _show_live(reader: Reader, interval_s: float) -> None:
@@ -270,7 +269,7 @@ def replica_lines(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{one['name'][:_NAME_WIDTH]:{_NAME_WIDTH}}  {one['requests_running']:7}  {one['requests_waiting']:7}  "
             f"{one['tokens_left']:11}  {held:7.0%}  {one['address']}{silent}"
         )
-    return lines if replicas else ["No replica is there."]
+    return lines if replicas else ["No replicas"]
 
 
 def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from penstock.lab.plan import Candidate
     from penstock.lab.prompts import Tokenizer
     from penstock.lab.records import Record
-    from penstock.lab.traces import CountTokens
     from penstock.lab.tune import Evaluate, Settings
     from penstock.lab.workload import Workload
 
@@ -72,7 +71,7 @@ _COMPONENTS = ("model", "kv", "scheduler", "backend")
     type=click.IntRange(1, 10),
     default=3,
     show_default=True,
-    help="The best so many of the search are judged and verified.",
+    help="Best candidates of the search to judge and verify.",
 )
 @click.option("--verify", is_flag=True, help="Run the best and the default on the real engine, here; in real time.")
 @click.option("--output", type=FILE, metavar="FILE.toml", help="Write the settings for serve.")
@@ -90,6 +89,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     """
     from penstock.config.saved import settings_hash, write_config_file
     from penstock.lab.figures import parse_slos
+    from penstock.lab.prompts import counter_of
     from penstock.lab.tune import DEFAULT, Objective, verify
     from penstock.lab.tune import tune as search
     from penstock.lab.tune_report import notes, search_lines, verdict_lines
@@ -103,7 +103,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
     simulator, tokenizer = _Simulator(values, choice.seed), _tokenizer(values)
     values["device"] = simulator.device
-    workload = make_workload(choice, None if tokenizer is None else _count(tokenizer))
+    workload = make_workload(choice, None if tokenizer is None else counter_of(tokenizer))
     longest = max(job.num_output_tokens for job in workload.jobs)
     if values["max_tokens"] is not None and values["max_tokens"] < longest:
         raise ConfigError(f"The longest answer has {longest} tokens.", remedy="Raise --max-tokens, or cut answers.")
@@ -172,7 +172,7 @@ class _Simulator:
         return outcome.records
 
     def doubts(self, settings: Settings) -> Iterator[str]:
-        """Yield warnings: what is only assumed about the simulated server."""
+        """Yield warnings about assumptions behind the simulated server."""
         yield from self._candidate(settings).doubts
         fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
         if fitted and asked and fitted != asked:
@@ -194,10 +194,6 @@ def _tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
     from penstock.cli.bench import load_tokenizer_of
 
     return load_tokenizer_of(values["model"], values["cache"])
-
-
-def _count(tokenizer: Tokenizer) -> CountTokens:
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Evaluate:

@@ -53,13 +53,13 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="NAME|FILE",
         help=f"{', '.join(NAMED)}; or a file: a trace of Azure or Mooncake, conversations of ShareGPT, a recording, prompts.",
     ),
-    click.option("--requests", type=click.IntRange(min=1), help="The first so many. Default: all of a file, else 100."),
-    click.option("--rate", type=float, metavar="PER_S", help="Requests per second on average; of a ramp, at its begin."),
+    click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: all of a file, else 100."),
+    click.option("--rate", type=float, metavar="PER_S", help="Average requests per second; for a ramp, at its start."),
     click.option(
         "--arrivals",
         type=click.Choice(ARRIVALS),
         callback=_arrivals,
-        help="When requests come. Default: as the other options imply; poisson with a rate alone; else as in the file.",
+        help="When requests arrive. Default: what other options imply; poisson if only --rate is given; else the file's.",
     ),
     click.option("--cv", type=float, help="Coefficient of variation of gamma gaps; above 1 requests come in bursts."),
     click.option("--rate-to", type=float, metavar="PER_S", help="Requests per second at the end of a ramp."),
@@ -71,7 +71,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--speed", type=float, default=1.0, show_default=True, help="Divide all times: 2 is twice as fast."),
     click.option(
-        "--divide-lengths", type=click.IntRange(min=1), default=1, show_default=True, help="Make prompts and answers shorter."
+        "--divide-lengths", type=click.IntRange(min=1), default=1, show_default=True, help="Divide prompt and answer lengths."
     ),
     click.option("--max-input-tokens", type=click.IntRange(min=1), help="Cut longer prompts."),
     click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers."),
@@ -91,7 +91,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--prefix-groups", type=click.IntRange(min=1), default=1, show_default=True, help="Groups that share such a prefix."
     ),
-    click.option("--tenants", default="", metavar="NAME=WEIGHT,...", help="As a=7,b=1; or 4 for so many, alike."),
+    click.option("--tenants", default="", metavar="NAME=WEIGHT,...", help="Such as a=7,b=1; or 4: four equal ones."),
     click.option("--cancel-share", type=float, default=0.0, help="Share of clients that go away during the answer, as 0.03."),
     click.option(
         "--sessions",

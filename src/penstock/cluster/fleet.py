@@ -77,7 +77,7 @@ PATIENCE_NS = 60_000_000_000
 START_PATIENCE_NS = 600_000_000_000
 """The same where replicas are started for requests."""
 MAX_LOSSES = 3
-"""A request ends when so many replicas failed with it, one after another: it may be what breaks them."""
+"""A request ends after this many consecutive replicas failed while computing it: it may be the cause."""
 LOST, ANSWER = "lost", "answer"
 """Why requests move: their replica was lost or refused them, or answers are computed apart from prompts."""
 NO_REPLICA = "no replica is there to compute it"
@@ -99,10 +99,10 @@ class Fleet:
         resumes: bool = True,
         slo_itl_ns: int | None = None,
     ) -> None:
-        """`listener`: where replicas dial in; it is closed with the fleet. `secret`: what they must know.
+        """`listener`: the socket for replicas, closed with the fleet. `secret`: shared with the replicas.
 
         `resumes`: an answer that has begun goes on at another replica if its own is lost. Otherwise it ends with an error.
-        `slo_itl_ns`: a target between tokens, for which prompts and answers may be computed apart.
+        `slo_itl_ns`: inter-token latency target. If set, prefill and decode may be disaggregated.
         """
         self._listener, self._secret, self._router, self.clock = listener, secret, router, clock
         self._has_prefix_caching, self._resumes, self._slo_itl_ns = has_prefix_caching, resumes, slo_itl_ns
@@ -115,8 +115,8 @@ class Fleet:
         self.on_size: Callable[[int], None] = lambda _: None
         """Called with the number of replicas whenever it changes."""
 
-        self.num_explained = 0
-        """Ended requests whose replica is remembered, so that they can be explained."""
+        self.max_ended = 0
+        """Most ended requests whose replica is remembered, so that they can be explained."""
 
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
@@ -127,7 +127,6 @@ class Fleet:
         self._pool = EngineLoad()
         self.model: ModelInfo | None = None
         """Facts of the replicas' model. None until the first one has come."""
-        self._has_come = threading.Event()
         self._has_ended = threading.Event()
         self.num_moved = dict.fromkeys((LOST, ANSWER), 0)
         """Requests that went on at another replica, by why."""
@@ -158,10 +157,6 @@ class Fleet:
         """Start the thread. From now on, all threads of the process take turns more often."""
         sys.setswitchinterval(SWITCH_S)
         self._thread.start()
-
-    def wait_for_model(self, timeout_s: float) -> ModelInfo | None:
-        """Wait for the first replica that takes requests. Return the facts of its model, or None if none came in time."""
-        return self.model if self._has_come.wait(timeout_s) else None
 
     def use_adapters(self, adapters: Adapters) -> None:
         """Set the registry in which requests find their adapters, before the first request."""
@@ -227,8 +222,9 @@ class Fleet:
         found = [] if self._scaler is None else [(now_ns, self._wanted), *reversed(list(self._decisions))]
         return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in found]
 
-    def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
-        """Ask replicas for the explanations of requests. Waits up to a second, so not for an event loop."""
+    def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
+        """Ask replicas for the explanations of requests, as a `History`. Waits up to a second, so not for an event loop."""
+        del read_clock
         answer: Future[list[Explanation]] = Future()
         with self._lock:
             if self._is_over:  # its replicas and their histories have gone
@@ -343,7 +339,7 @@ class Fleet:
         while True:
             await asyncio.sleep(SILENCE_NS / 10e9)
             looked_ns, now_ns = now_ns, self.clock.now_ns()
-            if now_ns - looked_ns > SILENCE_NS / 2:  # this process stood still, and has not read what replicas reported
+            if now_ns - looked_ns > SILENCE_NS / 2:  # this process was stalled, and has not read the replicas' reports
                 for replica in self._replicas.values():
                     replica.heard_ns = now_ns
             try:
@@ -406,11 +402,12 @@ class Fleet:
 
     def _greet(self) -> Link:
         """Make the link of a replica that dials in."""
-        link = _GreetingLink(self._on_message, self._on_lost)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        link = Link(self._on_message, self._on_lost, Greeting(FORMAT, nonce))
         strangers = [one for one in self._replicas.values() if not (one.name or one.link.is_closing)]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].link.close("too many others have dialled")
-        self._replicas[link] = ReplicaEnd(link, self.clock.now_ns(), link.nonce)
+        self._replicas[link] = ReplicaEnd(link, self.clock.now_ns(), nonce)
         return link
 
     def _on_message(self, link: Link, data: bytes) -> None:
@@ -464,7 +461,6 @@ class Fleet:
         _log.info("replica %s %s: %s in all", replica.name, takes, counted(self.num_replicas, "replica"))
         self._resize()
         if is_ready:
-            self._has_come.set()
             self._dispatch(self._waiting())
 
     def _on_lost(self, link: Link, cause: str) -> None:
@@ -497,7 +493,7 @@ class Fleet:
 
     def _sum_up(self) -> None:
         loads = [replica.load for replica in self._by_number.values() if replica.is_ready]
-        if not loads and self._scaler is not None and self.model is not None:  # as of the replica that a request starts
+        if not loads and self._scaler is not None and self.model is not None:  # count the replica that a request would start
             capacity = self.model.capacity
             num_blocks = capacity.num_blocks - 1
             loads = [EngineLoad(num_blocks_total=num_blocks, num_blocks_free=num_blocks, num_rows_free=capacity.max_rows)]
@@ -572,7 +568,7 @@ class Fleet:
                 choice.fewest_tokens_ahead,
                 before=flight.before,
             )
-            self._questions.note(flight.request.request_id, route, self.num_explained + len(self._flights))
+            self._questions.note(flight.request.request_id, route, self.max_ended + len(self._flights))
             flight.before += (replica.name,)
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
@@ -581,7 +577,7 @@ class Fleet:
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
 
     def _hand_over(self, flight: Flight) -> None:
-        """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
+        """Move a request with its first token to a replica for decoding, if prefill and decode are disaggregated."""
         request, giver, dispatcher = flight.request, flight.replica, self._dispatcher
         assert dispatcher is not None, "it was sent"
         assert giver is not None, "it was sent"
@@ -600,15 +596,15 @@ class Fleet:
         replica = flight.replica = self._by_number[number]
         replica.flights[request.request_id] = flight
         route = Route(replica.name, 0, work[number], min(work.values()), flight.before)
-        self._questions.note(request.request_id, route, self.num_explained + len(self._flights))
+        self._questions.note(request.request_id, route, self.max_ended + len(self._flights))
         flight.before += (replica.name,)
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 
     def _await_adapter(self, group: Sequence[Flight]) -> bool:
-        """Have the adapter of these requests read, unless it has been. Return whether they must not be sent now.
+        """Start reading these requests' adapter, unless that is done. Return whether they must not be sent now.
 
-        If the adapter can't be read, end them.
+        If the adapter can't be read, end the requests.
         """
         ref = group[0].request.adapter
         if ref is None or group[0].has_adapter:
@@ -631,7 +627,7 @@ class Fleet:
         return work_of(request, "" if ref is None or adapters is None else str(adapters.path(ref)))
 
     def _unready_for(self, request_ids: set[str]) -> set[int]:
-        """Return the replicas that can't take these requests now: they are not ready, or have not told the requests' end."""
+        """Return the replicas that can't take these requests now: they are not ready, or are still ending one of them."""
         replicas = self._by_number.items()
         return {number for number, replica in replicas if not replica.is_ready or replica.leaving & request_ids}
 
@@ -795,15 +791,3 @@ class Fleet:
             num_blocks_cached=pool.num_blocks_cached,
             num_blocks_background=pool.num_blocks_background,
         )
-
-
-class _GreetingLink(Link):
-    """A link that greets who dials in."""
-
-    def __init__(self, on_message: Callable[[Link, bytes], None], on_lost: Callable[[Link, str], None]) -> None:
-        super().__init__(on_message, on_lost)
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.send(Greeting(FORMAT, self.nonce))

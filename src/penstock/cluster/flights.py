@@ -52,7 +52,7 @@ class Flight:
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
     num_losses: int = 0
-    """Replicas that failed while they had it, without much progress between."""
+    """Consecutive replicas that failed while computing the request (see `PROGRESS`)."""
     num_tokens_then: int = 0
     """Tokens that it had at the last such loss."""
     last_loss: str = ""
@@ -79,7 +79,7 @@ class Flight:
         self.num_tokens_then, self.last_loss = num_tokens, why
 
     def note(self, chunk: OutputChunk) -> int | None:
-        """Note a chunk's progress. Return the time since the tokens before, or None if it has the first ones, or none."""
+        """Note a chunk's progress. Return the time since the previous tokens, or None for the first ones or none."""
         request = self.request
         progress.follow(request, chunk.token_ids, chunk.first_scheduled_ns, chunk.first_token_ns, chunk.num_cached_tokens)
         gap_ns = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +21,6 @@ from penstock.engine.bridge import Bridge
 from penstock.engine.ports import ObserverGroup
 from penstock.models.catalog import ModelSource
 from penstock.models.read_facts import read_facts
-from penstock.obs.explain.explanation import Explanation
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
 from penstock.text.dialects import find_dialect
@@ -64,6 +63,7 @@ def check(config: Config) -> None:
     sharing = without_splits(config).sharing
     for flag, is_set in (
         ("--record", config.server.record is not None),
+        ("--kv-events", config.server.kv_events is not None),
         ("load_on, idle_unload and machine_share", replace(sharing, aliases=()) != SharingConfig()),
     ):
         if is_set:
@@ -91,6 +91,8 @@ def _front(
     max_running = blueprint.policies.max_running(info.capacity)
     connect(fleet, bridge, admission, metrics, max_running=max_running)
     metrics.max_rows, metrics.max_step_tokens = max_running, info.capacity.max_step_tokens
+    if lasting.journal is not None:
+        fleet.max_ended = lasting.journal.max_ended
     if (adapters := lasting.adapters) is not None:
         connect_adapters(adapters, blueprint, model)
         fleet.use_adapters(adapters)
@@ -114,7 +116,7 @@ def _front(
         defaults=model.sampling,
         sources=lasting.sources,
         adapters=lasting.adapters,
-        journal=None if lasting.journal is None else Histories(fleet, lasting.journal.max_ended),
+        journal=None if lasting.journal is None else fleet,
         release=partial(_release, bridge, lasting.adapters, on_closed),
     )
 
@@ -124,18 +126,6 @@ def _release(bridge: Bridge, adapters: Adapters | None, on_closed: Callable[[], 
     if adapters is not None:
         adapters.close()
     on_closed()
-
-
-class Histories:
-    """The histories of requests at the replicas: a `History`."""
-
-    def __init__(self, fleet: Fleet, max_ended: int) -> None:
-        self._fleet, self.max_ended = fleet, max_ended
-        fleet.num_explained = max_ended
-
-    def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        del read_clock
-        return self._fleet.explain(request_ids)
 
 
 def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int) -> None:

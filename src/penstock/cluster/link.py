@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.cluster.messages import encode
+from penstock.cluster.messages import Greeting, encode
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +22,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class Link(asyncio.Protocol):
-    def __init__(self, on_message: Callable[[Link, bytes], None], on_lost: Callable[[Link, str], None]) -> None:
-        """`on_lost` is called once, with the cause. An error in `on_message` closes the link."""
-        self._on_message, self._on_lost = on_message, on_lost
+    def __init__(
+        self, on_message: Callable[[Link, bytes], None], on_lost: Callable[[Link, str], None], greeting: Greeting | None = None
+    ) -> None:
+        """`on_lost` is called once, with the cause. An error in `on_message` closes the link. `greeting`: sent at first."""
+        self._on_message, self._on_lost, self._greeting = on_message, on_lost, greeting
         self._transport: asyncio.Transport | None = None
         self._read = bytearray()
         self._cause = "the connection was closed"
@@ -54,6 +56,8 @@ class Link(asyncio.Protocol):
         self.peer = f"{self.host}:{port}"
         if self.is_closing:
             self._transport.abort()
+        elif self._greeting is not None:
+            self.send(self._greeting)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

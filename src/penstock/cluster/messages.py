@@ -1,7 +1,7 @@
 """The messages between the front and its replicas, as MessagePack. Times are those of the sender's clock.
 
-Clocks of two machines differ, so each message that has times says when it was sent. The receiver moves its times by the
-difference to its own clock: they are late by the time the message took, which is what the client waits, too.
+Clocks of two machines differ, so each message with times carries its send time. The receiver shifts its times by its own
+clock minus that send time. They are then late by the transit time, which the client waits, too.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from penstock.deploy.routes import check_routes, open_routes, warn_of_other_file
 from penstock.deploy.running import ServedModel
 from penstock.deploy.splits import Split, check_splits, read_split
 from penstock.engine.bridge import Bridge
+from penstock.models.load import fingerprint
 from penstock.sched.routing.routers import find_router
 from penstock.sched.scaling import Scaler
 from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectReason, counted
@@ -79,7 +80,7 @@ class MakeCrew(Protocol):
 
 class ClusterModels:
     def __init__(self, configs: Sequence[Config], routing: Routing, bind: Bind, *, is_elsewhere: bool) -> None:
-        """Find the models and check their settings. Replicas are started by `start`, so that only what can run costs any.
+        """Find the models and check their settings. `start` starts the replicas, so a refused config starts none.
 
         `bind`: returns a socket that listens at a host and port. `is_elsewhere`: replicas run on machines that are not known
         here. Raises PenstockError.
@@ -96,7 +97,7 @@ class ClusterModels:
 
     @property
     def num_cpus(self) -> int:
-        """CPUs of all replicas, twice: those of an update run beside the others."""
+        """Twice all replicas' CPUs: an update runs old and new ones together."""
         return 2 * sum(member.num_threads * member.config.cluster.most for member in self._members)
 
     def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
@@ -123,7 +124,7 @@ class ClusterModels:
     def update(self, configs: Sequence[Config], routing: Routing) -> list[str]:
         """Serve the models of another configuration. Return what changed, a line for each model.
 
-        Blocks until the replicas of what is new have come. Raises PenstockError, and nothing changes.
+        Blocks until the new models' replicas have connected. Raises PenstockError, and then nothing changes.
         """
         if not self._updating.acquire(blocking=False):
             raise PenstockError("Another update is under way.", remedy="Wait for its end.")
@@ -190,7 +191,7 @@ class ClusterModels:
         check_splits(splits, [member.name for member in members])
         by_name = {name: member for member in members for name in member.names}
         check_routes(self._routes, by_name, self._upstreams)
-        check_pipelines(self._pipelines, by_name, {*[route.name for route in self._routes], *self._upstreams})
+        check_pipelines(self._pipelines, by_name, {route.name: route for route in self._routes}, {*self._upstreams})
         if self._num_machines > 1 and any(is_loopback(member.config.cluster.replica_host) for member in members):
             remedy = "Set --replica-host to an address of this machine that the others reach."
             raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
@@ -212,7 +213,7 @@ class ClusterModels:
         made: list[Member] = []
         with ExitStack() as failed:
             for config in configs:
-                alike = [one for one in kept if without_splits(one.config) == without_splits(config)]
+                alike = [one for one in kept if one.is_for(config)]
                 if alike:
                     member = alike[0]
                 else:
@@ -252,6 +253,10 @@ class Member:
             raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
         self.source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
         self.names = tuple(dict.fromkeys((*served_names(config, self.source), *aliases(config, self.source))))
+        try:
+            self._files = fingerprint(self.source.path)
+        except OSError as error:
+            raise ConfigError(f"The model's files can't be read: {error}.", remedy="Check the path.") from error
         resolve(config, self.source, machine)
         router = find_router(config.cluster.router)()
         listener = bind(config.cluster.replica_host, 0)
@@ -274,6 +279,16 @@ class Member:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def is_for(self, config: Config) -> bool:
+        """Return whether a new member with this configuration would be the same: its settings, and the model's own files."""
+        if without_splits(self.config) != without_splits(config):
+            return False
+        try:
+            return fingerprint(self.source.path) == self._files
+        except OSError as error:
+            _log.warning("whether the files of %s have changed is not known: %s", self.name, error)
+            return True
 
     def begin(self, make_crew: MakeCrew, num_beside: int) -> None:
         """Begin to start the first replicas."""
@@ -340,7 +355,7 @@ class Member:
         end_s = time.monotonic() + STOP_S
         is_over = False
         while not is_over:
-            is_over = starting.join(0.0) or time.monotonic() > end_s  # what is still being started has to be stopped again
+            is_over = starting.join(0.0) or time.monotonic() > end_s  # a start under way can add replicas after `stop`
             try:
                 self.crew.stop()
             except Exception as error:

@@ -19,7 +19,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.schema import ApplicationStatus
 
 from penstock.config import Config
+from penstock.machine import settle_on_node
 from penstock.types.errors import PenstockError
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "penstock-"
 """Beginning of the names of applications in Ray Serve, one for each model, and of actors."""
@@ -35,6 +38,10 @@ class PenstockReplica:
         """The arguments are those of `ReplicaThread`."""
         from penstock.cluster.process import ReplicaThread
 
+        assert config.backend.threads is not None, "the front has shared the cores out"
+        self._seat = settle_on_node(config.backend.threads)
+        if self._seat is not None:
+            _log.info("this replica stays on memory node %d", self._seat[0])
         self._leave_s = config.server.shutdown_timeout_s
         name = serve.get_replica_context().replica_id.unique_id
         self._thread = ReplicaThread(config, name=name, front=front, secret=secret, num_beside=num_beside)

@@ -86,7 +86,7 @@ class Questions:
             question.answer.set_result(list(self._whole(question.told)))
 
     def _whole(self, told: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:
-        """Yield what the last replica of each request says, after what the one says that gave it its first token."""
+        """Yield one explanation per request: the last replica's, continuing that of the replica with the first token."""
         for (request_id, replica), last in told.items():
             route = self._routes.get(request_id)
             if route is None or route.replica != replica:

@@ -140,7 +140,7 @@ class Replica:
                 self._report()
             self._fetcher.forget_closed()
             looked_s, now_s = now_s, loop.time()
-            if now_s - looked_s > FRONT_SILENCE_S / 2:  # this process stood still, and has not read what the front sent
+            if now_s - looked_s > FRONT_SILENCE_S / 2:  # this process was stalled, and has not read the front's messages
                 self._heard_s = now_s
             elif now_s - self._heard_s > FRONT_SILENCE_S:
                 link.close(f"it has sent nothing for {FRONT_SILENCE_S:g} s")
@@ -164,7 +164,7 @@ class Replica:
     def _on_lost(self, link: Link, cause: str) -> None:
         if self._link is not None:
             told, self._pause_s = "was lost", REDIAL_S
-        else:  # it will rarely think better of it
+        else:  # it will probably refuse again
             told, self._pause_s = "did not take this replica", min(2 * self._pause_s, MAX_REDIAL_S)
         if not self._is_leaving:
             _log.warning("the front at %s %s: %s", link.peer, told, cause)
@@ -218,7 +218,7 @@ class Replica:
             link.close("it does not know the cluster's secret")
             return
         link.max_bytes = MAX_BYTES
-        self._tap.take()  # the front gets what is held now, and nothing of before
+        self._tap.take()  # the front gets the blocks held now, without earlier changes
         self._chunks.clear()
         held = Changes(list(self._tap.held), [])
         now_ns = self._running.clock.now_ns()

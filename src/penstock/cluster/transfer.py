@@ -205,7 +205,7 @@ class BlockServer:
         try:
             with guest:
                 self._give(_Peer(guest, time.monotonic() + GIVE_S))
-        except (OSError, msgspec.MsgspecError) as error:  # the taker computes what it lacks
+        except (OSError, msgspec.MsgspecError) as error:  # the receiver recomputes missing blocks
             _log.debug("a transfer of KV blocks has ended early: %s", error)
         except Exception:
             _log.exception("KV blocks could not be given")
@@ -254,9 +254,9 @@ class Fetcher:
         self._maps.forget_closed()
 
     def fetch(self, blocks: Blocks, request: Request, source: Source, end_s: float | None = None) -> int:
-        """Bring what another replica holds of a prompt into this one's cache. Returns how many tokens have come. Never raises.
+        """Copy another replica's cached KV of a prompt into this cache. Returns how many tokens were copied. Never raises.
 
-        `end_s`: when to end, as `time.monotonic` has it, unless the engine keeps its books; by default in `FETCH_S`.
+        `end_s`: the deadline by `time.monotonic`, by default `FETCH_S` from now. The engine's bookkeeping may exceed it.
         """
         address, began_s = (source.host, source.port), time.monotonic()
         end_s = began_s + FETCH_S if end_s is None else end_s
@@ -291,7 +291,7 @@ class Fetcher:
     def _is_cheap(self, blocks: Blocks) -> bool:
         compute_ns_per_block = blocks.compute_ns_per_block
         if compute_ns_per_block and self._ns_per_block > compute_ns_per_block:
-            self._ns_per_block *= 0.98  # so that it is tried again some day
+            self._ns_per_block *= 0.98  # so that transfers are eventually retried
             return False
         return True
 
@@ -300,7 +300,7 @@ class Fetcher:
         self._ns_per_block = 0.875 * before + 0.125 * ns_per_block
 
     def _take(self, blocks: Blocks, wanted: Wanted, giver: _Peer, request_id: str) -> int:
-        """Ask for the missing blocks, and put into the cache what comes. Returns how many of them are there now."""
+        """Request the missing blocks, and cache those received. Returns how many of the missing ones are now cached."""
         nonce, own = giver.receive(_Greeting, MAX_STRANGER_BYTES).nonce, secrets.token_bytes(NONCE_BYTES)
         giver.send(_Answer(prove(self._secret, TAKER, nonce), own))
         if not hmac.compare_digest(giver.receive(_Giver, MAX_STRANGER_BYTES).proof, prove(self._secret, GIVER, own)):
@@ -344,8 +344,8 @@ class Fetcher:
 
 
 class _Maps:
-    """Other replicas' files of blocks, as this process's memory. They stay, since the first read of a page takes three times as
-    long as the next."""
+    """Other replicas' block files, mapped into this process. They stay mapped, since the first read of a page takes three times
+    as long as the next."""
 
     def __init__(self) -> None:
         self._maps: dict[_Place, memoryview] = {}

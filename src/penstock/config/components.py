@@ -33,8 +33,8 @@ from penstock.types.errors import ConfigError
 DEFAULT_MODEL = "smollm2:135m"
 
 
-def _arguments_of(policy: str) -> Any:
-    return table(None, f"Arguments for the {policy}, by name.", default_doc="its own defaults")
+def _arguments_of(option: str) -> Any:
+    return table(None, f"Arguments for {option}, by name.", default_doc="its own defaults")
 
 
 TOOL_PARSERS = (
@@ -64,15 +64,15 @@ class ModelConfig(Component):
     )
     chat_template: str | None = setting(
         None,
-        "Name of one of the model's chat templates or of a built-in one, a file with one (Jinja2), or the template itself.",
+        "Name of a chat template (the model's or a built-in one), a Jinja2 file, or the template's text.",
         default_doc="the model's own",
     )
     tool_call_parser: str = choice(
-        "auto", "Form in which the model writes calls of tools. auto: as its chat template shows.", choices=TOOL_PARSERS
+        "auto", "Format of the model's tool calls. auto: detected from its chat template.", choices=TOOL_PARSERS
     )
     reasoning_parser: str = choice(
         "auto",
-        "Form of the block in which the model reasons first. auto: as its chat template shows. none: it is content.",
+        "Format of the model's reasoning block. auto: detected from its chat template. none: it stays in the content.",
         choices=REASONING_PARSERS,
     )
     generation_config: str = setting(
@@ -93,7 +93,7 @@ class ModelConfig(Component):
     )
     pooling: str | None = choice(
         None,
-        "How an encoder's tokens become a text's vector: that of the first one, the last one, their mean, or each by itself.",
+        "How an encoder's token vectors are pooled: first token, last token, mean, or each (a vector per token).",
         choices=("first", "last", "mean", "each"),
         default_doc="as the model's files say",
     )
@@ -114,8 +114,8 @@ class KvConfig(Component):
         None,
         "Memory for keys and values.",
         minimum=1,
-        default_doc="half of what is free after the weights, at most 4GiB or what all rows can use; on a GPU what "
-        "--gpu-memory-utilization leaves",
+        default_doc="half the memory left after the weights, capped at 4GiB and what --max-num-seqs requests can use; on a "
+        "GPU, what --gpu-memory-utilization leaves",
     )
     gpu_memory_utilization: float | None = share(
         None,
@@ -133,9 +133,9 @@ class KvConfig(Component):
     prefix_caching: bool = flag(True, "Reuse the KV of prompts that begin alike.")
     prefix_sharing: str | None = choice(
         None,
-        "Who shares them: all, or each tenant for itself.",
+        "Share cached prefixes among all tenants, or within each.",
         choices=("all", "tenant"),
-        default_doc="tenant with several API keys, a file of keys or --trust-tenant-header, else all",
+        default_doc="tenant with several API keys, a key file or --trust-tenant-header, else all",
     )
     kv_eviction: str | None = choice(
         None,
@@ -145,19 +145,19 @@ class KvConfig(Component):
         default_doc="priority with --policy priority; tenant-fair with --policy fair, several API keys, a file of keys or "
         "--trust-tenant-header; else the preset's: lru",
     )
-    kv_eviction_args: Mapping[str, object] | None = _arguments_of("eviction")
+    kv_eviction_args: Mapping[str, object] | None = _arguments_of("--kv-eviction")
     kv_rest_s: float | None = duration(
         None,
         "How much longer cached prefixes of conversations are kept than others; 0: no longer.",
         minimum=0.0,
         default_doc="10s",
     )
-    kv_host_size_bytes: int = size(0, "Memory of the machine for what a GPU's KV cache evicts or preempts; 0: none.", minimum=0)
-    kv_disk_size_bytes: int = size(0, "Largest size of a file for what the KV cache evicts or preempts; 0: none.", minimum=0)
+    kv_host_size_bytes: int = size(0, "Host memory for KV blocks evicted or preempted on a GPU; 0: none.", minimum=0)
+    kv_disk_size_bytes: int = size(0, "Maximum size of a disk file for evicted or preempted KV blocks; 0: none.", minimum=0)
     kv_disk_path: str | None = path(
         None,
-        "Folder of that file, which is kept for the next start; one server at a time.",
-        default_doc="`kv` in the folder for fetched weights; with several models a folder in it for each",
+        "Folder of the --kv-disk-size file, reused after a restart; one server at a time.",
+        default_doc="`kv` in the folder for fetched weights; with several models, one subfolder each",
     )
     kv_watermark: float | None = share(
         None,
@@ -180,7 +180,7 @@ class LoraConfig(Component):
     lora_dir: str | None = path(None, "Folder of adapters: other names are looked up there when they are requested.")
     merge_lora: tuple[str, ...] = path(
         (),
-        "PATH or PATH:WEIGHT of an adapter that becomes part of the model when it is loaded; may be repeated.",
+        "PATH or PATH:WEIGHT of an adapter to merge into the model at load; may be repeated.",
         is_multiple=True,
     )
     max_loras: int = count(32, "Different adapters among the requests that run at once.", minimum=1, maximum=4096)
@@ -216,7 +216,7 @@ class SchedulerConfig(Component):
         None,
         "Named bundle of policies.",
         choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock", "offline", "texts"),
-        default_doc="penstock; texts for a model that reads texts and writes none",
+        default_doc="penstock; texts for an embedding, reranking or classification model",
     )
     batching: str | None = choice(
         None,
@@ -225,7 +225,7 @@ class SchedulerConfig(Component):
         takes_class=True,
         default_doc="the preset's: continuous",
     )
-    batching_args: Mapping[str, object] | None = _arguments_of("gate")
+    batching_args: Mapping[str, object] | None = _arguments_of("--batching")
     max_batch_size: int | None = count(
         None,
         "Requests in a static or dynamic batch.",
@@ -245,7 +245,7 @@ class SchedulerConfig(Component):
     )
     length_buckets: tuple[int, ...] | None = counts(
         None,
-        "Prompt lengths up to which requests share a dynamic batch and are padded.",
+        "Upper limits of prompt-length buckets. A dynamic batch is one bucket, padded.",
         minimum=1,
         default_doc="128,512,1024,2048",
     )
@@ -256,7 +256,7 @@ class SchedulerConfig(Component):
         takes_class=True,
         default_doc="the preset's: fcfs; calls for texts",
     )
-    policy_args: Mapping[str, object] | None = _arguments_of("order")
+    policy_args: Mapping[str, object] | None = _arguments_of("--policy")
     length_predictor: str | None = choice(
         None,
         "How the length of an answer is predicted.",
@@ -264,18 +264,18 @@ class SchedulerConfig(Component):
         takes_class=True,
         default_doc="the preset's: online",
     )
-    length_predictor_args: Mapping[str, object] | None = _arguments_of("predictor")
+    length_predictor_args: Mapping[str, object] | None = _arguments_of("--length-predictor")
     speculation: str | None = choice(
         None,
-        "How the next tokens of an answer are guessed, to be checked in one step.",
+        "How speculative decoding guesses the next tokens, to verify them in one step.",
         choices=("off", "suffix"),
         takes_class=True,
         default_doc="the preset's: suffix",
     )
-    speculation_args: Mapping[str, object] | None = _arguments_of("guesser")
+    speculation_args: Mapping[str, object] | None = _arguments_of("--speculation")
     speculation_model: str | None = setting(
         None,
-        "A small model with the same vocabulary, named as a model is, that guesses where --speculation does not. CPU only.",
+        "Small draft model with the same vocabulary, given like MODEL. It guesses where --speculation does not. CPU only.",
     )
     budget: str | None = choice(
         None,
@@ -284,22 +284,22 @@ class SchedulerConfig(Component):
         takes_class=True,
         default_doc="itl with --slo-itl, else the preset's: itl; hold-step for texts",
     )
-    budget_args: Mapping[str, object] | None = _arguments_of("budget")
+    budget_args: Mapping[str, object] | None = _arguments_of("--budget")
     slo_itl_s: float | None = duration(
         None,
-        "Target for the time between two tokens, kept by 99 of 100; prefill chunks are as small as that needs.",
+        "Target for the p99 time between two tokens; prefill chunks shrink to meet it.",
         minimum=0.001,
-        default_doc="50ms, or twice a step without prefills if that is more",
+        default_doc="50ms, or twice a decode-only step if that is longer",
     )
     background_share: float = share(
         0.0,
-        "Share of the time, about, that the lines of batches get at least, with continuous batching.",
+        "Approximate minimum share of time for requests of /v1/batches, with continuous batching.",
         minimum=0.0,
         maximum=0.9,
     )
     long_prefill_token_threshold: int | None = count(
         None,
-        "A prompt with more tokens to compute is long: others pass it with itl; else a step computes no more of it.",
+        "Prompts with more tokens to compute are long: with itl, others overtake them; else a step computes at most this many.",
         minimum=1,
         default_doc="the preset's: 512",
     )
@@ -311,12 +311,12 @@ class SchedulerConfig(Component):
     )
     reserve: str | None = choice(
         None,
-        "How much memory an admission must find.",
+        "Free memory required to admit a request.",
         choices=("chunk", "prompt", "predicted", "no-evict", "watermark"),
         takes_class=True,
         default_doc="the preset's: watermark",
     )
-    reserve_args: Mapping[str, object] | None = _arguments_of("reserve")
+    reserve_args: Mapping[str, object] | None = _arguments_of("--reserve")
     victim: str | None = choice(
         None,
         "Which running request is preempted when memory is short.",
@@ -324,17 +324,17 @@ class SchedulerConfig(Component):
         takes_class=True,
         default_doc="lowest-priority with --policy priority, else the preset's: cheapest",
     )
-    victim_args: Mapping[str, object] | None = _arguments_of("choice of a victim")
+    victim_args: Mapping[str, object] | None = _arguments_of("--victim")
     priority_preemption: bool | None = flag(
         None,
-        "With --policy priority, a waiting request pauses a running one of a lower class if it lacks a row or memory.",
+        "With --policy priority, a waiting request preempts one of lower priority when rows or memory run out.",
         default_doc="true with --policy priority, except in a static or dynamic batch",
     )
     preemption: str | None = choice(
         None,
-        "What happens to a request whose blocks are taken back.",
+        "How a preempted request gets its blocks back.",
         choices=("recompute",),
-        default_doc="recompute; with --kv-disk-size or --kv-host-size what takes less time, computing or loading",
+        default_doc="recompute; with --kv-disk-size or --kv-host-size the faster of recomputing and loading",
     )
     max_num_seqs: int | None = count(
         None, "Requests in one step at most.", minimum=1, maximum=4096, default_doc="64, on a GPU 256"
@@ -359,7 +359,7 @@ class AdmissionConfig(Component):
     )
     kv_headroom: float = share(
         0.2,
-        "Share of the KV blocks kept free for growth: else requests with a TTFT target are answered 429; 0: they wait.",
+        "Share of KV blocks that must stay free, or requests with a TTFT target get a 429; 0: they wait.",
         minimum=0.0,
         maximum=0.9,
     )
@@ -410,7 +410,7 @@ class BackendConfig(Component):
 
     device: str = choice(
         Device.AUTO.value,
-        "Where to compute: cuda is an NVIDIA GPU; auto takes one if it can be used and nothing is set that is the CPU's.",
+        "Where to compute: cuda is an NVIDIA GPU; auto uses one if available, unless a CPU-only setting is given.",
         choices=tuple(Device),
     )
     backend: str | None = choice(
@@ -424,26 +424,24 @@ class BackendConfig(Component):
         "Threads that compute on the CPU.",
         minimum=1,
         maximum=1024,
-        default_doc="a core each, however many threads it has, without efficiency cores and within a container's quota; "
-        "`penstock env` tells",
+        default_doc="one per physical core, without efficiency cores, within the container's quota; `penstock env` shows it",
     )
     pin_threads: bool = flag(
         False,
-        "Each thread but the engine's own stays on a core: for a server that has its cores to itself, with a thread for each.",
+        "Pin all threads but the engine's to cores: for a server with exclusive cores and a thread for each.",
     )
     kernels: str | None = choice(
         None,
         "Instruction set of the kernels on the CPU, used without a self-test. amx: Intel's tiles; avx512: with VNNI and bf16; "
         "neon: Arm's, with dot products.",
         choices=("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "neon-i8mm", "neon", "portable"),
-        default_doc="the best that the machine has; `penstock env` tells",
+        default_doc="the machine's best; `penstock env` shows it",
     )
     weight_dtype: str | None = choice(
         None,
-        "The type of weights that are floats, but of embeddings and logits. fp8: of a GPU. int8, bf16: on the CPU, of models "
-        "that read texts.",
+        "Type for floating-point weights, except embeddings and logits. fp8: on a GPU. int8, bf16: for encoders on the CPU.",
         choices=("fp8", "int8", "bf16"),
-        default_doc="the file's, floats of 16 and 32 bits as bf16; on the CPU int8 for models that read texts",
+        default_doc="the file's, with 16- and 32-bit floats as bf16; int8 for encoders on the CPU",
     )
     deterministic: bool | None = flag(
         None,
@@ -486,31 +484,31 @@ class ServerConfig(Component):
     api_keys_file: str | None = path(None, "TOML file of keys with names, and limits of their own; read again when it changes.")
     admin_api_keys: tuple[str, ...] = setting(
         (),
-        "Key of those who change what is served; may be repeated. It opens everything else, too.",
+        "Admin key: models, adapters, updates, traces; may be repeated. It opens everything else, too.",
         key="admin_api_key",
-        default_doc="none: without any key everybody may, with --api-key nobody",
+        default_doc="none: everybody is admin without keys, nobody with --api-key",
         is_multiple=True,
     )
     trust_tenant_header: bool = flag(
-        False, "With API keys, a call's tenant is what X-Tenant says; else it is the key. For a gateway that sets the header."
+        False, "With API keys, take a call's tenant from X-Tenant, not from the key. For gateways that set the header."
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        "Origin of web pages that may use the server, as https://example.org, or a host alone; may be repeated; * is any.",
-        default_doc="none: browsers keep other sites' pages out",
+        "Web origin that CORS allows, such as https://example.org or a bare host; may be repeated; * allows any.",
+        default_doc="none: browsers block other sites' pages",
         is_multiple=True,
     )
     page: bool = flag(True, "The page at /, to chat in a browser and to watch the server.")
     metrics_compat: str = choice(
-        "none", "GET /metrics also has the names of this server, for its boards and for gateways.", choices=("none", "vllm")
+        "none", "GET /metrics also has vLLM's metric names, for its dashboards and for gateways.", choices=("none", "vllm")
     )
     ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
     ssl_keyfile: str | None = path(None, "TLS private key (PEM).")
     max_connections: int | None = count(
         None,
-        "Connections that may have a request at once. Idle ones beyond are closed for new ones, requests beyond answered 503.",
+        "Most connections with an active request. Beyond it, idle connections are closed for new ones, and requests get a 503.",
         minimum=1,
-        default_doc="8192, or as many as the limit of open files leaves",
+        default_doc="8192, or fewer if the open-file limit requires it",
     )
     max_body_bytes: int = size(4 << 20, "Largest request body; a larger one gets a 413.", key="max_body_size", minimum=1024)
     ignore_unknown_parameters: bool = flag(
@@ -548,21 +546,21 @@ class ServerConfig(Component):
     )
     log_requests: float = share(
         0.0,
-        "Share of the requests with a line in the log, at their end: client, path, status, times and tokens.",
+        "Share of requests to log when they finish: client, path, status, times and tokens.",
         minimum=0.0,
         maximum=1.0,
     )
     slow_request_s: float | None = duration(
-        None, "Each request that took longer has such a line, which explains it.", key="log_slow_requests", minimum=0.0
+        None, "Log each request that took longer, with an explanation.", key="log_slow_requests", minimum=0.0
     )
     otlp_endpoint: str | None = setting(
         None,
         "URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces of requests.",
-        default_doc="OTEL_EXPORTER_OTLP_ENDPOINT, without which there are none",
+        default_doc="OTEL_EXPORTER_OTLP_ENDPOINT; without it, no traces",
     )
     trace_sample: float = share(
         1.0,
-        "Share of the requests that are traced, of those whose client does not say.",
+        "Share of requests to trace if the client's traceparent does not decide.",
         minimum=0.0,
         maximum=1.0,
     )
@@ -585,6 +583,10 @@ class ServerConfig(Component):
     record_tenant_names: bool = flag(
         False, "The recording has the names of tenants, instead of numbers, and of policies of your own."
     )
+    kv_events: str | None = setting(
+        None, "Address and port where changes of the prefix cache are published for routers, in vLLM's form."
+    )
+    kv_events_topic: str | None = setting(None, "Topic of these messages.", default_doc="an empty one")
     shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)
 
 
@@ -596,20 +598,20 @@ class SharingConfig(Component):
 
     models_dir: str | None = path(
         None,
-        "Folder whose .gguf files and Hugging Face directories are served, too, also those that come later: each by its "
-        "name, loaded when it is requested.",
+        "Folder whose .gguf files and Hugging Face directories are served too, including later additions: each under its "
+        "name, loaded on request.",
     )
     memory_bytes: int | None = size(
         None,
-        "Memory for all models together. One that has no room waits until others leave.",
+        "Memory for all models together. A model without room waits until others unload.",
         minimum=1,
-        default_doc="what is free at the start",
+        default_doc="what is free at startup",
     )
     aliases: tuple[str, ...] = setting(
         (),
-        "Further name of the model, understood but not listed; may be repeated.",
+        "Additional name of the model, accepted but not listed; may be repeated.",
         key="alias",
-        default_doc="the catalogue's, and MODEL as it was written, where --served-model-name is not given",
+        default_doc="the catalogue's, and MODEL as written, unless --served-model-name is given",
         is_multiple=True,
     )
     load_on: str = choice(
@@ -621,12 +623,12 @@ class SharingConfig(Component):
         None,
         "Time without requests after which the model leaves memory; the next request loads it again.",
         minimum=1.0,
-        default_doc="it stays while no other needs its room",
+        default_doc="it stays until another needs the memory",
     )
     keep_loaded: bool = flag(False, "Never unload the model for another one.")
     machine_share: float = share(
         1.0,
-        "The model's part of the CPU's time while other models want it, too: 2 gets twice as much as 1.",
+        "The model's weight when models compete for CPU time: 2 gets twice as much as 1.",
         minimum=0.05,
         maximum=20.0,
     )
@@ -635,10 +637,10 @@ class SharingConfig(Component):
         "Name of another model; this one answers a part of its requests.",
     )
     split_share: float | None = share(
-        None, "The part, as a share of the users that requests name.", minimum=0.0, maximum=1.0, default_doc="0"
+        None, "Share of the other model's users that this one serves.", minimum=0.0, maximum=1.0, default_doc="0"
     )
     split_tenants: tuple[str, ...] = setting(
-        (), "Tenant whose requests all belong to the part; may be repeated.", key="split_tenant", is_multiple=True
+        (), "Tenant that this model always serves; may be repeated.", key="split_tenant", is_multiple=True
     )
 
 
@@ -661,7 +663,7 @@ class ClusterConfig(Component):
         "prefix", "Chooses the replica of a request: prefix, least-work, round-robin, or your own, as module:Class."
     )
     resume: bool = flag(True, "Let an answer go on at another replica if its own is lost. Else it ends with an error.")
-    replica_host: str = setting("127.0.0.1", "Address at which replicas reach the server. On several machines one of its own.")
+    replica_host: str = setting("127.0.0.1", "Address at which replicas reach the server. With several machines, no loopback.")
 
     def __post_init__(self) -> None:
         Component.__post_init__(self)

@@ -68,7 +68,7 @@ def key_paths(config: ServerConfig) -> list[str]:
 
 
 def exposed_paths(config: ServerConfig) -> list[str]:
-    """Return the key files with keys in plain text that every user of this machine may read, for a warning."""
+    """Return the key files with plain-text keys that every user of this machine can read, for a warning."""
     paths = [config.api_key_file] if config.api_key_file else []
     if config.api_keys_file and any("key" in entry for entry in _entries(Path(config.api_keys_file))):
         paths.append(config.api_keys_file)
@@ -106,7 +106,7 @@ def read_named_keys(path: Path) -> list[ApiKey]:
     entries = _entries(path)
     keys = [_read_key(entry, f"The key file {path}, key {number}") for number, entry in enumerate(entries, 1)]
     _refuse_twice([key.name for key in keys], f"The key file {path} has two keys with the name")
-    _refuse_twice([key.digest.hex()[:8] for key in keys], f"The key file {path} has a key twice, whose SHA-256 begins with")
+    _refuse_twice([key.digest.hex()[:8] for key in keys], f"The key file {path} has one key twice: its SHA-256 begins with")
     return keys
 
 

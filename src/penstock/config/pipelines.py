@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from penstock.config.tables import Table, check_keys, name_of, parse_tables, text_of
+from penstock.config.tables import Table, check_keys, count_of, name_of, number_of, parse_tables, text_of
 from penstock.types.errors import ConfigError
 
 PIPELINES = "pipelines"
@@ -18,7 +18,9 @@ DEFAULT_TEMPLATE = """Answer the question from these sources, and cite them as [
 {sources}
 
 Question: {question}"""
-_KEYS = ("name", "index", "model", "top", "template", "reranker", "candidates")
+DEFAULT_SUPPORTED = 0.5
+DEFAULT_UNSUPPORTED = "The documents do not answer this."
+_KEYS = ("name", "index", "model", "top", "template", "reranker", "candidates", "check", "supported", "unsupported")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +31,31 @@ class RerankerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckConfig:
+    """An answer is kept if a model says that the passages support it."""
+
+    model: str
+    least: float = DEFAULT_SUPPORTED
+    """Least probability of "yes"."""
+    otherwise: str = DEFAULT_UNSUPPORTED
+    """The text that the client gets in place of any other answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     name: str
     """The name that clients ask for."""
     index: str
-    """Written by `penstock index`. A relative path is seen from the config file's folder."""
+    """Written by `penstock index`. Relative paths start at the config file's folder."""
     model: str
-    """Writes the answer."""
+    """Writes the answer. May be a route of models of this server."""
     top: int = DEFAULT_TOP
-    """Passages that it is shown."""
+    """Passages in the prompt."""
     reranker: RerankerConfig | None = None
-    """Chooses them. None: they are the nearest."""
+    """Chooses the passages. None: the nearest ones."""
+    check: CheckConfig | None = None
     template: str = DEFAULT_TEMPLATE
-    """The text of the question to it, with the passages at `{sources}` and the client's question at `{question}`."""
+    """The prompt template: passages replace `{sources}`, and the client's question `{question}`."""
 
 
 def parse_pipelines(tables: object, place: str, folder: Path) -> tuple[PipelineConfig, ...]:
@@ -52,10 +66,10 @@ def parse_pipelines(tables: object, place: str, folder: Path) -> tuple[PipelineC
 def _parse(folder: Path, table: Table, place: str) -> PipelineConfig:
     check_keys(table, _KEYS, place)
     name, index, model = name_of(table, place), text_of(table, "index", place), text_of(table, "model", place)
-    top = _number(table, "top", DEFAULT_TOP, 1, place)
+    top = count_of(table, "top", DEFAULT_TOP, 1, MAX_TOP, place)
     reranker = None
     if "reranker" in table:
-        candidates = _number(table, "candidates", min(CANDIDATES * top, MAX_TOP), top, place)
+        candidates = count_of(table, "candidates", min(CANDIDATES * top, MAX_TOP), top, MAX_TOP, place)
         reranker = RerankerConfig(model=text_of(table, "reranker", place), candidates=candidates)
     elif "candidates" in table:
         raise ConfigError(f"{place}candidates are for a reranker, and there is none.", remedy="Name one, or leave them out.")
@@ -63,11 +77,13 @@ def _parse(folder: Path, table: Table, place: str) -> PipelineConfig:
     for part in ("{sources}", "{question}"):
         if part not in template:
             raise ConfigError(f"{place}the template has no {part}.", remedy="docs/pipelines.md shows one.")
-    return PipelineConfig(name=name, index=str(folder / index), model=model, top=top, reranker=reranker, template=template)
-
-
-def _number(table: Table, key: str, default: int, least: int, place: str) -> int:
-    value = table.get(key, default)
-    if type(value) is not int or not least <= value <= MAX_TOP:
-        raise ConfigError(f"{place}{key} is not a number from {least} to {MAX_TOP}.", remedy=f"Leave it out for {default}.")
-    return value
+    check = None
+    if "check" in table:
+        least = number_of(table, "supported", DEFAULT_SUPPORTED, 0, 1, place)
+        otherwise = text_of(table, "unsupported", place) if "unsupported" in table else DEFAULT_UNSUPPORTED
+        check = CheckConfig(model=text_of(table, "check", place), least=least, otherwise=otherwise)
+    elif lost := {"supported", "unsupported"} & table.keys():
+        raise ConfigError(f"{place}{min(lost)!r} is for a check, and there is none.", remedy="Name its model, or leave it out.")
+    return PipelineConfig(
+        name=name, index=str(folder / index), model=model, top=top, reranker=reranker, check=check, template=template
+    )

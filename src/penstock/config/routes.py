@@ -13,16 +13,18 @@ from penstock.config.tables import Table, check_keys, count_of, name_of, number_
 from penstock.types.errors import ConfigError
 
 ROUTES = "routes"
-FALLBACK, CONFIDENCE = "fallback", "confidence"
+FALLBACK, CONFIDENCE, ENSEMBLE = "fallback", "confidence", "ensemble"
+MAX_ENSEMBLE = 9
+"""Models of an ensemble: a judge names the best answer by one digit."""
 DEFAULT_SAMPLES, MAX_SAMPLES = 5, 32
 LEAST_TEMPERATURE, DEFAULT_TEMPERATURE, MAX_TEMPERATURE = 0.01, 0.7, 2.0
 _PAIR = ("weak", "strong")
-_KEYS = {
-    FALLBACK: (FALLBACK,),
-    CONFIDENCE: (*_PAIR, CONFIDENCE, "samples", "temperature", "agreement", "part"),
-    "file": (*_PAIR, "file", "share"),
+_AGREEMENT, _VERIFIER = "agreement", "verifier"
+_CONFIDENCES = {
+    _AGREEMENT: ("samples", "temperature", _AGREEMENT, "part"),
+    _VERIFIER: (_VERIFIER, "least"),
 }
-"""Keys of each kind of route, by the one that tells it."""
+"""Keys of each kind of confidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class LearnedConfig:
     weak: str
     strong: str
     file: str
-    """Written by `penstock route fit`. A relative path is seen from the config file's folder."""
+    """Written by `penstock route fit`. Relative paths start at the config file's folder."""
     share: float
     """Share of the questions that the strong model should answer."""
 
@@ -46,11 +48,23 @@ class AgreementConfig:
     samples: int = DEFAULT_SAMPLES
     """Answers that are compared."""
     temperature: float = DEFAULT_TEMPERATURE
-    """The temperature of these."""
+    """Their sampling temperature."""
     least: float
     """Share of them that must be equal."""
     part: re.Pattern[str] | None = None
     """The part of an answer that is compared. None: all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierConfig:
+    """The weak model, if another one, or itself, says that its answer is right."""
+
+    weak: str
+    strong: str
+    verifier: str
+    """The model that is asked."""
+    least: float
+    """Least probability of "yes"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +75,27 @@ class FallbackConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnsembleConfig:
+    """All of these models answer, and one answer is chosen: without judge or reranker, the most common one."""
+
+    models: tuple[str, ...]
+    judge: str | None = None
+    """A model that reads all answers, and names the best one."""
+    reranker: str | None = None
+    """A reranker that scores each answer as a passage for the question."""
+    part: re.Pattern[str] | None = None
+    """The part of an answer that is compared. None: all of it."""
+
+
+By = LearnedConfig | AgreementConfig | VerifierConfig | FallbackConfig | EnsembleConfig
+"""The rule that chooses the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouteConfig:
     name: str
     """The name that clients ask for."""
-    by: LearnedConfig | AgreementConfig | FallbackConfig
+    by: By
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Model -> USD per million tokens of prompts, and of answers. Every model of the route has a price, or none has."""
 
@@ -75,39 +106,81 @@ def parse_routes(tables: object, place: str, folder: Path) -> tuple[RouteConfig,
 
 
 def _parse(folder: Path, table: Table, place: str) -> RouteConfig:
-    kind = next((key for key in (FALLBACK, CONFIDENCE) if key in table), "file")
-    check_keys(table, ("name", "price", *_KEYS[kind]), place)
     name = name_of(table, place)
-    if kind == FALLBACK:
-        models = table[FALLBACK]
-        if not isinstance(models, list) or len(models) < 2 or not all(isinstance(one, str) for one in models):
-            raise ConfigError(f"{place}fallback is not a list of two models or more.", remedy="docs/routes.md shows one.")
-        if len(set(models)) < len(models):
-            raise ConfigError(f"{place}fallback names a model twice.", remedy="Name each once.")
-        return RouteConfig(name=name, by=FallbackConfig(models=tuple(models)), prices=_prices(table, models, place))
+    by = _by(folder, table, place)
+    return RouteConfig(name=name, by=by, prices=_prices(table, generators_of(by), place))
+
+
+def answerers_of(by: By) -> tuple[str, ...]:
+    """Return the models that may answer: the weak and the strong one, or those of the list."""
+    return by.models if isinstance(by, FallbackConfig | EnsembleConfig) else (by.weak, by.strong)
+
+
+def generators_of(by: By) -> list[str]:
+    """Return the models of a route: those that may answer, then its judge or verifier."""
+    judge = by.judge if isinstance(by, EnsembleConfig) else by.verifier if isinstance(by, VerifierConfig) else None
+    return [*dict.fromkeys((*answerers_of(by), *filter(None, (judge,))))]
+
+
+def _by(folder: Path, table: Table, place: str) -> By:
+    def check(*keys: str) -> None:
+        check_keys(table, ("name", "price", *keys), place)
+
+    if FALLBACK in table:
+        check(FALLBACK)
+        return FallbackConfig(models=_models(table, FALLBACK, place))
+    if ENSEMBLE in table:
+        check(ENSEMBLE, "judge", "reranker", "part")
+        return _ensemble(table, place)
+    if CONFIDENCE in table and table[CONFIDENCE] not in (*_CONFIDENCES,):
+        kinds = " or ".join(map(repr, _CONFIDENCES))
+        raise ConfigError(f"{place}confidence is not {kinds}.", remedy="Name one, or the file of a fit.")
+    kind = table.get(CONFIDENCE)
+    check(*_PAIR, *((CONFIDENCE, *_CONFIDENCES[str(kind)]) if kind else ("file", "share")))
     weak, strong = (text_of(table, key, place) for key in _PAIR)
     if weak == strong:
         raise ConfigError(f"{place}weak and strong are one model.", remedy="Name two.")
-    by: LearnedConfig | AgreementConfig
-    if kind == CONFIDENCE:
-        by = _agreement(weak, strong, table, place)
-    else:
-        file = str(folder / text_of(table, "file", place))
-        share = number_of(table, "share", None, 0, 1, place, "Say which part the strong model answers: 0.5.")
-        by = LearnedConfig(weak=weak, strong=strong, file=file, share=share)
-    return RouteConfig(name=name, by=by, prices=_prices(table, [weak, strong], place))
+    if kind == _AGREEMENT:
+        return _agreement(weak, strong, table, place)
+    if kind == _VERIFIER:
+        verifier = text_of(table, _VERIFIER, place) if _VERIFIER in table else weak
+        least = number_of(table, "least", None, 0, 1, place, "Say how likely the verifier's yes must be: 0.7.")
+        return VerifierConfig(weak=weak, strong=strong, verifier=verifier, least=least)
+    share = number_of(table, "share", None, 0, 1, place, "Say which part the strong model answers: 0.5.")
+    return LearnedConfig(weak=weak, strong=strong, file=str(folder / text_of(table, "file", place)), share=share)
+
+
+def _models(table: Table, key: str, place: str) -> tuple[str, ...]:
+    models = table[key]
+    if not isinstance(models, list) or len(models) < 2 or not all(isinstance(one, str) for one in models):
+        raise ConfigError(f"{place}{key} is not a list of two models or more.", remedy="docs/routes.md shows one.")
+    if len(set(models)) < len(models):
+        raise ConfigError(f"{place}{key} names a model twice.", remedy="Name each once.")
+    return tuple(models)
+
+
+def _ensemble(table: Table, place: str) -> EnsembleConfig:
+    models = _models(table, ENSEMBLE, place)
+    if len(models) > MAX_ENSEMBLE:
+        raise ConfigError(f"{place}ensemble has {len(models)} models.", remedy=f"Name at most {MAX_ENSEMBLE}.")
+    judge, reranker = (text_of(table, key, place) if key in table else None for key in ("judge", "reranker"))
+    if len({"judge", "reranker", "part"} & table.keys()) > 1:
+        raise ConfigError(f"{place}an ensemble has a judge, a reranker or a part, not several.", remedy="Keep one of them.")
+    return EnsembleConfig(models=models, judge=judge, reranker=reranker, part=_part(table, place))
+
+
+def _part(table: Table, place: str) -> re.Pattern[str] | None:
+    return pattern_of(text_of(table, "part", place), place) if "part" in table else None
 
 
 def _agreement(weak: str, strong: str, table: Table, place: str) -> AgreementConfig:
-    if table[CONFIDENCE] != "agreement":
-        raise ConfigError(f"{place}confidence is not 'agreement'.", remedy="Name that, or the file of a fit.")
     return AgreementConfig(
         weak=weak,
         strong=strong,
         samples=count_of(table, "samples", DEFAULT_SAMPLES, 2, MAX_SAMPLES, place),
         temperature=number_of(table, "temperature", DEFAULT_TEMPERATURE, LEAST_TEMPERATURE, MAX_TEMPERATURE, place),
-        least=number_of(table, "agreement", None, 0, 1, place, "Say which share of the answers must be equal: 0.6."),
-        part=pattern_of(text_of(table, "part", place), place) if "part" in table else None,
+        least=number_of(table, _AGREEMENT, None, 0, 1, place, "Say which share of the answers must be equal: 0.6."),
+        part=_part(table, place),
     )
 
 

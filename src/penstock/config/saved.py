@@ -32,7 +32,7 @@ def write_config_file(
 ) -> str:
     """Return the changed settings of model, KV cache, scheduling and compute as TOML text, with the notes as comments.
 
-    `components`: others than these. `without`: keys to leave out. Folders of this machine are left out.
+    `components`: those to write. `without`: keys to leave out. Folders of this machine are left out.
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]

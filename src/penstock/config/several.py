@@ -27,7 +27,7 @@ _OF_ONE_MODEL = (
     "split_tenant",
 )
 """Settings that several models can't share."""
-_ALONE = ("record",)
+_ALONE = ("record", "kv_events")
 """Settings that need a server with a single model."""
 
 
@@ -57,7 +57,7 @@ def configs_of(
 
 
 def config_of_found(values: Mapping[str, object], name: str, path: str) -> Config:
-    """Return the config of a model whose file is put into the models folder while the server runs."""
+    """Return the config of a model that was added to the models folder while the server runs."""
     return config_from({**values, **_own({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
 
 

@@ -63,7 +63,7 @@ class ConfigFile:
     models: tuple[dict[str, object], ...] = ()
     """The file's `[[models]]` tables."""
     routing: Routing = field(default_factory=Routing)
-    """Its tables that are about routes and pipelines."""
+    """Its `[[routes]]`, `[[upstreams]]` and `[[pipelines]]` tables."""
 
 
 def read_config_file(path: Path) -> ConfigFile:

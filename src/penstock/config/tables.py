@@ -1,4 +1,4 @@
-"""Reads the tables of a config file that stand in a list, such as `[[routes]]`."""
+"""Reads a config file's arrays of tables, such as `[[routes]]`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _Entry = TypeVar("_Entry", bound=_Named)
 
 
 def parse_tables(tables: object, key: str, place: str, parse: Callable[[Table, str], _Entry]) -> tuple[_Entry, ...]:
-    """Parse each table. `parse` takes it, and where it stands, which begins the message of a ConfigError as `place` does here.
+    """Parse each table. `parse` takes a table and its place, which begins the message of a ConfigError as `place` does here.
 
-    Raises ConfigError, also if two have one name.
+    Raises ConfigError, also for a duplicate name.
     """
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{place}{key} are tables.", remedy=f"Begin each with a line [[{key}]].")
@@ -59,6 +59,8 @@ def name_of(table: Table, place: str) -> str:
 
 def number_of(table: Table, key: str, default: float | None, least: float, most: float, place: str, remedy: str = "") -> float:
     """Return a number from `least` to `most`. Without a default the key is required; `remedy` says what to write."""
+    if default is None and key not in table:
+        raise ConfigError(f"{place}{key!r} is missing.", remedy=remedy)
     value = table.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         message = f"{place}{key} is not a number from {least:g} to {most:g}."

@@ -27,9 +27,9 @@ class UpstreamConfig:
     """The model's name there."""
     key: str = field(default="", repr=False)
     max_silence_s: float = DEFAULT_SILENCE_S
-    """Longest time without a byte of a stream."""
+    """Longest time without a byte in a stream."""
     max_answer_s: float = DEFAULT_ANSWER_S
-    """Longest time for an answer that comes whole."""
+    """Longest time for an unstreamed answer."""
     max_concurrent: int = DEFAULT_CONCURRENT
     never_keys: tuple[str, ...] = ()
     """Names of API keys whose requests stay here."""

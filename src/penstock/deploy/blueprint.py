@@ -6,7 +6,7 @@ blueprint, and replaces a failed engine with the same blueprint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,6 +18,7 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
+    from penstock.deploy.kv_events import KvEvents
     from penstock.deploy.packed import PackedWeights
     from penstock.deploy.policies import PolicyRecipe
     from penstock.deploy.recorder import OpenRecorder
@@ -139,6 +140,8 @@ class Blueprint:
     """None: weights are always converted."""
     open_recorder: OpenRecorder | None
     """None: nothing is recorded."""
+    open_kv_events: Callable[[], KvEvents] | None
+    """None: changes of the prefix cache are not published."""
     settings_hash: str
     shown_settings: Mapping[str, object]
     """Settings that are not the defaults, without secrets: see `ModelInfo.settings`."""

@@ -122,7 +122,7 @@ def build(
         tokenizer, chat_template = text.result()
         if blueprint.draft is not None:
             small = blueprint.draft.loading.load()
-            check_same_tokens(tokenizer, _load_tokenizer(small), model, small)
+            check_same_tokens(tokenizer, tokenizer_of(small), model, small)
         store = _open_tier(blueprint, model, executor, resources)
         if store is not None:
             undone.callback(store.close)
@@ -192,9 +192,16 @@ class EngineMaker:
         if blueprint.open_recorder is not None:
             backend = blueprint.compute.options.backend
             self._recorder = blueprint.open_recorder(blueprint.name, backend, executor, self.clock)
-        self._tap = tap
-        observers = [self.metrics, self.admission, self.signals]
-        self._observer = ObserverGroup(observers if tap is None else [*observers, tap])
+        self._tap, self._kv_events = tap, None
+        if blueprint.open_kv_events is not None:
+            try:
+                self._kv_events = blueprint.open_kv_events()
+            except BaseException:  # nobody else has the recorder yet
+                if self._recorder is not None:
+                    self._recorder.close()
+                raise
+        observers = [self.metrics, self.admission, self.signals, tap, self._kv_events]
+        self._observer = ObserverGroup([one for one in observers if one is not None])
         self._token_observer = ObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
@@ -227,13 +234,15 @@ class EngineMaker:
         self._resources.memory.hold_stuck(self.blueprint.name, lambda: engine.is_alive)
 
     def release(self) -> None:
-        """Close recording, adapters and stores, and give the model's memory back. Call this after the engine has ended.
+        """Close what the model has open, and give its memory back. Call this after the engine has ended.
 
         A stuck step keeps its memory until it returns. Cyclic references are cut, because the garbage collector ignores objects
         from before the server began.
         """
         if self._recorder is not None:
             self._recorder.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self.bridge.detach()
         self._close_draft()
         engine, self._engine = self._engine, None
@@ -294,6 +303,8 @@ class EngineMaker:
         )
         if self._tap is not None:
             self._tap.watch(scheduler, engine.blocks)
+        if self._kv_events is not None:
+            self._kv_events.watch(scheduler)
         self._resources.loads[self.blueprint.name] = engine.load
         return engine
 
@@ -395,7 +406,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
 def load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
 
-    tokenizer = _load_tokenizer(model)
+    tokenizer = tokenizer_of(model)
     if model.encoder is not None:
         return tokenizer, None
     named = model.chat_templates
@@ -405,7 +416,7 @@ def load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTem
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
 
 
-def _load_tokenizer(model: LoadedModel) -> Tokenizer:
+def tokenizer_of(model: LoadedModel) -> Tokenizer:
     from penstock.text.tokenizer import load_tokenizer
 
     return load_tokenizer(

@@ -75,7 +75,7 @@ class Deployment:
         self.upstreams = {upstream.name: upstream for upstream in upstreams}
         check_routes(routes, self._by_name, self.upstreams)
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
-        check_pipelines(pipelines, self._by_name, {*self.routes, *self.upstreams})
+        check_pipelines(pipelines, self._by_name, self.routes, {*self.upstreams})
         self.update: Callable[[], Sequence[str]] | None = None
         """Reads the configuration again and applies it, if the server can do so. Returns what has changed, in words. Blocks,
         and raises PenstockError."""

@@ -58,7 +58,7 @@ def disk_words(model: LoadedModel, room_bytes: int) -> str:
     words = f"experts of {format_size(model.num_expert_bytes)} on disk, of which a token reads {format_size(int(read_bytes))}"
     if held >= 1.0:
         return f"{words}; memory has room for all of them"
-    rate = 1e9 / (read_bytes * (1.0 - held))  # of a plain solid-state disk: a figure that everyone can scale to theirs
+    rate = 1e9 / (read_bytes * (1.0 - held))  # assumes a plain SSD at 1 GB/s, easy to scale to another disk
     return (
         f"{words}; memory has room for {held:.0%}: a disk of 1 GB/s then allows about "
         f"{rate:.3g} tokens/s, or more where tokens choose some experts more often"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.models.weights import LoadedModel
 
 
-def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Sequence[MergedAdapter] = ()) -> bytes:
+def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Sequence[MergedAdapter]) -> bytes:
     """Return a hash that changes with anything that the bytes of a KV block depend on, so that old files are not misread.
 
     `merged`: the adapters that are merged into the weights. Raises OSError if the model's files can't be read.
@@ -32,8 +32,8 @@ def system_fingerprint(
     executor: Executor,
     chat_template: str | None,
     *,
-    merged: Sequence[MergedAdapter] = (),
-    parsers: tuple[str, str] = ("auto", "auto"),
+    merged: Sequence[MergedAdapter],
+    parsers: tuple[str, str],
 ) -> str:
     """Return `fp_` and 16 hex digits, for clients: a hash of everything that answers depend on, besides the request.
 

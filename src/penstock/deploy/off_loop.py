@@ -25,6 +25,8 @@ _Result = TypeVar("_Result")
 
 INLINE_MAX_SIZE = 4096
 """Characters or bytes that take about a millisecond (tokenising, templates, checks in Python)."""
+INLINE_MAX_BODY = 1 << 15
+"""Bytes of a body that are parsed within a few milliseconds."""
 LARGE_SIZE = 1 << 16
 """Larger work has its own queue, so that it does not delay prompts that people type."""
 MAX_JOBS = 1024
@@ -40,8 +42,8 @@ RETRY_AFTER_S = 5.0
 def give_way() -> None:
     """Let other threads run Python. Call this at least every millisecond of long work in a thread.
 
-    Otherwise the thread keeps the interpreter for up to 5 ms at a time. In the event loop, where work is short, return at
-    once: a sleep of nothing takes 60 to 170 us while the engine runs.
+    Otherwise the thread keeps the interpreter for up to 5 ms at a time. On the event loop, where work is short, return at
+    once: `sleep(0)` takes 60 to 170 us while the engine runs.
     """
     try:
         asyncio.get_running_loop()
@@ -58,17 +60,21 @@ class OffLoop:
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
-    async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
-        """Do `work` and return its result. If `size`, in characters or bytes, is above `limit`, do it in a thread.
+    async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """Do `work` and return its result. If `size`, in characters or bytes, is above `INLINE_MAX_SIZE`, do it in a thread.
 
         Raises `Rejected`: QUEUE_FULL if too much work waits, DRAINING when the server ends.
         """
-        if size <= limit:
+        if size <= INLINE_MAX_SIZE:
             return work()
         line = self._line(size)
         if line.is_full(size):
             raise self._full("long texts")
         return await line.do(size, work)
+
+    async def parse(self, num_bytes: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, but do small work (up to `INLINE_MAX_BODY` bytes) on the event loop. For parsing a body."""
+        return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
         """Render a chat template in a thread, for at most `MAX_RENDER_S`. Tenants take turns. Raises as `run`."""

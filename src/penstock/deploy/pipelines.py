@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config.pipelines import PipelineConfig
+from penstock.deploy.routes import Route
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy, which a server starts without
@@ -34,15 +35,24 @@ def open_pipelines(configs: Sequence[PipelineConfig]) -> list[Pipeline]:
     return [Pipeline(config=config, reader=readers[config.index]) for config in configs]
 
 
-def check_pipelines(pipelines: Sequence[Pipeline], by_name: Mapping[str, object], others: Collection[str]) -> None:
-    """Raise ConfigError for a pipeline with another's name, or of models that are not served. `others`: names of routes."""
+def check_pipelines(
+    pipelines: Sequence[Pipeline], by_name: Mapping[str, object], routes: Mapping[str, Route], upstreams: Collection[str]
+) -> None:
+    """Raise ConfigError for a pipeline with another's name, or of models that are not served here."""
     for pipeline in pipelines:
-        if pipeline.name in by_name or pipeline.name in others:
-            raise ConfigError(f"A pipeline is called {pipeline.name!r}, and so is a model or a route.", remedy="Rename it.")
-        reranker = pipeline.config.reranker
-        for name in (pipeline.config.model, pipeline.reader.embedder, *([reranker.model] if reranker else [])):
-            if name not in by_name:
+        name, config = pipeline.name, pipeline.config
+        if name in by_name or name in routes or name in upstreams:
+            raise ConfigError(f"A pipeline is called {name!r}, and so is a model or a route.", remedy="Rename it.")
+        route = routes.get(config.model)
+        answerers = (config.model,) if route is None else route.models
+        if route is not None and (far := [one for one in answerers if one in upstreams]):
+            raise ConfigError(
+                f"The pipeline {name} would send its documents to the upstream {far[0]}.",
+                remedy="Name a model, or a route of models of this server.",
+            )
+        helpers = [one.model for one in (config.reranker, config.check) if one is not None]
+        for needed in (*answerers, pipeline.reader.embedder, *helpers):
+            if needed not in by_name:
                 raise ConfigError(
-                    f"The pipeline {pipeline.name} needs {name!r}, which is not served.",
-                    remedy="Add a [[models]] table for it.",
+                    f"The pipeline {name} needs {needed!r}, which is not served.", remedy="Add a [[models]] table for it."
                 )

@@ -31,7 +31,7 @@ SETTING_FLAGS: Mapping[str, str] = {
 }
 """The flag that sets each field of a policy."""
 _OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor", "speculation", "speculation_model")
-"""Settings without effect on texts: their requests do not grow."""
+"""Settings without effect on encoders: their requests generate no tokens."""
 
 
 @dataclass(frozen=True, slots=True)

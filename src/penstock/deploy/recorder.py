@@ -70,7 +70,7 @@ def shown_settings(parts: Sequence[Component], *, has_names: bool) -> dict[str, 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:
     """Return the recording's header: facts of model, machine and settings."""
     capacity = asdict(executor.capacity)
-    for key in ("checks_guesses", "vocab_size"):  # a recording has no words to guess from, and older readers know no such keys
+    for key in ("checks_guesses", "vocab_size"):  # a recording has no tokens to draft from; older readers don't know these keys
         del capacity[key]
     return {
         "penstock": __version__,

@@ -25,6 +25,7 @@ from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
+from penstock.deploy.kv_events import plan_kv_events
 from penstock.deploy.packed import PackedWeights
 from penstock.deploy.policies import choose_policies
 from penstock.deploy.recorder import plan_recording, shown_settings
@@ -67,6 +68,8 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     plan: sizing.KvPlan | None = None
     if model.encoder is not None:
         compute, plan = plan_texts(config, compute, model)
+    has_prefix_caching = config.kv.prefix_caching and model.encoder is None
+    open_kv_events = plan_kv_events(config.server, has_prefix_caching=has_prefix_caching)
     policies = choose_policies(config, is_one_pass=model.encoder is not None)
     policies.max_running(Capacity(2, 1, compute.max_rows, compute.max_step_tokens, 1))
     adapters = adapter_room(config, model)
@@ -104,7 +107,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         policies=policies,
         slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
         cache=config.kv,
-        has_prefix_caching=config.kv.prefix_caching and model.encoder is None,
+        has_prefix_caching=has_prefix_caching,
         lora=config.lora,
         adapters=adapters,
         plan=plan,
@@ -113,6 +116,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         expert_folder=expert_folder(config) if config.model.experts_on_disk else None,
         packed=packed_weights(config, source.path),
         open_recorder=open_recorder,
+        open_kv_events=open_kv_events,
         settings_hash=settings_hash(config),
         shown_settings=shown_settings((config.kv, config.scheduler, config.admission, compute.options), has_names=False),
     )

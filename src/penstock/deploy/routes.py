@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.routes import AgreementConfig, FallbackConfig, RouteConfig
+from penstock.config.routes import (
+    AgreementConfig,
+    EnsembleConfig,
+    FallbackConfig,
+    LearnedConfig,
+    RouteConfig,
+    VerifierConfig,
+    answerers_of,
+)
 from penstock.routes.prices import Bill, Price
 from penstock.types.errors import ConfigError
 from penstock.types.stats import RouteStats
@@ -57,12 +65,26 @@ class Learned:
 class Route:
     name: str
     models: tuple[str, ...]
-    """The weak and the strong model, or those to try one after another."""
+    """The weak and the strong model, those of an ensemble, or those to try one after another."""
     learned: Learned | None = None
-    agreement: AgreementConfig | None = None
+    by: AgreementConfig | VerifierConfig | EnsembleConfig | None = None
     """If this and `learned` are None, the route is a fallback: the next model answers where one refuses."""
     bill: Bill | None = None
     """The costs so far, if its models have prices. Written by the event loop."""
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """The model that reads answers, if there is one."""
+        if isinstance(self.by, VerifierConfig):
+            return (self.by.verifier,)
+        return (self.by.judge,) if isinstance(self.by, EnsembleConfig) and self.by.judge else ()
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """Further models of this server that it needs: to embed, to judge, to rerank."""
+        embedders = () if self.learned is None else (self.learned.route.embedder,)
+        rerankers = (self.by.reranker,) if isinstance(self.by, EnsembleConfig) and self.by.reranker else ()
+        return (*embedders, *self.judges, *rerankers)
 
 
 def stats_of(route: Route) -> RouteStats:
@@ -82,12 +104,14 @@ def open_routes(configs: Sequence[RouteConfig]) -> list[Route]:
 
 
 def _open(config: RouteConfig) -> Route:
-    bill = Bill({name: Price(*price) for name, price in config.prices.items()}) if config.prices else None
+    models, bill = answerers_of(config.by), None
+    if config.prices:
+        prices = {name: Price(*price) for name, price in config.prices.items()}
+        bill = Bill(prices, judges=prices.keys() - {*models})
     if isinstance(config.by, FallbackConfig):
-        return Route(name=config.name, models=config.by.models, bill=bill)
-    models = config.by.weak, config.by.strong
-    if isinstance(config.by, AgreementConfig):
-        return Route(name=config.name, models=models, agreement=config.by, bill=bill)
+        return Route(name=config.name, models=models, bill=bill)
+    if not isinstance(config.by, LearnedConfig):
+        return Route(name=config.name, models=models, by=config.by, bill=bill)
     from penstock.routes.drift import Drift
     from penstock.routes.learned import read_route
 
@@ -106,7 +130,7 @@ def digest_of(source: ModelSource) -> str:
 
 
 def digest_faults(route: Route, models: Mapping[str, ModelSource]) -> Iterator[ConfigError]:
-    """Yield an error for each model here that is not the one of the fit. Models to be fetched are not looked at."""
+    """Yield an error for each local model whose files differ from the fit's. Models not downloaded yet are skipped."""
     if route.learned is None:
         return
     learned, weak = route.learned.route, route.models[0]
@@ -151,15 +175,27 @@ def faults_of(routes: Sequence[Route], by_name: Mapping[str, object], upstreams:
             yield ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
             continue
         here = [name for name in route.models if name not in upstreams]
-        has_weak = route.learned is not None or route.agreement is not None
+        if isinstance(route.by, EnsembleConfig) and len(here) < len(route.models):
+            yield ConfigError(
+                f"The ensemble {route.name} has an upstream.",
+                remedy="Name models of this server alone.",
+            )
+            continue
+        has_weak = route.learned is not None or route.by is not None
         if not here or (has_weak and route.models[0] not in here):
             yield ConfigError(
                 f"The route {route.name} needs a model of this server.",
                 remedy="Name one. If the route has a weak model, it must be that.",
             )
-        needed = here if route.learned is None else [*here, route.learned.route.embedder]
+        needed = [*here, *route.helpers]
         missing = [name for name in needed if name not in by_name]
         for name in missing:
+            if name in upstreams:
+                yield ConfigError(
+                    f"In the route {route.name}, {name!r} reads or embeds, and is an upstream.",
+                    remedy="Name a model of this server for that.",
+                )
+                continue
             yield ConfigError(
                 f"The route {route.name} needs {name!r}, which is not served.",
                 remedy=f"Name it beside the others, as in `penstock serve {' '.join(dict.fromkeys(needed))}`.",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ class Sources:
     unix_time_s: Callable[[], int] = lambda: int(time.time())
 
 
-@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(kw_only=True, eq=False)
 class RunningModel:
     engine: ServingEngine
     """Started; its sink is `bridge.deliver`."""
@@ -112,8 +113,6 @@ class RunningModel:
     """Time of the last begin or end of a use, or of the load."""
     num_uses: int = field(default=0, init=False)
     num_users: int = field(default=0, init=False)
-    _has_special_marks: bool | None = field(default=None, init=False)
-    _control_tokens: ControlTokens | None = field(default=None, init=False)
     _is_leaving: bool = field(default=False, init=False)
     _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -123,22 +122,18 @@ class RunningModel:
         self.off_loop = OffLoop(self.metrics.count_rejected)
         self.used_ns = self.clock.now_ns()
 
-    @property
+    @cached_property
     def has_special_marks(self) -> bool:
         """Whether marks around tool calls or reasoning are special tokens. Then detokenizing keeps these, for the parser."""
-        if self._has_special_marks is None:
-            self._has_special_marks = any(self._is_special(mark) for mark in self.dialect.marks)
-        return self._has_special_marks
+        return any(self._is_special(mark) for mark in self.dialect.marks)
 
-    @property
+    @cached_property
     def control_tokens(self) -> ControlTokens:
         """The control tokens that clients' texts in a chat must not become."""
-        if self._control_tokens is None:
-            from penstock.text.control_tokens import ControlTokens
+        from penstock.text.control_tokens import ControlTokens
 
-            source = "" if self.chat_template is None else self.chat_template.source
-            self._control_tokens = ControlTokens(self.tokenizer, source, self.dialect)
-        return self._control_tokens
+        source = "" if self.chat_template is None else self.chat_template.source
+        return ControlTokens(self.tokenizer, source, self.dialect)
 
     def _is_special(self, mark: str) -> bool:
         token_ids = self.tokenizer.encode(mark, add_special_tokens=False)

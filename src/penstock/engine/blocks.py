@@ -17,11 +17,11 @@ from penstock.types.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The beginning of a prompt, whose KV is to come."""
+    """A prompt prefix whose KV will be copied in."""
 
     span: Span
     num_found: int
-    """Its first blocks, which were there."""
+    """Leading blocks that were already cached."""
     group: Hashable
     """Group of its blocks for the eviction policy."""
 

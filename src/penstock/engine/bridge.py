@@ -218,9 +218,16 @@ class Stream:
         if not self._is_cancelled:
             self._chunks[:0] = chunks
 
+    def replace(self, chunks: Sequence[OutputChunk]) -> None:
+        """Have `next_chunks` return these in place of what has come."""
+        if not self._is_cancelled:
+            self._chunks = [*chunks]
+
     def keep(self, request_id: str) -> None:
-        """Drop what has come for the other requests."""
+        """Drop what has come for the other requests, and end them."""
         self._chunks = [chunk for chunk in self._chunks if chunk.request_id == request_id]
+        for other in [one for one in self._unfinished if one != request_id]:
+            self._end(other, "another choice was kept")
 
     def put(self, chunk: OutputChunk) -> None:
         """Take a chunk from the bridge, on the event loop. `flush` follows."""
@@ -238,11 +245,14 @@ class Stream:
     def cancel(self, detail: str) -> None:
         self._is_cancelled = True
         self._chunks.clear()
-        for request_id in self._unfinished:
-            self._bridge.forget(request_id)
-            self._bridge.abort(request_id, detail)
-        self._unfinished.clear()
+        for request_id in [*self._unfinished]:
+            self._end(request_id, detail)
         self.flush()
+
+    def _end(self, request_id: str, detail: str) -> None:
+        del self._unfinished[request_id]
+        self._bridge.forget(request_id)
+        self._bridge.abort(request_id, detail)
 
     def close(self) -> None:
         if self._unfinished:

@@ -36,7 +36,7 @@ LATE_DETAILS = {
     RejectReason.FIRST_TOKEN_TIMEOUT: "its first token took too long",
 }
 BEHIND = " in the background"
-"""Added to the tenant of background requests: their masks do not take the time of its others'."""
+"""Appended to the tenant of background requests: their masks take no time from its other requests."""
 
 ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
 

@@ -1,7 +1,7 @@
 """A small model that guesses how the answers of a large one go on. It has an executor and KV blocks of its own.
 
-Its steps run in a thread of their own, so that one that fails or never ends does not end the engine: the model then guesses
-nothing more. For the engine's thread.
+Its steps run in their own thread. If a step fails or hangs, the engine continues without the model's guesses. Called by the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Row:
 
 
 class DraftModel:
-    """See `sched.drafting.Drafter`. KV of a request that ended, or of the one drafted longest ago, makes room for others."""
+    """See `sched.drafting.Drafter`. If blocks run out, the KV of the least recently drafted request is dropped."""
 
     def __init__(self, executor: Executor, clock: Clock, *, vocab_size: int, timeout_s: float = TIMEOUT_S) -> None:
         """`vocab_size`: tokens that both models have."""
@@ -126,7 +126,7 @@ class DraftModel:
         return True
 
     def _step(self, admits: Sequence[AdmitRow], rows: Sequence[RowPlan]) -> Drafted:
-        """Compute a step. The executor forgets all rows that are not in it, or are in it anew."""
+        """Compute a step. The executor first releases rows that were dropped or are admitted again."""
         began_ns = self._clock.now_ns()
         if not rows or not self._is_on:
             return Drafted({}, 0)

@@ -1,7 +1,7 @@
 """The lines of one batch: checked, put in order, and taken away one by one as their answers are written.
 
-A SQLite database has the lines without an answer, and how long the files of answers are. Both change together, after the
-answers were written. Bytes beyond, which a killed process or a full disk has left, are cut off. So each line has one answer.
+A SQLite database has the unanswered lines, and the lengths of the answer files. One transaction updates both after answers were
+written. Bytes beyond these lengths, left by a killed process or a full disk, are cut off. So each line has one answer.
 It also counts how often the server failed while a line was under way, so that no line takes it down for ever.
 """
 
@@ -67,7 +67,7 @@ class Request(msgspec.Struct):
     body: msgspec.Raw
 
 
-_read_request = msgspec.json.Decoder(Request).decode
+read_line = msgspec.json.Decoder(Request).decode
 
 
 class BadLines(Exception):
@@ -176,7 +176,7 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
 def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] | dict[str, Any]:
     """Return a line's `custom_id` and its key, or what is wrong with it."""
     try:
-        request = _read_request(line)
+        request = read_line(line)
         body = fast_json.loads(bytes(request.body))
     except RecursionError:
         return _error(number, "invalid_json_line", "The line is not JSON: nested too deeply.")
@@ -214,7 +214,7 @@ def _twice(base: sqlite3.Connection, source: Path) -> list[dict[str, Any]]:
     with source.open("rb") as file:
         for number, start in base.execute(later, (MAX_ERRORS,)):
             file.seek(start)
-            name = _read_request(file.readline()).custom_id
+            name = read_line(file.readline()).custom_id
             message = f"'custom_id' {name[:80]!r} stands in an earlier line, too."
             errors.append(_error(number, "duplicate_custom_id", message, "custom_id"))
     return errors
@@ -384,8 +384,3 @@ def _append(file: FileIO, lines: Sequence[bytes]) -> None:
         left = left[file.write(left) :]
     if lines:
         os.fdatasync(file.fileno())
-
-
-def read_line(data: bytes) -> Request:
-    """Return the request of a line that was checked."""
-    return _read_request(data)

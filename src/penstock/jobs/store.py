@@ -40,8 +40,8 @@ MAX_EVENTS = 10_000
 """Most events that wait to be delivered. The oldest are dropped for new ones."""
 
 Owner = tuple[str, str]
-"""Names of an API key and of a tenant. Others see nothing of theirs. Limits are those of the key, since a client without one
-may call itself any tenant."""
+"""Names of an API key and of a tenant. Other owners see nothing of theirs. Limits are per key, since a client without a key may
+name any tenant."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (

@@ -7,7 +7,7 @@ whole adapter. Before a step the executor drops adapters, then copies blocks, th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv.block_pool import BlockPool
@@ -116,8 +116,9 @@ class AdapterPages:
             self.num_evictions += 1
             self._count()
 
-    def holds(self, block_id: int) -> bool:
-        return block_id in self._number_of
+    @property
+    def block_ids(self) -> KeysView[int]:
+        return self._number_of.keys()
 
     @property
     def has_orders(self) -> bool:

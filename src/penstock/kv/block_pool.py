@@ -7,7 +7,7 @@ conversations rest: they count as freed `rest_ns` later. Before all others go bl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from penstock.kv.eviction import BACKGROUND, EvictionPolicy, LeastRecentlyUsed
@@ -69,13 +69,13 @@ class BlockPool:
         """Return copies of (reference counts, 1 for each free block with cached content), by block id."""
         return self._ref_counts.copy(), bytes(self._is_kept)
 
-    def free_block_ids(self) -> Iterator[int]:
-        """Yield ids of free blocks: first those without a group, next to be re-used first. For checks."""
-        for group in (self._ungrouped, *self._groups.values()):
-            yield from self._blocks_of(group)
+    def free_block_ids(self) -> list[int]:
+        """Return the ids of free blocks: first those without a group, next to be re-used first. O(free blocks)."""
+        groups = (self._ungrouped, *self._groups.values())
+        return [block_id for group in groups for block_id in self._blocks_of(group)]
 
     def groups(self) -> dict[Hashable, list[int]]:
-        return {name: list(self._blocks_of(group)) for name, group in self._groups.items()}
+        return {name: self._blocks_of(group) for name, group in self._groups.items()}
 
     def resting(self, name: Hashable = None) -> int:
         group = self._ungrouped if name is None else self._groups.get(name)
@@ -158,15 +158,14 @@ class BlockPool:
             self._is_kept[block_id] = False
             self._leave(block_id)
 
-    def _blocks_of(self, group: _Group) -> Iterator[int]:
-        yield from self._list(group.end_idx)
-        yield from self._list(group.rest_idx)
-
-    def _list(self, end_idx: int) -> Iterator[int]:
-        block_id = self._next[end_idx]
-        while block_id != end_idx:
-            yield block_id
-            block_id = self._next[block_id]
+    def _blocks_of(self, group: _Group) -> list[int]:
+        found, following = [], self._next
+        for end_idx in (group.end_idx, group.rest_idx):
+            block_id = following[end_idx]
+            while block_id != end_idx:
+                found.append(block_id)
+                block_id = following[block_id]
+        return found
 
     def _evict(self) -> int:
         """Take the oldest cached block: of background requests, else without a group, else of the group that the policy

@@ -1,6 +1,6 @@
-"""Blocks whose contents are copied to another pool, or come from one, while steps run.
+"""Blocks whose contents are copied to or from another pool while steps run.
 
-They are held, so that nobody else takes them meanwhile. A running request that lacks them is preempted, and goes on later.
+They are held, so that nobody else takes them meanwhile. A running request that lacks blocks is preempted and resumes later.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Exchange:
     def publish(self, room: Room, span: Span, num_filled: int, *, group: Hashable) -> None:
         """Add the first `num_filled` blocks of a room to the prefix cache, and give all back.
 
-        A content that came by another way meanwhile is left out.
+        Contents that were cached by other means meanwhile are skipped.
         """
         filled = span.after(len(room.found)).first(num_filled)
         num_whole = len(filled.hashes)

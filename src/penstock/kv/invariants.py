@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import compress
 
 from penstock.kv.block_pool import NULL_BLOCK_ID
 from penstock.kv.eviction import BACKGROUND
@@ -23,15 +24,16 @@ def check(manager: KVManager) -> None:
 
 def _check_free_list(manager: KVManager) -> None:
     pool = manager.pool
-    free = list(pool.free_block_ids())
+    counts, kept = pool.snapshot()
+    free = pool.free_block_ids()
     assert len(free) == len(set(free)) == pool.num_available, "the free list and its length differ"
     assert NULL_BLOCK_ID not in free, "the null block is in the free list"
-    num_held = sum(pool.ref_count(block_id) > 0 for block_id in range(pool.num_blocks))
+    num_held = len(counts) - counts.count(0)
     assert len(free) + num_held == manager.num_total_blocks, "free + held is not the total"
-    num_shared = sum(pool.ref_count(block_id) > 1 for block_id in range(pool.num_blocks))
+    num_shared = num_held - counts.count(1)
     assert num_shared == pool.num_shared, f"{num_shared} blocks are shared, {pool.num_shared} are counted"
-    assert all(pool.ref_count(block_id) == 0 for block_id in free), "a held block is in the free list"
-    assert sum(map(pool.is_kept, range(pool.num_blocks))) == pool.num_cached, "num_cached is not what is kept"
+    assert not any(map(counts.__getitem__, free)), "a held block is in the free list"
+    assert sum(kept) == pool.num_cached, "num_cached is not what is kept"
 
 
 def _check_groups(manager: KVManager) -> None:
@@ -67,24 +69,26 @@ def _check_references(manager: KVManager) -> None:
     manager.adapters.check(pins)
     for number in pins:
         held.update(manager.adapters.residents[number].block_ids)
-    for block_id in range(manager.pool.num_blocks):
-        count = manager.pool.ref_count(block_id)
-        assert count == held[block_id], f"block {block_id} is held {held[block_id]} times and counts {count}"
+    counts, _ = manager.pool.snapshot()
+    assert all(0 < block_id < len(counts) for block_id in held), "a block that the pool does not have is held"
+    expected = [0] * len(counts)
+    for block_id, num_held in held.items():
+        expected[block_id] = num_held
+    if counts != expected:
+        wrong = next(block_id for block_id, count in enumerate(counts) if count != expected[block_id])
+        raise AssertionError(f"block {wrong} is held {expected[wrong]} times and counts {counts[wrong]}")
 
 
 def _check_index(manager: KVManager) -> None:
     published = [block_id for _, block_id in manager.prefix.index.items()]
     assert len(set(published)) == len(published), "a block is published under two hashes"
     manager.prefix.index.check()
-    for block_id in manager.pool.free_block_ids():
-        kept = manager.pool.is_kept(block_id)
-        contents = (
-            block_id in manager.prefix.index.block_ids,
-            manager.adapters.holds(block_id),
-            manager.states.holds(block_id),
-        )
-        assert sum(contents) <= 1, f"free block {block_id} has several contents (published, adapter, state: {contents})"
-        assert kept == any(contents), f"free block {block_id} is kept without content, or has some and is not"
+    free, (_, is_kept) = set(manager.pool.free_block_ids()), manager.pool.snapshot()
+    contents = [free & owner.block_ids for owner in (manager.prefix.index, manager.adapters, manager.states)]
+    with_content = set().union(*contents)
+    assert len(with_content) == sum(map(len, contents)), "a free block has several contents of published, adapter and state"
+    odd = with_content.symmetric_difference(compress(range(len(is_kept)), is_kept))
+    assert not odd, f"free blocks {odd} are kept without content, or have some and are not"
 
 
 def _check_aliasing(manager: KVManager) -> None:

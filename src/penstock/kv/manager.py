@@ -174,8 +174,8 @@ class KVManager:
         return tuple(table.block_ids)
 
     def _begin_state(self, table: BlockTable, request: Request, hit: PrefixHit, num_others: int, *, is_turn: bool) -> None:
-        """Give a request its state. The saved one that it begins with stays, if there is room for both. A conversation's turn,
-        which will leave another state at its end, takes it over rather than evict what is cached."""
+        """Give a request its state. The saved state that it begins with stays if there is room for both. A conversation's turn
+        takes it over rather than evict cached blocks, since another state follows at its end."""
         table.source = hit.state
         num_room = self.pool.num_available - (self.pool.num_cached if is_turn else 0)
         is_alone = bool(hit.state) and self.pool.ref_count(hit.state[0]) == 1
@@ -400,7 +400,7 @@ class KVManager:
         return copies
 
     def _take_beside_a_step(self, count: int) -> list[int]:
-        """Take blocks whose content is lost at once: it is not spilled. None while a copy may still need one of them."""
+        """Take blocks without spilling their contents. Take none while a copy may still read one of them."""
         return [] if self.pending_copies or self.is_copying else self._take(count, spills=False)
 
     @property

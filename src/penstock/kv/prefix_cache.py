@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -315,7 +315,7 @@ class PrefixCache:
         return True
 
     def promise(self, table: BlockTable, request: Request) -> None:
-        """Let others wait for the state that a request will save where the keys it found end."""
+        """Let others wait for the state that a request will save after its known tokens."""
         if self.is_shared:
             key = self._key_of_known(table, request)
             first = self.promises.get(key)
@@ -335,7 +335,7 @@ class PrefixCache:
 
     def lead(self, table: BlockTable, request: Request) -> None:
         """Record the block that a running prefill computes next, for others to wait for. The first request recorded stays,
-        except that others take over from background requests: they do not wait for these."""
+        unless it is a background request and the new one is not."""
         if not self.is_shared:
             return
         key, start = b"", table.num_full * self._block_size
@@ -387,8 +387,13 @@ class PrefixIndex:
     def block_of(self, block_hash: bytes) -> int | None:
         return self._block_ids.get(block_hash)
 
+    def content_of(self, block_hash: bytes) -> tuple[bytes, bytes] | None:
+        """Return (parent, packed tokens) of the block with a hash, or None if it is unknown or known only by hash."""
+        content = self._contents.get(self._block_ids.get(block_hash, NULL_BLOCK_ID), b"")
+        return (content[HASH_BYTES:START], content[START:]) if len(content) > START else None
+
     @property
-    def block_ids(self) -> Collection[int]:
+    def block_ids(self) -> KeysView[int]:
         return self._contents.keys()
 
     def items(self) -> Iterable[tuple[bytes, int]]:
@@ -510,18 +515,20 @@ class PrefixIndex:
                 self._children[key] = children[0]
 
     def check(self) -> None:
+        contents = self._contents
         for block_hash, block_id in self._block_ids.items():
-            assert self.hash_of(block_id) == block_hash, f"block {block_id} is known under two hashes"
-        num_full = sum(not content.startswith(TAIL) for content in self._contents.values())
+            assert len(block_hash) == HASH_BYTES, f"block {block_id} is known by a part of a hash"
+            assert contents.get(block_id, b"").startswith(block_hash), f"block {block_id} is known under two hashes"
+        num_full = sum([not content.startswith(TAIL) for content in contents.values()])
         assert num_full == len(self._block_ids), "a full block is not found by its hash"
-        families = Counter(content[HASH_BYTES:START] for content in self._contents.values() if len(content) > START)
+        families = Counter([content[HASH_BYTES:START] for content in contents.values() if len(content) > START])
         assert families == self._num_children, "a prefix has other children than are counted"
         for key, found in self._children.items():
             children = [found] if isinstance(found, int) else found
             assert isinstance(found, int) or 1 < len(set(found)) == len(found) <= MAX_CHILDREN, "not what children may be"
-            assert all(self._contents[block_id][HASH_BYTES:KEY_END] == key for block_id in children), (
-                "a child is in the wrong place"
-            )
+            assert len(key) == HASH_BYTES + TOKEN_BYTES, "a child's key is not a parent's hash and a token"
+            for block_id in children:
+                assert contents.get(block_id, b"").startswith(key, HASH_BYTES), "a child is in the wrong place"
 
 
 def _num_common(one: bytes, other: bytes) -> int:

@@ -1,13 +1,12 @@
 """Saved recurrent states in the KV pool. Part of `KVManager`.
 
-A state takes the blocks of many tokens, so few are saved, and a prompt can only be continued where one is. A state is found by
-the hash of the whole blocks before it and the tokens after these (its key). Taking one of its blocks from the free list loses
-all of it.
+A state takes as much memory as many tokens, so few are saved. A prompt can continue only from a saved state. A state's key is
+the hash of the whole blocks before it, plus the tokens after them. If one of its blocks is reused, the whole state is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, KeysView, Sequence
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import TOKEN_BYTES, BlockTable, pack, token_slice
@@ -30,8 +29,10 @@ class SavedStates:
     def __len__(self) -> int:
         return sum(map(len, self._saved.values()))
 
-    def holds(self, block_id: int) -> bool:
-        return block_id in self._keys
+    @property
+    def block_ids(self) -> KeysView[int]:
+        """Blocks of saved states."""
+        return self._keys.keys()
 
     def find(self, request: Request, table: BlockTable, num_tokens: int) -> tuple[int, tuple[int, ...]]:
         """Return (position, blocks) of the last state among a request's first `num_tokens` tokens, or (0, ()). The blocks
@@ -50,8 +51,8 @@ class SavedStates:
     def put(
         self, request: Request, table: BlockTable, position: int, block_ids: tuple[int, ...], group: Hashable, *, rests: bool
     ) -> None:
-        """Give up blocks with the state after a request's first `position` tokens, so that others find it until they are taken.
-        If one is saved there, that one counts as just used."""
+        """Release blocks with the state after a request's first `position` tokens, so that others find it until the blocks are
+        reused. A state already saved there counts as just used."""
         num_blocks = position // self._block_size
         table.hash_blocks(request, num_blocks, self._block_size)
         parent, tail = table.parent(num_blocks), pack(token_slice(request, num_blocks * self._block_size, position))

@@ -1,8 +1,8 @@
-"""Which guesses of tokens hold in simulated answers: as in the answers of a recording, or each with one chance.
+"""Decides which guessed tokens hold in simulated answers: as in the answers of a recording, or with a fixed probability.
 
 An answer is a string of marks, one for each of its tokens: guessed right, guessed wrong, or not guessed. Each simulated answer
-draws one recorded answer, and begins it anew where it ends. So the marks depend on the seed and the request alone, not on the
-steps, and right guesses come in runs as they did when they were recorded.
+draws one recorded answer, and repeats it as needed. So the marks depend on the seed and the request alone, not on the steps,
+and right guesses come in runs as they did when they were recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_MATCH = 2
 class Acceptance:
     answers: Sequence[bytes] = ()
     chance: float = 0.0
-    """Chance of each guess to hold; without `answers`."""
+    """Probability that a guess holds; without `answers`."""
     seed: int = 0
 
     def marks(self, request_id: str, num_tokens: int) -> bytes:
@@ -46,7 +46,7 @@ def acceptance_of(words: str, *, seed: int = 0) -> Acceptance:
     except ValueError:
         return Acceptance(_recorded_answers(words), seed=seed)
     if not 0 <= chance <= 1:
-        raise ConfigError(f"--acceptance is {words}, and a chance is from 0 to 1.", remedy="Or name a recording.")
+        raise ConfigError(f"--acceptance is {words}.", remedy="Set it from 0 to 1, or name a recording.")
     return Acceptance(chance=chance, seed=seed)
 
 
@@ -78,7 +78,7 @@ def marked_answers(recording: Recording) -> list[bytes]:
 
 @dataclass(slots=True)
 class Foreseeing(Guesser):
-    """Guesses what the marks of an answer say: the tokens of a run that is right, then wrong ones."""
+    """A guesser that follows an answer's marks: a run of right tokens, then wrong ones."""
 
     acceptance: Acceptance
     _marks: dict[str, bytes] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The events of a simulation in the order of time, apart from the steps of servers."""
+"""A queue of a simulation's events in time order, except the steps of servers."""
 
 from __future__ import annotations
 

@@ -1,27 +1,26 @@
 """Reads the tables of AIConfigurator (https://github.com/ai-dynamo/aiconfigurator): kernels by operation, in milliseconds.
 
-Products are listed by shape and attention by heads, so that one folder serves any dense model: the model's config.json says
-which of them its layers need. Norms and activations are not measured; their time is AIConfigurator's formula, with constants of
-the system's own file (`h200_sxm.yaml`). Its sums are followed (aic-core: sdk/models/llama.py, operators/*.rs), but not its
-corrections of whole requests, which a simulation does not need.
+The tables list matrix products by shape and attention by heads, so one folder serves any dense model: the model's config.json
+selects the entries. Norms and activations are not measured; AIConfigurator's formula gives their time, with constants from the
+system's file (`h200_sxm.yaml`). Times are summed as in aic-core (sdk/models/llama.py, operators/*.rs), without its corrections
+of whole requests, which a simulation does not need.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from math import ceil, inf, log2
+from math import ceil, inf, log2, prod
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.lab.cost_files import CostFileError, SavedCost
-from penstock.lab.cost_model import NO_COSTS, Fitted
-from penstock.lab.kernel_files import Choice, Point, filled, rows_of, summed, text_of
+from penstock.lab.kernel_files import Choice, Point, cost_of, curve_of, filled, rows_of, summed, text_of
 from penstock.lab.kernel_tables import Grid, KernelTables
 
 _GEMM, _CONTEXT, _GENERATION = "gemm_perf", "context_attention_perf", "generation_attention_perf"
@@ -30,20 +29,20 @@ _SCALES, _ROUNDING = "computescale_perf", "scale_matrix_perf"
 _FAMILIES = {_GEMM: "gemm", _CONTEXT: "attention", _GENERATION: "attention", _REDUCE: "comm"} | dict.fromkeys(
     (_SCALES, _ROUNDING), "quantize"
 )
-"""Table -> the folder above the engine's. Releases before 2026 have the engine's folder at the top."""
+"""Table -> parent of the engine's folder. Releases before 2026 have the engine's folder at the top."""
 _NOT_DENSE = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "a mixture of experts") | {
     "kv_lora_rank": "attention over latents"
 }
-"""Setting of a config.json -> the layers that it describes, whose products and attention are others."""
+"""Setting of a config.json -> the unsupported kind of layer that it implies."""
 _MAX_SIZE = 1 << 24
 _ENDINGS = (".parquet", ".txt", ".csv")
 _STATIC = "_static"
-"""Ending of a type of weights whose activations have scales that are known beforehand. The tables' products find them first."""
+"""Suffix of weight types whose activation scales are known in advance. Times in the tables include computing the scales."""
 _LOW_PRECISION_INPUTS = ("output", "down")
-"""Products whose input's kernel can write it rounded, so that with known scales no pass of its own is left."""
+"""Products whose input comes from a kernel that can write it quantized. With known scales, these need no separate pass."""
 _BF16_BYTES = 2
 _NORM_COPIES = 8
-"""Vectors that a residual addition with its norm reads and writes, in bytes per element: two in and two out, in bf16."""
+"""Bytes per element that a residual addition with its norm moves: two vectors in and two out, in bf16."""
 
 
 _Tables = dict[tuple[int, ...], dict[Point, float]]
@@ -81,7 +80,7 @@ class Model:
 
 
 class System(NamedTuple):
-    """A GPU's memory, by the system's own file."""
+    """A GPU's memory speed, from the system's file."""
 
     read_bytes_per_s: float
     read_share: float
@@ -97,7 +96,7 @@ def is_there(folder: Path) -> bool:
 
 def read(folder: Path, choice: Choice) -> SavedCost:
     if choice.model_config is None:
-        raise CostFileError(f"{folder} serves any dense model.", remedy="Name one: --model-config config.json.")
+        raise CostFileError(f"{folder} names no model.", remedy="Name one: --model-config config.json.")
     if choice.num_layers or choice.hidden_size or choice.link_bytes_per_s or choice.link_latency_ns:
         remedy = "Leave out --layers, --hidden-size, --link-gbytes-per-s and --link-latency-us."
         raise CostFileError(f"The model's sizes and the link's times are in {choice.model_config} and {folder}.", remedy=remedy)
@@ -112,7 +111,7 @@ def read(folder: Path, choice: Choice) -> SavedCost:
     reduced = _reduced(_find(folder, choice.engine, _REDUCE), gpus, model.hidden_size) if gpus > 1 else None
     layer, once = [], []
     for name, shape in model.products(gpus).items():
-        product_ns = _nearest(found, shape, _area, f"the product {name}", notes)
+        product_ns = _nearest(found, shape, (0, 1), f"the product {name}", notes)
         if choice.weights.endswith(_STATIC):
             number = 2 if name in _LOW_PRECISION_INPUTS else 1
             passes = _passes(folder, choice.engine, shape[1], number, system, product_ns.axes[0], notes)
@@ -128,25 +127,19 @@ def read(folder: Path, choice: Choice) -> SavedCost:
     heads = (model.num_heads // gpus, model.kv_heads_of(gpus), model.head_size)
     path = _find(folder, choice.engine, _GENERATION)
     make = partial(filled, path, work=lambda num, reads: num * reads)
-    decodes = _nearest(_decodes(path, choice.kv), heads, _kv_size, "decodes", notes, make)
-    prompts = _nearest(_prompts(_find(folder, choice.engine, _CONTEXT), choice.kv), heads, _head_size, "prompts", notes)
+    decodes = _nearest(_decodes(path, choice.kv), heads, (1, 2), "decodes", notes, make)
+    prompts = _nearest(_prompts(_find(folder, choice.engine, _CONTEXT), choice.kv), heads, (0, 2), "prompts", notes)
     tables = KernelTables(
         num_layers=model.num_layers,
         layer_tokens=summed(layer),
         step_tokens=summed(once),
-        step_rows=_nearest(logits, model.logits(gpus), _area, "the product logits", notes),
+        step_rows=_nearest(logits, model.logits(gpus), (0, 1), "the product logits", notes),
         decodes=decodes,
         prefills=_after_prefixes(prompts),
     )
-    fitted = Fitted(
-        max_rows=int(tables.step_rows.axes[0][-1]),
-        max_decodes=tables.max_decodes,
-        max_prefill_tokens=tables.max_tokens,
-        max_context_len=tables.max_context_len,
-    )
     about = {"format": "AIConfigurator", "engine": choice.engine, "weights": choice.weights, "kv": choice.kv}
     return SavedCost(
-        cost=replace(NO_COSTS, kernels=tables, fitted=fitted),
+        cost=cost_of(tables),
         source="kernels",
         model=model.name,
         machine={"cpu": folder.name} if gpus == 1 else {"cpu": f"{gpus} {folder.name}", "gpus": gpus},
@@ -155,7 +148,7 @@ def read(folder: Path, choice: Choice) -> SavedCost:
 
 
 def read_model(path: Path) -> Model:
-    """Read a dense model's config.json. Raises CostFileError for what it lacks, and for a mixture of experts."""
+    """Read a dense model's config.json. Raises CostFileError for missing settings and for layers that are not dense."""
     remedy = "Give the config.json of a dense model, as Hugging Face has it."
     try:
         config = json.loads(text_of(path))
@@ -209,23 +202,24 @@ def _find(folder: Path, engine: str, table: str) -> Path:
         path = inside / engine / f"{table}{ending}"
         if engine and path.exists():
             return path
-    named = f"of {engine}" if engine else "of no engine in particular"
+    named = f"for {engine}" if engine else "for an unnamed engine"
     raise CostFileError(
         f"{folder} has no {table} {named}.", remedy=f"Set --engine, one of: {', '.join(_engines(folder, table)) or 'none'}."
     )
 
 
-def _curve(points: Mapping[Point, float]) -> Grid:
-    axis = sorted(points)
-    return Grid((tuple(number for (number,) in axis),), tuple(points[at] for at in axis))
+def _grouped(rows: Iterable[tuple[Sequence[float], Point, float]]) -> _Tables:
+    """Group rows of (sizes, point, milliseconds) by sizes. The first of duplicate points counts."""
+    tables: _Tables = {}
+    for sizes, point, ms in rows:
+        tables.setdefault(tuple(map(int, sizes)), {}).setdefault(point, ms * 1e6)
+    return tables
 
 
 def _products(path: Path, weights: str) -> _Tables:
     """Read products of one type of weights: (outputs, inputs) -> times by tokens."""
-    points: _Tables = {}
-    for tokens, outputs, inputs, ms in _of(path, ("m", "n", "k", "latency"), "gemm_dtype", weights, "--weights"):
-        points.setdefault((int(outputs), int(inputs)), {}).setdefault((tokens,), ms * 1e6)
-    return points
+    rows = _of(path, ("m", "n", "k", "latency"), "gemm_dtype", weights, "--weights")
+    return _grouped(((outputs, inputs), (tokens,), ms) for tokens, outputs, inputs, ms in rows)
 
 
 def _without_scales(times: Grid, passes: Sequence[Grid], least_ns: float) -> Grid:
@@ -240,23 +234,22 @@ def _without_scales(times: Grid, passes: Sequence[Grid], least_ns: float) -> Gri
 def _passes(
     folder: Path, engine: str, inputs: int, number: int, system: System, axis: Sequence[float], notes: dict[str, str]
 ) -> list[Grid]:
-    """Return times by tokens to find the scales of a product's input, and for two passes to round it.
+    """Return times by tokens to find a product input's scales and, if `number` is 2, to round it.
 
-    Engines without tables of them take as long as copies.
+    An engine without such tables gets the time of copies.
     """
     if engine not in _engines(folder, _SCALES):
         return [_copies(system, _BF16_BYTES * inputs, axis)] * number
     found = []
     for table in (_SCALES, _ROUNDING)[:number]:
-        points: _Tables = {}
-        for tokens, width, ms in _of(_find(folder, engine, table), ("m", "k", "latency"), "quant_dtype", "fp8", "--weights"):
-            points.setdefault((int(width),), {}).setdefault((tokens,), ms * 1e6)
-        found.append(_nearest(points, (inputs,), int, f"{table} of {inputs}", notes))
+        rows = _of(_find(folder, engine, table), ("m", "k", "latency"), "quant_dtype", "fp8", "--weights")
+        points = _grouped(((width,), (tokens,), ms) for tokens, width, ms in rows)
+        found.append(_nearest(points, (inputs,), (0,), f"{table} of {inputs}", notes))
     return found
 
 
 def _of(path: Path, columns: tuple[str, ...], word: str, wanted: str, option: str) -> Iterator[list[float]]:
-    """Yield rows whose column `word` has the wanted value. A point may be there twice; the first one counts."""
+    """Yield rows whose column `word` has the wanted value."""
     others = set[str]()
     is_found = False
     for line, words, numbers in rows_of(path, columns, words=(word,), where=_PLAIN):
@@ -280,27 +273,23 @@ _SIZES = ("m", "n", "k", *_HEADS)
 
 def _decodes(path: Path, kv: str) -> _Tables:
     """Read attention of decodes: (heads, KV heads, head size) -> times by (decodes, positions that each reads)."""
-    points: _Tables = {}
-    for *heads, num, isl, step, ms in _of(path, (*_HEADS, "step", "latency"), "kv_cache_dtype", kv, "--kv"):
-        points.setdefault(tuple(map(int, heads)), {}).setdefault((num, isl + step), ms * 1e6)
-    return points
+    rows = _of(path, (*_HEADS, "step", "latency"), "kv_cache_dtype", kv, "--kv")
+    return _grouped((heads, (num, isl + step), ms) for *heads, num, isl, step, ms in rows)
 
 
 def _prompts(path: Path, kv: str) -> _Tables:
     """Read attention of one prompt: (heads, KV heads, head size) -> times by tokens."""
-    points: _Tables = {}
-    for *heads, num, tokens, ms in _of(path, (*_HEADS, "latency"), "kv_cache_dtype", kv, "--kv"):
-        if num == 1:
-            points.setdefault(tuple(map(int, heads)), {}).setdefault((tokens,), ms * 1e6)
+    rows = _of(path, (*_HEADS, "latency"), "kv_cache_dtype", kv, "--kv")
+    points = _grouped((heads, (tokens,), ms) for *heads, num, tokens, ms in rows if num == 1)
     if not points:
         raise CostFileError(f"{path} has no times of one prompt alone.", remedy="Copy the whole table.")
     return points
 
 
 def _after_prefixes(prompts: Grid) -> Grid:
-    """Return times of a chunk by (tokens, positions before): those of the whole prompt times the chunk's share of its pairs.
+    """Return times of a chunk by (tokens, positions before): the prompt's time, times the chunk's share of query-key pairs.
 
-    Between entries the root of the time is interpolated, which is nearly linear in the tokens.
+    Interpolates the square root of the time, which is nearly linear in the tokens.
     """
     (axis,) = prompts.axes
     roots = Grid(prompts.axes, tuple(ns**0.5 for ns in prompts.values))
@@ -315,45 +304,36 @@ def _after_prefixes(prompts: Grid) -> Grid:
 
 
 def _reduced(path: Path, num_gpus: int, hidden_size: int) -> Grid:
-    """Read times in which GPUs add up a vector per token, by tokens. The table counts elements of 16 bits."""
-    points: dict[float, float] = {}
+    """Read times to all-reduce a vector per token, by tokens. The table counts elements of 16 bits."""
+    points: dict[Point, float] = {}
     others = set[int]()
     for _, words, (gpus, size, ms) in rows_of(path, ("num_gpus", "message_size", "latency"), words=("kernel_source",)):
         others.add(int(gpus))
         if gpus == num_gpus and not words["kernel_source"].endswith("_eager"):
-            points.setdefault(size / hidden_size, ms * 1e6)
+            points.setdefault((size / hidden_size,), ms * 1e6)
     if not points:
         raise CostFileError(
             f"{path} has no times of {num_gpus} GPUs.", remedy=f"Set --gpus, one of: {', '.join(map(str, sorted(others)))}."
         )
-    return Grid((tuple(sorted(points)),), tuple(points[at] for at in sorted(points)))
+    return curve_of(points)
 
 
 def _copies(system: System, token_bytes: float, axis: Sequence[float]) -> Grid:
     return Grid((tuple(axis),), tuple(system.copy_ns(token_bytes * tokens) for tokens in axis))
 
 
-def _area(outputs: int, inputs: int) -> int:
-    return outputs * inputs
-
-
-def _kv_size(_heads: int, kv_heads: int, head_size: int) -> int:
-    return kv_heads * head_size
-
-
-def _head_size(heads: int, _kv_heads: int, head_size: int) -> int:
-    return heads * head_size
-
-
 def _nearest(
     found: _Tables,
     wanted: tuple[int, ...],
-    work: Callable[..., int],
+    work: Sequence[int],
     what: str,
     notes: dict[str, str],
-    make: Callable[[Mapping[Point, float]], Grid] = _curve,
+    make: Callable[[Mapping[Point, float]], Grid] = curve_of,
 ) -> Grid:
-    """Return the table of the wanted sizes. Without one, that of the nearest sizes, in doublings, in proportion to the work."""
+    """Return the table of the wanted sizes, or the nearest table (distance in doublings) scaled by the ratio of work.
+
+    `work`: indices of the sizes whose product is the work.
+    """
 
     def distance(sizes: tuple[int, ...]) -> float:
         return sum(abs(log2(size / other)) for size, other in zip(sizes, wanted, strict=True))
@@ -362,6 +342,6 @@ def _nearest(
     grid = make(found[nearest])
     if nearest == wanted:
         return grid
-    share = work(*wanted) / work(*nearest)
+    share = prod(wanted[idx] for idx in work) / prod(nearest[idx] for idx in work)
     notes[what] = f"{'x'.join(map(str, wanted))}, from {'x'.join(map(str, nearest))}"
     return Grid(grid.axes, tuple(ns * share for ns in grid.values))

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, cycle, islice
+from operator import add
 from random import Random
 
+from penstock.lab.transforms import at_instants
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import ConfigError
 
@@ -25,14 +28,7 @@ def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Worklo
     jobs = []
     for job in workload.jobs:
         if job.after is None:
-            at_ns = next(instants)
-            moved_ns = at_ns - job.arrival_ns
-            job = replace(
-                job,
-                arrival_ns=at_ns,
-                deadline_ns=None if job.deadline_ns is None else job.deadline_ns + moved_ns,
-                cancelled_ns=None if job.cancelled_ns is None else job.cancelled_ns + moved_ns,
-            )
+            job = at_instants(job, partial(add, next(instants) - job.arrival_ns))
         jobs.append(job)
     return replace(workload, jobs=jobs, name=f"{workload.name}, {words}")
 
@@ -45,11 +41,6 @@ def mean_rate(workload: Workload) -> float | None:
     instants = [job.arrival_ns for job in workload.jobs if job.after is None]
     span_ns = max(instants) - min(instants) if instants else 0
     return (len(instants) - 1) * NS_PER_S / span_ns if span_ns else None
-
-
-def closed(count: int) -> list[int]:
-    """Return arrival time 0 for each request of a closed loop: there, the client limits how many requests are in flight."""
-    return [0] * count
 
 
 def constant(count: int, rate: float) -> list[int]:

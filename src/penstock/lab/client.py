@@ -33,7 +33,7 @@ MAX_ANSWER_BYTES = 256 << 20
 MIN_WAIT_NS = 1_000_000_000
 """Shortest wait before a refused request is sent again, even if the server asks for less."""
 MAX_WAIT_NS = 3600 * 1_000_000_000
-"""Longest such wait. After a longer one the request is not sent again, or a server could make a run last forever."""
+"""Longest such wait. If the server asks for more, the request is not resent, so no server can stall a run."""
 _NOT_NOW = (429, 503)
 _ROLES = ("user", "assistant")
 _TENANT_CHARS = "._:@/-"
@@ -74,9 +74,9 @@ def send(
             return await drive(
                 workload,
                 client.ask,
-                pace=pace or Pace(),
-                warm_up=warm_up or WarmUp(),
-                on_end=on_end or (lambda: None),
+                pace=pace,
+                warm_up=warm_up,
+                on_end=on_end,
                 keeps_text=options.keeps_text,
                 max_s=options.max_s,
             )
@@ -254,8 +254,8 @@ class _Client:
         if not self._num_uncounted:
             return ()
         return (
-            f"The server did not count the tokens of {counted(self._num_uncounted, 'answer')}: theirs are the events with "
-            "text, and the prompt's as the workload says.",
+            f"The server did not count the tokens of {counted(self._num_uncounted, 'answer')}: events with text were counted "
+            "instead, and the workload's prompt tokens.",
         )
 
     async def ask(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
@@ -269,7 +269,7 @@ class _Client:
             except _BrokenAnswer as broken:
                 error = str(broken)
             except OSError as unreachable:
-                error = f"There is no connection: {_reason(unreachable)}."
+                error = f"The connection failed: {_reason(unreachable)}."
             finally:
                 answer.end()
                 self._fill(record, answer)

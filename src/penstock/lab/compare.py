@@ -53,8 +53,10 @@ class Difference:
     """Whether the difference is significant after Holm's correction for all tested figures."""
 
     @property
-    def is_worse(self) -> bool:
-        return self.change is not None and (self.change.value < 0) == self.is_rate and self.change.value != 0
+    def worsening(self) -> float:
+        """Share by which the figure is worse; below 0 if it is better."""
+        change = 0.0 if self.change is None else self.change.value
+        return -change if self.is_rate else change
 
     @property
     def words(self) -> str:
@@ -94,7 +96,7 @@ class Compared:
             (one.load, difference)
             for one in self.comparisons
             for difference in one.differences
-            if difference.is_more_than_noise and difference.is_worse and _worsening(difference) > by
+            if difference.is_more_than_noise and difference.worsening > by
         ]
 
 
@@ -119,10 +121,10 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
     if names[0] != names[1]:
         words = f"The workloads differ: {', '.join(names[0])!r} and {', '.join(names[1])!r}."
         if not any_workload:
-            raise ConfigError(words, remedy="Run the same workload, or give --any-workload to compare them all the same.")
+            raise ConfigError(words, remedy="Run the same workload, or give --any-workload to compare them anyway.")
         notes.append(f"{words} The differences may come from that.")
     if alone := [str(load) for load in {*sides[0], *sides[1]} if load not in common]:
-        notes.append(f"Only one of the results has {', '.join(sorted(alone))}; that is left out.")
+        notes.append(f"Only one of the results has {', '.join(sorted(alone))}; skipped.")
     comparisons = []
     for load in common:
         pair = (sides[0][load], sides[1][load])
@@ -153,7 +155,7 @@ def _notes(before: Result, after: Result) -> Iterator[str]:
     for name, result in (("first", before), ("second", after)):
         num_bad = sum(run.figures.num_by_end["refused"] + run.figures.num_by_end["failed"] for run in result.runs)
         if num_bad:
-            yield f"In the {name} result, {num_bad} requests were refused or failed. Latencies are of the others alone."
+            yield f"In the {name} result, {num_bad} requests were refused or failed. Latencies cover only the others."
 
 
 def _has_equal_slos(before: Sequence[Run], after: Sequence[Run]) -> bool:
@@ -269,7 +271,7 @@ def _mean_spread(spreads: Sequence[Spread]) -> Spread:
 
 
 def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
-    """Complete `shell`, which only names a figure, by the change, its p-value and standard error. `ratio` is a logarithm."""
+    """Add the change, its p-value and standard error to `shell`, which only names a figure. `ratio` is a logarithm."""
     half = student_quantile((1 + LEVEL) / 2, spread.degrees) * spread.error
     change = Estimate(*(math.expm1(value) for value in (ratio, ratio - half, ratio + half)))
     chance = student_tail(ratio / spread.error, spread.degrees) if spread.error else float(ratio == 0)
@@ -301,11 +303,6 @@ def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
         )
         for i, one in enumerate(comparisons)
     ]
-
-
-def _worsening(difference: Difference) -> float:
-    assert difference.change is not None
-    return -difference.change.value if difference.is_rate else difference.change.value
 
 
 def _percent(share: float) -> str:

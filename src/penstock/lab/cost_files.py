@@ -25,7 +25,7 @@ from penstock.types.plan import StepShape
 FORMAT = "penstock-cost-model"
 VERSION = 5
 READ_VERSIONS = (3, 4, 5)
-"""Version 3 has no tables of kernels, and those of version 4 have mixtures."""
+"""Version 3 has no kernel tables; those of version 4 always have `mixtures`."""
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 _STEP_COLUMNS = ("rows", "tokens", "context", "ms")
@@ -113,7 +113,8 @@ def _from_json(path: Path, text: str) -> SavedCost:
     except (ValueError, KeyError) as error:
         raise CostFileError(f"{path} is not a cost model: {error}.", remedy=remedy) from None
     if kind != FORMAT or version not in READ_VERSIONS:
-        cause = f"{path} is {kind!r} of version {version}; this Penstock reads {FORMAT!r} of version {VERSION}."
+        known = f"{FORMAT!r} of versions {READ_VERSIONS[0]} to {VERSION}"
+        cause = f"{path} is {kind!r} of version {version}; this Penstock reads {known}."
         raise CostFileError(cause, remedy=remedy)
     try:
         saved = TypeAdapter(SavedCost).validate_python(written)

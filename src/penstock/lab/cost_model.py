@@ -36,7 +36,7 @@ class Fitted:
 
 
 COLD_AFTER_NS = 35e6
-"""A step this long evicts all weights from the processor's caches. Measured, as the next two: docs/profile.md."""
+"""A step this long evicts all weights from the processor's caches. Measured, like `COLD_DECAY`: docs/profile.md."""
 COLD_DECAY = 0.75
 """Share of the evicted weights that is still missing after one more step."""
 
@@ -82,7 +82,7 @@ class CostModel:
     prefill_context_ns: float = 0.0
     """Each KV position before a longer row, once for all of its tokens."""
     narrow_read_ns: float = 0.0
-    """Each KV position that a row of one token reads in a step of fewer than `NARROW_TOKENS`, besides."""
+    """Extra per KV position that a row of one token reads in a step of fewer than `NARROW_TOKENS`."""
     sample_ns: float = 0.0
     """Each sampled token: computing its logits and choosing it."""
     sample_step_ns: float = 0.0

@@ -1,4 +1,4 @@
-"""A model of another server in a simulation: a link with a latency, and a rate of tokens for each answer."""
+"""A remote model in a simulation: a fixed time to first token, and a fixed time per token."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class DistantModel:
         self.ended: dict[str, RequestStats] = {}
         self._distant, self._clock, self._agenda, self._tell = distant, clock, agenda, tell
         self._left: dict[str, tuple[Request, int]] = {}
-        """Id -> request in flight, and the tokens that it has yet to get."""
+        """Id -> request in flight, and its number of remaining tokens."""
 
     def submit(self, request: Request, num_output_tokens: int, ask: Ask) -> None:
         """Begin a request. Raises `Rejected` if there are too many."""
         del ask
         if len(self._left) >= self._distant.max_concurrent:
-            raise Rejected(RejectReason.QUEUE_FULL, "The upstream has as many requests as it may have.", retry_after_s=1.0)
+            raise Rejected(RejectReason.QUEUE_FULL, "The upstream is at its request limit.", retry_after_s=1.0)
         self._left[request.request_id] = request, num_output_tokens
         self._agenda.note(self._clock.now_ns() + self._distant.latency_ns, partial(self._go_on, request.request_id))
         if (deadline_ns := request.deadline_ns) is not None:

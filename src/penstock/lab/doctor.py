@@ -1,11 +1,11 @@
 """The rules of `penstock doctor`: what may be wrong with a server, how that shows, and what to change.
 
-The time of all requests is a pool (`Evidence.parts_s`). Each rule, in the order of the table, says how much of it its cause
+The time of all requests is a pool (`Evidence.parts_s`). Each rule, in the order of the table, returns the time that its cause
 took. A cause that took at least `NAMED_SHARE` of the pool is named, and no later rule counts that time again. So there is one
 threshold, and causes are ranked by the time that they cost. (Oracle's ADDM ranks findings by their share of the time of all
 sessions; Linux' PSI reports the share of time in which tasks stalled.)
 
-To add a rule, append it to `RULES`. It looks at an `Evidence`.
+To add a rule, append it to `RULES`. It reads an `Evidence`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from penstock.lab.evidence import Evidence, Visit
 
 NAMED_SHARE = 0.1
-"""A cause that took a smaller share of the requests' time is not named. Nor is a setting that would save less."""
+"""A cause that took a smaller share of the requests' time is not named, nor a setting that saves less."""
 LEAST_VISITS = 5
 """Fewer requests are not judged."""
 FULL = 0.9
-"""A machine that computes for this share of the time has nothing left."""
+"""A machine that computes for this share of the time counts as full."""
 
 
 class Symptom(StrEnum):
@@ -38,22 +38,22 @@ class Rule:
     symptom: Symptom
     cause: str
     lost_s: Callable[[Evidence], float]
-    """Time of requests that the cause took."""
+    """Time that the cause cost the requests."""
     of: tuple[str, ...] = ()
-    """Parts of the requests' time that this time is among. Empty: it comes on top of them."""
+    """Parts of the requests' time that include `lost_s`. Empty: it comes on top of them."""
     shows: Callable[[Evidence], str]
     """The evidence, with figures."""
     remedy: str
     change: Callable[[Evidence], Mapping[str, Any]] = field(default=lambda _: {})
-    """Settings to try in the simulator, which are also the advice. None: leave it out. Empty: it can't be simulated.
+    """Settings to simulate and to advise. None resets a setting to its default. Empty: it can't be simulated.
     `kv_blocks`: the size of the KV cache."""
     must_gain: bool = False
-    """If the simulator sees no gain, the cause is another one."""
+    """Drop the finding if the simulator predicts no gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """How long requests take: in the mean, in the mean of the slowest tenth, and at most between two tokens."""
+    """Request times: the mean, the mean of the slowest tenth, and the longest gap between two tokens."""
 
     mean_s: float
     slowest_s: float
@@ -69,7 +69,7 @@ class Gain:
 
     @property
     def share(self) -> float:
-        """The share of the mean time, or of the slowest tenth's, that is saved."""
+        """The larger saved share: of the mean time, or of the slowest tenth's."""
         before, after = self.before, self.after
         return max(1 - after.mean_s / before.mean_s, 1 - after.slowest_s / before.slowest_s)
 
@@ -156,11 +156,11 @@ def _without_visits(evidence: Evidence) -> Diagnosis:
         verdict, why = Verdict.HEALTHY, f"Only background requests run, {evidence.num_background:.0f} now; nobody waits."
     elif evidence.num_calls > LEAST_VISITS:
         why = (
-            f"{evidence.num_calls:.0f} requests ended or were refused, and the server explains {len(evidence.visits)} of them "
+            f"{evidence.num_calls:.0f} requests ended or were refused, but the server explains only {len(evidence.visits)} "
             "to this key. Give the key that sent them (--api-key), or let the server explain some (--explained-requests)."
         )
     else:
-        why = f"Requests seen: {len(evidence.visits)}, and it takes {LEAST_VISITS}. Ask again under load, or watch longer."
+        why = f"Requests seen: {len(evidence.visits)}, but {LEAST_VISITS} are needed. Ask again under load, or watch longer."
     return Diagnosis(verdict=verdict, findings=(), summary=why)
 
 
@@ -175,7 +175,7 @@ def _summary(evidence: Evidence) -> str:
     )
 
 
-# Parts of the time that take more than a sum.
+# Times that are more than sums of parts.
 
 
 def _waits(*reasons: str) -> Callable[[Evidence], float]:
@@ -202,29 +202,29 @@ _COMPUTING = ("prefill", "decode")
 _USUAL = (*_COMPUTING, "intake", "prompt", "prefix")
 """Parts that may be large on a healthy server: a short answer takes less time than what comes before it."""
 _CROWDED = ("rows", "tokens", "memory", "order")
-"""Reasons to wait because others are served."""
+"""Reasons to wait while other requests run."""
 
 
 def _wasted_s(evidence: Evidence, share: float) -> float:
-    """Return the time that requests lose if this share of the machine does nothing for them: of computing, and of waiting for
-    the machine if it is full."""
+    """Return the time that requests lose if this share of the machine is wasted: that share of computing, and of waiting if
+    the machine is full."""
     parts = (*_COMPUTING, *_CROWDED) if evidence.busy >= FULL else _COMPUTING
     return share * _waits(*parts)(evidence)
 
 
 def _thrashed_s(evidence: Evidence) -> float:
-    """Pauses of preempted requests, and the steps that compute their tokens again."""
+    """Return the pauses of preempted requests, plus the steps that recompute tokens."""
     again_s = sum(one.num_resume_steps for one in evidence.visits) * max(evidence.prompt_step_s, evidence.plain_step_s)
     return evidence.parts_s["preempted"] + again_s
 
 
 def _late_s(evidence: Evidence) -> float:
-    """Time of streams in steps with others' prompts, beyond the target."""
+    """Return streams' time beyond the target in steps with others' prompts."""
     return sum(one.with_prompts_s - one.num_steps_with_prompts * evidence.target_s for one in evidence.visits)
 
 
 def _chopped_s(evidence: Evidence) -> float:
-    """Time that prompts would save if their steps took as long as the target, and there were fewer."""
+    """Return the time that prompts would save with fewer steps, each as long as the target."""
     plain_s, target_s = evidence.plain_step_s, evidence.target_s
     saved_s = 0.0
     for one in evidence.visits:
@@ -248,7 +248,7 @@ def _spared_s(evidence: Evidence) -> float:
 
 
 def _alike(one: Visit) -> float:
-    """Return the share of a prompt's computed tokens that the cache has, behind a token that differs."""
+    """Return the share of a prompt's computed tokens that the cache has, after a token that differs."""
     return one.num_same_after / max(1, one.num_prompt_tokens - one.num_hit_tokens)
 
 
@@ -275,7 +275,7 @@ def _endless(evidence: Evidence) -> str:
 
 
 def _refused_s(evidence: Evidence) -> float:
-    """Return the share of the calls that were refused, as if it was one of the time: a refused client waits, too."""
+    """Return the refused share of the calls, times the requests' time: a refused client waits, too."""
     return evidence.total_s * evidence.num_refused / max(1.0, evidence.num_calls)
 
 
@@ -300,7 +300,7 @@ RULES: tuple[Rule, ...] = (
         lost_s=_waits("grammar", "sat out"),
         of=("grammar", "sat out"),
         shows=lambda e: f"Grammars took {_share(e, 'grammar', 'sat out')}.",
-        remedy="Send the same schema each time, which is then known, or a simpler one.",
+        remedy="Send the same schema each time, so that it is cached, or simplify it.",
     ),
     Rule(
         name="cold adapters",
@@ -318,7 +318,7 @@ RULES: tuple[Rule, ...] = (
         lost_s=lambda e: _waits("loading")(e) if _waits("loading")(e) > _spared_s(e) else 0.0,
         of=("loading",),
         shows=lambda e: (
-            f"Loading blocks took {_share(e, 'loading')}. To compute what the cache had would have taken {_spared_s(e):.3g} s."
+            f"Loading blocks took {_share(e, 'loading')}. Computing the cached tokens would have taken {_spared_s(e):.3g} s."
         ),
         remedy="Put the file on a faster disk (--kv-disk-path), or do without (--kv-disk-size 0).",
     ),
@@ -364,7 +364,7 @@ RULES: tuple[Rule, ...] = (
         cause="The waiting order lets later requests go first, and earlier ones wait long.",
         lost_s=_waits("order"),
         of=("order",),
-        shows=lambda e: f"Being passed took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}.",
+        shows=lambda e: f"Being overtaken took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}.",
         remedy="Serve in order of arrival, or let waiting requests age (docs/orders.md).",
         change=lambda _: {"policy": "fcfs"},
     ),
@@ -531,12 +531,12 @@ RULES: tuple[Rule, ...] = (
         cause="Clients read their streams slowly.",
         lost_s=lambda e: e.client_wait * e.total_s,
         shows=lambda e: f"Streams waited for their clients for {e.client_wait:.0%} of the time.",
-        remedy="Look at the network and at the clients: the server is not what takes the time.",
+        remedy="Look at the network and at the clients: the server is not the bottleneck.",
     ),
     Rule(
         name="refusals",
         symptom=Symptom.LATENCY,
-        cause="Calls are refused: more come than the server lets in, or refused clients come back before Retry-After says.",
+        cause="Calls are refused: more come than the server admits, or refused clients do not wait for Retry-After.",
         lost_s=_refused_s,
         shows=lambda e: f"{e.num_refused:.0f} of {e.num_calls:.0f} calls were refused.",
         remedy="Have clients heed Retry-After, add servers (`penstock plan` says how many), or let more wait (--max-queue).",
@@ -556,11 +556,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="intake",
         symptom=Symptom.LATENCY,
-        cause="Requests wait long before they are queued: for their prompt's tokens, or for the end of a step.",
+        cause="Requests wait long before they are queued: for their prompt's tokenization, or for the end of a step.",
         lost_s=lambda e: _waits("intake", "prompt")(e) - len(e.visits) * e.target_s,
         of=("intake", "prompt"),
         shows=lambda e: f"Before the queue requests spent {_share(e, 'intake', 'prompt')}.",
-        remedy="Make steps shorter (--slo-itl), and prompts, or leave the HTTP process a CPU (--threads).",
+        remedy="Make steps (--slo-itl) and prompts shorter, or leave the HTTP process a CPU (--threads).",
     ),
 )
-"""In the order in which they count the time: what is known for certain before what follows from it."""
+"""Rules in the order in which they claim time: certain causes before their consequences."""

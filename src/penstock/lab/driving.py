@@ -19,7 +19,7 @@ from penstock.types.errors import PenstockError
 class Ask(Protocol):
     """A function that sends one job and fills in its record while the answer arrives. Cancelling the call ends the request.
 
-    `texts`: messages of user and model in turn, with the job's own prompt last; empty for a prompt of token ids. `now_ns`:
+    `texts`: alternating user and assistant messages, with the job's own prompt last; empty for a prompt of token ids. `now_ns`:
     clock for the record. If the call raises PenstockError, the job failed with that message.
     """
 
@@ -30,17 +30,17 @@ async def drive(
     workload: Workload,
     ask: Ask,
     *,
-    pace: Pace,
-    warm_up: WarmUp,
-    on_end: Callable[[], object],
-    keeps_text: bool = False,
+    pace: Pace | None,
+    warm_up: WarmUp | None,
+    on_end: Callable[[], object] | None,
+    keeps_text: bool,
     max_s: float | None = None,
 ) -> Sent:
     """Send every job with `ask` and wait until the last has ended. A failed request becomes a record, and the run goes on.
 
     The run ends early, with the records so far, after `max_s` seconds or if its task is cancelled (Ctrl-C in `asyncio.run`).
     """
-    driving = _Driving(workload, ask, pace, warm_up, on_end, keeps_text)
+    driving = _Driving(workload, ask, pace or Pace(), warm_up or WarmUp(), on_end or (lambda: None), keeps_text)
     try:
         async with asyncio.timeout(max_s):
             await driving.run()
@@ -70,7 +70,7 @@ class _Driving:
         """An unexpected exception, here or in `ask`, which ends the run."""
         self._has_changed = asyncio.Event()
         self._said: dict[int, tuple[list[str], int]] = {}
-        """Index of a job -> the conversation up to its answer, and how many jobs that continue it have not begun."""
+        """Index of a job -> the conversation up to its answer, and the number of its next turns yet to begin."""
         self._begin_ns = time.perf_counter_ns()
 
     def now_ns(self) -> int:
@@ -150,9 +150,7 @@ class _Driving:
             record.text = ""
         self._add(record)
         for turn in lost:
-            lost_turn = Record(index=turn, intended_ns=now_ns, sent_ns=now_ns, ended_ns=now_ns, tenant=self._jobs[turn].tenant)
-            lost_turn.end, lost_turn.error = End.FAILED, "The turn before it had no answer."
-            self._add(lost_turn)
+            self._add(Record.lost(turn, now_ns, self._jobs[turn].tenant))
 
     def _add(self, record: Record) -> None:
         self._last_ns = max(self._last_ns, record.ended_ns)

@@ -1,7 +1,7 @@
 """The evidence of `penstock doctor`: where the time of recent requests went, and what the machine did meanwhile.
 
-It is read from what a server shows to everybody who has its key: two answers of `/metrics`, the explanations of
-`/v1/requests`, and settings. `replayed.py` makes the same of a recording.
+It comes from two scrapes of `/metrics`, the explanations in `/v1/requests`, and settings, which anyone with the server's key
+can read. `replayed.py` makes the same pages from a recording.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TARGET_S = 0.05
-"""Time between two tokens that the scheduler aims at by default, or twice a step without prompts if that is more."""
+"""Default target of the scheduler for the time between two tokens, or twice a step without prompts if longer."""
 
 FOR_LOAD = ("queue_full", "queue_delay", "kv_headroom")
-"""Reasons of refusals (`RejectReason`) that more servers would spare. Limits of single keys are meant to refuse."""
+"""Refusal reasons (`RejectReason`) that more servers would avoid. Limits of single keys refuse on purpose."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Scrape:
-    """One answer of `/metrics`: the series of a model, and those of the whole server."""
+    """One scrape of `/metrics`: the series of a model and of the whole server."""
 
     def __init__(self, text: str, model: str) -> None:
         """Raises ValueError if this is not Prometheus' text format."""
@@ -59,7 +59,7 @@ class Visit:
     """One request of a client as the server explains it. Times are in seconds."""
 
     age_s: float
-    """How long ago it came."""
+    """Time since its arrival."""
     total_s: float
     parts_s: Mapping[str, float]
     """Its time by part. `rows`, `memory` and so on: in the queue, by what it waited for. `prefill`, `decode`: computing.
@@ -82,7 +82,7 @@ class Visit:
 
     @classmethod
     def of(cls, choice: Mapping[str, Any], age_s: float) -> Visit:
-        """Read one choice of an explanation. Raises LookupError, TypeError or ValueError if it is none."""
+        """Read one choice of an explanation. Raises LookupError, TypeError or ValueError if malformed."""
         time_ms, decode, prefix = choice["time_ms"], choice["decode"], choice["prefix"] or {}
         parts_ms = {
             **choice["waited"]["for_ms"],
@@ -115,7 +115,7 @@ class Visit:
 
 
 def visits_of(explained: Iterable[Mapping[str, Any]], model: str, within_s: float) -> list[Visit]:
-    """Read the list of `/v1/requests`: a model's requests that run, and that ended in the last `within_s` seconds."""
+    """Read the list of `/v1/requests`: a model's requests that run or ended in the last `within_s` seconds."""
     calls = [call for call in explained if call["model"] == model]
     visits = [Visit.of(choice, call["age_ms"] / 1e3) for call in calls for choice in call["choices"]]
     return [one for one in visits if one.age_s - one.total_s <= within_s and one.finish_reason != "refused"]
@@ -123,11 +123,11 @@ def visits_of(explained: Iterable[Mapping[str, Any]], model: str, within_s: floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything that the rules look at. Times of requests are sums in seconds, of the machine shares of the window."""
+    """Input of the rules. Times of requests are sums in seconds; times of the machine are shares of the window."""
 
     visits: Sequence[Visit]
     window_s: float
-    """Time between the two answers of `/metrics`, which the next fields are about."""
+    """Time between the two scrapes of `/metrics`, which the next fields cover."""
     busy: float
     """Share of the time in which a step was computed."""
     num_calls: float
@@ -138,24 +138,24 @@ class Evidence:
     padding: float
     """Share of the computed positions that were padding."""
     cpu_wait: float
-    """Share of the time in which threads could run that they waited for a CPU, at most that of others on the CPUs."""
+    """Share of runnable time that threads waited for a CPU, capped at other processes' share of CPU time."""
     client_wait: float
-    """Time in which streams waited for their clients, as a share of that and of the time of all requests."""
+    """Time that streams waited for their clients, as a share of it plus the time of all requests."""
     background: float
-    """Share of the computed positions that were the background's."""
+    """Share of computed positions that belonged to background requests."""
     num_background: float
-    """Requests of the background now."""
+    """Background requests now."""
     declined: float
-    """Share of the prompts' computed tokens that a tier has, whose loads take longer."""
+    """Share of computed prompt tokens that a tier has, but would load more slowly."""
     largest_tenant: str
     largest_share: float
-    """The share of the tokens that the named key with the most had. 0 with fewer than two keys."""
+    """The share of the tokens that `largest_tenant` had. 0 with fewer than two keys."""
     own_tenant: str = ""
-    """The one whose requests these are. Empty: those of all."""
+    """The tenant that sent these requests. Empty: all tenants."""
     num_present: float = 0.0
-    """Requests in the server at once, on average, without the background's."""
+    """Mean number of requests in the server, without background ones."""
     num_now: float = 0.0
-    """Requests that run or wait now, without the background's."""
+    """Requests that run or wait now, without background ones."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that are not the defaults."""
     capacity: Mapping[str, int] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class Evidence:
         return cls(
             visits=visits,
             window_s=window_s,
-            busy=min(1.0, ratio(step_s, window_s * max(1.0, after.sum("replicas")))),  # the front has the steps of all
+            busy=min(1.0, ratio(step_s, window_s * max(1.0, after.sum("replicas")))),  # a front sums its replicas' steps
             num_calls=ended + refused,
             num_refused=refused,
             num_ended=ended,
@@ -222,7 +222,7 @@ class Evidence:
 
     @property
     def mean_batch(self) -> float:
-        """Requests in a step, as requests saw it. 0 if none ran."""
+        """Mean batch size, averaged over requests. 0 if none ran."""
         ran = [one.mean_batch for one in self.visits if one.mean_batch]
         return sum(ran) / len(ran) if ran else 0.0
 
@@ -247,6 +247,6 @@ class Evidence:
 
     @property
     def prompt_step_s(self) -> float:
-        """Time of a step in which requests with an answer waited for others' prompts, too."""
+        """Time of a decode step that also computed other requests' prompts."""
         num_steps = sum(one.num_steps_with_prompts for one in self.visits)
         return sum(one.with_prompts_s for one in self.visits) / num_steps if num_steps else 0.0

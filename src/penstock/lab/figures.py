@@ -245,7 +245,7 @@ def _reason(record: Record) -> str:
 class Window:
     """The part of a run that the figures are computed from, in nanoseconds from the run's start.
 
-    Gaps between tokens (ITL) always count in the whole run.
+    Gaps between tokens (ITL) always cover the whole run.
     """
 
     begin_ns: int
@@ -446,7 +446,7 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
 
 
 def num_independent_batches(samples: Samples, window: Window) -> int:
-    """Return the number of parts for batch means. Each lasts twice the mean latency or longer; 5 requests end in it."""
+    """Return the number of batches. Each lasts at least twice the mean latency and averages at least 5 ended requests."""
     ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
     if not len(ends):
         return 0
@@ -524,4 +524,4 @@ def _warnings(due: Samples, latencies: Mapping[str, Distribution], lag: Distribu
             )
     num_bad = int(((due.end == ENDS.index(End.REFUSED)) | (due.end == ENDS.index(End.FAILED))).sum())
     if num_bad:
-        yield f"{num_bad} of {len(due)} requests were refused or failed. Latencies are of the others alone."
+        yield f"{num_bad} of {len(due)} requests were refused or failed. Latencies cover only the others."

@@ -53,7 +53,7 @@ _COSTS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """Part of a step -> costs that it can have. If the executor reports no parts, `TOTAL` is the only one."""
 _COSTS_BEYOND = ("base", "step_ns", "sample_ns")
-"""Costs of a fit to another one: a factor of its time, and what HTTP and text of a server take of the cores."""
+"""Costs fitted on top of a `base` model: a factor on its time, and the CPU time of HTTP and text."""
 _OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
@@ -81,8 +81,8 @@ class Fit:
 def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False, base: CostModel | None = None) -> Fit:
     """Fit a cost model to measured steps. `are_in_order`: each step ran right after the one before it, so noise can correlate.
 
-    `base`: a fit to steps of more kinds, whose proportions are kept. Fitted are a factor, and what each step and sample takes
-    besides; the host's time and the noise are those of `steps`.
+    `base`: a fit to more kinds of steps. Its proportions stay: only a factor and extra costs per step and sample are fitted.
+    The host's time and the noise come from `steps`.
 
     Raises ValueError if there are too few steps or groups to separate the costs, or if a step took no time.
     """
@@ -224,7 +224,7 @@ class _Table:
 
 
 def units_of(counts: Sequence[Counts]) -> tuple[tuple[float, ...], dict[str, Floats]]:
-    """Return the upper ends of the brackets, and what each step pays for: cost -> number [num_steps]."""
+    """Return the upper ends of the brackets, and each step's units per cost: cost -> number [num_steps]."""
     units = {name: np.array([unit(one) for one in counts], dtype=float) for name, unit in _UNITS.items()}
     num_tokens = np.array([one.num_tokens for one in counts], dtype=float)
     edges = _edges(num_tokens)

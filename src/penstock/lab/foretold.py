@@ -1,4 +1,4 @@
-"""Reports what a simulation foretold: load of the servers, speed of the simulation, and steps outside of the fitted range."""
+"""Reports on a simulation itself: load of the servers, speed of the simulation, and steps outside the fitted range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import counted
 
 MOST_SERVERS = 16
-"""Servers of a kind that are reported one by one."""
+"""Most servers of a kind that are reported individually."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,6 @@ class Foretold:
     name: str
     outcome: Outcome
     wall_s: float
-
-    @property
-    def speed(self) -> float:
-        return self.outcome.duration_ns / NS_PER_S / max(self.wall_s, 1e-9)
 
 
 def section_of(simulated: Sequence[Foretold]) -> Section:
@@ -34,7 +30,7 @@ def section_of(simulated: Sequence[Foretold]) -> Section:
 
 
 def _shown(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """Yield (server, how to call it) of all servers, or of three among many of a kind: by the mean number of requests."""
+    """Yield (server, label) of all servers, or of three among many of a kind: by the mean number of requests."""
     by_kind: dict[str, list[str]] = {}
     for server in outcome.timelines:
         by_kind.setdefault(server.partition(" ")[0], []).append(server)

@@ -1,4 +1,4 @@
-"""The router before several simulated servers, and what it hears of them."""
+"""The router of a simulation with several servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.types.stats import EngineLoad, RequestStats
 
 
 class Front:
-    """The router before several servers, and what it hears of them."""
+    """A router in front of several servers, fed with their events."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Front:
         self._have_links = have_links
         self.dispatcher = Dispatcher(router, 0, block_size, has_prefix_caching=has_prefix_caching, slo_itl_ns=slo_itl_ns)
         self.servers: list[VirtualServer] = []
-        """Servers by the number of the replica. One that has left stays until its number is taken again."""
+        """Servers by replica number. One that has left stays until its number is reused."""
         self.loads = _Loads(self.servers)
         self._make = make
         self._lengths = Lengths()
@@ -60,7 +60,7 @@ class Front:
         )
 
     def tell(self, number: int, events: Sequence[TokenEvent], ended: Mapping[str, RequestStats]) -> None:
-        """Take the events of a server, with the stats of the requests that end. Its cache's changes come with them."""
+        """Process a server's events, with the stats of the requests that ended, and the changes of its cache."""
         dispatcher = self.dispatcher
         dispatcher.hear(number, self._logs[number].take())
         for event in events:
@@ -74,7 +74,7 @@ class Front:
 
 
 class _Loads(Sequence[EngineLoad]):
-    """The load of each server, read when a router asks for it: of a thousand servers it may ask for two."""
+    """The load of each server, read on demand: a router may look at two of a thousand servers."""
 
     def __init__(self, servers: Sequence[VirtualServer]) -> None:
         self._servers = servers

@@ -60,7 +60,7 @@ class Hardware:
     price_date: str = ""
     spec_source: str = ""
     tables: str = ""
-    """Projects that published kernel times measured on it."""
+    """Projects with published kernel times for this machine."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "read_bytes_per_s", "bf16_ops_per_s"):

@@ -30,7 +30,7 @@ class Progress:
 class Ask(Protocol):
     """A function that asks a model for exactly `num_output_tokens` and yields its progress. Closing it early ends the request.
 
-    `prompt`: token ids, or messages of user and model in turn, with the user's last. Raises PenstockError.
+    `prompt`: token ids, or alternating user and assistant messages that end with the user's. Raises PenstockError.
     """
 
     def __call__(self, prompt: Sequence[str] | Sequence[int], num_output_tokens: int) -> AsyncGenerator[Progress, None]: ...
@@ -45,14 +45,7 @@ async def drive(
     on_end: Callable[[], object] | None = None,
     keeps_text: bool = False,
 ) -> Sent:
-    return await driving.drive(
-        workload,
-        partial(_ask, ask),
-        pace=pace or Pace(),
-        warm_up=warm_up or WarmUp(),
-        on_end=on_end or (lambda: None),
-        keeps_text=keeps_text,
-    )
+    return await driving.drive(workload, partial(_ask, ask), pace=pace, warm_up=warm_up, on_end=on_end, keeps_text=keeps_text)
 
 
 async def _ask(ask: Ask, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:

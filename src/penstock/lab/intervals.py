@@ -79,7 +79,7 @@ def student_tail(distance: float, degrees: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Effective sample size of a series: how many independent samples say as much. With its degrees of freedom."""
+    """Effective sample size of a series, in equivalent independent samples, with its degrees of freedom."""
 
     count: float
     degrees: float

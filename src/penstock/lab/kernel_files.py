@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
 
@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.lab.cost_files import CostFileError, read_text
-from penstock.lab.kernel_tables import Grid
+from penstock.lab.cost_model import NO_COSTS, CostModel, Fitted
+from penstock.lab.kernel_tables import Grid, KernelTables
 
 MAX_TABLE_BYTES = 64 << 20
 MAX_POINTS = 1 << 20
@@ -21,7 +22,7 @@ MAX_POINTS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Facts that the tables lack. None: as for the model that the tables name."""
+    """Facts that the tables lack. None: those of the model that the tables name."""
 
     num_layers: int | None = None
     hidden_size: int | None = None
@@ -35,9 +36,11 @@ class Choice:
     engine: str = ""
     """Name and version of the engine that ran the kernels, such as `vllm/0.14.0`, if a folder has several."""
     weights: str = "bfloat16"
-    """Type of the weights, as the tables name it. `kv`: the same of the KV cache."""
+    """Type of the weights, as the tables name it. `kv`: the same for the KV cache."""
     kv: str = "bfloat16"
 
+
+USUAL = Choice()
 
 Point = tuple[float, ...]
 
@@ -83,7 +86,7 @@ def _csv(path: Path, columns: Sequence[str], _optional: Sequence[str]) -> Iterat
 
 
 def _parquet(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield rows of a parquet file. Their line is that of the same table as CSV, below its header."""
+    """Yield rows of a parquet file. Line numbers are those of the same table as CSV, with a header."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -120,17 +123,32 @@ def _number(at: str, name: str, cell: object) -> float:
     raise CostFileError(f"{at}: {name} is {cell!r}.", remedy="It must be a number of at least 0.")
 
 
+def cost_of(tables: KernelTables) -> CostModel:
+    fitted = Fitted(
+        max_rows=int(tables.step_rows.axes[0][-1]),
+        max_decodes=tables.max_decodes,
+        max_prefill_tokens=tables.max_tokens,
+        max_context_len=tables.max_context_len,
+    )
+    return replace(NO_COSTS, kernels=tables, fitted=fitted)
+
+
+def curve_of(points: Mapping[Point, float]) -> Grid:
+    axis = sorted(points)
+    return Grid((tuple(number for (number,) in axis),), tuple(points[at] for at in axis))
+
+
 def summed(curves: Sequence[Grid]) -> Grid:
-    """Return the sum of times by one number, as far as all of them go."""
+    """Return the sum of curves, up to the end of the shortest."""
     last = min(curve.axes[0][-1] for curve in curves)
     axis = sorted({number for curve in curves for number in curve.axes[0] if number <= last})
     return Grid((tuple(axis),), tuple(round(sum(curve.at(number) for curve in curves), 1) for number in axis))
 
 
 def filled(path: Path, points: Mapping[Point, float], work: Callable[..., float] | None = None) -> Grid:
-    """Return a whole grid of what may be a union of several: holes are interpolated along one axis after the other.
+    """Return a full grid from points that may be a union of grids: holes are interpolated along one axis after the other.
 
-    Outside of what is known values are those at its edge, or in proportion to `work`, a function of a point.
+    Beyond the known points, the value at the edge is used, scaled by `work`, a function of a point.
     """
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
     shape = tuple(map(len, axes))

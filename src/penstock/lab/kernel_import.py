@@ -1,4 +1,4 @@
-"""Makes cost models of tables of kernel times that others have published: each format has a reader of its own."""
+"""Makes cost models from published tables of kernel times. Each format has its own reader."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 
 from penstock.lab import aiconfigurator, llmservingsim
 from penstock.lab.cost_files import CostFileError, SavedCost
-from penstock.lab.kernel_files import Choice
+from penstock.lab.kernel_files import USUAL, Choice
 
 READERS: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Choice], SavedCost]]] = (
     (llmservingsim.is_there, llmservingsim.read),
     (aiconfigurator.is_there, aiconfigurator.read),
 )
-"""By format: whether a folder has it, and its reader."""
+"""(whether a folder has a format, how to read it) for each format."""
 
 
-_NOTHING_CHOSEN = Choice()
-
-
-def import_folder(folder: Path, choice: Choice = _NOTHING_CHOSEN) -> SavedCost:
+def import_folder(folder: Path, choice: Choice = USUAL) -> SavedCost:
     """Read a folder of kernel tables. Raises CostFileError, which names the file and the line."""
     for is_there, read in READERS:
         if not is_there(folder):
@@ -28,7 +25,7 @@ def import_folder(folder: Path, choice: Choice = _NOTHING_CHOSEN) -> SavedCost:
         try:
             saved = read(folder, choice)
         except (ValueError, ArithmeticError) as error:
-            raise CostFileError(f"{folder} has tables that make no cost model: {error}.", remedy="Copy it again.") from None
+            raise CostFileError(f"{folder} has unusable tables: {error}.", remedy="Copy the folder again.") from None
         if saved.cost.kernels is None or not all(map(isfinite, saved.cost.kernels.times())):
             raise CostFileError(f"{folder} has times or sizes that are too large.", remedy="Copy it again.")
         return saved

@@ -1,4 +1,4 @@
-"""Step times from tables of kernel times: the sum over layers of dense products and attention, and work once per step.
+"""Step times from tables of kernel times: dense products and attention summed over layers, plus work done once per step.
 
 Between entries times are interpolated linearly. Beyond a table's edge the time grows with the work, as if the kernel kept the
 share of the machine's peak that it had at the edge. `kernel_import` reads such tables.
@@ -67,7 +67,7 @@ class Experts:
     num_experts_per_token: int
 
     def layer_ns(self, num_tokens: int) -> float:
-        """Return the time with as many distinct experts as tokens choose on average, if each chooses evenly among all."""
+        """Return the time with the expected number of distinct experts, if tokens choose experts uniformly."""
         missed = (1 - self.num_experts_per_token / self.num_experts) ** num_tokens
         return _grown(self.ns, _products, num_tokens, self.num_experts * (1 - missed))
 
@@ -91,15 +91,15 @@ class KernelTables:
     """Attention of a chunk beside decodes, by (tokens, positions before, decodes, positions that each reads). Such a step runs
     another kernel than one without prompts, so times between the two are not interpolated. None: the sum of both alone."""
     skews: Grid | None = None
-    """How far decodes of uneven lengths are from the time at their mean (0) towards that at their longest (1), in bins of
+    """Where the time of uneven decodes lies between that at their mean length (0) and at their longest (1), in bins of
     (tokens of the chunk, decodes, share, longest, positions before the chunk). The share is (mean - shortest) / (longest -
     shortest)."""
     experts: Experts | None = None
     reduce_ns: float = 0.0
-    """Time of a layer in which several GPUs add up their results, besides `reduce_token_ns` for each token of the step."""
+    """All-reduce time of a layer on several GPUs, plus `reduce_token_ns` for each token of the step."""
     reduce_token_ns: float = 0.0
     compute_factor: float = 1.0
-    """How many times as fast the machine multiplies as the one of the tables. `read_factor`: the same for its memory."""
+    """Compute speed relative to the machine of the tables. `read_factor`: the same for its memory."""
     read_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class KernelTables:
             raise ValueError("the table of attention has only one number of positions before a chunk")
 
     def slowed(self, factor: float) -> KernelTables:
-        """Return tables by which every step takes `factor` times as long."""
+        """Return tables with which every step takes `factor` times as long."""
         return replace(
             self,
             reduce_ns=factor * self.reduce_ns,
@@ -159,7 +159,7 @@ class KernelTables:
         return self._shared(table.values[0], _grown(table, _products, number))
 
     def _shared(self, least_ns: float, ns: float) -> float:
-        """Return a time with faster memory and multiplications: the least is taken for reading, and the rest for products."""
+        """Return a time scaled by both speed factors: `least_ns` of it counts as reading, the rest as arithmetic."""
         if self.compute_factor == self.read_factor == 1.0:
             return ns
         return min(least_ns, ns) / self.read_factor + max(0.0, ns - least_ns) / self.compute_factor
@@ -188,10 +188,10 @@ class KernelTables:
         return _grown(self.decodes, _reads, num_decodes, num_reads)
 
     def _chunk_ns(self, counts: Counts, num_decodes: int, num_reads: float) -> float:
-        """Return the time of the step's chunks, which are taken for one of as many tokens and pairs of positions.
+        """Return the time of the step's chunks, treated as one chunk with as many tokens and query-key pairs.
 
-        Several prompts have fewer pairs than one of their summed length. Time is linear in the pairs of a chunk, so it is
-        extended to fewer positions than none before the chunk.
+        Several prompts have fewer pairs than one of their summed length, so that chunk's context can be negative. Time is
+        linear in its pairs, so it is extrapolated.
         """
         num_tokens = counts.num_prefill_tokens
         context = counts.num_prefill_reads / num_tokens - (num_tokens + 1) / 2

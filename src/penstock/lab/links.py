@@ -1,4 +1,4 @@
-"""The links between simulated replicas, and the KV that moves over them."""
+"""Links between simulated replicas, and copying KV over them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.bytes_per_token < 1 or not self.bytes_per_s > 0 or self.latency_ns < 0:
-            raise ConfigError("A link moves at least a byte for each token, at a bandwidth above 0 and a latency from 0 on.")
+            raise ConfigError("A link needs at least 1 byte per token, a bandwidth above 0, and a latency of at least 0.")
 
     def busy_ns(self, num_tokens: int) -> int:
         return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
 
 
 def place_kv(server: VirtualServer, request: Request) -> bool:
-    """Put the KV of a request's prompt, but for the last token, into a server's prefix cache. Return whether it fit."""
+    """Put the KV of a request's prompt, except the last token's, into a server's prefix cache. Return whether it fit."""
     kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
     bearer = anew(request, request_id=f"{request.request_id} KV")
     hit = kv.lookup_prefix(bearer)
@@ -45,7 +45,7 @@ def place_kv(server: VirtualServer, request: Request) -> bool:
 
 
 def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int) -> None:
-    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is there and finds room."""
+    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is cached and fits."""
     kv, offering = taker.core.scheduler.kv, giver.core.scheduler.kv.exchange
     root = root_hash(request.cache_salt, request.adapter)
     span = Span.of(root, request.prompt_token_ids[:num_tokens], kv.block_size, has_tail=True)

@@ -1,8 +1,8 @@
 """Reads the tables of LLMServingSim's profiler: CSV files of kernels of one layer, in microseconds.
 
-Format: https://github.com/casys-kaist/LLMServingSim, docs/profiler/output-bundle. Everything is from its files, but for the
-shape of the model, the link of several GPUs, and the host. The host takes no time: vLLM plans a step while the one before runs,
-and its graphs of kernels leave no gaps between them.
+Format: https://github.com/casys-kaist/LLMServingSim, docs/profiler/output-bundle. The files lack the shape of the model, the
+link between GPUs, and host time. Host time counts as 0: vLLM plans a step while the one before runs, and its CUDA graphs leave
+no gaps between kernels.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.lab.cost_files import CostFileError, SavedCost
-from penstock.lab.cost_model import NO_COSTS, Fitted
-from penstock.lab.kernel_files import MAX_POINTS, Choice, Point, filled, rows_of, summed, text_of
+from penstock.lab.kernel_files import MAX_POINTS, USUAL, Choice, Point, cost_of, curve_of, filled, rows_of, summed, text_of
 from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 
 
@@ -33,14 +31,13 @@ SHAPES: Mapping[str, Shape] = {
     "Qwen/Qwen3-32B": Shape(64, 5120),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": Shape(48, 2048),
 }
-"""Models with published tables, by their config.json. The tables are of one layer, and say neither number."""
+"""Models with published tables, by their config.json. The tables cover one layer, and give neither number."""
 
 _DENSE, _ROWS, _ATTENTION, _EXPERTS = "dense.csv", "per_sequence.csv", "attention.csv", "moe.csv"
 _ONCE = ("embedding", "final_layernorm")
 _TWICE = "layernorm"
-"""A layer has two: before attention, and before its products."""
+"""A layer has two: before attention, and before the MLP."""
 _REQUIRED = ("qkv_proj", "o_proj", _TWICE)
-_USUAL = Choice()
 BEYOND = 1e18
 """Upper end of a bin without one."""
 _LABEL = re.compile(r"^\w+(<=|=|>)(\d+)(k|%)?$")
@@ -51,7 +48,7 @@ def is_there(folder: Path) -> bool:
 
 
 def read(folder: Path, choice: Choice) -> SavedCost:
-    if choice.model_config or choice.engine or (choice.weights, choice.kv) != (_USUAL.weights, _USUAL.kv):
+    if choice.model_config or choice.engine or (choice.weights, choice.kv) != (USUAL.weights, USUAL.kv):
         remedy = "Leave out --model-config, --engine, --weights and --kv."
         raise CostFileError(f"{folder} has tables of one model and engine.", remedy=remedy)
     meta = _meta(folder, choice.num_gpus)
@@ -99,18 +96,12 @@ def read(folder: Path, choice: Choice) -> SavedCost:
         reduce_ns=reduce_ns,
         reduce_token_ns=reduce_token_ns,
     )
-    fitted = Fitted(
-        max_rows=int(tables.step_rows.axes[0][-1]),
-        max_decodes=tables.max_decodes,
-        max_prefill_tokens=tables.max_tokens,
-        max_context_len=tables.max_context_len,
-    )
     machine: dict[str, Any] = {"cpu": meta["gpu"]} if "gpu" in meta else {}
     if choice.num_gpus > 1:
         machine["gpus"] = choice.num_gpus
     notes = {"format": "LLMServingSim", "vllm": meta.get("vllm_version", ""), "variant": meta.get("variant", "")}
     return SavedCost(
-        cost=replace(NO_COSTS, kernels=tables, fitted=fitted),
+        cost=cost_of(tables),
         source="kernels",
         model=model,
         machine=machine,
@@ -120,7 +111,7 @@ def read(folder: Path, choice: Choice) -> SavedCost:
 
 
 def _tables_of(folder: Path, num_gpus: int) -> Path:
-    """Return the folder of the tables of `num_gpus`: the one that was given, or its part as the profiler writes it."""
+    """Return the folder of the tables of `num_gpus`: the given one, or its subfolder `tpN` from the profiler."""
     part, parts = folder / f"tp{num_gpus}", sorted(path.name for path in folder.glob("tp*"))
     if parts and not part.is_dir():
         raise CostFileError(f"{folder} has no tables of {num_gpus} GPUs, only {', '.join(parts)}.", remedy="Set --gpus.")
@@ -142,10 +133,10 @@ def _meta(folder: Path, num_gpus: int) -> Mapping[str, str]:
 
 def _curves(path: Path, column: str) -> dict[str, Grid]:
     """Read times of kernels by one number: name -> curve in nanoseconds."""
-    points: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    points: defaultdict[str, dict[Point, float]] = defaultdict(dict)
     for _, words, (number, time_us) in rows_of(path, (column, "time_us"), words=("layer",)):
-        points[words["layer"]][number] = time_us * 1e3
-    return {name: Grid((tuple(sorted(found)),), tuple(found[at] for at in sorted(found))) for name, found in points.items()}
+        points[words["layer"]][number,] = time_us * 1e3
+    return {name: curve_of(found) for name, found in points.items()}
 
 
 def _attention(path: Path) -> tuple[Grid, Grid, Grid]:
@@ -160,7 +151,7 @@ def _attention(path: Path) -> tuple[Grid, Grid, Grid]:
         elif chunk:
             prefills[chunk, before] = time_us * 1e3
         else:
-            raise CostFileError(f"{path}, line {line}: there are neither a chunk nor decodes.", remedy="Remove the line.")
+            raise CostFileError(f"{path}, line {line}: it has no chunk and no decodes.", remedy="Remove the line.")
     if not (decodes and prefills and mixtures):
         cause = f"{path} lacks times of decodes alone, of chunks alone, or of both together."
         raise CostFileError(cause, remedy="Copy the whole table.")

@@ -1,6 +1,6 @@
-"""The machine of several simulated models: their steps take turns on it, which the server's own code chooses.
+"""A machine shared by several simulated models, on which their steps take turns.
 
-That code is `native/turns.cpp`, which knows no clock. docs/decisions/turns.md has its rules.
+The server's own code, `native/turns.cpp`, chooses the turns; time is passed in. docs/decisions/turns.md has its rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Account(Protocol):
 
 
 class Turns(Protocol):
-    """Accounts are of this class's own kind."""
+    """Accounts must come from the same implementation."""
 
     def ask(self, account: Any, now_ns: int) -> int: ...
     def call(self, now_ns: int) -> bool: ...
@@ -40,7 +40,7 @@ class SharedMachine:
     def __init__(self, turns: Turns, agenda: Agenda, clock: Clock) -> None:
         self._turns, self._agenda, self._clock = turns, agenda, clock
         self._claims: dict[int, tuple[int, Begin]] = {}
-        """Number of a claim -> how long its step takes, and who hears of its begin."""
+        """Number of a claim -> its step's duration, and the callback for its begin."""
 
     def seat(self, account: Account) -> Seat:
         return Seat(
@@ -80,10 +80,10 @@ class Seat:
     """One model's place at a machine."""
 
     run: Callable[[int, int, Begin], None]
-    """Asks, at an instant or now if that is later, for a turn of a duration."""
+    """Requests a turn of some duration, at an instant, or now if that is later."""
     most_step_ns: Callable[[], int]
-    """As for `Scheduler`."""
+    """See `Scheduler`."""
     used_ns: Callable[[], int]
     """Returns the time that the model had the machine."""
     others_serve: Callable[[int], bool] = lambda _: False
-    """As for `Scheduler`. No simulated request is one of the background."""
+    """See `Scheduler`. These simulations have no background requests."""

@@ -21,7 +21,7 @@ class Pace:
     max_concurrency: int | None = None
     """Most requests of an open loop in flight. Others wait, which counts in their latencies."""
     background: int = 0
-    """Background jobs in flight, as long as other jobs are left. Their arrivals are ignored."""
+    """Most background jobs in flight while other jobs are left. Their arrivals are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,6 @@ class Pacer:
     @property
     def is_over(self) -> bool:
         return not (self._num_running or self._turns or self._num_begun < len(self._firsts))
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
 
     def next_ns(self) -> int | None:
         """Return when the next job is due, maybe in the past, or None if no job is due before a request ends."""

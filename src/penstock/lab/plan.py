@@ -56,7 +56,7 @@ MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
 MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
 """Limits of a run with several replicas. The limit of tokens is `MOST_TOKENS` for each replica if that is more."""
 LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 256
-"""Fewest and most replicas in a simulated group, at the rate that they just keep up with; most in all groups."""
+"""Fewest and most replicas of a simulated group, counted at saturation; most replicas in all groups."""
 OUTLOOK_REPLICAS = 4
 """Steps that are slower may need up to this many times the replicas; no more are tried."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
@@ -373,7 +373,7 @@ class Binding:
             return f"No rate holds; one would with {' or with '.join(REMEDIES[one][0] for one in self.resources)}."
         doubt = ""
         if not self.is_clear and len(self.resources) == 1:
-            doubt = "That is not clear: the gain may be chance. "
+            doubt = "That is uncertain: the gain may be chance. "
         elif not self.is_clear:
             doubt = "Which one is not clear: their gains differ by no more than chance, or one step. "
         return f"{doubt}The highest rate would be, with {'; with '.join(gains)}."
@@ -478,7 +478,7 @@ def find_fleet(
     fewest: tuple[int, Trial | None, Trial | None] | None = (1, None, None)
     if planned > MOST_REPLICAS * found.saturated_rate:
         raise ConfigError(
-            f"With {planned:.3g} requests/s not even {MOST_REPLICAS} of these servers keep up.",
+            f"At {planned:.3g} requests/s not even {MOST_REPLICAS} of these servers keep up.",
             remedy="Plan for a part of that rate (--rate), and multiply.",
         )
     if planned > found.rate:
@@ -625,7 +625,7 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
         if trial is not None and trial.duration_s < MIN_SPANS * trial.mean_e2e_s:
             yield (
                 f"The run at {trial.rate:.3g} requests/s lasts {trial.duration_s:.3g} s, and a request "
-                f"{trial.mean_e2e_s:.3g} s: queues have hardly time to grow. Take more requests."
+                f"{trial.mean_e2e_s:.3g} s: queues hardly have time to grow. Take more requests."
             )
     if best is not None and best.rate > 0.95 * found.saturated_rate:
         yield (
@@ -638,19 +638,19 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
             f"it is decided by {math.floor(best.num_requests * (1 - best.goal))} of them. Take more requests."
         )
     if mean_rate(workload) is None:
-        yield "The workload has no arrivals of its own: they are taken for Poisson. Real traffic is burstier."
+        yield "The workload has no arrival times, so Poisson arrivals are assumed. Real traffic is burstier."
 
 
 # All of it, for one machine
 
 
 class Outlook(NamedTuple):
-    """Answer if every step took `slowness` times as long."""
+    """The plan with steps `slowness` times as long."""
 
     slowness: float
     rate: float
     num_replicas: int | None
-    """None if no number of them was found."""
+    """None if no number was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def _answer(sized: Sized) -> Iterator[str]:
         assert found.failed is not None
         least, trial = f"{LEAST_SHARE:.0%}", trial_words(found.failed)
         yield f"No rate holds these SLOs, not even {least} of what one server keeps up with: {trial}."
-        yield "Loosen that SLO, or take a faster machine or a smaller model."
+        yield "Loosen that SLO, or use a faster machine or a smaller model."
         yield binding.reason
     else:
         runs = counted(len(found.trials), "run")
@@ -121,7 +121,7 @@ def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
         elif fleet.load * fleet.num_in_group > (fleet.num_in_group - 1) * (1 - headroom):
             yield "  With fewer their queues would grow without bound."
     if fleet.num_groups > 1:
-        yield f"  One of {fleet.num_groups} groups of {replicas} was simulated, to which requests go in turn."
+        yield f"  Requests go in turn to {fleet.num_groups} groups of {replicas}; one group was simulated."
     if bill is None:
         yield "  No price is known: give --price-per-hour."
         return
@@ -171,7 +171,7 @@ def replica_range(sized: Sized) -> str:
 
 
 def _range_of_prices(sized: Sized, price: float) -> str:
-    """Return a price of the planned replicas, as a range over the numbers of them that other step times need."""
+    """Return a price of the planned replicas, as a range over the replica counts that other step times need."""
     assert sized.fleet is not None
     assert sized.replicas is not None
     low, high = (None if number is None else _price(price * number / sized.fleet.num_replicas) for number in sized.replicas)

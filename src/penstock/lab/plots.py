@@ -145,15 +145,13 @@ def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
     ]
 
 
-def roofline(
-    title: str, *, peak_gops: float, read_gbs: float, measured: Mapping[str, Sequence[tuple[float, float]]], ops: str = "GOP/s"
-) -> Panel:
+def roofline(title: str, *, peak_gops: float, read_gbs: float, measured: Mapping[str, Sequence[tuple[float, float]]]) -> Panel:
     knee = peak_gops / read_gbs
     intensities = [x for points in measured.values() for x, _ in points]
     low, high = min([knee / 8, *intensities]) / 1.5, max([knee * 8, *intensities]) * 1.5
     roof = Series("roof", [(low, low * read_gbs), (knee, peak_gops), (high, peak_gops)], "line")
     found = [Series(name, points, "marks") for name, points in measured.items()]
-    return Panel(title, Axis("operations per byte", is_log=True), Axis(ops, is_log=True), [roof, *found])
+    return Panel(title, Axis("operations per byte", is_log=True), Axis("GOP/s", is_log=True), [roof, *found])
 
 
 def plots_of(result: Result) -> Iterator[Plot]:
@@ -367,7 +365,7 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *,
                 alpha=0.18,
                 linewidth=0,
             )
-    for (name, limit), style in zip(panel.limits.items(), cycle(["--", "-.", ":"])):  # it has no end
+    for (name, limit), style in zip(panel.limits.items(), cycle(["--", "-.", ":"])):  # cycle is endless
         handles[name] = ax.axhline(limit, color="#555555", linestyle=style, linewidth=1.2)
     for axis, drawn, set_scale, set_limits in (
         (panel.x, ax.xaxis, ax.set_xscale, ax.set_xlim),

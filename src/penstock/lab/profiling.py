@@ -33,8 +33,8 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         yield f"  token {begin + 1:4} to {up_to:5}            {token_ns / 1e3:10.2f} us"
         begin = up_to
     for name, words, factor, unit in (
-        ("decode_row_ns", "row that decodes, besides", 1e3, "us"),
-        ("prefill_token_ns", "token of a prompt, besides", 1e3, "us"),
+        ("decode_row_ns", "extra per decode row", 1e3, "us"),
+        ("prefill_token_ns", "extra per prompt token", 1e3, "us"),
         ("sample_ns", "token that is sampled", 1e3, "us"),
         ("sample_step_ns", "step that samples", 1e3, "us"),
         ("decode_read_ns", "KV position read by a decode", 1, "ns"),
@@ -43,7 +43,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("host_step_ns", "host, each step", 1e3, "us"),
         ("host_row_ns", "host, each row", 1e3, "us"),
         ("host_prefill_ns", "host, step with prompts", 1e3, "us"),
-        ("cold_ns", "step of few tokens after a long", 1e3, "us"),
+        ("cold_ns", "short step after a long one", 1e3, "us"),
     ):
         if value := getattr(cost, name):
             yield f"  {words:30}{value / factor:10.2f} {unit}"
@@ -58,7 +58,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
 
 
 def kernel_lines(kernels: KernelTables) -> Iterator[str]:
-    """Yield what tables of kernels reach, and a few steps."""
+    """Yield the kernel tables' range, and a few step times."""
     yield (
         f"{kernels.num_layers} layers; up to {kernels.max_tokens} tokens of prompts, {kernels.max_decodes} decodes and "
         f"{kernels.max_context_len} tokens of context in a step; beyond, times grow with the work, and simulations say so"

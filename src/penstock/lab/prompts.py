@@ -11,7 +11,7 @@ from dataclasses import replace
 from random import Random
 from typing import Protocol
 
-from penstock.lab.traces import CHARS_PER_TOKEN, estimate_tokens
+from penstock.lab.traces import CHARS_PER_TOKEN, CountTokens, estimate_tokens
 from penstock.lab.workload import Job, Workload
 
 WORDS = (  # noqa: SIM905  # a list of 500 literals is no easier to read
@@ -48,6 +48,10 @@ _ANCHOR = "the"
 class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+def counter_of(tokenizer: Tokenizer) -> CountTokens:
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int = 0) -> Workload:
@@ -129,7 +133,7 @@ class _Writer:
         return (text, len(ids)) if len(ids) <= max_tokens else cut(self._tokenizer, ids, max_tokens)
 
     def _ids(self, text: str) -> list[int]:
-        assert self._tokenizer is not None, "asked for with a tokenizer alone"
+        assert self._tokenizer is not None, "only called with a tokenizer"
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -141,17 +145,14 @@ def cut(tokenizer: Tokenizer, token_ids: Sequence[int], max_tokens: int) -> tupl
     """
     for num_tokens in range(min(max_tokens, len(token_ids)), 0, -1):
         text = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False).rstrip("\ufffd")
-        count = len(tokenizer.encode(text, add_special_tokens=False))
+        count = counter_of(tokenizer)(text)
         if 0 < count <= max_tokens:
             return text, count
     raise ValueError("these tokens make no text")
 
 
 def _cheapest_words(tokenizer: Tokenizer) -> tuple[list[str], int]:
-
-    def num_tokens(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
+    num_tokens = counter_of(tokenizer)
     anchor = num_tokens(_ANCHOR)
     costs = {word: max(1, num_tokens(f"{_ANCHOR} {word}") - anchor, num_tokens(word)) for word in WORDS}
     least = min(costs.values())

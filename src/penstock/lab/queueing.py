@@ -19,7 +19,10 @@ def erlang_b(num_servers: int, load: float) -> float:
 
 
 def erlang_c(num_servers: int, load: float) -> float:
-    _check(num_servers, load)
+    if num_servers < 1:
+        raise ValueError(f"there are {num_servers} servers, and must be at least 1")
+    if not 0 <= load < num_servers:
+        raise ValueError(f"a load of {load:g} servers can't be served by {num_servers}: the queue grows without bound")
     blocked = erlang_b(num_servers, load)
     return blocked / (1 - load / num_servers * (1 - blocked))
 
@@ -40,10 +43,3 @@ def wait_quantile(share: float, num_servers: int, rate: float, service_s: float,
     if waits <= 1 - share:
         return 0.0
     return mean_wait(num_servers, rate, service_s, cv) / waits * math.log(waits / (1 - share))
-
-
-def _check(num_servers: int, load: float) -> None:
-    if num_servers < 1:
-        raise ValueError(f"there are {num_servers} servers, and must be at least 1")
-    if not 0 <= load < num_servers:
-        raise ValueError(f"a load of {load:g} servers can't be served by {num_servers}: the queue grows without bound")

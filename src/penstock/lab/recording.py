@@ -52,7 +52,7 @@ class BlockId:
 class Header:
     recording: str
     part: int
-    """Number of this file in the recording. In the oldest file that is left, above 0 if earlier ones are lost."""
+    """Number of this file in the recording. If above 0 in the oldest remaining file, earlier ones are lost."""
     began: str
     block_size: int
     capacity: Capacity
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each of its tokens is one to sample after: the last one, and guesses. Also a prompt's last token alone."""
+        """Whether it samples after each of its tokens: a decode, with or without guesses, or a prompt's last token."""
         return self.query_len <= self.samples
 
 
@@ -218,7 +218,7 @@ def _rules_of(kind: type[DataclassInstance]) -> tuple[tuple[str, Callable[[Any],
 
 
 def _checked(told: _Told) -> _Told:
-    """Return an event or part of one, as read, if all fields have the right types. Raises ValueError that names a wrong one."""
+    """Return `told` unchanged if all of its fields have the right types. Raises ValueError, which names a wrong field."""
     for name, is_right in _rules_of(type(told)):
         value = getattr(told, name)
         if not is_right(value) and not (_may_be_negative(name) and type(value) is int and abs(value) < _LARGEST):

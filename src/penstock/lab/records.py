@@ -23,7 +23,7 @@ class Record:
 
     index: int
     intended_ns: int
-    """When the request was due. Latencies count from then, so that they include the delay of a slow client."""
+    """When the request was due. Latencies count from then, so they include the delay of a slow client."""
     sent_ns: int
     """When the first byte was sent."""
     first_ns: int | None = None
@@ -43,6 +43,13 @@ class Record:
     waits_ns: Sequence[int] = ()
     """The wait after each refusal before the request was sent again. `sent_ns` is the last sending."""
     text: str = ""
+
+    @classmethod
+    def lost(cls, index: int, at_ns: int, tenant: str) -> Record:
+        """Return the record of a turn that is not sent, because the one before it failed."""
+        lost = cls(index=index, intended_ns=at_ns, sent_ns=at_ns, ended_ns=at_ns, tenant=tenant, end=End.FAILED)
+        lost.error = "The turn before it had no answer."
+        return lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The pages that a server would have shown at the end of a recording: explanations of all requests, and metrics.
 
-The recording's events go to a journal and to metrics as the engine reported them. Why the prefix cache had no more is not in a
-recording, nor who made guesses, nor what a server without a step waited for, which is taken to be its batch.
+The recording's events go to a journal and to metrics as the engine reported them. A recording does not say why prefix hits
+ended, which guesser was used, or what an idle server waited for, which is assumed to be its batch.
 """
 
 from __future__ import annotations

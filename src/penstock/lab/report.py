@@ -83,8 +83,8 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     if first.options:
         notes.append("Options: " + ", ".join(f"{name} = {value}" for name, value in first.options.items()) + ".")
     notes.append(
-        "Latencies count from the intended arrival. Below each figure is its 95 % interval; "
-        f"{UNKNOWN_INTERVAL}: the sample is too small for one."
+        "Latencies count from the intended arrival. Below each figure is its 95 % interval, or "
+        f"{UNKNOWN_INTERVAL} if the sample is too small."
     )
     yield Section("Benchmark", notes, [_overview(result.runs)] if several else [])
     if several and not every_run:
@@ -98,8 +98,8 @@ def sections_of_compared(compared: Compared, before: str, after: str) -> Iterato
     notes = [f"Before: {before}. After: {after}."]
     if num_tested:
         notes.append(
-            f"{num_tested} figures were tested, and a difference is called one if it holds after correction for that. "
-            "In square brackets are plain 95 % intervals."
+            f"{num_tested} figures were tested, and a difference is shown as such if it is significant after correction. "
+            "Square brackets have uncorrected 95 % intervals."
         )
     yield Section("Comparison", notes, warnings=compared.notes)
     for each in compared.comparisons:

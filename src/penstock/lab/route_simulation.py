@@ -1,7 +1,7 @@
 """Simulates a route or a pipeline: several models on one machine, and upstreams, with recorded scores of their answers.
 
-The models are `VirtualServer`s, which take turns. The decisions are the server's: which model a question goes to, when the next
-one is asked, and that a cascade holds back the first tokens of the weak model until they have decided.
+The models are `VirtualServer`s, which take turns. Decisions are made as in the server: which model gets a question, when the
+next one is asked, and how long first tokens or whole answers are held back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.lab.links import anew
 from penstock.lab.machine import Account, Seat, SharedMachine, Turns
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End, Record
+from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.lab.simulation import note_due, play
 from penstock.lab.traffic import Call, Prompts, Traffic, status_of
 from penstock.lab.virtual_server import ServerSettings, VirtualServer
@@ -28,8 +29,27 @@ from penstock.types.events import TokenEvent
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats
 
-BUSY_STATUSES = (429, 503)
-"""A model that refuses with one of these gives way to the next."""
+_BUSY_STATUSES = (429, 503)
+
+
+JUDGE_TOKENS, VERDICT_TOKENS = 24, 2
+"""Tokens of a judge's prompt besides the conversation and the answers, and of its verdict."""
+WHOLE = 1 << 62
+"""A window that no answer exceeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Answers are held back until they have ended. Then the recorded confidence decides."""
+
+    least: float
+    """Minimum confidence to keep the weak model's answer."""
+    samples: int = 1
+    """Parallel answers of the weak model."""
+    both: bool = False
+    """Whether the strong model answers in parallel."""
+    judge: str | None = None
+    """The model that reads the answers. None: they are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +59,8 @@ class Strategy:
     """Asked one after another until one does not refuse. With `learned`, the weak and the strong model."""
     learned: LearnedRoute | None = None
     threshold: float = 0.0
-    """Least gain with which the strong model answers."""
+    """Minimum gain to let the strong model answer."""
+    judged: Judged | None = None
     search_ns: int | None = None
     """In a pipeline: time of the search."""
 
@@ -54,7 +75,7 @@ class RouteOutcome:
     quality: float
     """Mean result of the answers."""
     num_begun: int
-    """Answers that the weak model of a cascade began so that their first tokens would decide."""
+    """Answers that the weak model began for a decision by them or their first tokens."""
     used_ns: Mapping[str, int]
     """Model, or "" for the embedding model -> the time that it had the machine."""
     duration_ns: int
@@ -78,7 +99,7 @@ class RouteSimulation:
     seed: int = 0
 
     def run(self, strategy: Strategy, questions: Sequence[Question], workload: Workload, *, pace: Pace) -> RouteOutcome:
-        """Ask all questions. `workload`: a job for each, of which arrivals, deadlines and cancellations count."""
+        """Ask all questions. `workload`: a job for each, with its arrival, deadline and cancellation."""
         clock = VirtualClock()
         settings = max(self.here.values(), key=lambda one: one.capacity.max_model_len)
         traffic = Traffic(workload, clock, settings, pace=pace, max_returns=self.max_returns)
@@ -101,6 +122,11 @@ class RouteSimulation:
         )
 
 
+def _gives_way(rejected: Rejected) -> bool:
+    """Return whether the next model is asked after this refusal: the model is busy, or the prompt too long for it."""
+    return status_of(rejected.reason) in _BUSY_STATUSES or rejected.reason is RejectReason.CONTEXT_LENGTH
+
+
 def _answer(question: Question, kind: str) -> Answer:
     return question.weak if kind == "weak" else question.strong
 
@@ -114,8 +140,21 @@ class _Attempt:
     rest: tuple[str, ...]
     """Models to ask if this one refuses, or is not sure."""
     window: int = 0
-    """Tokens to hold back until they have decided. 0: what comes is passed on."""
+    """Tokens to hold back before deciding. 0 passes tokens on at once."""
     held: list[TokenEvent] = field(default_factory=list)
+    together: _Together | None = None
+
+
+@dataclass(slots=True)
+class _Together:
+    """Answers to one call that are judged together, the weak model's first."""
+
+    attempts: list[_Attempt] = field(default_factory=list)
+    ended: dict[int, RequestStats] = field(default_factory=dict)
+    """Number of an attempt -> its stats."""
+    num_open: int = 0
+    """Requests in flight, including a judge's."""
+    is_judged: bool = False
 
 
 class _Router:
@@ -148,9 +187,9 @@ class _Router:
             self._models[name] = DistantModel(distant, clock, traffic.agenda, tell=partial(self._tell, name))
         self._prompts = {kind: _prompts(questions, workload, kind) for kind in ("weak", "strong")}
         self._attempts: dict[str, _Attempt] = {}
-        """Id of a request to a model -> its call there. The engine tells the end of one that was left, which has none."""
-        self._current: dict[str, str] = {}
-        """Id of a call -> that of its request to the model that it is at."""
+        """Id of a request to a model -> its attempt. The engine also reports the end of abandoned requests, which have none."""
+        self._current: dict[str, list[str]] = {}
+        """Id of a call -> ids of its requests in flight at the models."""
         self._num_attempts = 0
 
     # A call: the vector of its question, the model, its end.
@@ -180,6 +219,9 @@ class _Router:
 
     def _choose(self, call: Call) -> None:
         models, learned, threshold = self._strategy.models, self._strategy.learned, self._strategy.threshold
+        if self._strategy.judged is not None:
+            self._ask_together(call, self._strategy.judged)
+            return
         if learned is None:
             self._ask(call, models)
             return
@@ -198,24 +240,66 @@ class _Router:
             try:
                 self._begin(_Attempt(call, name, (*models[number:],), window))
             except Rejected as rejected:
-                if number == len(models) or status_of(rejected.reason) not in BUSY_STATUSES:
+                if number == len(models) or not _gives_way(rejected):
                     raise
                 window = 0
             else:
                 return
 
-    def _begin(self, attempt: _Attempt) -> None:
+    def _ask_together(self, call: Call, judged: Judged) -> None:
+        """Ask for all answers to be judged. Models that refuse do not count. Raises `Rejected` if all refuse."""
+        weak, strong = self._strategy.models
+        together, refusal = _Together(), None
+        for name in [weak] * judged.samples + [strong] * judged.both:
+            attempt = _Attempt(call, name, (strong if name == weak else weak,), WHOLE, together=together)
+            try:
+                self._begin(attempt)
+            except Rejected as rejected:
+                refusal = rejected
+            else:
+                together.attempts.append(attempt)
+        together.num_open = len(together.attempts)
+        if refusal is None or together.attempts:
+            return
+        if judged.both or not _gives_way(refusal):
+            raise refusal
+        self._ask(call, self._after_weak)
+
+    @property
+    def _after_weak(self) -> tuple[str, ...]:
+        """Models to ask if the weak model's answer is not kept. The weak one backs up an upstream."""
+        weak, strong = self._strategy.models
+        return (strong, weak) if strong in self._simulation.elsewhere else (strong,)
+
+    def _ask_judge(self, together: _Together, judge: str) -> None:
+        """Have a model read the answers."""
+        call = together.attempts[0].call
+        kinds = {self._simulation.kinds[one.model] for one in together.attempts}
+        num_read = JUDGE_TOKENS + sum(_answer(self._questions[call.record.index], kind).num_tokens for kind in kinds)
+        together.is_judged = True
+        try:
+            self._begin(_Attempt(call, judge, (), WHOLE, together=together), num_read=num_read)
+        except Rejected as rejected:
+            if _gives_way(rejected):
+                self._end_together(together, is_sure=len(together.ended) > 1)  # of several answers, the first is kept
+            else:
+                self._traffic.turn_away(call, rejected)
+        else:
+            together.num_open = 1
+
+    def _begin(self, attempt: _Attempt, *, num_read: int = 0) -> None:
+        """`num_read`: tokens that a judge reads after the prompt. Raises `Rejected`."""
         call, index = attempt.call, attempt.call.record.index
         deadline_ns = call.request.deadline_ns
         if deadline_ns is not None and self._clock.now_ns() >= deadline_ns:
             raise Rejected(RejectReason.DEADLINE, "The deadline has passed.")
         kind = self._simulation.kinds[attempt.model]
-        num_tokens = _answer(self._questions[index], kind).num_tokens
+        num_tokens = VERDICT_TOKENS if num_read else _answer(self._questions[index], kind).num_tokens
         self._num_attempts += 1
         request = anew(
             call.request,
             request_id=f"{call.request.request_id} {self._num_attempts}",
-            prompt_token_ids=self._prompts[kind].make(index),
+            prompt_token_ids=self._prompts[kind].make(index) + (TOKEN_ID,) * num_read,
             sampling=replace(call.request.sampling, max_tokens=num_tokens),
         )
         ask = replace(
@@ -227,14 +311,15 @@ class _Router:
         )
         self._models[attempt.model].submit(request, num_tokens, ask)
         self._attempts[request.request_id] = attempt
-        self._current[call.request.request_id] = request.request_id
-        self.num_begun += attempt.window > 0
+        self._current.setdefault(call.request.request_id, []).append(request.request_id)
+        self.num_begun += attempt.window > 0 and not num_read and attempt.model == self._strategy.models[0]
 
     def abort(self, call: Call) -> None:
-        request_id = self._current.get(call.request.request_id)
-        if request_id is None:  # it waits for a vector or a search
+        request_ids = self._current.get(call.request.request_id)
+        if request_ids is None:  # it waits for a vector or a search
             self._traffic.leave(call)
-        else:
+            return
+        for request_id in [*request_ids]:
             self._models[self._attempts[request_id].model].abort(request_id)
 
     # Events of models.
@@ -251,7 +336,10 @@ class _Router:
                 continue
             attempt.held.append(event)
             has_failed = stats is not None and stats.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
-            if stats is not None or sum(len(one.token_ids) for one in attempt.held) >= attempt.window:
+            if attempt.together is not None:
+                if stats is not None:
+                    self._end_one(attempt, event.request_id, stats, now_ns, has_failed=has_failed)
+            elif stats is not None or sum(len(one.token_ids) for one in attempt.held) >= attempt.window:
                 self._judge(attempt, event.request_id, stats, now_ns, has_failed=has_failed)
 
     def _judge(self, attempt: _Attempt, request_id: str, stats: RequestStats | None, now_ns: int, *, has_failed: bool) -> None:
@@ -269,22 +357,71 @@ class _Router:
         except Rejected as rejected:
             self._traffic.turn_away(attempt.call, rejected)
 
+    def _end_one(self, attempt: _Attempt, request_id: str, stats: RequestStats, now_ns: int, *, has_failed: bool) -> None:
+        """Note the end of an answer that is judged with others, or of the judge's."""
+        together, call = attempt.together, attempt.call
+        assert together is not None
+        if has_failed:  # the client has left, or the deadline has passed
+            others = [other for other in self._current[call.request.request_id] if other != request_id]
+            self._pass_on(attempt, [replace(event, at_ns=now_ns) for event in attempt.held], stats)
+            for other in others:
+                self._models[self._attempts.pop(other).model].abort(other)
+            self._current.pop(call.request.request_id, None)
+            return
+        together.num_open -= 1
+        if not together.is_judged:
+            together.ended[together.attempts.index(attempt)] = stats
+        self._forget(call, request_id)
+        if together.num_open:
+            return
+        judged = self._strategy.judged
+        assert judged is not None
+        is_alone = judged.both and len(together.attempts) == 1
+        if judged.judge is None or together.is_judged or is_alone:
+            confidence = self._questions[call.record.index].confidence or 0.0
+            self._end_together(together, is_sure=is_alone or confidence >= judged.least)
+        else:
+            self._ask_judge(together, judged.judge)
+
+    def _end_together(self, together: _Together, *, is_sure: bool) -> None:
+        """Answer with the first of the answers, if the route is sure of it, or with the strong model's."""
+        attempts, call = together.attempts, together.attempts[0].call
+        strong = self._strategy.models[1]
+        number = next((number for number, one in enumerate(attempts) if is_sure or one.model == strong), None)
+        if number is None:
+            try:
+                self._ask(call, self._after_weak)
+            except Rejected as rejected:
+                self._traffic.turn_away(call, rejected)
+            return
+        now_ns = self._clock.now_ns()
+        events = [replace(event, at_ns=now_ns) for event in attempts[number].held]
+        self._tell_client(attempts[number], events, together.ended[number])
+
     def _pass_on(self, attempt: _Attempt, events: Sequence[TokenEvent], stats: RequestStats | None) -> None:
-        """Pass events on to the client, as those of its call."""
+        """Pass events on to the client, and forget a request that has ended."""
+        if stats is not None:
+            self._forget(attempt.call, events[-1].request_id)
+        self._tell_client(attempt, events, stats)
+
+    def _tell_client(self, attempt: _Attempt, events: Sequence[TokenEvent], stats: RequestStats | None) -> None:
         call = attempt.call
         own = [replace(event, request_id=call.request.request_id) for event in events]
-        self._traffic.tell(own, own[-1].at_ns)
+        self._traffic.tell(own)
         if stats is not None:
-            self._forget(call, events[-1].request_id)
             self.answerers[call.record.index] = attempt.model
             self._traffic.end(own[-1], stats)
 
     def _forget(self, call: Call, request_id: str) -> None:
-        del self._attempts[request_id], self._current[call.request.request_id]
+        del self._attempts[request_id]
+        request_ids = self._current[call.request.request_id]
+        request_ids.remove(request_id)
+        if not request_ids:
+            del self._current[call.request.request_id]
 
 
 def _prompts(questions: Sequence[Question], workload: Workload, kind: str) -> Prompts:
-    """Return what makes the prompts of questions as one model's tokenizer has them."""
+    """Return the maker of the questions' prompts, with one model's token counts."""
     size = workload.prefix_block_tokens
     jobs = [
         replace(job, num_prompt_tokens=_answer(question, kind).num_prompt_tokens, prefix=prefix)

@@ -28,7 +28,7 @@ class Scaling:
         if not 0 <= self.least <= self.most or not self.most or self.start_ns < 0:
             raise ConfigError(
                 f"Invalid scaling: {self.least} to {self.most} replicas with a start time of {self.start_ns / NS_PER_S:g} s.",
-                remedy="Set the least from 0 on, the most from 1 on and from the least on, and the time from 0 on.",
+                remedy="Set 0 <= least <= most, a most of 1 or more, and a time of 0 or more.",
             )
 
 
@@ -41,7 +41,7 @@ class Scaled:
 
 
 class Crew:
-    """The replicas behind a front. Requests that find none wait here."""
+    """The replicas behind a front. Requests wait here until one serves."""
 
     def __init__(self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic) -> None:
         self.draining: list[int] = []
@@ -58,7 +58,7 @@ class Crew:
         self._turn()
 
     def hold(self, call: Call) -> bool:
-        """Keep a call that finds no replica until there is one. Return whether it is kept."""
+        """While no replica serves, keep a call until one does. Return whether it is kept."""
         if self._serving():
             return False
         self._unsent[call.request.request_id] = call
@@ -92,7 +92,7 @@ class Crew:
         self._traffic.agenda.note(self._clock.now_ns() + NS_PER_S, self._turn)
 
     def _scale(self) -> None:
-        """Start replicas, or drain those with the fewest requests. One that drains is taken back before another starts."""
+        """Start replicas, or drain those with the fewest requests. A draining one is reused before another starts."""
         front, now_ns = self._front, self._clock.now_ns()
         wanted = self._scaler.decide(now_ns, front.dispatcher.group_load(front.loads, len(self._unsent)))
         if not self._wanted or self._wanted[-1][1] != wanted.num:

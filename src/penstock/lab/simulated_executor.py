@@ -35,8 +35,8 @@ class ModelledTimes:
         self._cost = cost
         self._fitted = cost.fitted
         rng = Random(seed)  # noqa: S311  # repeatable on purpose
-        self._noise = cost.noise(rng) if cost.residuals else None
-        self._host_noise = cost.host_noise(rng) if cost.host_residuals else None
+        self._noise = cost.noise(rng)
+        self._host_noise = cost.host_noise(rng)
         self._has_host = bool(cost.host_step_ns or cost.host_row_ns or cost.host_prefill_ns)
         self._coldness = 0.0
 
@@ -47,8 +47,7 @@ class ModelledTimes:
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)
         cold_ns = self._cost.cold_ns * cold_share(self._coldness, counts.num_tokens)
         duration_ns = self._cost.cost_of(counts) + cold_ns
-        if self._noise is not None:
-            duration_ns *= self._noise.draw(duration_ns)
+        duration_ns *= self._noise.draw(duration_ns)
         self._coldness = coldness_after(self._coldness, duration_ns)
         return round(duration_ns)
 
@@ -56,11 +55,13 @@ class ModelledTimes:
         if not self._has_host:
             return 0
         duration_ns = self._cost.host_ns(counts.num_rows, has_prefill=counts.has_prompts)
-        return duration_ns if self._host_noise is None else round(duration_ns * self._host_noise.draw(duration_ns))
+        return round(duration_ns * self._host_noise.draw(duration_ns))
 
 
 class SimulatedExecutor(NoAdapters):
     """An executor that computes nothing. `submit` returns a ticket that says when the step ends in virtual time."""
+
+    block_bytes = 1
 
     def __init__(
         self,
@@ -71,12 +72,12 @@ class SimulatedExecutor(NoAdapters):
         depth: int = 1,
         seat: Seat | None = None,
     ) -> None:
-        """`seat`: at the machine, if other models share it. Then `depth` is 1."""
+        """`seat`: place at a machine that other models share. Requires `depth` 1."""
         self.depth = depth
         self.on_begun: Callable[[int], None] = lambda _: None
         """Called when a step has waited for the machine, with the instant at which it ends."""
         self._seat = seat
-        self._capacity = capacity
+        self.capacity = capacity
         self._times = times
         self._output_lens = output_lens
         self._last_positions: dict[str, int] = {}
@@ -85,16 +86,8 @@ class SimulatedExecutor(NoAdapters):
         self._ready_ns = 0
         self._host_until_ns = 0
 
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
-
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Do nothing, in no simulated time."""
-
-    @property
-    def block_bytes(self) -> int:
-        return 1
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         """Do nothing, in no simulated time."""
@@ -114,7 +107,7 @@ class SimulatedExecutor(NoAdapters):
         num_samples = max_context_len = max_decode_reads = 0
         min_decode_reads = math.inf
         token_ids: dict[str, tuple[int, ...]] = {}
-        for row in plan.rows:  # no calls in this loop, which runs for every row of every step, but for rows with guesses
+        for row in plan.rows:  # a hot loop, for every row of every step: no calls, except for rows with guesses
             context_len, query_len = row.context_len, row.query_len
             end = context_len + query_len
             if query_len == 1:
@@ -182,7 +175,7 @@ class SimulatedExecutor(NoAdapters):
 
 
 def _checked(guesses: Sequence[int], num_left: int) -> tuple[int, ...]:
-    """Return the tokens that a row keeps: the answer's next, and those after guesses that hold. `num_left`: until its end."""
+    """Return the tokens that a row keeps: right guesses, and the one after. `num_left`: tokens until the answer's end."""
     num_right = 0
     while num_right < min(len(guesses), num_left - 1) and guesses[num_right] == TOKEN_ID:
         num_right += 1

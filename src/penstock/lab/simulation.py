@@ -57,14 +57,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation(ServerSettings):
-    """One or several equal simulated servers and their clients, as settings. Each run starts anew."""
+    """One or several identical simulated servers and their clients, as settings. Each run starts afresh."""
 
     num_replicas: int = 1
-    """Replicas from the start."""
+    """Initial replicas."""
     scaling: Scaling | None = None
     num_prefill_replicas: int = 0
     link: Link | None = None
-    """That of each prefill replica. Without prefill replicas: over which a replica copies KV of a prompt from another one."""
+    """The outgoing link of each prefill replica. Without prefill replicas: the link to copy a prompt's KV to another one."""
     make_router: Callable[[], Router] = RoundRobin
     max_tokens: int | None = 2048
     """`max_tokens` of every request; outputs end earlier with a stop token. None asks for exactly the output's length."""
@@ -78,7 +78,7 @@ class Simulation(ServerSettings):
             if self.num_prefill_replicas:
                 raise ConfigError("Prefill replicas don't scale.", remedy="Set one number of replicas, or no prefill replicas.")
             if not self.scaling.least <= self.num_replicas <= self.scaling.most:
-                raise ConfigError(f"{self.num_replicas} replicas from the start are not within the bounds of the scaling.")
+                raise ConfigError(f"{self.num_replicas} initial replicas are outside the bounds of the scaling.")
         elif self.num_replicas < 1 or self.num_prefill_replicas < 0:
             raise ConfigError("A simulation needs at least one replica, and the number of prefill replicas can't be negative.")
         if self.num_prefill_replicas and self.link is None:
@@ -134,8 +134,8 @@ class Simulation(ServerSettings):
     def capacity_per_s(self, workload: Workload) -> float:
         """Return the requests per second of a run in which all arrive at once, and none is refused, late or cancelled.
 
-        All replicas of a scaled group serve from the start. The slow start and end of the run count; `plan.saturated_rate` may
-        leave them out, and counts conversations.
+        All replicas of a scaled group serve from the start. The run's ramp-up and drain count; `plan.saturated_rate` may leave
+        them out, and counts conversations.
         """
         jobs = [
             replace(
@@ -161,10 +161,9 @@ def play(
     due: list[tuple[int, int]],
     on_plan: Callable[[StepPlan], None] | None = None,
 ) -> None:
-    """Run clients and servers in the order of time. At equal times clients go first, then the first server.
+    """Run clients and servers in the order of time. At equal times clients act first, then servers by number.
 
-    `due`: heap of (instant, number of a server), which `note_due` fills. Entries whose instant is not the server's any more are
-    passed over.
+    `due`: heap of (instant, number of a server), which `note_due` fills. Stale entries are skipped.
     """
     agenda = traffic.agenda
     with _without_collector():
@@ -208,10 +207,10 @@ class _Fleet:
     def __init__(self, simulation: Simulation, clock: VirtualClock, traffic: Traffic) -> None:
         self.ended: dict[str, RequestStats] = {}
         self.all_servers: list[VirtualServer] = []
-        """All that ever were."""
+        """Includes servers that left."""
         self.servers: dict[str, VirtualServer] = {}
         self.due: list[tuple[int, int]] = []
-        """As for `play`."""
+        """See `play`."""
         self._simulation, self._traffic, self._clock, self._link = simulation, traffic, clock, simulation.link
         kind, count = "replica", simulation.num_replicas
         if simulation.num_prefill_replicas:
@@ -247,15 +246,15 @@ class _Fleet:
         self._places: dict[str, str] = {}
         """Id of a call in flight -> its replica."""
         self._prefilled: dict[str, RequestStats] = {}
-        """Id of a call that was moved with its first token -> the stats of the replica before."""
+        """Id of a call that moved after its first token -> its stats from the previous replica."""
         self._left: dict[str, set[str]] = {name: set() for name in self._names}
-        """Replica -> ids of calls that have moved away, and whose end it has not told yet."""
+        """Replica -> ids of calls that have moved away, but whose end it has not reported yet."""
         self._moving: set[str] = set()
         self._fetching: dict[str, Request] = {}
         """Id of a call that waits for KV from another replica -> the request that begins then."""
 
     def _make(self, kind: str, number: int) -> VirtualServer:
-        """Make a server. One that has the name of an earlier one continues its timeline."""
+        """Make a server. It continues the timeline of an earlier server of the same name."""
         simulation, name = self._simulation, f"{kind} {number}"
         settings = simulation if kind != "decode" else replace(simulation, limits=None)
         seed = simulation.seed + len(self.all_servers)
@@ -305,10 +304,10 @@ class _Fleet:
 
     # Events of replicas.
 
-    def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
+    def _tell(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
         if self._left.get(name):
             events = self._without_moved(name, events)
-        self._traffic.tell(events, now_ns)
+        self._traffic.tell(events)
         ended = self.servers[name].ended
         if self._front is not None and name in self._numbers:
             self._front.tell(self._numbers[name], events, ended)
@@ -349,7 +348,7 @@ class _Fleet:
     # Copying KV of a prompt from another replica.
 
     def _fetch(self, request: Request, choice: Choice) -> bool:
-        """Copy KV from the chosen source, if that is faster than to compute it. Return whether the request waits for it."""
+        """Copy KV from the chosen source, if that is faster than computing it. Return whether the request waits for it."""
         link, source = self._link, choice.source
         if link is None or source is None:
             return False
@@ -374,10 +373,10 @@ class _Fleet:
 
         self._traffic.agenda.note(self._free_ns[giver] + link.latency_ns, arrive)
 
-    # Moving an answer with its first token.
+    # Moving an answer after its first token.
 
     def _hand_over(self, name: str, request_id: str) -> None:
-        """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
+        """Move a call that has its first token to a decoding replica, if the dispatcher separates prompts from answers."""
         call = self._traffic.calls[request_id]
         if self._front is None or call.gaps_ns or call.request.sampling.max_tokens == 1:
             return

@@ -150,8 +150,8 @@ def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
 def roofline(size: ModelSize, rates: Speeds) -> CostModel:
     """Estimate a model's step times on a machine, by the roofline of each operation (Williams et al., CACM 52(4), 2009).
 
-    Products with weights take the longer of the times to read the weights and to multiply. So does attention in decodes, with
-    KV. Attention in prompts and logits take the time to multiply. All times are added, as if nothing overlapped.
+    Products with weights take the longer of the times to read and to multiply. So does attention in decodes, which reads KV.
+    Attention in prompts, and logits, take the time to multiply. All times are added, as if nothing overlapped.
     """
     ns_per_op, ns_per_byte = NS_PER_S / rates.ops_per_s, NS_PER_S / rates.read_bytes_per_s
     token_ns = 2 * size.num_token_products * ns_per_op
@@ -299,7 +299,7 @@ class Fit(NamedTuple):
     paged_tokens: float
     paged_waste: float
     num_preallocated: int
-    """Number if each request had memory for the longest admitted one."""
+    """Number if each request reserved memory for the longest admitted one."""
     preallocated_waste: float
 
 

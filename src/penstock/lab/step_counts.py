@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NARROW_TOKENS = 16
-"""Products of so many tokens are bound by arithmetic, and hide part of the time to fetch weights, keys and values."""
+"""From this many tokens on, products are compute-bound and hide part of the time to fetch weights, keys and values."""
 
 
 class Counts(NamedTuple):
@@ -14,7 +14,7 @@ class Counts(NamedTuple):
     num_decodes: int
     """Rows that compute one token."""
     num_prefill_tokens: int
-    """Tokens in rows that compute several. A row with guesses computes and costs what a short prompt does."""
+    """Tokens in rows that compute several. A row with guesses costs as much as a short prompt."""
     num_decode_reads: int
     """KV positions read by rows of one token."""
     num_prefill_reads: int
@@ -34,5 +34,5 @@ class Counts(NamedTuple):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether not every token is sampled after. A row with guesses samples after each of its tokens."""
+        """Whether some tokens have no sample after them. A row with guesses samples after each token."""
         return self.num_tokens > self.num_samples

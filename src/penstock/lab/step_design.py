@@ -1,9 +1,8 @@
-"""Chooses the steps to measure for a fit: those about whose time it would be least sure.
+"""Chooses the steps to measure for a fit, by a greedy D-optimal design (Fedorov, Theory of Optimal Experiments, 1972).
 
-The first reach the server's limits: the most tokens, the most rows, the longest context. More candidates are drawn from all
-that it can do, evenly over the logarithms of rows, tokens and contexts. Then one after the other is taken: always the one whose
-time a fit to those before would tell with the largest relative variance (the greedy D-optimal design of Fedorov, Theory of
-Optimal Experiments, 1972).
+The first steps reach the server's limits: the most tokens, the most rows, the longest context. Further candidates are drawn at
+random, uniformly in the logarithms of rows, tokens and contexts. Each next step is the candidate that a fit to the chosen steps
+would predict with the largest relative variance.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
 
 
 def _largest(capacity: Capacity) -> Iterator[StepShape]:
-    """Yield shapes with the most tokens, the most rows and the longest context that there can be."""
+    """Yield shapes with the most tokens, the most rows and the longest context."""
     most_context, most_rows = capacity.max_model_len - 2, min(capacity.max_rows, capacity.max_step_tokens)
     yield StepShape(((min(capacity.max_step_tokens, most_context), 0),), 1)
     yield StepShape(((1, 1),) * most_rows, most_rows)

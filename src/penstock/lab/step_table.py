@@ -1,7 +1,7 @@
 """Table of step times for `penstock profile`: parts of a step, arithmetic intensity, and shares of the machine's peaks.
 
 By the roofline (Williams, Waterman and Patterson, CACM 52(4), 2009), a step takes at least the time of its operations at peak
-speed, and at least the time of its reads. The longer time is its bound.
+speed, and at least the time of its reads. The longer one bounds it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | No
 
 
 def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
-    """Return the fewest (operations, bytes read from memory) with which a step of this shape can be computed."""
+    """Return the minimum (operations, bytes read from memory) that a step of this shape needs."""
     counts = CostModel().counts(shape)
     products = (
         counts.num_tokens * size.num_token_products
@@ -112,7 +112,7 @@ def roofline_panel(figures: Sequence[StepFigures], peaks: Peaks, title: str) -> 
 
 
 def shapes_of(capacity: Capacity) -> list[StepShape]:
-    """Return the step shapes to show: decodes with more and more rows at two context lengths, and chunks of prompts."""
+    """Return the step shapes to show: decode batches of growing size at two context lengths, and chunks of prompts."""
     shapes = [StepShape(((1, context_len),) * num_rows, num_rows) for context_len in (128, 1024) for num_rows in TABLE_ROWS]
     shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in (0, 1024) for num_tokens in TABLE_TOKENS]
     return [shape for shape in shapes if fits(shape, capacity)]

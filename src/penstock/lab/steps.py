@@ -81,7 +81,7 @@ class StepRunner:
             self.run(StepShape(((min(capacity.max_step_tokens, num_filled * size - begin), begin),), 1))
         pairs = [(1 + block % num_filled, 1 + block) for block in range(num_filled, capacity.num_blocks - 1)]
         self._executor.copy_blocks(pairs)
-        if num_state_blocks := capacity.num_state_blocks:  # rows go on from states, so these have to hold some
+        if num_state_blocks := capacity.num_state_blocks:  # rows resume from states, so these must have content
             num_rows = min(capacity.max_rows, capacity.max_step_tokens, (capacity.num_blocks - 1) // (1 + num_state_blocks))
             self.run(StepShape(((1, 0),) * num_rows, num_rows))
 
@@ -135,10 +135,9 @@ def measure(
     shapes: Sequence[StepShape],
     *,
     num_rounds: int,
-    seed: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Measured:
-    rng = Random(seed)  # noqa: S311  # repeatable on purpose
+    rng = Random(1)  # noqa: S311  # repeatable on purpose
     of_shapes: list[MeasuredStep] = []
     after_them: list[MeasuredStep] = []
     references_ns: list[int] = []
@@ -151,15 +150,12 @@ def measure(
         coldness = coldness_after(coldness, execute_ns)
         return step
 
-    def reference_ns() -> int:
-        return [run(REFERENCE, 0).execute_ns for _ in range(NUM_TO_WARM)][-1]
-
     order = list(enumerate(shapes))
     for round_no in range(num_rounds + 1):
         rng.shuffle(order)
         for group, shape in order:
             step, after = run(shape, group), run(REFERENCE, len(shapes) + round_no)
-            warm_ns = reference_ns()
+            warm_ns = [run(REFERENCE, 0).execute_ns for _ in range(NUM_TO_WARM)][-1]
             if round_no:
                 of_shapes.append(step)
                 after_them.append(after)

@@ -19,7 +19,7 @@ from penstock.lab import answers
 from penstock.types.errors import PenstockError
 
 MAX_TOKENIZE_S = 0.005
-"""Longest mean time to count a text at which the server's tokenizer is used for all prompts."""
+"""The server's tokenizer is used if it counts a text in at most this mean time."""
 _PROBES = ("a", "the word", "some words", "four or five words")
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
 """Fields to leave out if the server refuses them."""
@@ -52,7 +52,7 @@ class Address:
         if "@" in parts.netloc:  # not shown in the message: it may be a password
             raise PenstockError(
                 f"The address of {parts.netloc.rpartition('@')[2]} has a user or a password, which is not sent.",
-                remedy="Leave it out, with its @. Give the server's key with --api-key.",
+                remedy="Remove it, including the @. Give the server's key with --api-key.",
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise PenstockError(f"{url!r} is not the address of a server.", remedy="Write it as http://127.0.0.1:8000.")
@@ -96,7 +96,7 @@ class Target:
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise PenstockError(
-                "The API key has a character that no header can have.", remedy="Give it without a line end, and in ASCII."
+                "The API key has a character that no header can have.", remedy="Give it in ASCII, without a newline."
             )
 
     @property
@@ -199,7 +199,7 @@ class Questions:
             said = answer[:2000].decode(errors="replace")
             if status in (429, 503):
                 notes.append(
-                    f"The server refused the question before the run ({status}): fields that it may not take are sent."
+                    f"The server refused the test request before the run ({status}): optional fields are sent untested."
                 )
                 return target, tuple(notes)
             refused = [name for name in _OPTIONAL_FIELDS if name in said and name not in target.extra_body]
@@ -233,7 +233,7 @@ class Questions:
 
 _LEFT_OUT = {
     "ignore_eos": "The server does not take ignore_eos: an answer ends where the model ends it.",
-    "stream_options": "The server does not take stream_options: tokens of a stream are its events with text.",
+    "stream_options": "The server does not take stream_options: events with text are counted as tokens.",
 }
 _REMEDIES = {
     401: "Give its key with --api-key.",

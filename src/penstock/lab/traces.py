@@ -166,7 +166,7 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
 def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
     """Yield each conversation of a ShareGPT file as pairs (the user's message, the answer).
 
-    Messages before the user's first one are dropped, and all from the first unanswered one on. Raises PenstockError.
+    Messages before the user's first are dropped, as are all from the first unanswered one on. Raises PenstockError.
     """
     lines = Lines(path, limits or Limits())
     for row in lines.read_array() if lines.is_array else (_object(lines, line) for line in lines):

@@ -31,7 +31,7 @@ _FIRST_TOKEN_ID = 2
 
 
 class Prompts:
-    """Maker of prompts as token ids. Two prompts share exactly the prefix that their jobs say (`Job.prefix`, `Job.after`)."""
+    """Maker of prompts as token ids. Two prompts share exactly the prefix that their jobs do (`Job.prefix`, `Job.after`)."""
 
     def __init__(self, workload: Workload) -> None:
         self._jobs = workload.jobs
@@ -106,7 +106,7 @@ class Traffic:
         self.agenda = Agenda()
         self.records: list[Record] = []
         self.calls: dict[str, Call] = {}
-        """Request id, the index of the job -> call in flight."""
+        """Request id (the job's index) -> call in flight."""
         self._workload = workload
         self._clock = clock
         self._pacer = Pacer(workload, pace or Pace())
@@ -128,8 +128,7 @@ class Traffic:
         self._service = service
         self._note_next()
 
-    def tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        del now_ns
+    def tell(self, events: Sequence[TokenEvent]) -> None:
         calls = self.calls
         for event in events:
             if event.token_ids:
@@ -187,7 +186,7 @@ class Traffic:
         self.knock(call)
 
     def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
-        """Make a job's request, arriving now: as the engine gets it, and as admission control sees it."""
+        """Make a job's request, arriving now, for the engine and for admission control."""
         settings, arrival_ns = self._settings, self._clock.now_ns()
         max_tokens, stops = job.num_output_tokens, tuple[int, ...]()
         if self._max_tokens is not None:
@@ -251,7 +250,7 @@ class Traffic:
             self.turn_away(call, rejected)
 
     def turn_away(self, call: Call, rejected: Rejected) -> None:
-        """Hear that a call in flight was refused."""
+        """Handle the refusal of a call in flight."""
         del self.calls[call.request.request_id]
         if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
             call.is_away = True
@@ -261,7 +260,7 @@ class Traffic:
             self._refuse(call.record, rejected.reason)
 
     def leave(self, call: Call) -> None:
-        """Hear that a call whose client has left, and which no server knows, has ended."""
+        """End a call that no server knows, because its client has left."""
         self.calls.pop(call.request.request_id, None)
         call.record.end, call.record.ended_ns = End.CANCELLED, self._clock.now_ns()
         self._finish_turn(call)
@@ -301,7 +300,7 @@ class Traffic:
             self._pacer.end(record.index, record.ended_ns)
         else:
             for turn in self._pacer.fail(record.index, record.ended_ns):
-                self.records.append(_lost(turn, self._workload.jobs[turn], record.ended_ns))
+                self.records.append(Record.lost(turn, record.ended_ns, self._workload.jobs[turn].tenant))
         self._note_next()
 
 
@@ -324,10 +323,4 @@ _STATUSES = {
     RejectReason.DRAINING: 503,
     RejectReason.UNAVAILABLE: 503,
 }
-"""Reason -> HTTP status of the server. Other reasons have 408 for deadlines, else 429."""
-
-
-def _lost(index: int, job: Job, at_ns: int) -> Record:
-    record = Record(index=index, intended_ns=at_ns, sent_ns=at_ns, ended_ns=at_ns, tenant=job.tenant, end=End.FAILED)
-    record.error = "The turn before it had no answer."
-    return record
+"""Reason -> the server's HTTP status. Other reasons get 408 for deadlines, else 429."""

@@ -127,8 +127,7 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
-    """Limit the tokens of prompts and answers. A conversation ends before its first later turn whose
-    prompt is too long.
+    """Limit the tokens of prompts and answers. A conversation ends before its first later turn with too long a prompt.
 
     A prefix block that is cut is no longer shared.
     """

@@ -1,8 +1,8 @@
 """Searches settings for a workload in the simulator, and measures their gain on other parts of the workload.
 
 The workload is cut into slices. All candidates serve the same slices, so differences are paired. The search is successive
-halving (Jamieson and Talwalkar, AISTATS 2016); each round adds combinations of the best candidates. Gains need other slices,
-because the best of many candidates is partly lucky on the slices of the search.
+halving (Jamieson and Talwalkar, AISTATS 2016); each round adds combinations of the best candidates. Gains are measured on other
+slices, because the winner of a search is partly lucky on its own slices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.types.errors import ConfigError, PenstockError
 
 MIN_SLICES = 6
 NUM_PARENTS = 6
-"""Number of best candidates in a round whose combinations by pairs join the next."""
+"""Number of top candidates that are combined in pairs for the next round."""
 Value = str | int
 Settings = tuple[tuple[str, Value], ...]
 """Settings that differ from the default, sorted by key."""
@@ -75,7 +75,7 @@ class Objective(StrEnum):
 def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) -> float:
     """Return the value of the objective, such as goodput, for one run.
 
-    In latencies, a failed request counts as infinite, and a cancelled one does not count.
+    For latencies, a failed request counts as infinite; a cancelled one does not count.
     """
     samples = Samples.of(records)
     span_s = max(1, int(samples.ended_ns.max()) - int(samples.intended_ns.min())) / NS_PER_S
@@ -113,7 +113,7 @@ class Trials:
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
-        """Rank the candidates by mean score over the slices. Drop all but the shortest of those with equal scores.
+        """Rank the candidates by mean score over the slices. Among equal scores, keep the one with the fewest settings.
 
         Raises ConfigError if the default settings are refused, or their latency is infinite.
         """
@@ -134,7 +134,7 @@ class Trials:
             self.scores[key] = score(self._evaluate(settings, one), self._objective, self._slos)
         if settings == DEFAULT and math.isinf(self.scores[key]):
             raise ConfigError(
-                f"With the default, a request gets no answer: {one.name}.",
+                f"The default settings leave a request of {one.name} unanswered.",
                 remedy="If it is too long for the server, cut it with --max-input-tokens and --max-output-tokens.",
             )
         return self.scores[key]
@@ -143,7 +143,7 @@ class Trials:
 def search(trials: Trials, slices: Sequence[Workload]) -> Sequence[Round]:
     """Search by successive halving. The first round tries each single change of the default settings on one slice.
 
-    Each later round uses twice as many slices, and has the better half, combinations of two of the best, and the default.
+    Each later round doubles the slices. Its candidates are the default, the better half, and pairwise combinations of the best.
     """
     left = [DEFAULT, *(with_needs({key: value}) for key, values in SPACE.items() for value in values)]
     rounds: list[Round] = []
@@ -276,7 +276,7 @@ def tune(
     if objective is Objective.GOODPUT and not slos:
         raise ConfigError("Goodput needs SLOs.", remedy="Give --slo ttft=2s, say.")
     if num_slices < 3 * MIN_SLICES:
-        raise ConfigError(f"{num_slices} slices give no interval.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
+        raise ConfigError(f"{num_slices} slices are too few.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
     slices = cut(workload, num_slices)
     trials = Trials(simulate, objective, slos)
     rounds = search(trials, slices[0::3])

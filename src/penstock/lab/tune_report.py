@@ -13,7 +13,7 @@ from penstock.types.errors import counted
 
 def search_lines(tuned: Tuned) -> str:
     objective, last = tuned.objective, tuned.rounds[-1]
-    refused = f"; {tuned.num_refused} contradicted themselves" if tuned.num_refused else ""
+    refused = f"; {tuned.num_refused} were contradictory" if tuned.num_refused else ""
     ranking = [[words(settings), _figure(mean)] for settings, mean in last.ranking[:8]]
     parts = [
         f"Workload {tuned.workload}; objective {objective} in {objective.unit}",

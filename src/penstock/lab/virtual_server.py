@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.admission.ask import Ask
@@ -28,7 +28,7 @@ from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
 MAX_SAMPLES = 2048
 MAX_GUESSES = 64
-"""Guesses of all rows in a step: as many as of a model with 128 Ki tokens in its vocabulary."""
+"""Most guesses of all rows in a step, as for a model with a vocabulary of 128 Ki tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class VirtualServer(NullObserver):
         seat: Seat | None = None,
         journal: RequestJournal | None = None,
     ) -> None:
-        """`seat`: at the machine, if other models share it. `journal`: gets the reports that a real server's would."""
+        """`seat`: this model's place at a shared machine. `journal`: gets the reports that a real server's would."""
         policies, guesses = settings.make_policies(), settings.acceptance is not None and settings.may_guess
         capacity = replace(settings.capacity, checks_guesses=guesses, max_scored=MAX_GUESSES)
         if settings.acceptance is not None and guesses:
@@ -206,7 +206,7 @@ class VirtualServer(NullObserver):
         return len(self._output_lens)
 
     def submit(self, request: Request, num_output_tokens: int, ask: Ask | None = None) -> None:
-        """Accept a request that ends after `num_output_tokens`, and begin it. As `accept`."""
+        """Accept a request that ends after `num_output_tokens`, and begin it. See `accept`."""
         self.accept(request, num_output_tokens, ask)
         self.begin(request)
 
@@ -232,7 +232,9 @@ class VirtualServer(NullObserver):
 
     def act(self) -> None:
         if self.player.act():
-            self._note(self.core.snapshot)
+            core, timeline = self.core.snapshot, self.timeline
+            num_held = timeline.num_blocks - core.num_blocks_free - core.num_blocks_cached
+            timeline.note(self._clock.now_ns(), core.num_running, self.num_in_flight - core.num_running, num_held)
 
     def load(self) -> EngineLoad:
         load = self.core.snapshot
@@ -257,18 +259,10 @@ class VirtualServer(NullObserver):
             self.admission.on_finish(stats)
 
     def _told(self, events: list[TokenEvent], now_ns: int) -> None:
-        if self._first_tokens and self.admission is not None:
-            self._tell_first_tokens(self.admission, events)
-        self._tell(events, now_ns)
-
-    def _tell_first_tokens(self, admission: Admission, events: Sequence[TokenEvent]) -> None:
         waiting = self._first_tokens
-        found = [request for event in events if (request := waiting.pop(event.request_id, None)) is not None]
-        firsts = [request for request in found if request.first_token_ns is not None]  # others ended without a token
-        if firsts:
-            admission.on_tokens(firsts, ())
-
-    def _note(self, core: EngineLoad) -> None:
-        timeline = self.timeline
-        num_held = timeline.num_blocks - core.num_blocks_free - core.num_blocks_cached
-        timeline.note(self._clock.now_ns(), core.num_running, self.num_in_flight - core.num_running, num_held)
+        if waiting and self.admission is not None:
+            found = [request for event in events if (request := waiting.pop(event.request_id, None)) is not None]
+            firsts = [request for request in found if request.first_token_ns is not None]  # others ended without a token
+            if firsts:
+                self.admission.on_tokens(firsts, ())
+        self._tell(events, now_ns)

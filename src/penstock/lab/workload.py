@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
-from penstock.types.request import Request
-from penstock.types.sampling import SamplingParams
-
 NS_PER_S = 1_000_000_000
 
 
@@ -21,7 +17,7 @@ class Job:
     tenant: str = ""
     priority: int = 0
     background: bool = False
-    """The request runs in what others leave. Background jobs have no arrival: `Pace` says how many are in flight."""
+    """The request runs on spare capacity. Background jobs have no arrival: `Pace` says how many are in flight."""
     deadline_ns: int | None = None
     """Instant of the deadline, on the clock of `arrival_ns`."""
     cancelled_ns: int | None = None
@@ -36,20 +32,6 @@ class Job:
     """The prompt's tokens, or empty if any tokens will do."""
     texts: tuple[str, ...] = ()
     """Texts of a request for embeddings, else empty."""
-
-    def request(self, request_id: str, *, max_tokens: int, predicted_new_tokens: int | None = None) -> Request:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(EOS_TOKEN_ID,))
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=self.prompt_token_ids or (TOKEN_ID,) * self.num_prompt_tokens,
-            sampling=sampling,
-            arrival_ns=self.arrival_ns,
-            priority=self.priority,
-            background=self.background,
-            deadline_ns=self.deadline_ns,
-            tenant=self.tenant,
-            predicted_new_tokens=predicted_new_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ def _made_up(choice: WorkloadChoice) -> Workload:
     lengths = Lengths.parse(choice.input_tokens or prompt), Lengths.parse(choice.output_tokens or output)
     count = choice.requests or round(sum(rate * seconds for rate, seconds in choice.stages)) or DEFAULT_REQUESTS
     if count > MAX_REQUESTS:
-        raise ConfigError(f"The stages are for {count} requests.", remedy=f"At most {MAX_REQUESTS} can be made up.")
+        raise ConfigError(f"The stages make {count} requests.", remedy=f"At most {MAX_REQUESTS} can be generated.")
     made_up = synthetic(choice.workload, count, prompt=lengths[0], output=lengths[1], seed=choice.seed)
     return transforms.converse(made_up, choice.sessions)
 
@@ -174,7 +174,7 @@ def _arrivals_of(choice: WorkloadChoice) -> str:
     given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
-        raise ConfigError(f"There are no arrivals {kind!r}.", remedy=f"There are {', '.join(ARRIVALS)}.")
+        raise ConfigError(f"Unknown arrivals {kind!r}.", remedy=f"Valid: {', '.join(ARRIVALS)}.")
     for other in given:
         if other != kind:
             option = _OPTIONS[other][1]
@@ -195,7 +195,7 @@ def _with_arrivals(workload: Workload, kind: str, choice: WorkloadChoice) -> Wor
     if not kind:
         return workload
     if kind == "closed":
-        return arrivals.arrive(workload, arrivals.closed(count), "all at once")
+        return arrivals.arrive(workload, [0] * count, "all at once")
     if kind == "stages":
         words = ", ".join(f"{rate:g}/s for {seconds:g} s" for rate, seconds in choice.stages)
         return arrivals.arrive(workload, arrivals.stages(rng, count, choice.stages), f"Poisson at {words}")

@@ -32,9 +32,9 @@ class AdapterFactors:
     Merging also changes routers, and single experts: the site `layers.0.expert_up.3` is the fourth of `layers.0.expert_up`.
     """
     magnitudes: Mapping[str, F32] = field(default_factory=dict)
-    """Site -> the lengths that the rows of W + B A get (DoRA, arXiv 2402.09353), for merging alone. [out]"""
+    """Site -> DoRA magnitudes (arXiv 2402.09353), to which rows of W + B A are rescaled. Merging only. [out]"""
     whole: Mapping[str, WeightTensor] = field(default_factory=dict)
-    """Embedding and output matrices that replace the model's, for merging alone."""
+    """Embedding and output matrices that replace the model's. Merging only."""
 
     @property
     def max_rank(self) -> int:
@@ -47,7 +47,7 @@ class AdapterFactors:
             if site not in known:
                 raise ModelError(
                     f"the adapter changes {site!r}, which is not a matrix that an adapter can change in this model.",
-                    remedy=f"Use an adapter of {', '.join(list(known)[:3])} and the like.",
+                    remedy=f"Use an adapter for matrices such as {', '.join(list(known)[:3])}.",
                 )
             num_out, num_in = known[site]
             if not len(a) or (a.shape, b.shape) != ((len(a), num_in), (num_out, len(a))):

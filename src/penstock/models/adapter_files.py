@@ -15,7 +15,7 @@ from penstock.types.adapter import CONFIG_FILE
 from penstock.types.errors import ModelError
 
 READ_BYTES = 16
-"""Largest memory per number of an adapter while it is read, in bytes: stored, as float32, reordered and packed."""
+"""Peak bytes per adapter value during reading: its stored, float32, reordered and packed copies."""
 _PIECE_BYTES = 1 << 24  # the time limit is checked after each piece of this size
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -131,20 +130,16 @@ _ROWS = (
 The file has an `Architecture` by our name in capitals.
 """
 _ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {name: f"penstock.models.{file}:{name.upper()}" for file, name, _, _ in _ROWS}
-)
+ARCHITECTURES: Mapping[str, str] = {name: f"penstock.models.{file}:{name.upper()}" for file, name, _, _ in _ROWS}
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
-HF_CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        hf_class.replace("*", end): name
-        for _, name, classes, _ in _ROWS
-        for hf_class in classes.split()
-        for end in (_ENCODER_ENDS if "*" in hf_class else ("",))
-    }
-)
+HF_CLASSES: Mapping[str, str] = {
+    hf_class.replace("*", end): name
+    for _, name, classes, _ in _ROWS
+    for hf_class in classes.split()
+    for end in (_ENCODER_ENDS if "*" in hf_class else ("",))
+}
 """`architectures` in a config.json -> our name."""
-GGUF_NAMES: Mapping[str, str] = MappingProxyType({gguf: name for _, name, _, gguf in _ROWS if gguf})
+GGUF_NAMES: Mapping[str, str] = {gguf: name for _, name, _, gguf in _ROWS if gguf}
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {
@@ -154,19 +149,19 @@ _REASONS = {
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
     ),
     "GGUF files of models without attention are not read, only directories": ("mamba2",),
-    "its GGUF files have numbers of the activation in their metadata, and only directories are read": ("apertus",),
+    "its GGUF files keep activation parameters in metadata, and only Hugging Face directories are read": ("apertus",),
     "its layers differ in their heads or lack attention, which is not read yet": ("deci", "decilm", "openelm"),
     "it has several residual streams (AltUp), which are not described yet": ("gemma3n",),
-    "it writes text by ALiBi positions, which backends compute for encoders alone": ("bloom", "jais", "mpt"),
-    "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),
-    "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
+    "it generates text with ALiBi positions, which backends compute only for encoders": ("bloom", "jais", "mpt"),
+    "it is an encoder-decoder, and Penstock serves only encoders or decoders": ("bart", "t5"),
+    "its attention is disentangled (content-to-position scores), which no backend computes": ("deberta", "debertav2"),
     "its GGUF files are not read yet, only directories": ("hunyuanmoe",),
     "its router mixes experts by a rule (SparseMixer) that no backend computes": ("phimoe",),
     "its heads have layer norms, which no backend computes": ("persimmon",),
     "its attention consists of experts, which no backend computes": ("jetmoe",),
     "its layers share their weights": ("albert",),
     "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),
-    "queries and keys whose neighbouring columns rotate lie in one tensor, which is not read yet": ("neobert",),
+    "its queries and keys, with interleaved RoPE, lie in one tensor, which is not read yet": ("neobert",),
     "its attention is sparse, which no backend computes": (
         *("bigbird", "deepseekv32", "glmdsa", "glmmoedsa", "longformer", "minimaxm3", "minimaxm3sparse"),
     ),
@@ -176,7 +171,7 @@ _REASONS = {
         *("minimax", "minimax01", "minimaxm1", "minimaxtext01"),
     ),
 }
-REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
+REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 """Family, as `_family` returns it -> why Penstock can't serve it."""
 _CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHead(?:Model)?|Model)$")
 
@@ -195,7 +190,7 @@ def with_biases(names: Mapping[str, str]) -> dict[str, str]:
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], renamed: Mapping[str, str] = {}) -> dict[str, Any]:
     """Return the values of config.json without nulls, with keys renamed (old -> new) and defaults for missing keys.
 
-    A new key that is there counts, and not its old one.
+    If both keys are present, the new one wins.
     """
     found = {key: value for key, value in values.items() if value is not None}
     old = {renamed[key]: value for key, value in found.items() if key in renamed}
@@ -266,7 +261,7 @@ class Parts:
     is_interleaved: bool = False  # row i belongs to weight i modulo their number
     is_by_kv_head: bool = False
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
-    is_by_expert: bool = False  # likewise, in a file that has the matrices of all experts below each other
+    is_by_expert: bool = False  # likewise by expert, in a file with all experts' matrices stacked
     place: int = 0
     """Several tensors may make up one weight, one below the other: the number of this one, from 0."""
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
@@ -293,8 +288,8 @@ class Head:
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
-    is_pooled_last: bool = False  # the mean is that of the tokens' scores
-    bias: str = ""  # name of the bias of logits, in a head of words
+    is_pooled_last: bool = False  # averages tokens' scores instead of states
+    bias: str = ""  # name of the logits' bias in a masked-LM head
 
     @property
     def names(self) -> dict[str, str]:
@@ -307,7 +302,7 @@ class Head:
 class Made:
     """A weight that files lack: the loader computes it from another weight, or from the model's spec alone."""
 
-    source: str  # our name of the other weight, which no operation reads; empty without one
+    source: str  # our name of that other weight (no operation reads it), or empty
     source_shape: Callable[[ModelSpec], tuple[int, int]] | None
     make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
 
@@ -321,9 +316,9 @@ class Architecture:
     """Applies the architecture's own keys of config.json. Raises ModelError for a setting that can't be computed."""
     of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = lambda _, spec: spec
     hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
-    """Adds the keys that `read_spec` requires to config.json."""
+    """Adds to config.json the keys that `read_spec` requires."""
     hf_head_dims: Callable[[JsonFile], Mapping[str, int]] = lambda _: {}
-    """Columns of a head by type of layer, for types of `layer_types` with others than `head_dim`."""
+    """Layer type -> columns of a head, for types in `layer_types` that do not use `head_dim`."""
     hf_name: Callable[[str], str | None] = lambda name: name
     """A tensor's name in a directory -> its name in the tables, or None if it is not a weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
@@ -331,8 +326,8 @@ class Architecture:
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
     hf_head: Callable[[str, JsonFile], Head | None] = lambda *_: None  # returns the head of a class, or None
-    hf_words: Callable[[JsonFile], Head] | None = None  # returns the head of masked words before the tied embeddings
-    hf_unread: tuple[str, ...] = ()  # beginnings of tensors' names that are left out, unless the head reads them
+    hf_words: Callable[[JsonFile], Head] | None = None  # returns the masked-LM head before the tied embeddings
+    hf_unread: tuple[str, ...] = ()  # prefixes of tensors to skip unless the head reads them
     gguf_head: Callable[[GgufFile], Head | None] = lambda *_: None
     made: Mapping[str, Made] = field(default_factory=dict)
     is_encoder: bool = False
@@ -341,18 +336,18 @@ class Architecture:
     is_interleaved_in_hf: bool = False
     """Neighbouring columns of a head rotate as a pair. The loader makes q and k half-split, except in `Parts`."""
     is_interleaved_in_gguf: bool = False
-    has_further_layers: bool = False  # some behind the last predict further tokens, and are left out
+    has_further_layers: bool = False  # ends with multi-token-prediction layers, which are left out
     has_partial_rope: bool = False  # only the first columns of a head may rotate
     is_yarn_truncated_in_gguf: bool = True  # YaRN's range is rounded to whole pairs
     has_local_base_in_gguf: bool = False
     """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
     has_latents_in_gguf: bool = False
-    """`of_gguf` reads the columns of heads; only those that rotate are read before."""
+    """`of_gguf` reads the heads' columns; the common reader reads only the rotary ones."""
     has_sizes_by_layer_in_gguf: bool = False
     """Numbers of key-value heads and widths of MLPs may be lists, which `of_gguf` reads."""
-    hf_norm_offset: float = 0.0  # added to norms of a directory: Gemma stores them less 1
+    hf_norm_offset: float = 0.0  # added to a directory's norms: Gemma stores them minus 1
     hf_changed: Mapping[str, Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]] = field(default_factory=dict)
-    """Our names' ends -> what makes the weight of a directory's values, which GGUF files hold already."""
+    """Suffix of our name -> function that converts a directory's values. GGUF files store converted ones."""
 
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:

@@ -72,7 +72,7 @@ class Piece:
 def find_pieces(
     names: Iterable[str], *, top: Mapping[str, str], block: re.Pattern[str], layer: Mapping[str, str | Parts]
 ) -> dict[str, list[Piece]]:
-    """Return the name of each of our weights and the pieces of the file's tensors that make it.
+    """Return, for each of our weights, the pieces of the file's tensors that make it.
 
     - `names`: tensors in the file. An unknown one becomes a weight of the same name, for the error message.
     - `block`: matches a layer's tensor; its groups are the layer's number and the rest of the name
@@ -105,7 +105,7 @@ def _pieces_of(
 
 
 def without_layers(pieces: Mapping[str, list[Piece]], prefix: str, numbers: range) -> dict[str, list[Piece]]:
-    """Leave out weights of layers with these numbers, which predict further tokens. `prefix`: of the layers' tensors."""
+    """Leave out the layers with these numbers (multi-token prediction). `prefix` begins the layers' tensor names."""
 
     def is_out(tensor: str) -> bool:
         number = tensor.removeprefix(prefix).partition(".")[0]
@@ -115,7 +115,7 @@ def without_layers(pieces: Mapping[str, list[Piece]], prefix: str, numbers: rang
 
 
 def without_shared_keys(pieces: Mapping[str, list[Piece]], spec: ModelSpec) -> dict[str, list[Piece]]:
-    """Leave out weights of keys and values in layers that read those of another layer: files may have them, unused."""
+    """Leave out the key and value weights of layers that read another layer's KV. Files may include them, unused."""
     reading = [number for number, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_layer", None) is not None]
     unused = {f"layers.{number}.{name}" for number in reading for name in ("k", "v", "k_norm", "v_norm")}
     return {name: found for name, found in pieces.items() if name not in unused}

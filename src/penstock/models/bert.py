@@ -85,9 +85,7 @@ def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[st
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("position_embedding_type", "absolute")
-    config.only("is_decoder", False)
-    config.only("add_cross_attention", False)
+    config.only_all(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     return _with_bert(spec, read_activation(config, "hidden_act", "gelu"))
 
 
@@ -249,10 +247,10 @@ XLM_ROBERTA_XL = replace(
     hf_top={**BERT.hf_top, **with_biases({"encoder.LayerNorm": "norm"})},
     hf_layer={**BERT.hf_layer, **with_biases({"attention.self_attn_layer_norm": "attn_norm", "LayerNorm": "mlp_norm"})},
 )
-"""A model of 3.5 billion parameters or more. Its norms are before the halves of a layer."""
+"""A pre-norm model of 3.5 billion parameters or more."""
 
 
-# ELECTRA: BERT, whose embeddings may be narrower than its layers.
+# ELECTRA: BERT, but embeddings may be narrower than the layers.
 
 
 def _of_electra(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -334,9 +332,7 @@ def _nomic_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_nomic(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for switch in _OLD_SWITCHES:
-        config.only(switch, False)
-    config.only("activation_function", "swiglu")
+    config.only_all(**dict.fromkeys(_OLD_SWITCHES, False), activation_function="swiglu")
     return _with_gated(spec, read_activation(config, "hidden_act", "silu"), num_types=_read_num_types(config))
 
 
@@ -381,7 +377,7 @@ NOMIC_BERT = replace(
 )
 
 
-# GTE (`new` in its makers' files): rotation, gated MLPs, and biases of all products but the MLP's first two.
+# GTE (`new` in its makers' files): RoPE, gated MLPs, and biases everywhere except the MLP's gate and up.
 
 
 def _gte_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -395,9 +391,7 @@ def _gte_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_gte(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("position_embedding_type", "rope")
-    config.only("layer_norm_type", "layer_norm")
-    config.only("logn_attention_scale", False)
+    config.only_all(position_embedding_type="rope", layer_norm_type="layer_norm", logn_attention_scale=False)
     num_types = config.require("type_vocab_size", int) and _read_num_types(config)
     spec = with_gated_mlps(spec, read_activation(config, "hidden_act", "gelu"), has_bias=False)
     spec = replace(spec, norm="layer", has_norm_bias=True, num_types=num_types)
@@ -408,7 +402,7 @@ def _of_gte(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _stretched(scaling: JsonFile, theta: float, head_dim: int) -> Rotation:
-    """Return a rotation whose first pair turns slower by factor^(2 / head_dim), and whose last one slower by the factor."""
+    """Return an NTK-scaled rotation: the first pair is slower by factor^(2 / head_dim), the last by the factor."""
     factor = scaling.positive("factor")
     if scaling.values.get("mixed_b") is not None or not 1.0 < factor < 1e6:
         raise scaling.error(f"rope_scaling is {str(scaling.values)[:80]}")
@@ -636,7 +630,7 @@ def _of_modernbert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if config.values.get("rope_scaling") is not None:
         raise ModelError(
             f"{config.path}: rope_scaling is set, which is not supported in a ModernBERT.",
-            remedy="Write it into rope_parameters, by the types of layers.",
+            remedy="Write it into rope_parameters, by layer type.",
         )
     activation = read_activation(config, "hidden_activation", "gelu")
     spec = _with_gated(spec, activation, has_norm_bias=config.get("norm_bias", bool) or False)
@@ -720,7 +714,7 @@ MODERNBERT = Architecture(
 )
 
 
-# EuroBERT: Llama whose tokens see each other both ways.
+# EuroBERT: Llama with bidirectional attention.
 
 
 def _eurobert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:

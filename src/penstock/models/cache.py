@@ -1,9 +1,11 @@
-"""The folder in which Penstock keeps models, saved experts and verdicts on kernels."""
+"""Penstock's cache folder, which keeps models, saved experts and verdicts on kernels; and helpers to lock and sync files."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.types.errors import ConfigError
@@ -30,3 +32,26 @@ def expand_home(folder: str) -> Path:
 
 def cache_dir(given: str | None) -> Path:
     return expand_home(given) if given else default_cache_dir()
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
+    """Lock a file while the context lasts. Yields whether another process had the lock."""
+    with path.open("ab") as file:  # it stays: removing it would race
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_waited = False
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            has_waited = True
+        yield has_waited
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

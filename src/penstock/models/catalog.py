@@ -288,7 +288,7 @@ def _resolve_hub(model: str, cache_dir: Path) -> ModelSource:
 
 
 def _resolve_directory(path: Path) -> ModelSource:
-    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():  # the loader says what an adapter is
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():  # the loader refuses adapters and says why
         return ModelSource(name=_folder_name(path.resolve()), kind=SourceKind.DIRECTORY, path=path)
     files = sorted(path.glob("*.gguf"))
     if files:

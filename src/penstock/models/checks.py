@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 MAX_MODEL_LEN = 1 << 26
 MAX_KERNEL = 64
-"""Positions that a convolution before linear attention reads. Published models have 4."""
+"""Largest kernel of a convolution before linear attention. Published models have 4."""
 LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -80,7 +80,7 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     if not 0.0 <= spec.norm_eps < 1.0:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
     if not spec.attentions and not spec.linear_attentions:
-        raise unsupported(path, "no layer attends", "the KV cache needs one layer that does, or that has a large state")
+        raise unsupported(path, "no layer attends", "the KV cache needs a layer with attention or a large state")
     attentions = set(spec.attentions)
     for attention in attentions:
         if not 0 <= attention.window <= MAX_MODEL_LEN:
@@ -180,18 +180,12 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(op.num_heads * (inner if op.is_transposed else outer), outer if op.is_transposed else inner, op.weight)
             case prog.Scale():
                 add(1, 1, op.weight)
-            case prog.ShortConv():
-                add(width[op.out], op.kernel, op.weight)
-                add(1, width[op.out], op.bias)
-            case prog.CausalConv():
+            case prog.ShortConv() | prog.CausalConv():
                 add(width[op.out], op.kernel, op.weight)
                 add(1, width[op.out], op.bias)
             case prog.LinearAttention():
                 add(1, op.num_heads, op.step_bias, op.decay, op.skip)
-            case prog.Linear():
-                add(width[op.out], width[op.x], op.weight)
-                add(1, width[op.out], op.bias)
-            case prog.Logits():
+            case prog.Linear() | prog.Logits():
                 add(width[op.out], width[op.x], op.weight)
                 add(1, width[op.out], op.bias)
             case _:

@@ -27,7 +27,7 @@ QkNorms = Literal["rows", "heads", "rotated"] | None
 """q and k are normed over whole rows or per head before their rotation, per head after it, or not at all."""
 SAMPLED = "sampled_"  # prefix of buffers with a row per sample
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents and of what queries are made of, whatever that of other norms is."""
+"""Epsilon of the norms of KV latents and query latents, whatever the model's `norm_eps`."""
 
 
 ONES = "ones"
@@ -43,7 +43,7 @@ class Decoder:
         self._widths: dict[str, int] = {}
         self._prefix = ""
         self._indices: dict[tuple[int, type], int] = {}
-        """For each layer and kind of mixer, where its keys and values or its recurrent state are among those of that kind."""
+        """(layer, kind of mixer) -> index of its KV or recurrent state among those of that kind."""
         self._last_keeper = max(layer for layer, found in enumerate(spec.layers) if not _only_reads(found))
         counts: Counter[type] = Counter()
         for layer, found in enumerate(spec.layers):
@@ -94,7 +94,7 @@ class Decoder:
         return normed
 
     def norm_groups(self, x: str, weight: str, group: int, *, eps: float) -> str:
-        """Normalise every `group` columns of x in place, with an `eps` of their own."""
+        """Normalise every `group` columns of x in place, with its own `eps`."""
         self._ops.append(prog.RMSNorm(x, x, weight, eps, group))
         return x
 
@@ -154,7 +154,7 @@ class Decoder:
             turning.append(("k", k, spec.num_kv_heads))
         if has_v_norm and v:
             v = self._rms_norm(v, None, "v", group=spec.head_dim)
-        assert k != v or not k, "what becomes of the keys would become of the values"
+        assert k != v or not k, "v must not alias k, which is changed below"
 
         def norm_heads(group: int) -> None:
             for name, heads, _ in turning:
@@ -190,9 +190,9 @@ class Decoder:
         return out
 
     def latent_attention(self, layer: int, x: str) -> str:
-        """Return each head's sum of latents, of which `add_output` makes values. [num_tokens, num_heads * rank]
+        """Return each head's sum of latents, which `add_output` projects to values. [num_tokens, num_heads * rank]
 
-        The matrix that would make keys of latents multiplies the queries instead.
+        The key up-projection is absorbed: it multiplies the queries instead.
         """
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer, AttentionSpec]
         latent, rank, num_heads = spec.latent, spec.latent_rank, spec.num_heads
@@ -239,10 +239,10 @@ class Decoder:
         mixed = self._buffer("mix_conv", spec.conv_width)
         bias = f"{at}conv_bias" if spec.has_conv_bias else None
         self._ops.append(prog.CausalConv(mixed, joint, index, f"{at}conv", spec.kernel, bias))
-        # A delta net has queries, keys and values side by side, Mamba-2 values, keys and queries.
+        # Column order: queries, keys, values in a delta net; values, keys, queries in Mamba-2.
         q_at, v_at = (0, 2 * spec.key_width) if spec.has_delta_rule else (spec.value_width + spec.key_width, 0)
         out = self._buffer("mix_out", spec.value_width)
-        # Twice the rates are keys, and what queries read, times the root of 2: the state is smaller by as much.
+        # Doubling rates is the same as scaling keys and queries by sqrt(2), with a state 1/sqrt(2) as large.
         length = math.sqrt(2.0) if spec.has_rates_to_two else 1.0
         self._ops.append(
             prog.LinearAttention(
@@ -322,10 +322,10 @@ class Decoder:
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
-        """Return the buffers; in the last layer that keeps anything of a token, copies of only the rows that the answer needs.
+        """Return the buffers; in the last layer that writes KV or state, copies of only the rows that the answer needs.
 
-        Call this before the output projection of each layer, so that a prompt skips most of the last layer, and all of those
-        after it that read the keys and values of others.
+        Call this before the output projection of each layer: other prompt tokens then skip the rest of that layer and all
+        later ones, which only read other layers' keys and values.
         """
         pooling = "last" if self._spec.ending is None else self._spec.ending.pooling
         if layer != self._last_keeper or pooling in ("mean", "each", "sparse"):
@@ -340,7 +340,7 @@ class Decoder:
     def activated(self, layer: int, x: str) -> str:
         """Return an MLP's hidden values: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`.
 
-        In a mixture of experts, those of the MLP that serves all tokens beside it.
+        In a mixture of experts, those of the shared expert.
         """
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
@@ -419,7 +419,7 @@ class Decoder:
     def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False, dense: str = "", factor: float = 1.0) -> str:
         """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none.
 
-        `dense` begins the names of the matrices of an MLP without experts, whose sum has the `factor`.
+        For an MLP without experts, `dense` prefixes its matrices' names, and `factor` scales its output.
         """
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
@@ -431,7 +431,7 @@ class Decoder:
         return self.add_linear(to, self._activated(at, mlp, x), f"{at}down", bias=bias, factor=factor)
 
     def mlp(self, layer: int, x: str) -> str:
-        """Return the output of the layer's MLP, for a norm behind it. [., hidden_size]"""
+        """Return the output of the layer's MLP, for a norm after it. [., hidden_size]"""
         mlp = self._spec.layers[layer].mlp
         if not isinstance(mlp, ExpertsMlp):
             return self.linear(self.activated(layer, x), f"layers.{layer}.down", "projected", self._spec.hidden_size)
@@ -439,7 +439,7 @@ class Decoder:
         return self._add_shared(layer, out, x, mlp) if mlp.shared_size else out
 
     def _add_shared(self, layer: int, to: str, x: str, mlp: ExpertsMlp) -> str:
-        """to += the shared expert of x. One with a gate is a mixture of one expert, whose share is a sigmoid."""
+        """to += the shared expert of x. A gated one becomes a mixture of one expert with a sigmoid router."""
         at = f"layers.{layer}.shared_"
         if not mlp.has_shared_gate:
             kind = GatedMlp if mlp.has_gate else PlainMlp
@@ -501,7 +501,7 @@ class Decoder:
 
 
 def _only_reads(layer: LayerSpec) -> bool:
-    """Return whether all that the layer sees of earlier tokens was kept by other layers."""
+    """Return whether the layer reads only other layers' keys and values."""
     return bool(layer.mixers) and all(isinstance(mixer, AttentionSpec) and mixer.kv_layer is not None for mixer in layer.mixers)
 
 

@@ -25,6 +25,7 @@ from penstock.models.layers import (
     read_gguf_experts,
     sigmoid_experts_of_hf,
     with_experts,
+    without_further_layers,
 )
 from penstock.models.moe import GATE_UP_DOWN, SHARED
 from penstock.types.errors import damaged
@@ -68,7 +69,7 @@ _MINICPM_DEFAULTS = {
 
 
 def _values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults, but not for a `q_lora_rank` of null. `head_dim` becomes the columns that rotate."""
+    """Fill in transformers' defaults, but not for a `q_lora_rank` of null. `head_dim` becomes the rotary columns."""
     found = with_defaults(values, defaults, {"n_routed_experts": "num_local_experts"})
     if values.get("q_lora_rank", 0) is None:
         del found["q_lora_rank"]
@@ -77,8 +78,7 @@ def _values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[s
 
 
 def _of_v2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("norm_topk_prob", False), ("scoring_func", "softmax"), ("moe_layer_freq", 1), ("mlp_bias", False)):
-        config.only(key, value)
+    config.only_all(norm_topk_prob=False, scoring_func="softmax", moe_layer_freq=1, mlp_bias=False)
     groups: Mapping[str, int] = {}
     if config.require("topk_method", str) != "greedy":
         config.only("topk_method", "group_limited_greedy")
@@ -106,7 +106,7 @@ def _of_glm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _minicpm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults. A null rules a factor out; values are as wide as heads without latents would be."""
+    """Fill in transformers' defaults. Null disables a factor; `v_head_dim` defaults to hidden_size / num_heads."""
     found = dict(_values(values, _MINICPM_DEFAULTS))
     hidden_size, num_heads = found.get("hidden_size"), found.get("num_attention_heads")
     if values.get("v_head_dim") is None and type(hidden_size) is int and type(num_heads) is int and num_heads > 0:
@@ -129,15 +129,13 @@ def _of_minicpm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_v3_experts(config: JsonFile, spec: ModelSpec, dense: Container[int]) -> ModelSpec:
-    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        config.only(key, value)
+    config.only_all(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     return sigmoid_experts_of_hf(config, _with_latents(config, spec), dense)
 
 
 def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Put the spec's rotation, which is of the columns that rotate, into latent attention."""
-    for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
-        config.only(key, value)
+    """Make the spec's attention latent. Its rotation already covers only the rotary columns."""
+    config.only_all(hidden_act="silu", attention_bias=False, rope_interleave=True)
     config.only("num_key_value_heads", spec.attentions[0].num_heads)
     names = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
     key_dim, value_dim, rotary_dim = (config.require(name, int) for name in names)
@@ -149,7 +147,7 @@ def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, path: Path) -> ModelSpec:
-    """Return the spec with this latent attention. `growth`: the factor by which scaled positions make keys larger."""
+    """Return the spec with this latent attention. `growth`: YaRN's magnitude scale of queries and keys."""
     for size in (rank, latent.key_dim, latent.value_dim, latent.query_rank + 1):
         if not 1 <= size <= checks.LIMITS["head_dim"]:
             raise damaged(path, f"a head or a projection of latent attention has {size} columns")
@@ -169,10 +167,7 @@ def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of llama.cpp's `deepseek2`: of V2, V3, Kimi K2, Moonlight and GLM-4.7-Flash."""
     key = file.architecture
-    num_more = file.get(f"{key}.nextn_predict_layers", int) or 0
-    if not 0 <= num_more < spec.num_layers:
-        raise file.error(f"{key}.nextn_predict_layers is {num_more}")
-    spec = _with_gguf_latents(file, replace(spec, layers=spec.layers[: spec.num_layers - num_more]))
+    spec = _with_gguf_latents(file, without_further_layers(file, spec))
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
     function = file.get(f"{key}.expert_gating_func", int) or (2 if has_bias else 1)  # old files of V2 lack it
     if function not in (1, 2):
@@ -192,7 +187,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Put latent attention into the layers. Files of before 2025-04 have the matrices of keys and values in one tensor."""
+    """Put latent attention into the layers. Files from before 2025-04 have one tensor for the key and value matrices."""
     key, turn = file.architecture, spec.attentions[0].rotation
     assert turn is not None
     rotary_dim, has_turned_keys = 2 * len(turn.inv_freq), "blk.0.attn_k_b.weight" in file.tensors
@@ -209,7 +204,7 @@ def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     )
     growth = 1.0
     if file.get(f"{key}.rope.scaling.type", str) == "yarn":
-        # A tenth of `mscale_all_dim`, which the converter takes `mscale` to equal: cos and sin then have no factor.
+        # This is 0.1 * mscale_all_dim. The converter assumes mscale = mscale_all_dim, so cos and sin have no factor.
         growth += file.require(f"{key}.rope.scaling.yarn_log_multiplier", float) * math.log(
             max(1.0, file.require(f"{key}.rope.scaling.factor", float))
         )
@@ -219,7 +214,7 @@ def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _growth(config: JsonFile) -> float:
-    """Return the factor by which scaled positions make keys and queries larger."""
+    """Return YaRN's magnitude scale of queries and keys, from `mscale_all_dim`."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     turn = JsonFile(config.path, config.get(key, dict) or {})
     kind = turn.values.get("rope_type") or turn.values.get("type") or "default"
@@ -231,7 +226,7 @@ def _growth(config: JsonFile) -> float:
 
 # Which rows of a tensor belong to which weight. Neighbours that rotate as a pair become columns i and i + n / 2.
 
-Turning = Callable[[int, int], list[Run]]  # the rows that rotate, of so many from a first one on
+Turning = Callable[[int, int], list[Run]]  # (first row, number of rows) -> runs of rotary rows
 
 
 def _pairs(first: int, width: int) -> list[Run]:

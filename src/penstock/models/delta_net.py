@@ -21,7 +21,7 @@ from penstock.models.checks import LIMITS
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
+from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts, without_further_layers
 from penstock.models.moe import GATE_UP_DOWN, SHARED, of_qwen
 from penstock.models.program import Program
 from penstock.types.model_spec import LayerSpec, LinearAttentionSpec, ModelSpec
@@ -51,9 +51,7 @@ def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _linear_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
-    kinds = read_layer_types(config, spec.num_layers)
-    if unknown := set(kinds) - {"full_attention", "linear_attention"}:
-        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+    kinds = read_layer_types(config, spec.num_layers, "full_attention", "linear_attention")
     return [kind == "linear_attention" for kind in kinds]
 
 
@@ -70,8 +68,7 @@ def _net_of_hf(config: JsonFile) -> LinearAttentionSpec:
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("use_sliding_window", False), ("attn_output_gate", True)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", use_sliding_window=False, attn_output_gate=True)
     if config.values.get("layer_types") is not None:
         is_linear = _linear_layers(config, spec)
     else:
@@ -85,17 +82,13 @@ def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_moe3_5_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("norm_topk_prob", True), ("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        config.only(key, value)
+    config.only_all(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     return _of_moe_hf(config, spec)
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = file.architecture
-    num_more = file.get(f"{key}.nextn_predict_layers", int) or 0
-    if not 0 <= num_more < spec.num_layers:
-        raise file.error(f"{key}.nextn_predict_layers is {num_more}")
-    spec = replace(spec, layers=spec.layers[: spec.num_layers - num_more])
+    spec = without_further_layers(file, spec)
     is_linear: Sequence[bool] = file.get_list(f"{key}.attention.recurrent_layers", bool)[: spec.num_layers]
     if not is_linear:
         is_linear = _usual_layers(spec, file.get(f"{key}.full_attention_interval", int, 4))
@@ -173,7 +166,7 @@ def negative_exp(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float3
 
 
 def _text_name(name: str) -> str | None:
-    """Leave out pictures and layers that predict further tokens, and `language_model.`, which some text models have."""
+    """Drop vision and multi-token-prediction tensors, and the prefix `language_model.` that some text models have."""
     if re.match(r"(model\.)?(mtp|visual)\.", name):
         return None
     return re.sub(r"^model\.language_model\.", "model.", name)
@@ -237,7 +230,7 @@ QWEN3_5_MOE = replace(
 QWEN3_NEXT = replace(QWEN3_5_MOE, of_hf=_of_moe_hf, hf_values=lambda values: with_defaults(values, _MOE_DEFAULTS))
 
 
-# Olmo Hybrid (Ai2): layers with a delta net are those of Llama, the others those of OLMo 3, mostly without rotation.
+# Olmo Hybrid (Ai2): delta-net layers have Llama's structure, attention layers OLMo 3's, mostly without RoPE.
 
 
 def _describe_olmo(spec: ModelSpec) -> Program:

@@ -53,7 +53,7 @@ def choose_ending(
     if head is None or files.pooling == "sparse":
         dense = tuple(_layers(head, hidden_size, 0)) if head else dense
         if is_asked and task != Task.EMBED:
-            raise ModelError(f"{path}: the model has no head for --task {task}.", remedy="It can --task embed.")
+            raise ModelError(f"{path}: the model has no head for --task {task}.", remedy="Use --task embed.")
         usual: Pooling = "mean" if architecture.is_encoder else "last"  # a decoder's last token has seen all others
         return TextEnding(pooling=pooling or files.pooling or usual, dense=dense, is_normalised=files.is_normalised)
     fitting = Task.RERANK if len(labels) == 1 else Task.CLASSIFY
@@ -78,7 +78,7 @@ def _layers(head: Head, hidden_size: int, num_labels: int) -> Iterator[Dense]:
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
-    """Return the spec with this ending. An ending replaces the output matrix, and a sparse one has that of the embedding."""
+    """Return the spec with this ending. An ending replaces the output matrix; a sparse one uses the embedding matrix."""
     return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=ending.pooling == "sparse")
 
 

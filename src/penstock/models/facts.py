@@ -1,4 +1,4 @@
-"""Facts of a model (format, size, license, ...) from its files' headers. Importing them loads no reader of files."""
+"""Facts of a model (format, size, license, ...) from its files' headers. This module imports no file reader."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8)
 
 
 class WeightFormat(StrEnum):
-    """Formats of weights that every backend reads. It may round floats to bf16. Loaders convert all other formats to these."""
+    """Formats of weights that every backend reads, possibly rounding floats to bf16. Loaders convert all others to these."""
 
     F32 = "f32"
     F16 = "f16"
@@ -92,7 +91,7 @@ class Floats(StrEnum):
 
     BF16 = "bf16"  # all become bf16, as in the native backend
     AS_STORED = "as stored"  # fp8 stays; all others become bf16
-    FP8 = "fp8"  # All become fp8, except embeddings and the matrix of logits, which are as stored
+    FP8 = "fp8"  # all become fp8, except embeddings and the output matrix, which stay as stored
 
 
 def held_bytes(
@@ -462,15 +461,14 @@ _QUANTISED: Mapping[WeightFormat, _Quantised] = {
     WeightFormat.MXFP4: _Quantised(39, 32, 17, _mxfp4, has_table=True),
     WeightFormat.NVFP4: _Quantised(40, 64, 36, _nvfp4, group=16),
 }
-BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
-    {fmt: (kind.cols, kind.num_bytes) for fmt, kind in _QUANTISED.items()}
-)
+BLOCKS: Mapping[WeightFormat, tuple[int, int]] = {fmt: (kind.cols, kind.num_bytes) for fmt, kind in _QUANTISED.items()}
 """(columns, bytes) of a block of every quantised format."""
 GROUP_OF_16 = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.group == 16)
 """Formats in which 16 columns share a scale. In other quantised formats 32 do."""
 FOUR_BITS = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.held_bits == 4)
 """Formats whose integers every backend holds in 4 bits."""
-GGML_TYPES: Mapping[int, WeightFormat] = MappingProxyType(
-    {0: WeightFormat.F32, 1: WeightFormat.F16, 30: WeightFormat.BF16} | {kind.ggml: fmt for fmt, kind in _QUANTISED.items()}
-)
+GGML_TYPES: Mapping[int, WeightFormat] = {
+    **{0: WeightFormat.F32, 1: WeightFormat.F16, 30: WeightFormat.BF16},
+    **{kind.ggml: fmt for fmt, kind in _QUANTISED.items()},
+}
 """GGML's number of a type -> our format."""

@@ -26,16 +26,15 @@ from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Rota
 
 _LOCAL_THETA = {"rope_local_base_freq": 10000.0}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the largest models. They scale scores by hidden_size / num_heads, all others by head_dim."""
+"""Layers of the largest models. They scale scores by (hidden_size / num_heads)**-0.5, others by head_dim**-0.5."""
 
 
-# Gemma 1: Llama with norms stored less 1 and a factor of the embeddings.
+# Gemma 1: Llama with norms stored minus 1 and scaled embeddings.
 
 
 def _of_gemma1_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Apply Gemma's keys. `gelu` in a published file means the approximation by tanh."""
-    config.only("hidden_activation", "gelu_pytorch_tanh")
-    config.only("use_bidirectional_attention", False)
+    config.only_all(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     activation = read_activation(config, "hidden_act", "gelu")
     return _with_gemma1(spec, "gelu_tanh" if activation == "gelu" else activation)
 
@@ -53,14 +52,12 @@ GEMMA = Architecture(
 )
 
 
-# Gemma 2 and 3: norms behind the halves, too; windows in most layers. Gemma 2 caps scores and logits. Gemma 3 norms queries and
-# keys per head instead, and its local layers rotate at another speed.
+# Gemma 2 and 3: post-norms, too; windows in most layers. Gemma 2 soft-caps scores and logits. Gemma 3 norms queries and
+# keys per head instead, and its local layers have another RoPE base.
 
 
 def _of_gemma_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("hidden_activation", "gelu_pytorch_tanh")
-    config.only("attention_bias", False)
-    config.only("use_bidirectional_attention", False)
+    config.only_all(hidden_activation="gelu_pytorch_tanh", attention_bias=False, use_bidirectional_attention=False)
     scale, logit_softcap = config.positive("query_pre_attn_scalar") ** -0.5, config.get("final_logit_softcapping", float)
     window, period = config.require("sliding_window", int), config.get("sliding_window_pattern", int)
     return with_windows(config, _with_gemma(spec, scale, logit_softcap), window, local_layers(spec, period))
@@ -76,9 +73,9 @@ def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_local_rotations(config: JsonFile, spec: ModelSpec, base: str) -> ModelSpec:
-    """Return the spec with unscaled rotations by the key `base` in layers with a window.
+    """Return the spec with unscaled rotations in windowed layers. `base` is the key of their base.
 
-    If rotary parameters are by type of layer, as of transformers 5, `read_spec` has applied them.
+    If `rope_parameters` has an entry per layer type (transformers 5), `read_spec` has already applied it.
     """
     parameters = config.get("rope_parameters", dict)
     if not parameters:
@@ -133,7 +130,7 @@ _SIZES_2B = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-"""Defaults of transformers. Files of larger models name little more than what differs."""
+"""Defaults of transformers. Files of larger models list little but the differences."""
 
 
 def _gemma2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -167,12 +164,12 @@ GEMMA3 = replace(
 )
 
 
-# VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind the halves.
+# VaultGemma (arXiv 2510.15001): Gemma 2 without post-norms.
 
 VAULTGEMMA = replace(GEMMA2, describe=llama.describe, hf_layer={**HF_LAYER, "pre_feedforward_layernorm.weight": "mlp_norm"})
 
 
-# EmbeddingGemma (arXiv 2509.20354): Gemma 3 whose tokens see each other both ways, half a window to each side.
+# EmbeddingGemma (arXiv 2509.20354): Gemma 3 with bidirectional attention, half a window to each side.
 
 
 def _of_embedding_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -198,7 +195,7 @@ EMBEDDING_GEMMA = replace(
 )
 
 
-# GLM 4 (Z.ai): norms as in Gemma; heads rotate in part, by neighbouring pairs
+# GLM 4 (Z.ai): norms as in Gemma; partial RoPE on neighbouring pairs
 
 
 def _of_glm4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -225,8 +222,8 @@ GLM4 = replace(
 )
 
 
-# OLMo 2 norms queries and keys over all heads together and has no norms before the halves. OLMo 3 adds windows in three of four
-# layers, whose rotation is not scaled: YaRN is for the others. EXAONE 4 (LG) norms them per head;
+# OLMo 2 norms queries and keys over all heads together and has only post-norms. OLMo 3 adds windows in three of four layers;
+# YaRN scales only the others' rotation. EXAONE 4 (LG) norms queries and keys per head;
 # its larger models have windows, and rotate only in layers with a window.
 
 

@@ -1,6 +1,6 @@
 """Gemma 4 of Google: the text part. Sources: transformers' modeling_gemma4.py and llama.cpp's src/models/gemma4.cpp.
 
-Layers without a window have wider heads than those with one, and may make their values of the keys. The last layers may read
+Layers without a window have wider heads than those with one, and may use keys as values. The last layers may read
 the keys and values of earlier ones. Small models add a part of a second embedding to each layer.
 """
 
@@ -76,7 +76,7 @@ def describe(spec: ModelSpec) -> Program:
 
 
 def _layer_inputs(build: Decoder, spec: ModelSpec, x: str) -> str:
-    """Return what all layers get of each token: (its second embedding + the normed projection of x) / sqrt(2).
+    """Return all layers' inputs for each token: (its second embedding + the normed projection of x) / sqrt(2).
 
     The projection is divided by sqrt(hidden_size) before its norm, which has the effect of a larger epsilon.
     """
@@ -88,7 +88,7 @@ def _layer_inputs(build: Decoder, spec: ModelSpec, x: str) -> str:
 
 
 def _mlp(build: Decoder, spec: ModelSpec, layer: int, x: str) -> str:
-    """Return the MLP's output before its norm: with experts, the sum of theirs and the MLP's, each normed."""
+    """Return the MLP's output before its norm. With experts, add the mixture's output; both are normed first."""
     at = f"layers.{layer}"
     active = build.activated(layer, build.norm(x, f"{at}.mlp_norm"))
     out = build.linear(active, f"{at}.down", "projected", spec.hidden_size)
@@ -110,18 +110,15 @@ def _values(values: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS) 
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("hidden_activation", "gelu_pytorch_tanh")
-    config.only("attention_bias", False)
+    config.only_all(hidden_activation="gelu_pytorch_tanh", attention_bias=False)
     config.only("use_bidirectional_attention", "vision")  # causal among the tokens of a text
     config.only("rope_scaling", None)
-    kinds = read_layer_types(config, spec.num_layers)
-    if unknown := set(kinds) - {_FULL, _LOCAL}:
-        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+    kinds = read_layer_types(config, spec.num_layers, _FULL, _LOCAL)
     for kind in sorted(set(kinds)):
         turn = config.require("rope_parameters", dict).get(kind)
         if not isinstance(turn, dict):
             raise config.error(f"rope_parameters has nothing for layers of the type {kind}")
-        if turn.get("rope_type") != "proportional":  # transformers turns whole heads then
+        if turn.get("rope_type") != "proportional":  # transformers then rotates whole heads
             JsonFile(config.path, {**config.values, **turn}).only("partial_rotary_factor", 1.0)
     is_local = [kind == _LOCAL for kind in kinds]
     head_dims = {False: config.require("global_head_dim", int), True: config.require("head_dim", int)}
@@ -163,7 +160,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _check_overrides(config: JsonFile, layers: Sequence[_Layer]) -> None:
-    """Refuse a `per_layer_config` that says anything else than the other keys. Release 5 of transformers writes both."""
+    """Refuse a `per_layer_config` that contradicts the other keys. Release 5 of transformers writes both."""
     for number, own in (config.get("per_layer_config", dict) or {}).items():
         is_layer = number.isdecimal() and len(number) < 5 and int(number) < len(layers) and isinstance(own, dict)
         layer = layers[int(number)] if is_layer else None
@@ -173,7 +170,7 @@ def _check_overrides(config: JsonFile, layers: Sequence[_Layer]) -> None:
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply Gemma's keys. The rotation that was read is of layers without a window."""
+    """Apply Gemma's keys. The spec's rotation is for layers without a window."""
     key, number = file.architecture, spec.num_layers
     head_dim = spec.layers[0].attention.head_dim
     local_dim = file.get(f"{key}.attention.key_length_swa", int) or head_dim
@@ -208,7 +205,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if not file.get(f"{key}.expert_count", int):
         return spec
     if len(set(widths)) > 1:
-        raise checks.unsupported(file.path, f"{key}.feed_forward_length has several values", "one beside experts is")
+        raise checks.unsupported(file.path, f"{key}.feed_forward_length has several values", "a single one is")
     return _with_mixture(spec, read_gguf_experts(file), widths[0], file.path)
 
 
@@ -234,7 +231,7 @@ class _Layer:
 
 
 def _with_layers(spec: ModelSpec, layers: Sequence[_Layer], window: int, num_shared: int, path: Path) -> ModelSpec:
-    """Return the spec with these layers. The last `num_shared` read what the last layer before them of their kind stores."""
+    """Return the spec with these layers. The last `num_shared` read the KV of the last earlier layer of their kind."""
     if not 0 <= num_shared < spec.num_layers:
         raise damaged(path, f"{num_shared} of {spec.num_layers} layers read the keys and values of others")
     if not 0 <= spec.layer_input_size * spec.num_layers <= checks.LIMITS["intermediate_size"]:

@@ -1,4 +1,4 @@
-"""A model's own defaults of sampling (`--generation-config`): generation_config.json, or `general.sampling.*` of a GGUF file.
+"""A model's own sampling defaults (`--generation-config`): generation_config.json, or `general.sampling.*` of a GGUF file.
 
 We use `suppress_tokens` and the keys of vLLM's `get_diff_sampling_param`, and log all other keys that would change answers.
 """
@@ -74,7 +74,7 @@ def obeying(model: LoadedModel, choice: str) -> LoadedModel:
         return model
     defaults = sampling_defaults(generation, model.spec.vocab_size)
     if words := defaults.words():
-        _log.info("defaults of sampling, from %s: %s", generation.path, words)
+        _log.info("sampling defaults from %s: %s", generation.path, words)
     if names := not_obeyed(generation):
         _log.warning("%s: these settings are ignored: %s", generation.path, ", ".join(names))
     return replace(model, sampling=defaults, eos_token_ids=eos_token_ids)
@@ -141,6 +141,6 @@ def _suppressed(generation: Generation, key: str, vocab_size: int) -> tuple[tupl
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise _error(generation, f"{key} is not a list of token ids")
     if len(value) > MAX_SUPPRESSED:
-        raise _error(generation, f"{key} has {len(value)} tokens, and at most {MAX_SUPPRESSED} are taken")
+        raise _error(generation, f"{key} has {len(value)} tokens, more than the allowed {MAX_SUPPRESSED}")
     named = {f"{key}[{idx}]": token_id for idx, token_id in enumerate(value)}
     return tuple((token_id,) for token_id in sorted({*checks.token_ids(named, vocab_size, generation.path).values()}))

@@ -163,7 +163,7 @@ def _choose_ending(
 
 
 def _flattened(entry: TensorEntry) -> TensorEntry:
-    """Return the entry of a vector of Mamba-2, which llama.cpp stores as a matrix, as one of a vector."""
+    """Return the entry, reshaped to a vector if it is a Mamba-2 vector that llama.cpp stores as a matrix."""
     is_vector = entry.name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
     return replace(entry, shape=(math.prod(entry.shape),)) if is_vector else entry
 
@@ -366,7 +366,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
     _refuse_unsupported(file, model)
     is_sentencepiece, is_bert = model == "llama", model == "bert"
     ids = _ids(file, len(tokens), "bos", "eos", "unknown")
-    if is_bert:  # a text stands between these two
+    if is_bert:  # cls and sep enclose a text
         named = {"cls": "bos", "seperator": "eos"}
         ids = {named[name]: token_id for name, token_id in _ids(file, len(tokens), *named).items()} | ids
     return GgufVocab(
@@ -422,7 +422,7 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
 def _refuse_unsupported(file: GgufFile, model: str) -> None:
     num = len(file.get_list(_CHARSMAP, int))
     if num and model != "t5":
-        raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only an empty one is, but for the model 't5'")
+        raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only the model 't5' can have one")
     if model == "gpt2" and _flag(file, "remove_extra_whitespaces", default=False):
         setting = "tokenizer.ggml.remove_extra_whitespaces is true in a 'gpt2' vocabulary"
         raise checks.unsupported(file.path, setting, "it has a meaning in SentencePiece vocabularies")

@@ -34,7 +34,7 @@ _MAX_ITEMS = 1 << 22
 T = TypeVar("T")
 
 
-_UNSUPPORTED = "Use another file of this model, or convert it again with the present tools of llama.cpp."
+_UNSUPPORTED = "Use another file of this model, or convert it again with llama.cpp's current tools."
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def load_hf_directory(
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
-    Without weights, only the settings tell which biases there are, but for those in `ALWAYS_BIASED`.
+    Without weights, biases are known only from the settings and `ALWAYS_BIASED`.
     """
     described = _describe(path, task, pooling)
     names = {"output", *told_biases(described.config, described.name)}

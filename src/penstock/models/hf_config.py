@@ -17,7 +17,7 @@ from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-"""Lists of special tokens. transformers 5 calls the first by the second name, and may write it as an object."""
+"""Lists of special tokens. transformers 5 renamed the first to the second, and may write it as an object."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -56,17 +56,22 @@ class JsonFile:
         return value
 
     def positives(self, key: str, number: int) -> tuple[float, ...]:
-        """Return a list of so many finite numbers above 0. Raises ModelError."""
+        """Return a list of `number` finite values above 0. Raises ModelError."""
         values, most = self.require(key, list), sys.float_info.max
         if len(values) != number or not all(type(value) in (int, float) and 0 < value <= most for value in values):
             raise self.error(f"{key} is not a list of {number} positive numbers")
         return tuple(map(float, values))
 
     def only(self, key: str, value: object) -> None:
-        """Raise ModelError if the key has another value than this one, the only supported one. It may be missing."""
+        """Raise ModelError if the key is present with any value but this, the only supported one."""
         found = self.values.get(key)
         if found is not None and found != value:
             raise checks.unsupported(self.path, f"{key} is {found!r}", f"only {value!r} is")
+
+    def only_all(self, **values: object) -> None:
+        """Check several keys as `only` does."""
+        for key, value in values.items():
+            self.only(key, value)
 
     def error(self, cause: str) -> ModelError:
         return ModelError(f"{self.path}: {cause}.", remedy="Check the file, or fetch the model again.")
@@ -113,7 +118,7 @@ def read_spec(
 ) -> ModelSpec:
     """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
-    `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names. `head_dims`: columns of
+    `names` are our names of the weights. Raises ModelError if their biases contradict config.json. `head_dims`: columns of
     a head by type of layer, if not `head_dim`. `served_len`: tokens of the longest text to serve; None: all positions.
     """
     sizes = _read_sizes(config)
@@ -142,7 +147,7 @@ def read_spec(
 
 
 def told_biases(config: JsonFile, architecture: str, *, value: bool = True) -> dict[str, str]:
-    """Return biases of the first layer that config.json announces (`layers.0.q_bias`), or rules out -> the key that does so."""
+    """Return first-layer bias (`layers.0.q_bias`) -> config.json key, for the keys that are set to `value`."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     of_all = ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"]
     told = {
@@ -231,7 +236,7 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
 def _read_rotations(
     config: JsonFile, sizes: Mapping[str, int], head_dims: Mapping[str, int], served_len: int, *, may_be_partial: bool
 ) -> list[Rotation | None]:
-    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # transformers prefers rope_scaling
     parameters = config.get(key, dict) or {}
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
 
@@ -246,7 +251,7 @@ def _read_rotations(
     if not nested:
         return [rotation(parameters, sizes["head_dim"])] * sizes["num_layers"]
     if len(nested) > 16:  # each rotation takes time to compute
-        raise config.error(f"{key} has {len(nested)} types of layers, and at most 16 are taken")
+        raise config.error(f"{key} has {len(nested)} types of layers; at most 16 are allowed")
     kinds = read_layer_types(config, sizes["num_layers"])
     missing = set(kinds) - parameters.keys()
     if missing:
@@ -278,11 +283,13 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
-    """Return the type of each layer, such as `sliding_attention`. Raises ModelError."""
+def read_layer_types(config: JsonFile, num_layers: int, *known: str) -> list[str]:
+    """Return the type of each layer, such as `sliding_attention`, which is one of `known` if given. Raises ModelError."""
     kinds = config.require("layer_types", list)
     if len(kinds) != num_layers or not all(type(kind) is str for kind in kinds):
         raise config.error(f"layer_types are not the names of {num_layers} types of layers")
+    if known and (unknown := set(kinds).difference(known)):
+        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
     return kinds
 
 
@@ -320,7 +327,7 @@ def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapp
         dim -= dim % 2
     if not 0 < dim <= head_dim or dim % 2 or not 1 <= original_len <= checks.MAX_MODEL_LEN or theta == 1.0:
         cause = f"partial_rotary_factor {share}, rope_theta {theta} and original_max_position_embeddings {original_len}"
-        raise config.error(f"{cause} make no rotation of heads of {head_dim} columns")
+        raise config.error(f"{cause} do not fit heads of {head_dim} columns")
     has_factor = kind in ("yarn", "longrope") and settings.values.get("attention_factor") is not None
     low, high = number("low_freq_factor", 1.0), number("high_freq_factor", 4.0)
     if kind == "llama3" and low >= high:
@@ -361,7 +368,7 @@ def find_tokenizer(path: Path) -> Path:
             return path / name
     raise ModelError(
         f"{path}: there is no {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}.",
-        remedy="Save the tokenizer in its fast form beside the weights.",
+        remedy="Save the fast tokenizer (tokenizer.json) beside the weights.",
     )
 
 

@@ -36,7 +36,7 @@ class Quantisation:
     bits: int = 0  # of a packed integer
     group_sizes: frozenset[int] = frozenset()  # possible numbers of columns that share a scale, besides whole rows
     zero_shift: int = 0  # added to the stored zero points of GPTQ
-    block: Block | None = None  # that shares a scale of fp8
+    block: Block | None = None  # shares an fp8 scale
 
 
 _OF_FP8 = ("_scale", "_scale_inv")  # added to the name of a matrix in fp8
@@ -134,7 +134,7 @@ _READERS: Mapping[str, Callable[[JsonFile], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": lambda _: Quantisation("mxfp4"),  # matrices that are not converted have no blocks
+    "mxfp4": lambda _: Quantisation("mxfp4"),  # unquantised matrices have no `_blocks` tensor
     "fp8": lambda read: Quantisation("floats", block=_as_block(read, read.values.get("weight_block_size"))),
 }
 
@@ -149,7 +149,7 @@ def _unsupported(settings: JsonFile, what: str) -> ModelError:
 @dataclass(frozen=True, slots=True)
 class Matrices:
     tensors: Mapping[str, Stored]
-    """By the name of the unpacked matrix; in MXFP4 of the blocks, as the unpacked matrix is transposed in files of floats."""
+    """By the unpacked matrix's name. MXFP4 matrices keep their blocks' name, because float files transpose the matrix."""
     scales: Mapping[str, BlockScales]  # of matrices in fp8
 
 
@@ -200,7 +200,7 @@ def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The tensors of one matrix. `name` is its tensor of integers; other tensors have another ending than `end`."""
+    """The tensors of one matrix. `name` is its tensor of integers; its others replace the ending `end`."""
 
     name: str
     end: str

@@ -22,7 +22,7 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
     **{f"ffn_{name}_shexp.weight": f"shared_{name}" for name in ("gate", "up", "down")},
 }
 MOST_GROUPS = 64
-"""Groups of experts of a layer: `kMostGroups` of native/experts.h."""
+"""Maximum expert groups per layer: `kMostGroups` of native/experts.h."""
 _PERIODS = {
     **{"afmoe": 4, "cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3": 6},
     **{"embedding_gemma": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4, "smollm3": 4, "vaultgemma": 2},
@@ -110,6 +110,14 @@ def read_gguf_experts(file: GgufFile, **others: Any) -> ExpertsMlp:
     )
 
 
+def without_further_layers(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Return the spec without the file's multi-token-prediction layers, which come last."""
+    num_more = file.get(f"{file.architecture}.nextn_predict_layers", int) or 0
+    if not 0 <= num_more < spec.num_layers:
+        raise file.error(f"{file.architecture}.nextn_predict_layers is {num_more}")
+    return replace(spec, layers=spec.layers[: spec.num_layers - num_more])
+
+
 def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path, *, dense: Container[int] = ()) -> ModelSpec:
     """Return the spec with these experts in every layer that is not `dense`. Raises ModelError for impossible numbers."""
     if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= 1 << 14 or mlp.intermediate_size < 1:
@@ -135,7 +143,7 @@ def _check_groups(mlp: ExpertsMlp, path: Path) -> None:
 
 
 def with_gpt_layers(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    """Return the spec with GPT's layer norms with biases, and with MLPs without a gate."""
+    """Return the spec with GPT's layers: layer norms with biases, and ungated MLPs."""
     return replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
 
 
@@ -157,9 +165,7 @@ def with_windows(config: JsonFile, spec: ModelSpec, window: int | None, usual: S
     """
     is_local = usual
     if config.values.get("layer_types") is not None:
-        kinds = read_layer_types(config, spec.num_layers)
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+        kinds = read_layer_types(config, spec.num_layers, "full_attention", "sliding_attention")
         is_local = [kind == "sliding_attention" for kind in kinds]
     return with_local_layers(spec, window, is_local, config.path)
 
@@ -179,7 +185,7 @@ def check_window(window: int, is_local: Sequence[bool], path: Path) -> None:
 
 
 def with_both_sides(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with attention to later tokens, too. As in transformers, windows then have their end on both sides."""
+    """Return the spec with bidirectional attention. As in transformers, a window of n then reaches n tokens each way."""
 
     def changed(_: int, attention: AttentionSpec) -> AttentionSpec:
         return replace(attention, mask="all", window=attention.window + 1 if attention.window else 0)

@@ -20,7 +20,7 @@ from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
 _MAX_KERNEL = 17
-"""Largest convolution whose state, a column less, fits the native backend's smallest block, 16 positions."""
+"""Largest kernel whose state (one column fewer) fits the native backend's smallest block, 16 positions."""
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -40,9 +40,7 @@ def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if config.values.get("layer_types") is not None:
-        kinds = read_layer_types(config, spec.num_layers)
-        if unknown := set(kinds) - {"full_attention", "conv"}:
-            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+        kinds = read_layer_types(config, spec.num_layers, "full_attention", "conv")
         has_conv = [kind == "conv" for kind in kinds]
     else:
         attending = config.get("full_attn_idxs", list)
@@ -116,7 +114,7 @@ def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], 
         raise checks.unsupported(path, f"the convolution's kernel has {conv.kernel} positions", f"2 to {_MAX_KERNEL} are")
 
     def changed(layer: int, found: LayerSpec) -> LayerSpec:
-        attention = replace(found.attention, has_o_bias=False)  # the bias of layer 0 may be of a convolution
+        attention = replace(found.attention, has_o_bias=False)  # layer 0's bias may belong to a convolution
         return replace(found, mixer=conv if has_conv[layer] else attention)
 
     return spec.with_layers(changed)

@@ -49,7 +49,7 @@ def describe(
 ) -> Program:
     """Return the program of one step of a Llama-like model. Attention and MLP both add to the residual stream.
 
-    `norms`: both have a norm before them, behind them, or both. `has_positions`: positions are learned embeddings.
+    `norms`: pre-norms (`before`), post-norms (`behind`) or both. `has_positions`: positions are learned embeddings.
     `has_embed_norm`: the embeddings are normed, too.
     """
     build = Decoder(spec)
@@ -117,7 +117,7 @@ def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_mistral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if _is_ministral3(config.values):
-        config.require("rope_parameters", dict)  # transformers' defaults are those of one size of model
+        config.require("rope_parameters", dict)  # transformers' defaults fit only one model size
     return with_windows(config, of_hf(config, spec), config.get("sliding_window", int), [True] * spec.num_layers)
 
 
@@ -169,7 +169,7 @@ def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _qwen3_gguf_head(file: GgufFile) -> Head | None:
-    """Return the head of a reranker, or None. llama.cpp's converter makes it of the rows of `yes` and `no` in the output."""
+    """Return the head of a reranker, or None. llama.cpp's converter builds it from the output's rows for `yes` and `no`."""
     return _last_token("cls.output") if "cls.output.weight" in file.tensors else None
 
 
@@ -187,7 +187,7 @@ QWEN3 = Architecture(
 )
 
 
-# Arcee (AFM 4.5B): an MLP without a gate, whose activation is the square of ReLU (arXiv 2109.08668).
+# Arcee (AFM 4.5B): an ungated MLP with squared ReLU (arXiv 2109.08668).
 
 
 ARCEE = Architecture(
@@ -198,8 +198,8 @@ ARCEE = Architecture(
 )
 
 
-# Apertus (Swiss AI): norms of each head of q and k, and an MLP without a gate, whose activation has three numbers of its own
-# (xIELU, arXiv 2411.13010).
+# Apertus (Swiss AI): per-head norms of q and k, and an ungated MLP with xIELU (arXiv 2411.13010), an activation with three
+# learned numbers.
 
 _APERTUS_ROPE = {
     "rope_type": "llama3",
@@ -235,7 +235,7 @@ APERTUS = Architecture(
     describe=partial(describe, qk_norms="heads"),
     of_hf=_of_apertus,
     hf_values=_apertus_values,
-    # `eps` cuts negative inputs at -1e-6, which moves the activation by as much.
+    # `eps` caps negative inputs at -1e-6; ignoring it changes activations by as much.
     hf_name=lambda name: None if name.endswith(".act_fn.eps") else name,
     hf_layer={
         **HF_LAYER,
@@ -249,7 +249,7 @@ APERTUS = Architecture(
 )
 
 
-# Seed-OSS (ByteDance): biases of q, k and v, and apart from these of the output projection.
+# Seed-OSS (ByteDance): biases of q, k and v, and a separate setting for the output projection's.
 
 
 SEED_OSS = Architecture(
@@ -269,7 +269,7 @@ def _of_smollm3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if (listed := config.get("no_rope_layers", list)) is None:
         return _with_rotations(spec, local_layers(spec, config.get("no_rope_layer_interval", int)))
     if len(listed) != spec.num_layers or not all(value in (0, 1) for value in listed):
-        raise config.error(f"no_rope_layers has not 0 or 1 for each of {spec.num_layers} layers")
+        raise config.error(f"no_rope_layers needs 0 or 1 for each of {spec.num_layers} layers")
     return _with_rotations(spec, listed)
 
 
@@ -286,7 +286,7 @@ SMOLLM3 = Architecture(
 )
 
 
-# Granite 3 (IBM): factors of the embeddings, the scores, both halves of a layer, and the logits.
+# Granite 3 (IBM): scale factors for embeddings, attention scores, residual branches and logits.
 
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -329,7 +329,7 @@ GRANITE = Architecture(
 )
 
 
-# HyperCLOVA X SEED Think (NAVER): Granite with norms behind a layer's halves, too. Its last factor multiplies the logits.
+# HyperCLOVA X SEED Think (NAVER): Granite with post-norms, too. Its logit factor multiplies; Granite's divides.
 
 
 def _of_hyperclovax(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -348,7 +348,7 @@ HYPERCLOVAX = Architecture(
 )
 
 
-# Granite with windows (IBM's Swash models): sinks, windows in three of four layers, and bases of the rotation by layer.
+# Granite with windows (IBM's Swash models): sinks, windows in three of four layers, and a RoPE base per layer.
 
 
 def granite_swa_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -356,13 +356,13 @@ def granite_swa_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_granite_windows(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with sinks, windows, and rotations by `layer_rope_theta`, of which 0 means none."""
+    """Return the spec with sinks, windows, and rotations by `layer_rope_theta` (0: no rotation)."""
     bases = config.get("layer_rope_theta", list)
     if bases is not None:
         if len(bases) != spec.num_layers or not all(
             type(base) in (int, float) and (base == 0 or 1 < base < 1e12) for base in bases
         ):
-            raise config.error(f"layer_rope_theta has not 0 or a base for each of {spec.num_layers} layers")
+            raise config.error(f"layer_rope_theta needs 0 or a base for each of {spec.num_layers} layers")
         config.only("rope_scaling", None)
         JsonFile(config.path, config.get("rope_parameters", dict) or {}).only("rope_type", "default")
 
@@ -399,7 +399,7 @@ JAIS2 = Architecture(
 )
 
 
-# Hunyuan, dense (Tencent): norms of q and k behind their rotation, whose base has a fixed factor.
+# Hunyuan, dense (Tencent): norms of q and k after RoPE, whose base has a fixed factor.
 
 
 def hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -414,8 +414,7 @@ def hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_hunyuan(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("use_qk_norm", True)
-    config.only("use_cla", False)
+    config.only_all(use_qk_norm=True, use_cla=False)
     return of_hf(config, spec)
 
 
@@ -427,7 +426,7 @@ HUNYUAN = Architecture(
 )
 
 
-# Phi 3 and 4 (Microsoft; arXiv 2404.14219 and 2412.08905): fused matrices, and heads that may turn in part.
+# Phi 3 and 4 (Microsoft; arXiv 2404.14219 and 2412.08905): fused matrices, and sometimes partial RoPE.
 
 
 def _phi3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -455,7 +454,7 @@ PHI3 = Architecture(
 )
 
 
-# GLM 4 of 2024 (Z.ai; arXiv 2406.12793): heads turn in part, by neighbouring pairs. GLM 4 of 2025 is in models/gemma.py.
+# GLM 4 of 2024 (Z.ai; arXiv 2406.12793): partial RoPE on neighbouring pairs. GLM 4 of 2025 is in models/gemma.py.
 
 
 GLM = Architecture(
@@ -469,7 +468,7 @@ GLM = Architecture(
 """GGUF files are not supported: they have q, k and v in one tensor, in which neighbouring rows rotate as pairs."""
 
 
-# ERNIE 4.5, dense (Baidu): heads turn by neighbouring pairs, and one setting is for all biases.
+# ERNIE 4.5, dense (Baidu): RoPE on neighbouring pairs, and one setting for all biases.
 
 
 ERNIE4_5 = Architecture(
@@ -481,7 +480,7 @@ ERNIE4_5 = Architecture(
 )
 
 
-# Helium (Kyutai): heads turn by neighbouring pairs.
+# Helium (Kyutai): RoPE on neighbouring pairs.
 
 
 HELIUM = Architecture(
@@ -493,7 +492,7 @@ HELIUM = Architecture(
 """llama.cpp has no Helium."""
 
 
-# Nemotron 4 and Minitron (NVIDIA; arXiv 2402.16819): layer norms, heads that turn in part, and an MLP without a gate.
+# Nemotron 4 and Minitron (NVIDIA; arXiv 2402.16819): layer norms, partial RoPE, and an ungated MLP.
 
 
 def _of_nemotron(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -527,7 +526,7 @@ def _of_starcoder2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_starcoder2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    window = file.get("starcoder2.attention.sliding_window", int, 4096)  # of all published models, whose files lack the key
+    window = file.get("starcoder2.attention.sliding_window", int, 4096)  # as in all published models; their files lack it
     return _with_starcoder2(spec, "gelu_tanh", window or None, file.path)
 
 
@@ -565,9 +564,7 @@ def _gpt2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_gpt2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("scale_attn_weights", True)
-    config.only("scale_attn_by_inverse_layer_idx", False)
-    config.only("add_cross_attention", False)
+    config.only_all(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return _with_gpt2(spec, read_activation(config, "activation_function", "gelu_new"))
 
 
@@ -576,7 +573,7 @@ def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
 
 
 def _gpt2_name(name: str) -> str | None:
-    """Return a tensor's name without `transformer.`, which old files lack, or None for a causal mask: it is no weight."""
+    """Return a tensor's name without `transformer.`, which old files lack, or None for causal masks (not weights)."""
     bare = name.removeprefix("transformer.")
     return None if bare.endswith((".attn.bias", ".attention.bias", ".masked_bias")) else bare
 
@@ -633,7 +630,7 @@ def _gpt_neo_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_gpt_neo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Apply `attention_types`, which has lists of kinds, and how often each list is repeated."""
+    """Apply `attention_types`: lists of kinds, each with its number of repetitions."""
     kinds: list[object] = []
     for item in config.require("attention_types", list):
         match item:
@@ -642,7 +639,7 @@ def _of_gpt_neo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
             case _:
                 raise config.error(f"attention_types has {item!r}, not a list of kinds and a number")
     if len(kinds) != spec.num_layers or not all(kind in ("global", "local") for kind in kinds):
-        raise config.error(f"attention_types has not global or local for each of {spec.num_layers} layers")
+        raise config.error(f"attention_types needs global or local for each of {spec.num_layers} layers")
     spec = _with_gpt2(spec, read_activation(config, "activation_function", "gelu_new"))
     spec = spec.with_attention(lambda _, attention: replace(attention, scale=1.0))
     return with_local_layers(spec, config.require("window_size", int), [kind == "local" for kind in kinds], config.path)
@@ -666,7 +663,7 @@ GPT_NEO = replace(
 )
 
 
-# StarCoder 1 and SantaCoder (GPT-BigCode; arXiv 2305.06161): GPT-2 with one head of keys and values, and outputs as rows.
+# StarCoder 1 and SantaCoder (GPT-BigCode; arXiv 2305.06161): GPT-2 with multi-query attention, and outputs as rows.
 
 
 def _of_gpt_bigcode(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -697,9 +694,7 @@ def _opt_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_opt(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in _OPT_ONLY.items():
-        config.only(key, value)
-    config.only("word_embed_proj_dim", spec.hidden_size)
+    config.only_all(**_OPT_ONLY, word_embed_proj_dim=spec.hidden_size)
     return replace(_with_gpt2(spec, read_activation(config, "activation_function", "relu")), first_position=2)
 
 
@@ -727,4 +722,4 @@ OPT = Architecture(
         ),
     },
 )
-"""llama.cpp has no OPT. The 350M, whose embeddings are narrower and whose norms follow the halves of a layer, is refused."""
+"""llama.cpp has no OPT. The 350M is refused: it has narrower embeddings and post-norms."""

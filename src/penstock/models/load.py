@@ -64,13 +64,12 @@ def load_adapter(
 ) -> AdapterFactors:
     """Return the factors of a LoRA adapter, a PEFT folder or a GGUF file. Raises ModelError.
 
-    `files` limits the reading. `is_merged`: the factors are for `merging`, which can do more than an adapter beside its model.
+    `files` limits the reading. `is_merged`: the factors are for `merging`, which supports more kinds of adapters.
     """
     from penstock.models.peft import read_gguf_adapter, read_peft
 
-    if path.suffix == ".gguf":
-        return read_gguf_adapter(path, spec, program, max_rank=max_rank, files=files, is_merged=is_merged)
-    return read_peft(path, spec, program, max_rank=max_rank, files=files, is_merged=is_merged)
+    read = read_gguf_adapter if path.suffix == ".gguf" else read_peft
+    return read(path, spec, program, max_rank, files or AdapterFiles(), is_merged=is_merged)
 
 
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:

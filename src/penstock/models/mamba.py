@@ -42,7 +42,7 @@ _LARGEST_STEP = 2.0**64
 
 
 def describe(spec: ModelSpec, *, dense: str = "") -> Program:
-    """Return the program of one step. `dense` begins the names of the matrices of an MLP without experts."""
+    """Return the program of one step. `dense`: name prefix of the matrices of an MLP without experts."""
     build = Decoder(spec)
     x = build.embed()
     for layer in range(spec.num_layers):
@@ -135,9 +135,7 @@ def _of_granite(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         spec = spec.with_layers(lambda _, layer: replace(layer, mlp=GatedMlp(intermediate_size=width)))
     if config.values.get("layer_types") is None:
         return _with_mamba(spec, _read_mamba(config, spec), [False] * spec.num_layers)
-    kinds = read_layer_types(config, spec.num_layers)
-    if unknown := set(kinds) - {"attention", "full_attention", "mamba", "linear_attention"}:
-        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+    kinds = read_layer_types(config, spec.num_layers, "attention", "full_attention", "mamba", "linear_attention")
     attends = [kind in ("attention", "full_attention") for kind in kinds]
     return spec if all(attends) else _with_mamba(spec, _read_mamba(config, spec), attends)
 
@@ -192,7 +190,7 @@ GRANITE_HYBRID = replace(
 )
 
 
-# Bamba: MLPs without experts, and heads that rotate in half.
+# Bamba: dense MLPs, and RoPE on half of each head.
 
 
 def _of_bamba(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -215,7 +213,7 @@ BAMBA = Architecture(
     has_partial_rope=True,
     hf_changed={"mix_decay": negative_exp},
 )
-"""GGUF files of Bamba call themselves `granitehybrid`, and are refused: their heads rotate in part."""
+"""GGUF files of Bamba call themselves `granitehybrid`, and are refused for their partial RoPE."""
 
 
 # Falcon H1: each layer has Mamba-2 beside attention, and factors between all parts.
@@ -240,10 +238,8 @@ def _describe_beside(spec: ModelSpec) -> Program:
 
 
 def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Apply the multipliers. Without biases, those before a projection come after it as well."""
-    config.only("hidden_act", "silu")
-    for name in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
-        config.only(name, False)
+    """Apply the multipliers. Without biases, those before a projection may move after it."""
+    config.only_all(hidden_act="silu", attention_bias=False, mlp_bias=False, mamba_proj_bias=False, projectors_bias=False)
     has_norm = config.get("mamba_rms_norm", bool) or False
     net = _read_mamba(
         config,
@@ -313,7 +309,7 @@ FALCON_H1 = replace(
     of_hf=_of_falcon,
     of_gguf=_of_falcon_gguf,
     hf_values=_falcon_values,
-    gguf_layer={**GGUF_LAYER, **GGUF_MAMBA, "ffn_norm": "mlp_norm"},  # the converter leaves the name without an end
+    gguf_layer={**GGUF_LAYER, **GGUF_MAMBA, "ffn_norm": "mlp_norm"},  # the converter omits `.weight` here
     has_partial_rope=False,
     hf_changed={"mix_decay": negative_exp, "mix_conv": _multiply_conv},
 )

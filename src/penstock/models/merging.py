@@ -1,6 +1,6 @@
 """Merges adapters into a model's weights (--merge-lora): W + B A, a few rows at a time when a backend reads them.
 
-DoRA then gives each row of the sum its length. Quantised matrices become Q8_0: rounding to four bits again would lose most of
+DoRA then rescales each row to its magnitude. Quantised matrices become Q8_0: rounding to four bits again would lose most of
 the adapter.
 """
 
@@ -45,7 +45,7 @@ def with_adapters(model: LoadedModel, adapters: Iterable[MergedAdapter]) -> Load
         factors = load_adapter(Path(adapter.path), model.spec, program, max_rank=1024, is_merged=True)
         if adapter.weight != 1 and (factors.magnitudes or factors.whole):
             raise ModelError(
-                f"{adapter.path} sets the lengths of rows (DoRA) or has whole matrices, which a weight of {adapter.weight:g} "
+                f"{adapter.path} sets rows' magnitudes (DoRA) or has whole matrices, which a weight of {adapter.weight:g} "
                 "can't scale.",
                 remedy="Merge it with its weight left out.",
             )
@@ -87,7 +87,7 @@ class _Change:
     magnitude: F32 | None  # [rows]
 
     def apply(self, values: F32, rows: slice) -> F32:
-        """Return rows of a matrix with their change. `values` are the rows before, and are overwritten."""
+        """Return rows of a matrix with their change. `values` has the unchanged rows and is overwritten."""
         values += self.left[rows] @ self.right
         if self.magnitude is not None:
             values *= self.magnitude[rows, None] / np.linalg.norm(values, axis=1, keepdims=True)

@@ -27,6 +27,7 @@ from penstock.models.layers import (
     with_experts,
     with_local_layers,
     with_windows,
+    without_further_layers,
 )
 from penstock.models.program import Program
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
@@ -108,14 +109,12 @@ def _of_mellum(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_qwen3_vl_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("norm_topk_prob", True), ("use_sliding_window", False)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", norm_topk_prob=True, use_sliding_window=False)
     return of_qwen(config, spec)
 
 
 def _of_olmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("hidden_act", "silu")
-    config.only("clip_qkv", None)
+    config.only_all(hidden_act="silu", clip_qkv=None)
     is_renormalised = config.get("norm_topk_prob", bool) or False
     return experts_of_hf(config, spec, width="intermediate_size", is_renormalised=is_renormalised)
 
@@ -147,7 +146,7 @@ MELLUM = replace(
     of_hf=_of_mellum,
     of_gguf=lambda _, spec: spec,
     hf_values=_mellum_values,
-    hf_name=lambda name: None if name.startswith("mtp.") else name,  # predicts further tokens
+    hf_name=lambda name: None if name.startswith("mtp.") else name,  # multi-token prediction
 )
 """Mellum 2 (JetBrains): Qwen 3 MoE with windows and dense layers by lists."""
 QWEN3_VL_MOE = replace(
@@ -159,7 +158,7 @@ QWEN3_VL_MOE = replace(
         **{f"mlp.{name}": replace(parts, is_transposed=True) for name, parts in _CUBES.items()},
     },
 )
-"""The text part: published cubes have inputs as rows. Its GGUF name is not in the table: none was compared."""
+"""The text part. Published expert tensors have inputs as rows. GGUF is not listed: no file was compared."""
 QWEN2_MOE = Architecture(
     describe=llama.describe,
     of_hf=_of_qwen2_moe,
@@ -233,7 +232,7 @@ _HUNYUAN_LISTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
 
 
 def _hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with one number for each list of equal ones. Others are refused, as no numbers."""
+    """Return config.json with lists of equal numbers replaced by the number. Other lists are refused later."""
     found = with_defaults(llama.hunyuan_values(values), {}, {"moe_topk": "num_experts_per_tok"})
     for key in _HUNYUAN_LISTS:
         match found.get(key):
@@ -244,10 +243,8 @@ def _hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_hunyuan_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     width = config.require("intermediate_size", int)
-    for key, value in (("hidden_act", "silu"), ("use_qk_norm", True), ("use_cla", False), ("num_shared_expert", 1)):
-        config.only(key, value)
-    for key, value in (("moe_intermediate_size", width), ("moe_layer_num_skipped", 0)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", use_qk_norm=True, use_cla=False, num_shared_expert=1, moe_intermediate_size=width)
+    config.only("moe_layer_num_skipped", 0)
     return experts_of_hf(config, spec, width="intermediate_size", shared_size=width)
 
 
@@ -264,7 +261,7 @@ HUNYUAN_MOE = Architecture(
 )
 
 
-# GLM 4.5 (Z.ai): sigmoid scores, shared experts, dense layers first. Layers behind the last predict further tokens.
+# GLM 4.5 (Z.ai): sigmoid scores, shared experts, dense layers first. Multi-token-prediction layers follow the last.
 
 _GLM4_DEFAULTS = {
     "partial_rotary_factor": 0.5,
@@ -280,8 +277,7 @@ def _describe_glm4(spec: ModelSpec) -> Program:
 
 
 def _of_glm4_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("n_group", 1), ("topk_group", 1)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", n_group=1, topk_group=1)
     mixed = experts_of_hf(
         config,
         spec,
@@ -303,9 +299,7 @@ def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     for name, usual in (("expert_gating_func", 2), ("expert_group_count", 1)):
         if (value := file.get(f"glm4moe.{name}", int) or usual) != usual:
             raise checks.unsupported(file.path, f"glm4moe.{name} is {value}", f"{usual} is")
-    num_more = file.get("glm4moe.nextn_predict_layers", int) or 0
-    if not 0 <= num_more < spec.num_layers:
-        raise file.error(f"glm4moe.nextn_predict_layers is {num_more}")
+    spec = without_further_layers(file, spec)
     mlp = read_gguf_experts(
         file,
         scoring="sigmoid",
@@ -314,7 +308,6 @@ def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         has_selection_bias=True,
     )
     mlp = replace(mlp, shared_size=mlp.intermediate_size * file.require("glm4moe.expert_shared_count", int))
-    spec = replace(spec, layers=spec.layers[: spec.num_layers - num_more])
     dense = range(file.get("glm4moe.leading_dense_block_count", int) or 0)
     return _with_qk_norms(with_experts(spec, mlp, file.path, dense=dense), "blk.0.attn_q_norm.weight" in file.tensors)
 
@@ -335,7 +328,7 @@ GLM4_MOE = Architecture(
 )
 
 
-# MiniMax M2: norms of whole rows of q and k, heads that rotate in part, and a sigmoid router.
+# MiniMax M2: norms of whole rows of q and k, partial RoPE, and a sigmoid router.
 
 _M2_SCORES: Mapping[str, Any] = {"scoring": "sigmoid", "has_selection_bias": True}
 
@@ -349,10 +342,8 @@ def _m2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_m2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("shared_intermediate_size", 0)):
-        config.only(key, value)
-    for key, value in (("use_qk_norm", True), ("qk_norm_type", "per_layer")):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", scoring_func="sigmoid", shared_intermediate_size=0, use_qk_norm=True)
+    config.only("qk_norm_type", "per_layer")
     return experts_of_hf(config, spec, width="intermediate_size", **_M2_SCORES)
 
 
@@ -374,7 +365,7 @@ MINIMAX_M2 = Architecture(
 )
 
 
-# ERNIE 4.5 (Baidu): shares are a softmax, and biases affect the choice alone. Some layers are dense.
+# ERNIE 4.5 (Baidu): a softmax router with biases that affect only the choice. Some layers are dense.
 
 _ERNIE_DEFAULTS = {
     "rope_theta": 5e5,
@@ -388,8 +379,7 @@ _ERNIE_NAMES = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"
 
 
 def _of_ernie4_5_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("use_bias", False), ("moe_norm_min", 1e-12)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", use_bias=False, moe_norm_min=1e-12)
     first, last, step = (config.require(f"moe_layer_{name}", int) for name in ("start_index", "end_index", "interval"))
     if step < 1:
         raise config.error(f"moe_layer_interval is {step}")
@@ -421,7 +411,7 @@ ERNIE4_5_MOE = Architecture(
     of_hf=_of_ernie4_5_moe,
     of_gguf=_of_ernie4_5_moe_gguf,
     hf_values=lambda values: with_defaults(values, _ERNIE_DEFAULTS, _ERNIE_NAMES),
-    hf_name=lambda name: None if name.startswith("model.mtp_") else name,  # predicts further tokens
+    hf_name=lambda name: None if name.startswith("model.mtp_") else name,  # multi-token prediction
     hf_layer={
         **HF_LAYER,
         **GATE_UP_DOWN,
@@ -452,9 +442,7 @@ def _gpt_oss_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_gpt_oss(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only("hidden_act", "silu")
-    config.only("swiglu_alpha", 1.702)
-    config.only("swiglu_limit", 7.0)
+    config.only_all(hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0)
     spec = experts_of_hf(config, spec, width="intermediate_size")
     spec = with_windows(config, spec, config.require("sliding_window", int), local_layers(spec))
     has_bias = config.get("attention_bias", bool) is not False

@@ -1,5 +1,5 @@
-"""Layers with one part alone: Mamba-2, attention without rotation, an MLP or experts in each layer of Nemotron-H (NVIDIA;
-Nemotron Nano 2 and 3), Mamba-2 in all of Mamba-2 itself and Mamba Codestral.
+"""Models with one mixer or MLP per layer. Nemotron-H (NVIDIA; Nemotron Nano 2 and 3) mixes Mamba-2, attention without RoPE,
+MLPs and experts; Mamba-2 and Mamba Codestral have Mamba-2 alone.
 
 Sources: arXiv 2504.03624 and 2405.21060; modeling_nemotron_h.py and modeling_mamba2.py of transformers; conversion/nemotron.py
 and nemotron-h.cpp of llama.cpp.
@@ -19,7 +19,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.delta_net import negative_exp
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
+from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts, without_further_layers
 from penstock.models.mamba import GGUF_MAMBA, HF_MIXER, read_gguf_mamba, read_limits
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ExpertsMlp, LayerSpec, LinearAttentionSpec, ModelSpec, PlainMlp
@@ -84,17 +84,13 @@ def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for name in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
-        config.only(name, False)
-    for name, value in (("mamba_hidden_act", "silu"), ("sliding_window", None), ("moe_latent_size", None)):
-        config.only(name, value)
-    config.only("attention_head_dim", spec.attentions[0].head_dim)
+    config.only_all(use_bias=False, mlp_bias=False, attention_bias=False, mamba_proj_bias=False, mamba_hidden_act="silu")
+    config.only_all(sliding_window=None, moe_latent_size=None, attention_head_dim=spec.attentions[0].head_dim)
     kinds = read_layer_types(config, spec.num_layers)
     net = _read_net(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size")
     activation = read_activation(config, "mlp_hidden_act", "relu2")
     if "moe" in kinds:
-        for name in ("n_group", "topk_group", "n_shared_experts"):
-            config.only(name, 1)
+        config.only_all(n_group=1, topk_group=1, n_shared_experts=1)
         mlp = ExpertsMlp(
             num_experts=config.require("n_routed_experts", int),
             num_experts_per_token=config.require("num_experts_per_tok", int),
@@ -109,9 +105,9 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _read_net(config: JsonFile, *keys: str, has_bias: bool = False) -> LinearAttentionSpec:
-    """Return Mamba-2; `keys` are those of its heads, and of their columns and states.
+    """Return Mamba-2. `keys` name its heads, columns per head and state size.
 
-    transformers takes `time_step_min` for the least step of Nemotron-H's prompts, unlike its authors.
+    In prompts, transformers clips Nemotron-H's steps to `time_step_min`; its authors and we do not.
     """
     num_heads, value_dim, key_dim, num_groups, kernel = (config.require(key, int) for key in (*keys, "n_groups", "conv_kernel"))
     least, most = read_limits(config)
@@ -157,15 +153,11 @@ def _with_kinds(
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply the keys. Layers without keys and values and without an MLP have Mamba-2, as in llama.cpp."""
-    key = file.architecture
-    num_more = file.get(f"{key}.nextn_predict_layers", int) or 0
-    if not 0 <= num_more < spec.num_layers:
-        raise file.error(f"{key}.nextn_predict_layers is {num_more}")
+    """Apply the keys. Layers with neither KV heads nor an MLP have Mamba-2, as in llama.cpp."""
+    key, num_stored, spec = file.architecture, spec.num_layers, without_further_layers(file, spec)
     counts, widths = (file.get_list(f"{key}.{name}", int) for name in ("attention.head_count_kv", "feed_forward_length"))
-    if not len(counts) == len(widths) == spec.num_layers:
-        raise file.error(f"{key}: head_count_kv and feed_forward_length are not lists of {spec.num_layers} numbers")
-    spec = replace(spec, layers=spec.layers[: spec.num_layers - num_more])
+    if not len(counts) == len(widths) == num_stored:
+        raise file.error(f"{key}: head_count_kv and feed_forward_length are not lists of {num_stored} numbers")
     has_experts = bool(file.get(f"{key}.expert_count", int))
     of_widths: Kind = "moe" if has_experts else "mlp"
     kinds = [
@@ -188,7 +180,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _text_name(name: str) -> str | None:
-    """Leave out layers that predict further tokens."""
+    """Drop `mtp.` tensors; rename `backbone.` to `model.`."""
     return None if name.startswith("mtp.") else re.sub(r"^(model\.)?backbone\.", "model.", name)
 
 
@@ -234,12 +226,12 @@ _MAMBA2_DEFAULTS = {
     "n_groups": 8,
     "use_bias": False,
     "use_conv_bias": True,
-    "max_position_embeddings": 1 << 20,  # as in llama.cpp: nothing bounds a text
+    "max_position_embeddings": 1 << 20,  # as in llama.cpp: text length is unlimited
 }
 
 
 def _mamba2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with transformers' defaults, and with sizes of an attention and an MLP that no layer has."""
+    """Return config.json with transformers' defaults, and placeholder sizes for the attention and MLP that no layer has."""
     found = {**_MAMBA2_DEFAULTS, **values}
     renamed = {"mamba_head_dim": found["head_dim"], "mixer_bias": found["use_bias"], "use_bias": None}
     sizes = {"num_attention_heads": 1, "head_dim": 2, "intermediate_size": 1}

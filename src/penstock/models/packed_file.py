@@ -1,12 +1,11 @@
 """Files with a model's packed weights, which a later start maps instead of converting the model's own files.
 
 A file is a header, then the packed arrays of each matrix (native/packing.h), each padded to a multiple of 64 bytes. The header
-is text behind its length and digest: lines of what the file was made of, an empty line, a line for each matrix.
+is its length and digest, then text: lines that identify the sources, an empty line, a line for each matrix.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import shlex
@@ -23,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.cache import locked, sync
 from penstock.types.errors import ModelError
 
 LAYOUT = 1
@@ -36,7 +36,7 @@ _WRITTEN_BYTES = 1 << 21  # a huge page
 _DIGEST_BYTES = 32
 
 Identity = Mapping[str, str]
-"""Facts of what a file was made of, and by which version. A start uses the file only if all are the same."""
+"""The sources and the version that a file was made from. A start uses the file only if all match."""
 _PACK_AGAIN = "`penstock pack` with the same settings writes it again."
 _CHANGES = {"weights": "the model's files changed", "adapter": "the adapter's files changed"}
 
@@ -99,11 +99,11 @@ class PackedFile:
 
 @contextmanager
 def open_packed(path: Path, identity: Identity | Callable[[], Identity], *, is_checked: bool = False) -> Iterator[PackedFile]:
-    """Open a file made of `identity`, a function that is called only if there is a file.
+    """Open a packed file if its `identity` matches. A function is called only if the file exists.
 
-    Raises FileNotFoundError, and PackedError if the file can't be used. Its content is checked if `is_checked`, or if it is not
-    the file that was checked last: reading 1 GB takes longer than a start may. A changed file has another inode, size or time.
-    Others can't write the file or its folder, and programs can't choose the time of the last change (ctime).
+    Raises FileNotFoundError, and PackedError if the file can't be used. Its content is checked if `is_checked`, or if its
+    inode, size or times differ from those of the file checked last: reading 1 GB takes longer than a start may. Other users
+    can't write the file or its folder, and programs can't set the time of the last change (ctime).
     """
     try:
         # A symbolic link may lead to where others can write. Opening a named pipe would wait for a writer.
@@ -127,7 +127,7 @@ def _verified(path: Path, fd: int, identity: Identity, *, is_checked: bool) -> P
             if (found := file.identity.get(name)) != value:
                 cause = _CHANGES.get(name, f"it was made for {name} {found}, not {value}")
                 raise PackedError(f"{path} is out of date: {cause}.", remedy=_PACK_AGAIN)
-        stamp, record = _stamp(fd), path.with_suffix(".checked")  # taken first: a change during the check is another stamp
+        stamp, record = _stamp(fd), path.with_suffix(".checked")  # before the check: a later change gives another stamp
         if is_checked or _read_record(record) != stamp:
             try:
                 file.check()
@@ -137,7 +137,7 @@ def _verified(path: Path, fd: int, identity: Identity, *, is_checked: bool) -> P
                 raise
             with suppress(OSError):  # a folder that can't be written: each start checks
                 record.write_text(stamp, encoding="ascii")
-    except (OSError, ValueError) as error:  # of ValueError: the file was emptied meanwhile
+    except (OSError, ValueError) as error:  # ValueError: the file was emptied meanwhile
         raise PackedError(f"{path} can't be read: {error}.") from error
     return file
 
@@ -206,41 +206,27 @@ def write_packed(
 ) -> None:
     """Write a file, in place of an older one. Other processes see the old file or the new one. Raises OSError.
 
-    `on_wait` is called before waiting for another process that writes the same file. If that wrote a sound one, it stays.
+    `on_wait` is called before waiting for another process that writes the same file. A valid file from that process stays.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(path.with_name(f".{path.name}.lock"), on_wait) as has_waited:
+    with locked(path.with_name(f".{path.name}.lock"), on_wait) as has_waited:
         if has_waited:
             with suppress(FileNotFoundError, PackedError), open_packed(path, identity, is_checked=True):
                 return
         part = path.with_name(f".{path.name}.part")
         part.unlink(missing_ok=True)  # a killed process left it
-        # Read-only: a server that maps a file which is then overwritten is killed.
+        # Read-only: overwriting the file would kill servers that map it.
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         try:
             _write(fd, _pieces(identity, matrices))
             os.fsync(fd)
             part.replace(path)
-            _sync(path.parent)
+            sync(path.parent)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
-
-
-@contextmanager
-def _locked(path: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
-    """Yield whether another process had the lock."""
-    with path.open("ab") as file:  # it stays: removing it would race
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_waited = False
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
-            has_waited = True
-        yield has_waited
 
 
 def _pieces(identity: Identity, matrices: Mapping[str, Packed]) -> Iterator[memoryview]:
@@ -284,14 +270,6 @@ def _write(fd: int, pieces: Iterable[memoryview]) -> None:
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _digests(parts: Iterable[Sequence[memoryview]]) -> list[str]:

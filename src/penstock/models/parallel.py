@@ -43,7 +43,7 @@ from penstock.types.model_spec import Activation, ModelSpec
 
 
 def describe(spec: ModelSpec, *, only_norm: str = "mlp_norm") -> Program:
-    """Return the program of one step. `only_norm` is the name of a layer's norm if both halves read the same."""
+    """Return the program of one step. `only_norm` names a layer's norm if attention and MLP share one."""
     build = Decoder(spec)
     x = build.embed()
     for layer in range(spec.num_layers):
@@ -67,7 +67,7 @@ def _with_attn_norm(spec: ModelSpec, has_attn_norm: bool) -> ModelSpec:
     return spec.with_layers(lambda _, layer: replace(layer, has_attn_norm=has_attn_norm))
 
 
-# Falcon (TII): small models have one norm for both halves, larger ones a norm for each. Falcon 3 is a Llama.
+# Falcon (TII): small models have one norm for attention and MLP, larger ones two. Falcon 3 is a Llama.
 
 _DEFAULTS = {
     "vocab_size": 65024,
@@ -93,8 +93,7 @@ def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if config.get("alibi", bool):
         raise checks.unsupported(config.path, "alibi is True: positions as in falcon-rw", "rotary positions are")
-    config.only("parallel_attn", True)
-    config.only("apply_residual_connection_post_layernorm", False)
+    config.only_all(parallel_attn=True, apply_residual_connection_post_layernorm=False)
     has_attn_norm = config.require("new_decoder_architecture", bool)
     if has_attn_norm:
         has_attn_norm = config.get("num_ln_in_parallel_attn", int) in (None, 2)
@@ -151,8 +150,8 @@ FALCON = Architecture(
 )
 
 
-# Command R and Aya (Cohere), Command R7B and A (Cohere 2): heads rotate by neighbouring pairs of columns. Cohere 2 has windows
-# in most layers; the others do not rotate.
+# Command R and Aya (Cohere), Command R7B and A (Cohere 2): RoPE on neighbouring pairs of columns. Cohere 2 has windows
+# in most layers; the others have no RoPE.
 
 _ONLY = {
     "hidden_act": "silu",
@@ -169,8 +168,7 @@ def _cohere_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_cohere(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in _ONLY.items():
-        config.only(key, value)
+    config.only_all(**_ONLY)
     return _with_cohere(spec, config.positive("logit_scale"))
 
 
@@ -212,7 +210,7 @@ COHERE2 = replace(
 )
 
 
-# GPT-NeoX and Pythia (EleutherAI): a norm for each half; heads turn in part. The halves are parallel, or as in Llama.
+# GPT-NeoX and Pythia (EleutherAI): norms for attention and MLP, which run in parallel or in sequence; partial RoPE.
 
 _NEOX_KEYS = {"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 
@@ -258,7 +256,7 @@ GPT_NEOX = Architecture(
 )
 
 
-# StableLM (Stability AI): Llama with layer norms and heads that turn in part. Some are parallel, on one norm for both halves.
+# StableLM (Stability AI): Llama with layer norms and partial RoPE. Some run attention and MLP in parallel, on one norm.
 
 
 def _stablelm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -272,7 +270,7 @@ def _of_stablelm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_stablelm_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The tensors decide, as in llama.cpp: the converter writes that a model is parallel if its config.json is silent."""
+    """Decide by the tensors, as in llama.cpp: the converter sets `use_parallel_residual` if config.json lacks it."""
     return _with_stablelm(spec, "blk.0.ffn_norm.weight" not in file.tensors)
 
 
@@ -290,7 +288,7 @@ STABLELM = Architecture(
 )
 
 
-# Phi 1, 1.5 and 2 (Microsoft) and GPT-J (EleutherAI): one norm, heads that turn in part, logits with a bias.
+# Phi 1, 1.5 and 2 (Microsoft) and GPT-J (EleutherAI): one norm, partial RoPE, logits with a bias.
 
 
 def _with_phi(spec: ModelSpec, activation: Activation) -> ModelSpec:
@@ -335,7 +333,7 @@ def _gptj_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if all(type(size) is int and size > 0 for size in sizes):
         hidden_size, num_heads, rotary_dim = sizes
         found.setdefault("intermediate_size", 4 * hidden_size)
-        # The half keeps `rotary_dim` whole when the share becomes a number of columns again.
+        # Adding 0.5 keeps `rotary_dim` exact when the fraction is truncated to columns again.
         found["partial_rotary_factor"] = (rotary_dim + 0.5) * num_heads / hidden_size
     return found
 
@@ -362,7 +360,7 @@ GPTJ = Architecture(
 """llama.cpp has no graph of GPT-J."""
 
 
-# CodeGen 1 (Salesforce; arXiv 2203.13474): GPT-J whose q, v and k are one tensor, by the parts of four devices.
+# CodeGen 1 (Salesforce; arXiv 2203.13474): GPT-J with q, v and k in one tensor, split for four devices.
 
 
 def _of_codegen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -372,7 +370,7 @@ def _of_codegen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _codegen_rows(spec: ModelSpec) -> list[list[Run]]:
-    """Return the rows of q, v and k. A head's neighbouring rows, which rotate as pairs, come apart into halves."""
+    """Return the rows of q, v and k. A head's neighbouring rows, which rotate as pairs, become half-split."""
     attention, width = spec.attentions[0], spec.hidden_size // 4
     head_dim, turn = attention.head_dim, attention.rotation
     assert turn is not None

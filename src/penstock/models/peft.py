@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter: a folder of PEFT with adapter_config.json and adapter_model.safetensors, or a GGUF file.
+"""Reads a LoRA adapter: a PEFT folder with adapter_config.json and adapter_model.safetensors, or a GGUF file.
 
 The names and shapes of all tensors are checked before any is read. Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv
 2312.03732; names and settings as in PEFT 0.21.
@@ -12,7 +12,6 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +54,10 @@ _REFUSED: Mapping[str, str] = {
     "use_bdlora": "block-diagonal factors are not computed",
     "kasa_config": "KaSA changes the model's matrices, which is not computed",
     "monteclora_config": "MonteCLoRA samples its factors, which is not computed",
-    "velora_config": "VeLoRA is not known here",
+    "velora_config": "VeLoRA is not supported",
     "arrow_config": "Arrow chooses between adapters for each token, which is not computed",
     "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt, which is not computed",
-    "trainable_token_indices": "rows of the embedding that were trained by themselves are not computed",
+    "trainable_token_indices": "separately trained rows of the embedding are not computed",
     "layer_replication": "its model has layers twice, and the served model does not",
 }
 """Settings of PEFT that change the computation -> why they are refused."""
@@ -121,20 +120,13 @@ def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
 
 
 def read_peft(
-    folder: Path,
-    spec: ModelSpec,
-    program: Program,
-    *,
-    max_rank: int,
-    files: AdapterFiles | None = None,
-    is_merged: bool = False,
+    folder: Path, spec: ModelSpec, program: Program, max_rank: int, files: AdapterFiles, *, is_merged: bool
 ) -> AdapterFactors:
     """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
 
     Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. Without `is_merged`, adapters that
     only merging can compute are refused, too: DoRA, changes of experts, and complete embedding or output matrices.
     """
-    files = files or AdapterFiles()
     files.check(folder)
     config = _read_config(folder, files, is_merged=is_merged)
     settings = _Settings(config)
@@ -149,7 +141,7 @@ def read_peft(
     try:
         with files.open(path) as file:
             entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
-            is_mixtral = spec.architecture == "llama" and spec.num_experts > 1  # so its GGUF files call it
+            is_mixtral = spec.architecture == "llama" and spec.num_experts > 1  # Mixtral's GGUF files say `llama`
             architecture = architectures.find("mixtral" if is_mixtral else spec.architecture)
             read = _pairs(entries, path)
             lengths = _magnitudes(entries, read, path) if is_merged and config.get("use_dora", bool) else {}
@@ -168,7 +160,7 @@ def read_peft(
                 known=_module_names(architecture, program),
             )
             if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
-                cause = "it has ensure_weight_tying, and changes the embedding or the output alone"
+                cause = "it has ensure_weight_tying, but changes only the embedding or the output"
                 raise _refused(folder, f"{cause}, which is not computed")
             files.take(sum(math.prod(entries[half].shape) for halves in read.values() for half in halves))
             scales = {name: settings.scale(pair.parameter, pair.rank) for name, pair in pairs.items()}
@@ -194,7 +186,7 @@ def read_peft(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two factors in a file, and the matrix that they change, or a stack of a matrix for each expert."""
+    """Two factors in a file, and the matrix, or the stack of all experts' matrices, that they change."""
 
     module: str
     parameter: str  # PEFT's name of the changed tensor, for patterns
@@ -223,7 +215,7 @@ def _by_name(
     *,
     is_merged: bool,
 ) -> dict[str, _Pair]:
-    """Return the pairs of factors by the name in the architecture's tables of the tensor that they change."""
+    """Return the pairs of factors, keyed by the changed tensor's name in the architecture's tables."""
     experts = expert_sites(program) if is_merged else {}
     found: dict[str, _Pair] = {}
     for module, (a, b) in read.items():
@@ -246,10 +238,10 @@ def _stack_of(
     experts: Mapping[str, tuple[int, int, int]],
     path: Path,
 ) -> tuple[str, _Pair] | None:
-    """Return the tensor of all experts that these factors change, by its name in the tables; None if there is none.
+    """Return the stacked expert tensor that these factors change, with its name in the tables, or None.
 
-    Files name the module alone (`mlp.experts`), once for each of its tensors, with `.base_layer` behind it for further ones. So
-    sizes decide which it is. PEFT before 0.19 takes a tensor's second dimension for the inputs, whatever it is.
+    Files name only the module (`mlp.experts`), with a `.base_layer` suffix for each further tensor, so sizes decide which
+    tensor it is. PEFT before 0.19 always treats a tensor's second dimension as the inputs.
     """
     owner = re.sub(r"(\.base_layer)+$", "", module)
     name = hf.name_in_tables(architecture, f"{owner}.weight").removesuffix(".weight")
@@ -288,7 +280,7 @@ class _Target:
     name: str  # of the pair in the file
     rows: NDArray[np.intp] | None  # rows of B for this matrix; None: all, in order
     columns: NDArray[np.intp] | None = None  # those of A, likewise
-    expert: int | None = None  # the one of the pair's experts
+    expert: int | None = None  # index among the pair's experts
 
 
 def _place(
@@ -361,8 +353,8 @@ def _misshapen(path: Path, name: str, a: tuple[int, ...], b: tuple[int, ...]) ->
 def _put(
     factors: Mapping[str, tuple[F32, F32]],
     placed: Mapping[str, _Target],
-    magnitudes: Mapping[str, F32] = MappingProxyType({}),
-    whole: Mapping[str, WeightTensor] = MappingProxyType({}),
+    magnitudes: Mapping[str, F32] = {},
+    whole: Mapping[str, WeightTensor] = {},
 ) -> AdapterFactors:
     by_site, lengths = {}, {}
     for site, target in placed.items():
@@ -479,7 +471,7 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
 
 
 def _magnitudes(entries: Mapping[str, TensorEntry], pairs: Mapping[str, tuple[str, str]], path: Path) -> dict[str, str]:
-    """Return the names of the vectors with DoRA's lengths of rows, by module. Raises ModelError unless all modules have one."""
+    """Return the names of DoRA's magnitude vectors, by module. Raises ModelError unless all modules have one."""
     found: dict[str, str] = {}
     for name in entries:
         match = _MAGNITUDE.fullmatch(name)
@@ -508,9 +500,7 @@ def _wholes(
 ) -> dict[str, str]:
     """Return the names of complete embedding and output matrices, by site. Without `may_have` they are refused.
 
-    `used` tensors are passed over.
-
-    Copies of the model's own embedding, which PEFT saves beside an adapter of it, are skipped.
+    `used` tensors are skipped, and copies of the model's own embedding, which PEFT saves beside an adapter of it.
     """
     table = program.vocab_size, spec.hidden_size
     architecture = architectures.find(spec.architecture)
@@ -599,16 +589,9 @@ _LLAMAS = ("llama", "mistral", "mixtral")  # our architectures whose GGUF files 
 
 
 def read_gguf_adapter(
-    path: Path,
-    spec: ModelSpec,
-    program: Program,
-    *,
-    max_rank: int,
-    files: AdapterFiles | None = None,
-    is_merged: bool = False,
+    path: Path, spec: ModelSpec, program: Program, max_rank: int, files: AdapterFiles, *, is_merged: bool
 ) -> AdapterFactors:
     """Return the factors of a GGUF adapter. Errors and limits are as in `read_peft`."""
-    files = files or AdapterFiles()
     files.check(path)
     widths = [sum(shape) for shape in sites(program).values()]
     if is_merged:

@@ -61,7 +61,7 @@ class RMSNorm(Map):
     weight: str | None
     eps: float
     group: int = 0
-    is_by_column: bool = False  # the weight has numbers for the columns of the whole row, and not for those of each group
+    is_by_column: bool = False  # the weight covers the whole row, not one group
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class KvWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """out = softmax(scale * q k^T + mask) v over the row's KV in the cache, this step's included. Several may read one layer.
+    """out = softmax(scale * q k^T + mask) v over the row's cached KV, this step's too. Several operations may read one layer.
 
     q and out are [num_tokens, num_heads * head_dim]; query head h reads KV head h // (num_heads // num_kv_heads).
     """
@@ -278,8 +278,8 @@ class Experts(Map):
     x, or the buffer `router_x`. The largest (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the
     chosen ones' sum if `is_renormalised`, times `share_factor` (* share_scale of e). Experts' matrices are stacked.
 
-    With groups, in order of experts, only those of `num_chosen_groups` may be chosen: the groups with the largest sums of their
-    `num_group_scores` largest scores (+ selection_bias).
+    With groups of consecutive experts, only those of `num_chosen_groups` may be chosen: the groups with the largest sums of
+    their `num_group_scores` largest scores (+ selection_bias).
     """
 
     router: str
@@ -379,7 +379,7 @@ class Logits(Map):
 
 @dataclass(frozen=True, slots=True)
 class States(Op):
-    """The last operation: the result is x, each row divided by its length if `is_normalised`."""
+    """The last operation: the result is x, each row divided by its norm if `is_normalised`."""
 
     x: str
     is_normalised: bool = False
@@ -406,7 +406,7 @@ def features(op: Op) -> Iterator[str]:
 class KvShape:
     """The shape of a layer's keys, and of its values: [num_kv_heads, head_dim] per position.
 
-    With `num_latent`, the layer has no values of its own: they are the first so many columns of the keys.
+    With `num_latent`, the layer has no values of its own: they are the keys' first `num_latent` columns.
     """
 
     num_kv_heads: int

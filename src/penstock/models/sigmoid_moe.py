@@ -74,8 +74,7 @@ def _solar_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_solar(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("first_k_dense_replace", 0), ("use_qk_norm", False)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", first_k_dense_replace=0, use_qk_norm=False)
     return sigmoid_experts_of_hf(config, spec, ())
 
 
@@ -126,15 +125,14 @@ EXAONE_MOE = Architecture(
     describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_exaone,
     hf_values=_exaone_values,
-    hf_name=lambda name: None if name.startswith("mtp.") else name,  # predicts further tokens
+    hf_name=lambda name: None if name.startswith("mtp.") else name,  # multi-token prediction
     hf_layer=_HF_LAYER,
 )
 
 
 def _of_afmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Apply AFMoE's keys. Layers without a window do not rotate."""
-    for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("score_func", "sigmoid"), ("route_norm", True)):
-        config.only(key, value)
+    config.only_all(hidden_act="silu", attention_bias=False, score_func="sigmoid", route_norm=True)
     usual = local_layers(spec, config.require("global_attn_every_n_layers", int))
     spec = without_global_rotations(with_windows(config, spec, config.require("sliding_window", int), usual))
     spec = spec.with_attention(lambda _, attention: replace(attention, has_gate=True))

@@ -30,10 +30,10 @@ OLMO = Architecture(
     hf_values=lambda values: {**values, "rms_norm_eps": 1e-5},
     made={ONES: Made("", None, lambda spec, _: np.ones((1, spec.hidden_size), np.float32))},
 )
-"""Directories alone: what llama.cpp makes of them was not compared."""
+"""Directories only: GGUF files were not compared with llama.cpp."""
 
 
-# NanoChat (Andrej Karpathy): the embeddings, and after their rotation q and k are normed; heads turn the other way round.
+# NanoChat (Andrej Karpathy): norms of the embeddings, and of q and k after RoPE, which rotates in reverse.
 
 
 def _nanochat_values(values: Mapping[str, Any]) -> Mapping[str, Any]:

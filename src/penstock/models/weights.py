@@ -232,7 +232,7 @@ def held_floats(name: str, floats: Floats) -> Floats:
 
 
 def is_of_heads(name: str) -> bool:
-    """Return whether backends keep a weight as floats, a matrix for each head, in whatever format it is stored."""
+    """Return whether backends keep a weight as floats, one matrix per head, whatever its stored format."""
     return name.rpartition(".")[2] in ("key_heads", "value_heads")
 
 

@@ -22,7 +22,7 @@ from penstock.types.stats import AdapterStats, EngineLoad, ReplicaLoad, RequestS
 
 
 class Histogram:
-    """Counts of observed values in buckets, in the unit of its bounds, and an example for each bucket."""
+    """Counts of observed values in buckets, in the unit of its bounds, and an exemplar for each bucket."""
 
     __slots__ = ("_bounds", "_counts", "_examples", "_sum")
 
@@ -34,7 +34,7 @@ class Histogram:
         self._examples: dict[int, tuple[str, float]] = {}
 
     def observe(self, value: float, request_id: str = "") -> None:
-        """Count a value. With a `request_id`, its request becomes the example of its bucket."""
+        """Count a value. With a `request_id`, that request becomes its bucket's exemplar."""
         bucket = bisect_left(self._bounds, value)
         self._counts[bucket] += 1
         self._sum += value
@@ -74,7 +74,7 @@ SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, F
 """Reasons counted by `request_success_total`. `requests_rejected_total` counts refused requests."""
 
 NO_WAIT = "step"
-"""The label of a wait for nothing but the step under way, and of the work before the queue."""
+"""Label of waits for only the running step, and of work before the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +110,9 @@ class Metrics:
         self.lock = threading.Lock()
         self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
         self.rejected: Counter[str] = Counter(dict.fromkeys(map(str, RejectReason), 0))
-        """From 0 for each reason: Prometheus sees no growth in a series that begins with its first refusals."""
+        """Starts at 0 for each reason: Prometheus misses the increase of a series that appears later."""
         self.slo: Counter[tuple[str, bool]] = Counter()
-        """Requests with a target, by target (ttft, itl) and whether it was met."""
+        """Requests by target (ttft, ttft_asked, itl) and whether it was met."""
         self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
         self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
         self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
@@ -134,7 +134,7 @@ class Metrics:
         self.num_recomputed_tokens = 0
         self.num_forced_tokens = 0
         self.guesses: Counter[tuple[str, int, int]] = Counter()
-        """(Who guessed, guesses of a row, how many were accepted) -> rows."""
+        """(guesser, guesses of a row, accepted ones) -> rows."""
         self.num_restarts = 0
         self.num_padding_tokens = 0
         self.num_background_tokens = 0
@@ -149,7 +149,7 @@ class Metrics:
         self.steps: Counter[str] = Counter(dict.fromkeys((NO_WAIT, *filter(None, REASONS)), 0))
         """By what the first waiting request lacked."""
         self.steps_by_size: dict[tuple[int, bool], list[int]] = {}
-        """(Bits of one less than its rows, whether it computed prompts) -> [steps, their nanoseconds]."""
+        """(bit length of rows - 1, whether it computed prompts) -> [steps, total nanoseconds]."""
         self.max_rows = 0
         """Most rows and tokens of a step; 0: not known."""
         self.max_step_tokens = 0
@@ -174,6 +174,8 @@ class Metrics:
         """Names of API keys with series of their own."""
         self.routed: Counter[str] = Counter()
         """Requests for which a route chose this model, by the route."""
+        self.checked: Counter[tuple[str, str]] = Counter()
+        """Checked answers of this model, by the pipeline and whether they were kept or withheld."""
         self.tenant_requests: Counter[tuple[str, str]] = Counter()
         """By tenant and outcome: ended, rejected."""
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()
@@ -190,11 +192,11 @@ class Metrics:
         self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
         """None for a model that this process computes."""
         self.num_replicas = 0
-        """How many there are to be, unless `read_decisions` says so."""
+        """Wanted replicas if `read_decisions` returns nothing."""
         self.read_moves: Callable[[], Mapping[str, int]] = dict
-        """Requests that went on at another replica, by why."""
+        """Requests moved to another replica, by reason."""
         self.read_decisions: Callable[[], Sequence[ScalingDecision]] = tuple
-        """The wanted number of replicas and why: now, then at its last changes, the latest first. Empty: it is fixed."""
+        """Wanted numbers of replicas with their reasons, the current one first. Empty if the number is fixed."""
         self.read_residence: Callable[[], Residence] | None = None
         """None for a model that is always loaded."""
         self.num_shared_texts: int | None = None
@@ -231,6 +233,11 @@ class Metrics:
         """Count a request for which a route chose this model. Thread-safe."""
         with self.lock:
             self.routed[route] += 1
+
+    def count_checked(self, pipeline: str, *, is_kept: bool) -> None:
+        """Count an answer of a pipeline that was checked. Thread-safe."""
+        with self.lock:
+            self.checked[pipeline, "kept" if is_kept else "withheld"] += 1
 
     def count_grammar_wait(self, wait_ns: int) -> None:
         """Count the time a call waited for its grammar to be compiled, successfully or not. Thread-safe."""
@@ -323,7 +330,7 @@ class Metrics:
                 searches.add(request.parent_id)
 
     def _count_first_token(self, request: Request) -> None:
-        if request.background:  # its waits are as long as others need the machine
+        if request.background:  # it waits for as long as others run
             return
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
@@ -345,7 +352,7 @@ class Metrics:
             self.wait_ns[reason or NO_WAIT] += part_ns
 
     def _count_slo(self, asked_ns: int | None, ttft_ns: float) -> None:
-        """Count whether a first token met the server's target, and the client's own, which hides no miss and makes none."""
+        """Count whether a first token met the server's target and, separately, the client's own target."""
         if self.slo_ttft_ns is not None:
             self.slo["ttft", ttft_ns <= self.slo_ttft_ns] += 1
         if asked_ns is not None and asked_ns != self.slo_ttft_ns:

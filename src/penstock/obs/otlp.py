@@ -1,6 +1,6 @@
-"""Sends spans to a collector by OTLP over HTTP. Imported if a collector is named.
+"""Sends spans to a collector by OTLP over HTTP. Imported only if one is set.
 
-The SDK's tracer would make ids of its own, and these were sent to other servers. The SDK encodes and sends spans.
+The SDK only encodes and sends spans: its tracer would create its own ids, but ours were already sent to other servers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCOPE = InstrumentationScope("penstock", penstock.__version__)
 
 
 class _Cause(logging.Handler):
-    """Keeps the first message about a batch, since OpenTelemetry would log several for each batch that is not taken."""
+    """Keeps the first message about a batch: OpenTelemetry would log several for each batch that is not accepted."""
 
     text = ""
 
@@ -36,7 +36,7 @@ class _Cause(logging.Handler):
 
 class SpanSender:
     def __init__(self, url: str) -> None:
-        """`url`: of the collector. OpenTelemetry's variables say the rest, such as headers."""
+        """`url`: the collector's. OpenTelemetry's environment variables set the rest, such as headers."""
         self._url = url
         self._exporter = OTLPSpanExporter(endpoint=url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces", timeout=TIMEOUT_S)
         about = {"service.name": "penstock", "service.version": penstock.__version__}
@@ -48,7 +48,7 @@ class SpanSender:
     def send(self, traces: Sequence[tuple[TraceContext, Sequence[Span], int]]) -> bool:
         """Return whether the collector has taken the spans of requests.
 
-        `traces`: the context, the spans, and the difference of Unix time and the server's clock of each.
+        `traces`: each one's context, spans, and nanoseconds to add to the server's clock for Unix time.
         """
         made = [one for context, spans, shift_ns in traces for one in self._made(context, spans, shift_ns)]
         self._cause.text, is_sent = "", False

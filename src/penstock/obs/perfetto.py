@@ -19,7 +19,7 @@ Event = dict[str, object]
 
 
 def document(events: Iterable[Event]) -> Iterator[str]:
-    """Yield a trace's JSON: a piece for each event between two others."""
+    """Yield a trace's JSON piece by piece, one for each event."""
     yield '{"displayTimeUnit":"ms","traceEvents":[\n'
     for number, event in enumerate(events):
         yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
@@ -27,7 +27,7 @@ def document(events: Iterable[Event]) -> Iterator[str]:
 
 
 class Tracks:
-    """Makes a trace's events of what happens, in order. Times are nanoseconds."""
+    """Turns reports, given in order, into trace events. Times are nanoseconds."""
 
     def __init__(self) -> None:
         self.phases: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Tracks:
             yield from self.move(row.request_id, "prefill" if _fills(row) or has_waited else "decodes", stats.planned_ns)
 
     def move(self, name: str, phase: str, at_ns: int) -> Iterator[Event]:
-        """Yield the beginning of another phase of a request."""
+        """Yield events that begin another phase of a request."""
         if (before := self.phases.get(name)) is not None and before != phase:
             yield _phase(name, before, "e", at_ns)
             yield _phase(name, phase, "b", at_ns)

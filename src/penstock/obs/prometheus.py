@@ -1,4 +1,4 @@
-"""Writes metrics in Prometheus' text format 0.0.4, or as OpenMetrics 1.0, which has examples of requests in histograms.
+"""Writes metrics in Prometheus' text format 0.0.4, or as OpenMetrics 1.0, which adds request exemplars to histograms.
 
 The `/metrics` endpoint imports this when it is first called, since the client library takes 50 ms to import.
 https://prometheus.io/docs/instrumenting/exposition_formats/
@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as PLAIN
 from prometheus_client.metrics_core import Metric
@@ -41,7 +41,7 @@ __all__ = ["OPEN_METRICS", "PLAIN", "expose"]
 
 _SECOND_NS = 1e9
 _MAX_EXAMPLE = 116
-"""Longest id in an example, whose labels may have 128 characters together."""
+"""Longest id in an exemplar: its labels may total 128 characters."""
 
 
 def expose(
@@ -57,38 +57,35 @@ def expose(
 ) -> bytes:
     """Return all metrics of the models, in the format `PLAIN` or `OPEN_METRICS`. Each model's numbers are consistent.
 
-    `cpu_ns` is the time of the process's threads by state. `process` adds those of this process, `vllm` the names that vLLM
-    has for some. Thread-safe.
+    `cpu_ns` is the time of the process's threads by state. `process` adds metrics of this process, `vllm` vLLM's names for
+    some metrics. Thread-safe.
     """
-    registry = CollectorRegistry(auto_describe=False)
     families = _merged([_Snapshot(metrics).families for metrics in models])
-    registry.register(_Families([*families, *vllm_families(families, models)] if vllm else families))
+    if vllm:
+        families += vllm_families(families, models)
     if upstreams:
-        registry.register(_Families(_of_upstreams(upstreams)))
+        families += _of_upstreams(upstreams)
     if routes:
-        registry.register(_Families(_of_routes(routes)))
+        families += _of_routes(routes)
     if batches is not None:
-        registry.register(_Families(_of_batches(batches)))
+        families += _of_batches(batches)
     if traces is not None:
-        registry.register(_Families([_family("traced_requests", [((result,), number) for result, number in traces.items()])]))
+        families.append(_family("traced_requests", [((result,), number) for result, number in traces.items()]))
     if cpu_ns is not None:
-        registry.register(_Families([_family("cpu_seconds", [((state,), ns / _SECOND_NS) for state, ns in cpu_ns.items()])]))
+        families.append(_family("cpu_seconds", [((state,), ns / _SECOND_NS) for state, ns in cpu_ns.items()]))
     if process:
-        ProcessCollector(registry=registry)
+        families += ProcessCollector(registry=None).collect()
     write: Callable[..., bytes] = generate_open_metrics if content_type == OPEN_METRICS else generate_latest
-    return write(registry, escaping=ALLOWUTF8)  # else OpenMetrics have no colons, as in vLLM's names
+    return write(_Families(families), escaping=ALLOWUTF8)  # otherwise OpenMetrics forbids the colons of vLLM's names
 
 
-class _Families(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
-
+class _Families(list[Metric], Collector):
     def collect(self) -> list[Metric]:
-        return self._families
+        return self
 
 
 Value = float | Histogram | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""A number, a histogram, or numbers by the labels after the first."""
+"""A number, a histogram, or numbers by labels other than `model`."""
 _TYPES: Mapping[str, type[CounterMetricFamily | GaugeMetricFamily]] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -131,7 +128,7 @@ def _of_batches(stats: BatchStats) -> list[Metric]:
     ]
 
 
-def _merged(models: Sequence[Sequence[Metric]]) -> Sequence[Metric]:
+def _merged(models: Sequence[Sequence[Metric]]) -> list[Metric]:
     """Return the families of several models, each with the samples of all of them."""
     merged: dict[str, Metric] = {}
     for family in itertools.chain.from_iterable(models):
@@ -224,6 +221,8 @@ def _of_requests(metrics: Metrics, load: EngineLoad) -> dict[str, Value]:
     }
     if metrics.routed:
         values["routed_requests"] = metrics.routed
+    if metrics.checked:
+        values["checked_answers"] = metrics.checked
     if metrics.tenants:
         values |= {"tenant_requests": metrics.tenant_requests, "tenant_tokens": metrics.tenant_tokens}
     if metrics.num_shared_texts is not None:

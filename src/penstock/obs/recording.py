@@ -33,7 +33,7 @@ VERSION = 1
 NUM_PARTS = 4
 """Files that share the size limit: FILE, and FILE.1 to FILE.3 with older parts."""
 MAX_TOLD_ROWS = 1 << 19
-"""Queue limit in rows of about 128 bytes: 64 MB, or minutes of steps. A report counts as one more row, four prompt tokens as
+"""Queue limit in rows of about 128 bytes: 64 MB, or minutes of steps. A report costs one extra row, four prompt tokens cost
 one."""
 CLOSE_TIMEOUT_S = 10.0
 POLL_S = 0.05
@@ -44,7 +44,7 @@ MAX_BLOCKS = 1 << 16
 MAX_ALIKE = 64
 """Newest blocks with the same parent and first token that are compared: more than the prefix cache compares."""
 MAX_ENDED = 1024
-"""Ended requests that are remembered, because an earlier planned step may still have a row of them."""
+"""Ended requests that are remembered, because a step planned earlier may still have their rows."""
 MAX_TENANTS = 1 << 16
 TOKEN_BYTES = 4
 LINE_BYTES = 1 << 16

@@ -37,7 +37,7 @@ class SustainedLoad:
     drain_rate: float = 0.0
     """Requests per second that ended while others waited; 0 if none waited."""
     queue_delay_s: float = 0.0
-    """Time to drain the queue; 0 if no request waited. If none ended, as if one did in all of that time."""
+    """Time to drain the queue; 0 if no request waited. If none ended, depth times seconds with a queue."""
     desired_replicas: int = 1
 
 

@@ -108,6 +108,7 @@ counter adapter_placements model | Adapters copied into the KV cache.
 counter adapter_evictions model place | Evicted adapters.
 # Routes, traces, batches, replicas
 counter routed_requests model route | Requests for which a route chose this model.
+counter checked_answers model pipeline result | Answers of this model that a pipeline has checked: kept or withheld.
 counter route_cost_dollars route model | Cost of answers and of those begun in vain, by the prices of the route.
 counter route_full_cost_dollars route | Cost of the same answers at the dearest model of the route.
 gauge route_drift_ratio route | Distance between the gains of the last questions and those of the fit.

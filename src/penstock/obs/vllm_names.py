@@ -1,4 +1,4 @@
-"""The metrics under the names of vLLM, for its boards and for gateways that scrape them (`--metrics-compat vllm`).
+"""Exposes metrics under vLLM's names, for its dashboards and for gateways that scrape them (`--metrics-compat vllm`).
 
 Names as of vLLM's docs/usage/metrics.md and the Gateway API inference extension's model server protocol, November 2026.
 """
@@ -48,9 +48,9 @@ def vllm_families(families: Iterable[Metric], models: Sequence[Metrics]) -> list
 
 
 def _adapters(models: Sequence[Metrics]) -> Metric:
-    """Return the adapters in the KV cache, for gateways that send a request where its adapter is. The value is the time.
+    """Return the adapters in the KV cache, for gateways that route by adapter. The value is the Unix time.
 
-    One series for all models, whose labels are vLLM's: each set of adapters that was ready makes another one.
+    One series for all models, with vLLM's labels. Each new set of ready adapters starts another series.
     """
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that are ready.", labels=labels)

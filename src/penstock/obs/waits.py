@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock.types.stats import StepStats, WaitReason
 
 MAX_CHANGES = 2048
-"""Changes of the reason that are remembered. A wait that began before the oldest has that one's reason until then."""
+"""Changes of the reason that are remembered. Time before the oldest change counts for its reason."""
 
 REASONS = tuple(WaitReason)
 _INDEX = {reason: idx for idx, reason in enumerate(REASONS)}
@@ -47,7 +47,7 @@ class Waits:
         return self._reasons[-1]
 
     def on_step(self, stats: StepStats) -> None:
-        """Take over what the queue lacked while no step ran, and since this one was planned."""
+        """Record what the queue lacked between steps, and since this step was planned."""
         self.lack(stats.counts.waited_for, self._ended_ns)
         self.lack(stats.counts.waits_for, stats.planned_ns)
         self._ended_ns = stats.ended_ns
@@ -73,7 +73,7 @@ class Waits:
                 del entries[: MAX_CHANGES // 2]
 
     def mark(self, at_ns: int) -> WaitMark:
-        """Return the times up to an instant, also an earlier one."""
+        """Return the totals at an instant, even a past one."""
         idx = max(0, bisect_right(self._since_ns, at_ns) - 1)
         totals_ns = list(self._totals_ns[idx])
         totals_ns[_INDEX[self._reasons[idx]]] += at_ns - self._since_ns[idx]

@@ -35,24 +35,28 @@ class Answers:
     """Such as the benchmark of each question. Empty: it has none."""
     weak: F64
     strong: F64
+    confidence: F64 | None = None
+    """That of the weak model's answers, from 0 to 1."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def part(self, rows: Rows) -> Answers:
         prompts, groups = [[values[row] for row in rows] for values in (self.prompts, self.groups)]
-        return Answers(prompts, [self.chats[row] for row in rows], groups, self.weak[rows], self.strong[rows])
+        confidence = None if self.confidence is None else self.confidence[rows]
+        return Answers(prompts, [self.chats[row] for row in rows], groups, self.weak[rows], self.strong[rows], confidence)
 
 
-def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None) -> Answers:
-    """Read a .jsonl file, or one in .gz. `weak`, `strong`: keys of true or false, or of a number from 0 to 1.
+def read_answers(path: Path, *, weak: str, strong: str, confidence: str | None = None, group: str | None = None) -> Answers:
+    """Read a .jsonl file, or one in .gz. `weak`, `strong`, `confidence`: keys of true or false, or a number from 0 to 1.
 
     `group`: key of a text; what stands before its first `/` is the group. Raises ConfigError, which names the line.
     """
     prompts: list[str] = []
     chats: list[Chat] = []
     groups: list[str] = []
-    scores: list[tuple[float, float]] = []
+    scores: list[list[float]] = []
+    keys = [weak, strong] if confidence is None else [weak, strong, confidence]
     for number, value in read_objects(path):
         chat = value.get("messages") or [{"role": "user", "content": value.get("prompt")}]
         question = question_in(chat)
@@ -60,14 +64,14 @@ def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None
             raise ConfigError(f"{path}, line {number}: it has no text `prompt`, nor `messages` with a question.")
         prompts.append(question)
         chats.append(chat)
-        scores.append((_score(value, weak, path, number), _score(value, strong, path, number)))
+        scores.append([_score(value, key, path, number) for key in keys])
         groups.append("" if group is None else str(value.get(group, "")).partition("/")[0])
     if not prompts:
         raise ConfigError(f"{path} has no questions.")
     if group is not None and not any(groups):
         raise ConfigError(f"{path}: no question has the key {group!r}.", remedy="Name another key with --group, or none.")
     found = np.array(scores)
-    return Answers(prompts, chats, groups, found[:, 0], found[:, 1])
+    return Answers(prompts, chats, groups, found[:, 0], found[:, 1], None if confidence is None else found[:, 2])
 
 
 def _opened(path: Path) -> IO[str]:
@@ -97,6 +101,6 @@ def _score(value: dict[str, object], key: str, path: Path, number: int) -> float
     if not isinstance(score, bool | int | float) or not 0 <= score <= 1:
         raise ConfigError(
             f"{path}, line {number}: {key!r} is not true, false or a number from 0 to 1.",
-            remedy="Name the keys of the two models' results with --weak and --strong.",
+            remedy="Name the keys of the two models' results with --weak and --strong, and that of a --confidence.",
         )
     return float(score)

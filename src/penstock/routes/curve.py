@@ -1,7 +1,7 @@
 """Figures of a route: the quality of its answers at each share of questions that the strong model gets.
 
-The gain at a share is that part of the difference between the two models' quality which the route gets. Its mean over all
-shares is APGR (RouteLLM, arXiv 2406.18665): 0.5 for a route that draws lots.
+The gain at a share is the fraction of the quality gap between the two models that the route recovers. Its mean over all
+shares is APGR (RouteLLM, arXiv 2406.18665): 0.5 for random routing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Figures:
     share_for_point: float
     """Least share whose quality is within one point of the strong model's."""
     apgr_interval: Interval
-    """95 %, as the next ones, from samples of the questions."""
+    """95 % interval, like the next two, bootstrapped over questions."""
     share_for_80_interval: Interval
     share_for_point_interval: Interval
 
 
 def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
-    """Return the figures of a route that expects these gains. Those of a strong model that is not better are NaN."""
+    """Return the figures of a route with these expected gains. APGR and shares are NaN without a better strong model."""
     rng, count = np.random.default_rng(seed), len(answers)
     differences = _differences(answers, gains, rng)
     half = float(answers.weak.mean() + differences[: count // 2].sum() / count)
@@ -55,7 +55,7 @@ def apgr(answers: Answers, gains: F64, *, seed: int = 0) -> float:
 
 def _differences(answers: Answers, gains: F64, rng: np.random.Generator) -> F64:
     """Return what the strong model gains, the most promising question first."""
-    mixed = rng.permutation(len(answers))  # of equal gains, none comes first by its place in the file
+    mixed = rng.permutation(len(answers))  # ties must not depend on the order in the file
     found: F64 = (answers.strong - answers.weak)[mixed[np.argsort(-gains[mixed], kind="stable")]]
     return found
 
@@ -68,3 +68,31 @@ def _of(differences: F64) -> tuple[float, float, float]:
     gained = np.concatenate([[0.0], np.cumsum(differences)])
     shares = [float(np.argmax(gained >= enough)) / count for enough in (0.8 * total, total - 0.01 * count)]
     return float(gained.mean() / total), shares[0], shares[1]
+
+
+MOST_LEVELS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A route's answers if it keeps weak answers with a confidence of at least `least`."""
+
+    least: float
+    share: float
+    """Share of the answers that are kept."""
+    quality_of_kept: float
+    quality: float
+    """The mean over all questions; the strong model answers where the weak one is not kept."""
+
+
+def kept_from(answers: Answers, confidence: F64) -> list[Kept]:
+    """Return what some levels of confidence do: all that occur, or ten that divide the questions evenly."""
+    levels = np.unique(confidence)
+    if len(levels) > MOST_LEVELS:
+        levels = np.unique(np.quantile(confidence, np.arange(MOST_LEVELS) / MOST_LEVELS))
+    found = []
+    for least in levels:
+        kept = confidence >= least
+        quality = np.where(kept, answers.weak, answers.strong).mean()
+        found.append(Kept(float(least), float(kept.mean()), float(answers.weak[kept].mean()), float(quality)))
+    return found

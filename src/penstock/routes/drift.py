@@ -15,7 +15,7 @@ MAX_QUANTILES = 200
 
 
 def quantiles_of(gains: F64, moved: F64 | None = None) -> F64:
-    """Return the gains of questions at even ranks, with and without the first tokens of an answer. [ranks, 2]"""
+    """Return gains at evenly spaced ranks, without and with the first tokens of an answer. [ranks, 2]"""
     pairs = np.stack([gains, gains if moved is None else moved], axis=1)
     ranks = np.linspace(0, len(pairs) - 1, min(len(pairs), MAX_QUANTILES)).round().astype(np.intp)
     found: F64 = pairs[np.argsort(pairs[:, 1], kind="stable")[ranks]]

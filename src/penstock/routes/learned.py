@@ -1,4 +1,4 @@
-"""A learned route: it foretells how likely the weak and the strong model answer a question rightly.
+"""A learned route: it predicts each model's probability of a correct answer to a question.
 
 Two logistic regressions over the vector of an embedding model, two counts (the question's characters and digits) and, in a
 cascade, three signs in the first tokens of the weak model's answer. Their difference is what the strong model is expected to
@@ -80,7 +80,7 @@ class LearnedRoute:
     """Gains of questions that the fit did not see, from `drift.quantiles_of`. None in files of older versions."""
 
     def tries(self, gain: float, threshold: float) -> bool:
-        """Return whether the weak model's first tokens can change what the question's gain says."""
+        """Return whether the weak model's first tokens could change the decision."""
         return self.cascade is not None and abs(gain - threshold) < self.cascade.margin
 
     def fitted_gains(self, threshold: float) -> F64 | None:
@@ -191,7 +191,7 @@ def fit(inputs: F64, answers: Answers, penalty: float, *, has_starts: bool = Fal
 def thresholds_of(gains: F64, moved: F64 | None = None, margin: float = 0.0) -> tuple[float, ...]:
     """Return the least gain for each of `SHARES`, from the gains of questions that the fit did not see.
 
-    `moved`: in a cascade, the gains with the first tokens, which count where they are tried (`margin`).
+    `moved`: in a cascade, the gains with the first tokens, used within `margin` of the threshold.
     """
     if moved is None:
         return tuple(np.quantile(gains, [1 - share for share in SHARES]).tolist())

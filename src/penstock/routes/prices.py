@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Cost(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Negative if an answer that was begun in vain cost more than the choice saved."""
+        """Negative if discarded answers and judging cost more than the choice saved."""
         return self.full - self.paid
 
     @property
@@ -46,10 +46,12 @@ class Bill:
 
     prices: Mapping[str, Price]
     """Each model of the route, and its price."""
+    judges: Collection[str] = ()
+    """Those of them that only read answers."""
     paid: dict[str, float] = field(default_factory=dict)
     """Model -> USD, for answers and for those begun in vain."""
     full: float = 0.0
-    """USD for the same answers at the dearest model. It would have begun none in vain, so those do not count."""
+    """USD for the kept answers at the dearest model. Discarded answers do not count: it would have none."""
 
     def pay(self, model: str, num_prompt_tokens: int, num_tokens: int) -> float:
         """Count tokens of a model, and return what they cost."""
@@ -59,6 +61,7 @@ class Bill:
 
     def answered(self, model: str, num_prompt_tokens: int, num_tokens: int, *, in_vain: float) -> Cost:
         """Count an answer. `in_vain`: USD paid for one that was begun before, and not kept."""
-        full = max(price.of(num_prompt_tokens, num_tokens) for price in self.prices.values())
+        answerers = [price for name, price in self.prices.items() if name not in self.judges]
+        full = max(price.of(num_prompt_tokens, num_tokens) for price in answerers)
         self.full += full
         return Cost(in_vain + self.pay(model, num_prompt_tokens, num_tokens), full)

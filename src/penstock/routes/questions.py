@@ -36,9 +36,12 @@ def _json(text: str) -> object:
         return None
 
 
-def question_in(value: object) -> str:
-    """Return the text of a prompt, of a list of them, or of the last message of the user in a list of messages."""
-    return " ".join(_texts(value)).strip()[:MAX_QUESTION_CHARS]
+def question_in(value: object, most: int | None = MAX_QUESTION_CHARS) -> str:
+    """Return the text of a prompt, of a list of them, or of the last message of the user in a list of messages.
+
+    `most`: only so many characters of it. None: all.
+    """
+    return " ".join(_texts(value)).strip()[:most]
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -15,6 +15,7 @@ from penstock.routes.answers import F64, read_objects
 from penstock.types.errors import ConfigError
 
 KINDS = ("weak", "strong")
+SCORES = ("gain", "start_gain", "confidence")
 MAX_TOKENS = 10_000_000
 _HINT = "`penstock route eval --scores` writes such a file."
 
@@ -30,7 +31,7 @@ class Answer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     weak: Answer
-    """That of a pipeline, which has one model, is the strong one's."""
+    """For a pipeline, which has one model, the same as `strong`."""
     strong: Answer
     gain: float | None
     """Expected gain of the strong model, from the question. None: there is no learned route."""
@@ -39,6 +40,8 @@ class Question:
     prefix: str
     """Questions of the same prefix begin alike, for `num_prefix_tokens`. Empty: each is by itself."""
     num_prefix_tokens: int
+    confidence: float | None = None
+    """Confidence from 0 to 1 in the weak model's answer, by a verifier, agreement or a judge. None: not known."""
 
 
 def read_scores(path: Path, most: int | None = None) -> list[Question]:
@@ -56,18 +59,15 @@ def read_scores(path: Path, most: int | None = None) -> list[Question]:
     return found
 
 
-def write_scores(
-    path: Path, answers: Path, keys: Sequence[str], results: Sequence[F64], gains: F64, start_gains: F64 | None
-) -> None:
+def write_scores(path: Path, answers: Path, keys: Sequence[str], results: Sequence[F64], scores: Mapping[str, F64]) -> None:
     """Write the scores of the questions in the file `answers`, which has the `usage` of each answer. Raises ConfigError.
 
-    `keys`: of the weak and the strong model there. `results`, `gains`: of each, and of the route, [questions].
+    `keys`: of the weak and the strong model there. `results`: of each, [questions]. `scores`: `gain`, `start_gain` or
+    `confidence` of the route, [questions].
     """
     lines = []
     for idx, (number, value) in enumerate(read_objects(answers)):
-        told: dict[str, Any] = {"gain": round(float(gains[idx]), 6)}
-        if start_gains is not None:
-            told["start_gain"] = round(float(start_gains[idx]), 6)
+        told: dict[str, Any] = {name: round(float(values[idx]), 6) for name, values in scores.items()}
         told |= {key: value[key] for key in ("prefix", "prefix_tokens") if key in value}
         try:
             for kind, key, result in zip(KINDS, keys, results, strict=True):
@@ -85,7 +85,7 @@ def write_scores(
 
 def _question(value: Mapping[str, Any]) -> Question:
     strong, prefix = _answer(value["strong"]), value.get("prefix", "")
-    gain, start_gain = (None if key not in value else float(value[key]) for key in ("gain", "start_gain"))
+    gain, start_gain, confidence = (None if key not in value else float(value[key]) for key in SCORES)
     if not isinstance(prefix, str):
         raise TypeError("prefix is not a text")
     return Question(
@@ -95,6 +95,7 @@ def _question(value: Mapping[str, Any]) -> Question:
         start_gain=start_gain,
         prefix=prefix,
         num_prefix_tokens=_count(value, "prefix_tokens", 0) if prefix else 0,
+        confidence=confidence,
     )
 
 

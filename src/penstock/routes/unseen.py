@@ -43,7 +43,7 @@ def fit_route(
 
 
 def _best(inputs: F64, answers: Answers, *, has_starts: bool) -> tuple[Fit, F64]:
-    """Fit with the penalty that has the highest APGR on questions not seen. Return the fit, and their gains."""
+    """Fit with the penalty that has the highest cross-validated APGR. Return the fit, and the held-out gains."""
     unseen = {penalty: gains_unseen(inputs, answers, penalty, has_starts=has_starts) for penalty in PENALTIES}
     best = max(unseen, key=lambda penalty: apgr(answers, unseen[penalty]))
     return fit(inputs, answers, best, has_starts=has_starts), unseen[best]

@@ -1,4 +1,4 @@
-"""When requests of the background run: the share of the time that is theirs, and whether they leave the machine to others."""
+"""When background requests run: their share of the time, and whether they leave the machine to other models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from penstock.types.stats import EngineLoad, StepCounts
 
 MEMORY_NS = 1_000_000_000
-"""Time over which the share is kept: a surplus or a lack of more than this time's share is forgotten."""
+"""A surplus or deficit of the share is remembered up to the share of this time."""
 PAUSE_NS = 20_000_000
-"""Pause of a model between two requests of people, in which the background of other models does not begin."""
+"""After a model served people, other models start no background step for this long."""
 
 
 class Share:

@@ -1,10 +1,10 @@
 """How many tokens a small model drafts for each row of a step (speculative decoding).
 
-A draft takes a part of a small model's step, and then a position of the large one's if it is checked. It is made if the tokens
-that it is expected to give are more than the step gives in that time without it. Both times are learned from earlier steps.
+A draft costs time twice: in a step of the small model, and as one more position of the large model's step if it is checked. It
+is made if it is expected to yield more tokens than the step yields in that time. Both costs are learned from earlier steps.
 
-The chance of a draft is the probability that the small model gave it, times the request's record: the drafts that were right
-for each that was expected to be. The next draft's probability is taken to be one of those of the last drafts.
+The chance of a draft is the small model's probability for it, times the request's record: the number of accepted drafts divided
+by the expected number. The next draft's probability is assumed to be distributed like those of recent drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.sched.policies.budgets import FIRST_TOKENS, MIN_CHUNK_TOKENS, MIN_
 from penstock.types.request import Request
 
 FIRST_PROBABILITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Those of the drafts before the first."""
+"""Assumed before any draft was made."""
 NUM_REMEMBERED = 64
 READING_SHARE = 0.25
 """The small model reads prompts in this part of a step's time, so that they delay others little."""
@@ -46,7 +46,7 @@ class Drafter(Protocol):
         ...
 
     def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
-        """Read so many more tokens of each request. Guess for those that are then read to their end."""
+        """Read the given number of tokens of each request. Guess for requests that are then fully read."""
         ...
 
     def go_on(self, requests: Sequence[Request]) -> Drafted:
@@ -81,7 +81,7 @@ class Drafting:
         self._seen = deque(FIRST_PROBABILITIES, NUM_REMEMBERED)
         self._sorted: list[float] = []
         self._sums: list[float] = []
-        """Sums of the first so many of `_sorted`."""
+        """Prefix sums of `_sorted`."""
         self._idle_ns = 0.0
         """Time of the steps since the last draft."""
         self.spent_ns = 0
@@ -97,8 +97,8 @@ class Drafting:
     ) -> dict[str, Sequence[int]]:
         """Return drafts by request id. `rows`: requests, and how many drafts each can have at most.
 
-        Without drafts the step gives `num_tokens` in `step_ns`. A draft adds `guess_ns` to check it. With all of
-        this the step keeps to `most_ns`.
+        Without drafts the step yields `num_tokens` tokens in `step_ns`. Checking a draft adds `guess_ns`. The whole step,
+        drafting included, stays within `most_ns`.
         """
         self.spent_ns = 0
         self._made.clear()
@@ -164,14 +164,14 @@ class Drafting:
         return chunks
 
     def _worthwhile(self, hopes: Sequence[tuple[Request, float]], rate: float, guess_ns: float) -> list[Request]:
-        """Return for which requests another draft gives more than its time is worth. `hopes`: the chance of those before it."""
+        """Return the requests for which another draft is worth its time. `hopes`: (request, chance of its earlier drafts)."""
         price = rate * self._cost.decode_ns
         gains = [(request, self._gain(request, chance, rate, guess_ns) - price) for request, chance in hopes]
         going = [(request, gain) for request, gain in gains if gain > 0]
         return [request for request, _ in going] if sum([gain for _, gain in going]) > rate * self._cost.fixed_ns else []
 
     def _gain(self, request: Request, chance_before: float, rate: float, guess_ns: float) -> float:
-        """Return the tokens that another draft gives, less the price of checking it. It is only checked if that pays."""
+        """Return the expected tokens from another draft, less the price of checking it. Unlikely drafts are not checked."""
         ratio, price = self._record(request.request_id).ratio * chance_before, rate * guess_ns
         num_below = bisect(self._sorted, price / max(ratio, 1e-9))
         num_above = len(self._sorted) - num_below

@@ -1,12 +1,12 @@
 """How many guesses each row of a step checks (speculative decoding).
 
-A step costs little more with a few more positions, as long as reading the weights takes most of its time. So each guess has a
-price: the tokens that the step would give in the time of one more position. A guess is made if its chance to be accepted is
-higher. The times are learned from earlier steps.
+A few more positions cost a step little while it spends most of its time reading the weights. So each guess has a price: the
+tokens that the step would yield in the time of one more position. A guess is made if its chance of being accepted exceeds that
+price. The times are learned from earlier steps.
 
-The chance: the token that followed when the last `m` tokens were seen before is right in `m - 1` of `m` cases, and is then part
-of a match of `m + 1` tokens. So the next `j` guesses are all right in `(m - 1) / (m - 1 + j)` of the cases. A row whose guesses
-fail twice as often as that has 2 in place of the 1.
+The chance: if the last `m` tokens occurred before, the token that followed them then is right in `m - 1` of `m` cases. A right
+guess extends the match to `m + 1` tokens. So the next `j` guesses are all right in `(m - 1) / (m - 1 + j)` of the cases. For a
+row whose guesses fail twice as often, the 1 becomes a 2.
 
 Rows without such a match may have guesses of a small model (`sched/drafting.py`).
 """
@@ -30,17 +30,17 @@ from penstock.types.result import StepResult
 from penstock.types.stats import StepCounts
 
 MOST_GUESSES = 15
-"""Guesses of a row in a step. With its own token they are a tile of 16 rows."""
+"""Most guesses per row and step. With the row's own token they fill a 16-row tile."""
 PLAIN_PERIOD = 32
 """At least one in this many steps has no guesses. Otherwise their cost could not be measured."""
 LINE_STEPS = 32
-"""A step counts for the line in about so many that follow."""
+"""The line is fitted to about this many recent steps."""
 MOST_POSITIONS_READ = 64
-"""A step of fewer positions is supposed to take most of its time for reading the weights."""
+"""Steps with fewer positions are assumed to spend most of their time reading the weights."""
 DOUBT = 0.1
-"""The supposed slope counts as much as steps whose positions have this variance."""
+"""The assumed slope counts as much as steps with this variance of positions."""
 MOST_LATE = 2
-"""A step counts as no longer than this many times what was expected."""
+"""A longer step counts as this many times its expected duration."""
 
 
 DRAFT = "draft"
@@ -49,11 +49,11 @@ DRAFT = "draft"
 
 @dataclass(slots=True)
 class StepLine:
-    """How long steps without prompts take by their positions: a line through the latest ones, in nanoseconds.
+    """Duration of steps without prompts, by number of positions: a line through recent steps, in nanoseconds.
 
-    The line is steep where products take most of the time, and flat where reading the weights does. So only steps like the next
-    one may count, and the latest are. If all have as many positions they show no slope. Then it is taken to be small, so that
-    guesses are made, which show it.
+    The line is steep if matrix products take most of the time, and flat if reading the weights does. So only steps like the
+    next one may count, as recent ones are. If all have equally many positions they show no slope. A small slope is then
+    assumed, so that guesses are made, which reveal it.
     """
 
     num_steps: int = 0
@@ -119,10 +119,10 @@ class Guessing:
         self.drafting_ns = 0
         """Time of the small model for that step."""
         self.failure: PolicyError | None = None
-        """Why the guesser is asked no more."""
+        """Why the guesser is no longer called."""
 
     def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
-        """Add guesses to a draft's decodes, in what the step and the pool have left. Return them by request id."""
+        """Add guesses to a draft's decodes while the step and the pool have room. Return them by request id."""
         self._made.clear()
         self.drafting_ns = 0
         is_plain = self._steps_since_plain >= PLAIN_PERIOD - 1
@@ -152,14 +152,14 @@ class Guessing:
         return guesses
 
     def _num_left(self, draft: StepDraft) -> int:
-        """Return how many guesses the step has room for. They keep to the budget, as prompts do, and to its time."""
+        """Return how many guesses the step has room for, within its token budget and its time limit."""
         limits, counts = draft.limits, draft.counts
         num_left = min(self._capacity.max_step_tokens, limits.max_tokens) - counts.num_tokens
         most_ns = limits.most_ns - self.drafting_ns - self._step_ns(counts, 0)
         return max(0, int(min(num_left, draft.num_scored_left, most_ns / self._line.position_ns)))
 
     def _ask(self, request: Request, most: int) -> Guess | None:
-        """Return the guesser's answer. A guesser that fails is asked no more, since answers go on without guesses."""
+        """Return the guesser's answer. A guesser that fails is not called again: requests continue without guesses."""
         try:
             guess = self._guesser.guess(request, most)
             if guess is not None and guess.token_ids:

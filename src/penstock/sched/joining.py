@@ -1,7 +1,7 @@
 """Decides which waiting requests run from this step on, and whether running ones are paused for them.
 
-A request stands aside, so that others may pass, while a running prefill (its leader) computes a block that both share, or while
-its adapter is loaded.
+A request lets others pass while a running prefill (its leader) computes a block that both share, or while its adapter is being
+loaded.
 """
 
 from __future__ import annotations

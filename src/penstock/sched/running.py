@@ -33,9 +33,9 @@ class Running:
         self.num_background = 0
         self._keeps_one = policies.background_share > 0
         self._keeper: Request | None = None
-        """The background request that keeps its place, so that the share is of use."""
+        """The background request that keeps its row and blocks, so the share is usable."""
         self._others_are_next = False
-        """The last keeper is gone, and another that waits for a row or memory goes before the next one."""
+        """The last keeper left. Others waiting for a row or memory go before the next keeper."""
         self.prefill_ns_per_token = 0.0
         """From steps without decodes; 0.0 before the first."""
         self._kv = kv
@@ -95,8 +95,7 @@ class Running:
 
     @property
     def yielding(self) -> Sequence[Request]:
-        """The running requests that give up their places to any other: those of the background, without the one that keeps its
-        place."""
+        """The running requests that any other may preempt: background requests, except the one that keeps its place."""
         found, kept = self.of_class(background=True), self._kept
         return [request for request in found if request not in kept] if kept else found
 
@@ -111,10 +110,10 @@ class Running:
             self._keeper = next(iter(self.of_class(background=True)), None)
 
     def may_lose(self, grower: Request) -> Sequence[Request]:
-        """Return the requests that may be preempted so that a running one can grow: those that yield to it, else those of its
-        class but the most senior, which preempts itself if it is alone.
+        """Return the requests that may be preempted so that a running one can grow: those that yield to it, else its class
+        except the most senior request, which preempts itself if it is alone.
 
-        The background's most senior is its keeper, if it has one, which is preempted before the most senior of the others.
+        A keeper counts as the most senior background request. It is preempted before the others' most senior.
         """
         if not grower.background and (yielding := self.yielding):
             return yielding
@@ -417,7 +416,7 @@ class Extending:
         num_copies = len(self._kv.pending_copies)
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             if request.background and draft.is_ahead:
-                return  # others took the blocks; it grows once it can take those of another
+                return  # no blocks are left; it grows in a step that may preempt
             assert request.background or not draft.admissions, "a step must not both admit and preempt"
             eviction = running.choose_victim(running.may_lose(request), request, query_len)
             draft.lacks_memory |= not eviction.request.background

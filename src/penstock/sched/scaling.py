@@ -9,7 +9,7 @@ from penstock.replicas import DOWN_S, UP_S, Replicas, num_needed
 from penstock.types.errors import counted
 
 SPEED_S = 60
-"""A replica's speed is the mean of about the last so many seconds in which all were full. In fewer, long prompts sway it."""
+"""A replica's speed is averaged over about this many seconds in which all were full. Long prompts distort a shorter mean."""
 _S = 1_000_000_000
 
 
@@ -39,7 +39,7 @@ class Wanted:
 class Scaler:
     """Wants as many replicas as the arriving tokens keep 80 % busy, and one more for each half minute of work that waits.
 
-    A replica is as fast as those of the group were when requests last waited on all of them. `Replicas` steadies the number.
+    The speed of a replica is measured while requests wait on every replica. `Replicas` smooths the number.
     """
 
     def __init__(self, least: int, most: int, num: int) -> None:

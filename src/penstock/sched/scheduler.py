@@ -68,8 +68,8 @@ class Scheduler:
     ) -> None:
         """`most_step_ns` returns how long a step should take at most while other models wait for the machine. 0: no limit.
 
-        `others_serve` returns whether other models of the machine serve people now: a time, as for `schedule`. `drafter`: a
-        small model that guesses beside the policies' guesser.
+        `others_serve` returns whether other models on the machine serve people at the given time. `drafter`: a small model that
+        guesses beside the policies' guesser.
         """
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
@@ -264,7 +264,7 @@ class Scheduler:
         """
         self._share.pass_time(now_ns, has_work=self._has_background)
         if self._yields_until_ns is not None:
-            self._last_commit_ns = now_ns  # the time since then was no step's
+            self._last_commit_ns = now_ns  # no step ran since then
         self._yields_until_ns = now_ns + PAUSE_NS if self._yields(now_ns) else None
         if self._yields_until_ns is not None:
             self.news = PlanNews(now_ns, WaitReason.NOTHING, (), ())
@@ -304,8 +304,8 @@ class Scheduler:
             self._fill(draft, sitting_out, sitting_out_alone)
             others = self._running.of_class(background=False)
             draft.counts.rested = [*draft.counts.rested, *[request.request_id for request in others]]
-            if not draft.rows:  # what it promised to background requests binds no others
-                admissions = draft.admissions  # of requests preempted since
+            if not draft.rows:  # its promises to background requests must not bind others
+                admissions = draft.admissions  # all preempted since
                 draft = self._begin_draft(now_ns, after=draft)
         if not draft.rows:
             self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
@@ -337,7 +337,7 @@ class Scheduler:
 
     @property
     def _joining_batch(self) -> Joining:
-        """A static or dynamic batch has requests of one class. Those of the background begin when no other waits."""
+        """A static or dynamic batch has one class. A background batch begins if no other request runs or waits."""
         if self._is_continuous or not self._has_background:
             return self._joining
         is_under_way = self._running.num_background or self._queues.background.num_joining
@@ -387,7 +387,7 @@ class Scheduler:
             draft.limits = self._ask_budget(counts, prefills, is_idle=True)
         limits = draft.limits
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
-        # No line passes a longer one: their order is that of what they share.
+        # Short requests don't pass long ones: a job's order keeps shared prefixes together.
         draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts, most_ns=limits.most_ns)
         draft.gate = self._filling.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
@@ -469,7 +469,7 @@ class Scheduler:
         return plan
 
     def _note_served(self, draft: StepDraft, rows: tuple[RowPlan, ...]) -> None:
-        """Tell the order of the rows, without those of background requests: it does not know them."""
+        """Report rows to the order policy, except background requests', which it does not know."""
         requests, num_decodes = self._running.requests, draft.num_decode_rows
         if self._running.num_background:
             num_decodes -= sum(requests[row.request_id].background for row in rows[:num_decodes])

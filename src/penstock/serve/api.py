@@ -16,8 +16,9 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.asking import CallEndpoint, FolderWatch, Reader
-from penstock.serve.bodies import INLINE_MAX_BYTES, IgnoredParameters, load_json
+from penstock.serve.answering import CallEndpoint
+from penstock.serve.asking import FolderWatch, Reader
+from penstock.serve.bodies import load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
@@ -60,8 +61,6 @@ class Parts:
     deployment: Deployment
     config: ServerConfig
     in_flight: InFlight
-    ignored: IgnoredParameters | None
-    """See `parse_body`."""
     reader: Reader
     calls: CallEndpoint
     texts: TextsEndpoint
@@ -89,7 +88,7 @@ class Parts:
                 return isinstance(value, dict) and name in value
 
             is_likely = f'"{name}"'.encode() in data
-            return is_likely and await self.off_loop.run(len(data), look, limit=INLINE_MAX_BYTES)
+            return is_likely and await self.off_loop.parse(len(data), look)
 
         return has_field
 

@@ -19,9 +19,10 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
+from penstock.serve.answering import CallEndpoint, finish_entry
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
-from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits, finish_entry
+from penstock.serve.asking import FolderWatch, Reader, Waits
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
@@ -59,6 +60,7 @@ from penstock.serve.tei.routes import API as TEI
 from penstock.serve.texts.endpoint import TextsEndpoint
 from penstock.serve.tgi.routes import API as TGI
 from penstock.serve.tracing import Tracer
+from penstock.serve.verdicts import Verdicts
 from penstock.serve.vllm.routes import API as VLLM
 from penstock.types.errors import ConfigError, ModelAway
 
@@ -80,9 +82,8 @@ def create_app(
     tracer: Tracer | None = None,
 ) -> Starlette:
     """Return the ASGI application that serves started models. Raises `ConfigError` for unusable key files and origins."""
-    ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     in_flight = InFlight(config)
-    reader = Reader(deployment, config, ignored)
+    reader = Reader(deployment, config, IgnoredParameters() if config.ignore_unknown_parameters else None)
     keys = keys or key_ring(config)
     admin_keys = KeyRing(config.admin_api_keys) if config.admin_api_keys else None
     own, lifetime = OwnRequests(partial(_sender, keys, admin_keys)), Lifetime()
@@ -90,9 +91,8 @@ def create_app(
         deployment=deployment,
         config=config,
         in_flight=in_flight,
-        ignored=ignored,
         reader=reader,
-        calls=CallEndpoint(reader, in_flight, deployment.off_loop),
+        calls=CallEndpoint(reader, in_flight),
         texts=TextsEndpoint(reader, in_flight),
         folder=FolderWatch(deployment),
         cards=ModelCards(),
@@ -218,8 +218,10 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
 
 def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
     questions = QuestionReader(parts.reader, parts.texts.desk)
-    choose = RouteChooser(parts.deployment, questions, parts.upstreams).choose
-    waits = Waits(parts.deployment, parts.folder, parts.in_flight, choose, PipelineFiller(questions).fill, parts.upstreams)
+    verdicts = Verdicts(parts.reader, parts.in_flight)
+    choose = RouteChooser(parts.deployment, questions, verdicts, parts.upstreams).choose
+    fill = PipelineFiller(questions, verdicts).fill
+    waits = Waits(parts.deployment, parts.folder, parts.in_flight, choose, fill, parts.upstreams)
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]

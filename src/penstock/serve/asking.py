@@ -1,9 +1,9 @@
-"""Turns a request of any API into a call and an answer: finds its model, reads its headers, and waits for a missing model.
+"""Turns a request of any API into a call: finds its model, reads its headers, and waits for a missing model.
 
-`Asked` makes a call of a checked request, and `CallEndpoint` answers it. `app` wraps every endpoint in `Waits.around`. If the
-endpoint raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the endpoint
-is called again. `FolderWatch`, `Waits` and what they wait for are for the event loop. Other functions may run on any thread; of
-these only `look_up` blocks, because it reads the disk.
+`Asked` makes a call of a checked request (`answering` runs it). `app` wraps every endpoint in `Waits.around`. If the endpoint
+raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the endpoint is called
+again. `FolderWatch`, `Waits` and what they wait for are for the event loop. Other functions may run on any thread; of these
+only `look_up` blocks, because it reads the disk.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,19 +29,16 @@ from starlette.types import Scope
 from penstock.admission.ask import TenantLimits
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Owner, Terms
 from penstock.calls.check import make_call
-from penstock.calls.in_flight import Arrival, CallInFlight, InFlight, RunningCall
-from penstock.calls.run import run
+from penstock.calls.in_flight import Arrival, InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.pipelines import Pipeline
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.obs.trace_context import Span
-from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
-from penstock.serve.cascade import Unsure
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, from_rejected, invalid, model_not_found, shorten, unavailable
+from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, IgnoredParameters, parse_body
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, status_of, unavailable
 from penstock.serve.http.checks import (
     JsonEndpoint,
     add_header,
@@ -51,9 +49,9 @@ from penstock.serve.http.checks import (
     unless_gone,
     values_of,
 )
-from penstock.serve.http.entries import Entry, entry_of, note_model
+from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.routed import ROUTED_KEY, Routed, charge
-from penstock.serve.streams import NewWriter, respond
+from penstock.serve.trials import CHECK_KEY, Unsure, can_be_replaced
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
 from penstock.types.request import NO_WAITS, WaitTimes
@@ -62,6 +60,7 @@ if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
 
 _log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=Body)
 
 _CLAIM_BYTES = 16
 _HASHED_BYTES = 1 << 16
@@ -80,6 +79,10 @@ LOOKED_UP_KEY = "penstock.looked_up"
 """Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
 """An adapter's name, and the result of `look_up`."""
+LOADS_KEY = "penstock.loads"
+"""Key of a scope: how often the request has waited for the load of each model."""
+MAX_LOADS = 3
+"""Otherwise, models that a route or a pipeline needs together could unload each other forever."""
 FILLED_KEY = "penstock.filled"
 """Key of a scope: the name of the pipeline that has put its sources into the body."""
 KEPT_KEY = "penstock.kept_from"
@@ -92,7 +95,7 @@ _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
 
 BUSY_STATUSES = (429, 502, 503, 504)
-"""A model that refuses with one of these gives way to the next of a fallback, unless the limit is the client's own."""
+"""After these statuses, the next model of a fallback is asked, unless the limit is the client's own."""
 TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
 MAX_LOOK_S = 5.0
 """Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""
@@ -129,21 +132,17 @@ class UpstreamChosen(ApiError):
 class RouteOpen(ApiError):
     """A request names a route, which has not chosen a model yet. The message is for routes without questions."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, name: str) -> None:
+        """`name`: the request's, of the route or of a pipeline over it."""
         models = ", ".join(route.models)
         message = f"{route.name} is a route, and chooses one of {models} for a question. Name one of them."
         super().__init__(400, message, code="invalid_value", param="model")
-        self.route = route
+        self.route, self.name = route, name
 
 
-def find_model(name: str | None, deployment: Deployment, scope: Scope | None = None) -> RunningModel:
-    """Return the model of a name, or the default one. Raises 404, or `ModelAway` if it is not loaded.
-
-    With the `scope` of a request, the request's key must allow the model.
-    """
-    if scope is not None:
-        return find_allowed(name, deployment, scope)[0].answerer()
-    return find_served(name, deployment).answerer()
+def find_model(name: str | None, deployment: Deployment, scope: Scope) -> RunningModel:
+    """Return the model of a name, or the default one. Raises like `find_allowed`, or `ModelAway` if it is not loaded."""
+    return find_allowed(name, deployment, scope)[0].answerer()
 
 
 def find_served(name: str | None, deployment: Deployment) -> ServedModel:
@@ -168,23 +167,36 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
     return name in key.models or any(deployment.find(one) is served for one in key.models)
 
 
-def models_of(route: Route, deployment: Deployment, scope: Scope) -> list[str]:
-    """Return the models of a route that the request may ask. A key that allows the route allows them all."""
-    kept_from = scope.get(KEPT_KEY, frozenset())
+def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "") -> list[str]:
+    """Return the models of a route that the request may ask: none if it may not ask the route's judge. A key that allows the
+    route allows them all.
+
+    `asked`: the name of a pipeline over the route, if the request names one: a key that allows it allows these models.
+    """
+    kept_from, asked = scope.get(KEPT_KEY, frozenset()), asked or route.name
 
     def may_be_asked(name: str) -> bool:
         if name in deployment.upstreams:
-            return name not in kept_from and allows(scope, name, route.name)
+            return name not in kept_from and allows(scope, name, asked)
         served = deployment.find(name)
-        return served is not None and may_ask(scope, served, route.name, deployment)
+        return served is not None and may_ask(scope, served, asked, deployment)
+
+    if not all(map(may_be_asked, route.judges)):
+        return []
 
     return [name for name in route.models if may_be_asked(name)]
 
 
 def pipelines_of(deployment: Deployment, scope: Scope) -> dict[str, ServedModel]:
-    """Return the pipelines that the request's key allows, by name, and their models."""
-    found = {name: deployment.find(one.config.model) for name, one in deployment.pipelines.items() if allows(scope, name)}
-    return {name: served for name, served in found.items() if served is not None}
+    """Return the pipelines that the request's key allows, by name, and their models; of a route, the first one."""
+    found: dict[str, ServedModel] = {}
+    for name, pipeline in deployment.pipelines.items():
+        model = pipeline.config.model
+        models = deployment.routes[model].models if model in deployment.routes else (model,)
+        served = next((one for one in map(deployment.find, models) if one is not None), None)
+        if served is not None and allows(scope, name):
+            found[name] = served
+    return found
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
@@ -218,12 +230,13 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     Models come first, then known adapters, then the adapter that `look_up` found for this request. Raises 404, or
     `NameUnknown` if the name must be looked up on the disk.
     """
+    asked = name
     if name in deployment.pipelines:
         name = deployment.pipelines[name].config.model
     if name in deployment.routes:
         routed: Routed | None = scope.get(ROUTED_KEY)
-        if routed is None or routed.route != name:
-            raise RouteOpen(deployment.routes[name])
+        if routed is None or routed.asked != asked:
+            raise RouteOpen(deployment.routes[name], asked or name)
         name = routed.model
         if name in deployment.upstreams:
             raise UpstreamChosen(name)
@@ -467,8 +480,10 @@ class FolderWatch:
                     self._ended_s = time.monotonic()
 
 
-ChooseModel = Callable[[Route, bytes, HttpRequest], Awaitable[None]]
-"""Chooses the model of a route for a request by its body, and notes it in the scope. Raises `ModelAway` and `Rejected`."""
+ChooseModel = Callable[[Route, str, bytes, HttpRequest], Awaitable[None]]
+"""Chooses the model of a route for a request by its body, and notes it in the scope. Raises `ModelAway` and `Rejected`.
+
+The text is the name that the request has, of the route or of a pipeline over it."""
 
 
 FillPipeline = Callable[[Pipeline, bytes, HttpRequest], Awaitable[bytes]]
@@ -546,7 +561,7 @@ class Waits:
         try:
             try:
                 if isinstance(lack, RouteOpen):
-                    await self._choose(lack.route, data, http)
+                    await self._choose(lack.route, lack.name, data, http)
                     self._count_wait("route", asked_ns, http)
                 elif isinstance(lack, PipelineOpen):
                     data = await self._fill(lack.pipeline, data, http)
@@ -559,18 +574,19 @@ class Waits:
             except ModelAway as away:  # the one that embeds the question
                 await self._load(away.name, data, http)
         except (ApiError, Rejected) as error:
-            if not self._falls_back(error, http):
+            # A refusal by a pipeline's helper is not its route model's fault.
+            if isinstance(lack, PipelineOpen) or not self._falls_back(error, http):
                 raise
         return data
 
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
-        """Return whether a route has another model for a request that one of its models has refused, and choose that."""
+        """Choose a route's next model for a request that one of its models refused. Return whether there is one."""
         routed: Routed | None = http.scope.get(ROUTED_KEY)
         if routed is None or not routed.rest:
             return False
-        known = from_rejected(error) if isinstance(error, Rejected) else error
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
-        if known.status_code not in BUSY_STATUSES or is_own_limit:
+        is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
+        if not is_too_long and (status_of(error) not in BUSY_STATUSES or is_own_limit):
             return False
         return self._ask_next(f"after={routed.model}", http)
 
@@ -578,7 +594,7 @@ class Waits:
         """Choose the next model of the request's route, and return whether there is one."""
         routed: Routed = http.scope[ROUTED_KEY]
         route = self._deployment.routes[routed.route]
-        there = models_of(route, self._deployment, http.scope)
+        there = models_of(route, self._deployment, http.scope, routed.asked)
         rest = [name for name in routed.rest if name in there]
         if not rest:
             return False
@@ -615,6 +631,13 @@ class Waits:
         served = await unless_gone(http, self._folder.find(name))
         if served is None:  # the name that the request has says what is served in its place
             return
+        loads: Counter[str] = http.scope.setdefault(LOADS_KEY, Counter())
+        loads[name] += 1
+        if loads[name] > MAX_LOADS:
+            raise unavailable(
+                f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. The memory "
+                "may not hold all models that the request needs at once."
+            )
         asked_ns = clock.now_ns()
         arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
         limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
@@ -724,7 +747,7 @@ def _refused(served: ServedModel, reason: RejectReason, detail: str, retry_after
     return Rejected(reason, detail, retry_after_s=retry_after_s)
 
 
-# From a request to an answer
+# From a request to a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -735,6 +758,10 @@ class Reader:
     config: ServerConfig
     ignored: IgnoredParameters | None = None
     """See `parse_body`."""
+
+    async def body(self, data: bytes, body_type: type[_Body]) -> _Body:
+        """Parse and check a body, in a thread if it is large. Raises 400 and `Rejected`."""
+        return await self.deployment.off_loop.parse(len(data), lambda: parse_body(data, body_type, self.ignored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -756,7 +783,7 @@ class Asked:
         if not deployment.splits or adapter is not None:
             return served, adapter
         routed: Routed | None = scope.get(ROUTED_KEY)
-        if routed is not None and routed.route == name:
+        if routed is not None and routed.asked == name:
             name = routed.model
         tenant = read_owner(scope, self.reader.config).tenant
         return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
@@ -792,77 +819,7 @@ class Asked:
         )
         claim = claim_of(terms.owner.tenant, self.data)
         call = make_call(request, running, terms, adapter, num_bytes=len(self.data), claim=claim)
+        if CHECK_KEY in self.scope and not can_be_replaced(call):
+            raise invalid("This pipeline checks its answers: ask for one, to a text, in a free form and without tools.")
         routed: Routed | None = self.scope.get(ROUTED_KEY)
         return call if routed is None or routed.trial is None else routed.trial.prepared(call)
-
-
-_Body = TypeVar("_Body", bound=Body)
-_Made = tuple[Call, NewWriter]
-"""A call, and a function that makes the writer of its answer."""
-
-
-def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
-    """Note the call that answers a request."""
-    if (entry := entry_of(scope)) is not None:
-        entry.explain = in_flight.explaining(call)
-
-
-def finish_entry(scope: Scope, entry: Entry) -> None:
-    """Note what only the request's scope has."""
-    routed: Routed | None = scope.get(ROUTED_KEY)
-    entry.route = "" if routed is None else routed.header.decode()
-    entry.is_background = scope.get(BACKGROUND_KEY, False)
-
-
-async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
-    """Run a call. In a cascade, wait until its first tokens have decided. Raises `ApiError`, `Rejected` and `Unsure`."""
-    opened = await unless_gone(http, run(call, in_flight))
-    note_call(http.scope, in_flight, opened)
-    routed: Routed | None = http.scope.get(ROUTED_KEY)
-    if routed is not None and routed.trial is not None:
-        with opened:
-            try:
-                why = await unless_gone(http, routed.trial.judge(opened))
-            except BaseException:
-                http.scope[ROUTED_KEY] = routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
-                raise
-            if opened.num_dropped_tokens:
-                routed = routed.begun_in_vain(0, opened.num_dropped_tokens)
-            http.scope[ROUTED_KEY] = routed = replace(routed, why=why)
-    if routed is not None and routed.bill is not None:
-        opened.price = partial(charge, http.scope, routed)
-    return opened
-
-
-class CallEndpoint:
-    """Answers requests of all APIs that generate text. Only the functions passed in depend on the API."""
-
-    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
-        """`off_loop`: threads that parse large bodies, before the body's model is known."""
-        self.reader = reader
-        self._in_flight = in_flight
-        self._off_loop = off_loop
-
-    def answers(
-        self,
-        body_type: type[_Body],
-        read: Callable[[_Body, Asked], _Made],
-        check: Callable[[Any, type[_Body], IgnoredParameters | None], _Body] = check_body,
-    ) -> JsonEndpoint:
-        """Return an endpoint that checks the body and passes it to `read`. Both may raise `ApiError` and `Rejected`."""
-
-        @wraps(read)
-        async def answer(data: bytes, http: HttpRequest) -> Response:
-            return await self.answer(
-                data, http, lambda asked: read(check(load_json(data), body_type, self.reader.ignored), asked)
-            )
-
-        return answer
-
-    async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], _Made]) -> Response:
-        """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
-        asked = Asked(self.reader, data, http.scope)
-        call, new_writer = await self._off_loop.run(len(data), lambda: read(asked), limit=INLINE_MAX_BYTES)
-        operation = "chat" if isinstance(call.request, ChatRequest) else "text_completion"
-        note_model(http.scope, operation, call.answer.model_name)
-        return await respond(http, await begin(call, self._in_flight, http), new_writer)

@@ -66,9 +66,6 @@ MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
 """Limits of `choice`: answers, and characters of one."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
-INLINE_MAX_BYTES = 1 << 15
-"""Bodies up to this size are read on the event loop, within a few milliseconds."""
-
 MAX_CONTAINERS = 100_000
 """Most objects and lists in one body. Parsing the two million that fit into 4 MiB takes most of a second."""
 
@@ -154,6 +151,17 @@ class Body(BaseModel):
         remedy = remedy or did_you_mean(names[0], cls.field_names - cls.unsupported.keys())
         told = {"names": names[:MAX_NAMED], "has_more": len(names) > MAX_NAMED, "remedy": remedy}
         raise PydanticCustomError(UNKNOWN_FIELDS, "Unknown fields", told)
+
+    @classmethod
+    def drop_unknown(cls, value: dict[str, Any]) -> list[str]:
+        """Take unknown fields out of a JSON object, and return their names."""
+        names = [name for name in value if name not in cls.field_names]
+        for name in names:
+            del value[name]
+        return names
+
+    def check_rules(self) -> None:
+        """Raise 400 for what the types of single fields can't tell. Called for a whole body."""
 
 
 _BodyType = TypeVar("_BodyType", bound=Body)
@@ -339,21 +347,15 @@ class IgnoredParameters:
 
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
     """Parse and check a body. Raises 400 for the first error. `ignored` logs unknown fields; None: they are errors."""
-    return check_body(load_json(data), body_type, ignored)
-
-
-def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """As `parse_body`, for the value that `load_json` returned."""
+    value = load_json(data)
     if ignored is not None and isinstance(value, dict):
-        unknown = [name for name in value if name not in body_type.field_names]
-        for name in unknown:
-            del value[name]
-        ignored.note(unknown)
+        ignored.note(body_type.drop_unknown(value))
     try:
         body = body_type.model_validate(value)
     except ValidationError as error:
         raise from_finding(error.errors(include_url=False)[0]) from None
     _refuse_unsupported(body)
+    body.check_rules()
     return body
 
 
@@ -668,10 +670,10 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
     return Conversation(messages, opens, continues, fields.chat_template_kwargs or {})
 
 
-def read_tools(tools: Sequence[ToolBody], at: str = "tools[{}].function") -> list[FunctionTool]:
-    """Return the tools in the form for all APIs. `at`: a tool's path in the body. Raises 400 for schemas nested too deeply."""
+def read_tools(tools: Sequence[ToolBody]) -> list[FunctionTool]:
+    """Return the tools in the form for all APIs. Raises 400 for schemas nested too deeply."""
     for index, tool in enumerate(tools):
-        check_depth(tool.function.parameters, f"{at.format(index)}.parameters")
+        check_depth(tool.function.parameters, f"tools[{index}].function.parameters")
     return [
         FunctionTool(
             name=tool.function.name,

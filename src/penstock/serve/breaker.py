@@ -49,23 +49,8 @@ class Breaker:
         self._num_retries -= 1
         return True
 
-    def works(self, turn: Turn) -> None:
-        if turn is self._probe:
-            self._num_failures, self._open_until_ns, self._probe = MAX_FAILURES - 1, None, None
-
-    def succeed(self, turn: Turn) -> None:
-        if not self.is_open or turn is self._probe:
-            self._num_failures, self._open_until_ns, self._probe = 0, None, None
-
-    def fail(self, turn: Turn) -> None:
-        if turn is self._probe or not self.is_open:
-            self._num_failures += 1
-            if turn is self._probe or self._num_failures >= MAX_FAILURES:
-                self._open_until_ns, self._probe = self._clock.now_ns() + REST_NS, None
-
-    def close(self, turn: Turn) -> None:
-        if turn is self._probe:
-            self._probe = None
+    def _reset(self, num_failures: int) -> None:
+        self._num_failures, self._open_until_ns, self._probe = num_failures, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +60,23 @@ class Turn:
     breaker: Breaker
 
     def works(self) -> None:
-        """The server begins to answer. Others may ask, but the next failure closes it to them again."""
-        self.breaker.works(self)
+        """The server begins to answer. Close the breaker, but let the next failure reopen it."""
+        if self is self.breaker._probe:
+            self.breaker._reset(MAX_FAILURES - 1)
 
     def succeed(self) -> None:
         """The server has answered."""
-        self.breaker.succeed(self)
+        if self is self.breaker._probe or not self.breaker.is_open:
+            self.breaker._reset(0)
 
     def fail(self) -> None:
-        self.breaker.fail(self)
+        breaker = self.breaker
+        if self is breaker._probe or not breaker.is_open:
+            breaker._num_failures += 1
+            if self is breaker._probe or breaker._num_failures >= MAX_FAILURES:
+                breaker._open_until_ns, breaker._probe = breaker._clock.now_ns() + REST_NS, None
 
     def close(self) -> None:
         """The request has ended, well or not."""
-        self.breaker.close(self)
+        if self is self.breaker._probe:
+            self.breaker._probe = None

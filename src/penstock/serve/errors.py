@@ -211,12 +211,11 @@ def cancelled(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float | None) -> ApiError:
-    headers = _retry_after(UNAVAILABLE_RETRY_AFTER_S if retry_after_s is None else retry_after_s)
-    return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=headers)
+    return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=_retry_after(retry_after_s))
 
 
 def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
-    headers = _retry_after(UNAVAILABLE_RETRY_AFTER_S if retry_after_s is None else retry_after_s)
+    headers = _retry_after(retry_after_s)
     return ApiError(503, message, code="unavailable", error_type="service_unavailable_error", headers=headers)
 
 
@@ -236,6 +235,15 @@ def as_api_error(raised: ApiError | Rejected) -> ApiError:
     """Return an `ApiError` for either. Drops the traceback, because it forms a cycle with the frame that caught the error."""
     raised.__traceback__ = None
     return from_rejected(raised) if isinstance(raised, Rejected) else raised
+
+
+def misconfigured(message: str) -> ApiError:
+    """Return the error for a wrong setting. Only the operator can mend it, so clients should not try again."""
+    return ApiError(500, message, code="misconfigured", error_type="server_error")
+
+
+def status_of(error: ApiError | Rejected) -> int:
+    return (from_rejected(error) if isinstance(error, Rejected) else error).status_code
 
 
 def from_rejected(rejected: Rejected) -> ApiError:
@@ -321,6 +329,7 @@ def param_path(place: Sequence[str | int]) -> str:
     return shorten(joined(place))
 
 
-def _retry_after(seconds: float) -> dict[str, str]:
+def _retry_after(seconds: float | None) -> dict[str, str]:
     """Return `Retry-After` in whole seconds (RFC 9110, 10.2.3), and milliseconds for OpenAI's and Anthropic's clients."""
+    seconds = UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds
     return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(1000 * seconds)))}

@@ -1,7 +1,7 @@
 """Fills a pipeline's template with what its index has for a question, before the model is asked.
 
-Questions are embedded with everybody else's texts, and so are the pairs that a reranker scores. While one search runs, the
-questions that come wait, and are searched for together.
+Questions and the pairs for a reranker share batches with other clients' texts. Questions that arrive during a search wait, and
+are searched for together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from penstock import fast_json
 from penstock.config.pipelines import PipelineConfig
 from penstock.deploy.pipelines import Pipeline
 from penstock.routes.questions import question_in
-from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
+from penstock.serve.bodies import load_json
 from penstock.serve.errors import invalid, unavailable
 from penstock.serve.http.checks import add_header, unless_gone
 from penstock.serve.questions import FIELDS, QuestionReader
 from penstock.serve.texts.read import QUERY_PROMPTS
+from penstock.serve.trials import CHECK_KEY, Check
+from penstock.serve.verdicts import Verdicts
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy
@@ -36,8 +38,8 @@ MAX_HEADER_BYTES = 4000
 
 
 class PipelineFiller:
-    def __init__(self, questions: QuestionReader) -> None:
-        self._questions = questions
+    def __init__(self, questions: QuestionReader, verdicts: Verdicts) -> None:
+        self._questions, self._verdicts = questions, verdicts
         self._searchers: dict[str, Searcher] = {}
 
     async def fill(self, pipeline: Pipeline, data: bytes, http: HttpRequest) -> bytes:
@@ -50,12 +52,17 @@ class PipelineFiller:
         if hits is None:
             hits = http.scope[_HITS_KEY] = await self._search(pipeline, question, data, http)
         if (reranker := config.reranker) is not None and hits:
-            scores = await self._questions.score(reranker.model, question, [hit.as_read for hit in hits], data, http)
+            passages = [hit.as_read for hit in hits]
+            scores = await unless_gone(http, self._questions.score(reranker.model, question, passages, data, http))
             best = sorted(range(len(hits)), key=lambda number: -scores[number])
             hits = [hits[number] for number in best[: config.top]]
+        if config.check is not None:
+            self._verdicts.check_there(config.check.model)
+            odds = partial(self._verdicts.odds, config.check.model, http)
+            http.scope[CHECK_KEY] = Check(config.name, config.check, odds)
         add_header(http.scope, b"x-sources", _names(hits).encode("ascii"))
         fill = partial(_filled, data, config, hits)
-        return await self._questions.off_loop.run(len(data), fill, limit=INLINE_MAX_BYTES)
+        return await self._questions.off_loop.parse(len(data), fill)
 
     async def _search(self, pipeline: Pipeline, question: str, data: bytes, http: HttpRequest) -> list[Hit]:
         config, embedder = pipeline.config, pipeline.reader.embedder
@@ -112,7 +119,7 @@ class Searcher:
 
 def fill_template(template: str, question: str, hits: Sequence[Hit]) -> str:
     sources = "\n\n".join(_source(number, hit) for number, hit in enumerate(hits, 1)) or "(none)"
-    # The question is put in last: nothing of it is taken for a part of the template.
+    # The question is inserted last, so that placeholders in it are not replaced.
     return question.join([part.replace("{sources}", sources) for part in template.split("{question}")])
 
 
@@ -126,7 +133,7 @@ def _filled(data: bytes, config: PipelineConfig, hits: Sequence[Hit]) -> bytes:
     name = next(name for name in FIELDS if body.get(name))
     if name != "messages" and isinstance(body[name], list) and sum(isinstance(one, str) for one in body[name]) > 1:
         raise invalid(f"{config.name} answers one question at a time.", name)
-    filled = fill_template(config.template, question_in(body[name]), hits)
+    filled = fill_template(config.template, question_in(body[name], None), hits)
     body[name] = _replaced(body[name], filled)
     return fast_json.dumps(body)
 

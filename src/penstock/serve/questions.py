@@ -14,8 +14,8 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.routes.questions import question_in
 from penstock.serve.asking import Reader, claim_of, read_terms
-from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
-from penstock.serve.errors import unavailable
+from penstock.serve.bodies import load_json
+from penstock.serve.errors import misconfigured, unavailable
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.texts.call import TextInput, TextResult, TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
@@ -37,7 +37,7 @@ class QuestionReader:
 
     async def read(self, data: bytes) -> str:
         """Return the question in a body; empty if it has none."""
-        return await self.off_loop.run(len(data), partial(question_of, data), limit=INLINE_MAX_BYTES)
+        return await self.off_loop.parse(len(data), partial(question_of, data))
 
     async def embed(
         self, embedder: str, question: str, data: bytes, http: HttpRequest, *, prompt_names: Sequence[str] = ()
@@ -47,14 +47,19 @@ class QuestionReader:
         `prompt_names`: of the model's prompts, the first of these is put before the question; without any, the default one.
         """
         running, encoder = self._encoder(embedder, Task.EMBED, "an embedding model")
-        [result] = await self._read(running, encoder, [prompt_for(encoder, *prompt_names) + question], b"question" + data, http)
+        text = prompt_for(encoder, *prompt_names) + question
+        [result] = await unless_gone(http, self._read(running, encoder, [text], b"question" + data, http))
         return result.states
 
     async def score(self, reranker: str, question: str, passages: Sequence[str], data: bytes, http: HttpRequest) -> list[float]:
-        """Return how well each passage answers a body's question. Raises as `embed`."""
-        running, encoder = self._encoder(reranker, Task.RERANK, "a reranker")
+        """Return how well each passage answers a body's question. Cancel it if the client leaves. Raises as `embed`."""
+        running, encoder = self.reranker(reranker)
         results = await self._read(running, encoder, [(question, one) for one in passages], b"passages" + data, http)
         return [scores(result, encoder.scores)[0] for result in results]
+
+    def reranker(self, name: str) -> tuple[RunningModel, EncoderInfo]:
+        """Return the reranker of this name. Raises `ModelAway` if it is not loaded, and `ApiError`."""
+        return self._encoder(name, Task.RERANK, "a reranker")
 
     def _encoder(self, name: str, task: Task, kind: str) -> tuple[RunningModel, EncoderInfo]:
         served = self._reader.deployment.find(name)
@@ -63,7 +68,7 @@ class QuestionReader:
         running = served.answerer()
         encoder = running.model.encoder
         if encoder is None or encoder.task is not task:
-            raise unavailable(f"{name} is needed for the question, and is not {kind}.")
+            raise misconfigured(f"{name} is needed for the question, and is not {kind}. Name another model.")
         return running, encoder
 
     async def _read(
@@ -79,7 +84,7 @@ class QuestionReader:
             truncation=Truncation(encoder.max_tokens),
             claim=claim_of(terms.owner.tenant, claimed),
         )
-        return (await unless_gone(http, run(call, self._desk_of(running)))).results
+        return (await run(call, self._desk_of(running))).results
 
 
 def question_of(data: bytes) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from starlette.types import Scope
 
 from penstock.routes.prices import Bill, Cost
-from penstock.serve.agreement import Agreement
-from penstock.serve.cascade import Trial
+from penstock.serve.ensembles import Ensemble
+from penstock.serve.trials import Trial
 
 ROUTED_KEY = "penstock.routed"
 """Key of a scope: the `Routed` of a request that names a route."""
@@ -19,14 +19,18 @@ class Routed:
     route: str
     model: str
     why: str = ""
+    asked: str = ""
+    """The name that the request has: the route's, or that of a pipeline over it."""
     rest: tuple[str, ...] = ()
     """Models to ask one after another if this one refuses."""
-    trial: Trial | Agreement | None = None
+    trial: Trial | None = None
     """In a cascade: decides whether this model goes on."""
+    ensemble: Ensemble | None = None
+    """Chooses among the answers of this model and of others."""
     bill: Bill | None = None
     """The route's, if its models have prices."""
     in_vain: float = 0.0
-    """USD paid for an answer that was begun and not kept."""
+    """USD paid for answers that were begun and not kept, and for judging."""
     cost: Cost | None = None
     """Known at the end of the answer."""
 

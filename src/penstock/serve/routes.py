@@ -1,64 +1,106 @@
-"""Chooses the model of a route: the first one, or the one that suits the question."""
+"""Chooses the model of a route: the first one, the one that suits the question, or what decides between their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
+from penstock.config.routes import AgreementConfig, EnsembleConfig, VerifierConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
-from penstock.serve.agreement import Agreement
 from penstock.serve.asking import KEPT_KEY, models_of
-from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
-from penstock.serve.cascade import Trial
+from penstock.serve.bodies import load_json
+from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import model_not_found, stays_here, unavailable
 from penstock.serve.questions import QuestionReader
 from penstock.serve.routed import ROUTED_KEY, Routed
+from penstock.serve.trials import Agreement, FirstTokens, Odds, Trial, Verification
+from penstock.serve.verdicts import Verdicts
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
 
 
 class RouteChooser:
-    def __init__(self, deployment: Deployment, questions: QuestionReader, upstreams: Mapping[str, Upstream]) -> None:
-        self._deployment, self._questions, self._upstreams = deployment, questions, upstreams
+    def __init__(
+        self, deployment: Deployment, questions: QuestionReader, verdicts: Verdicts, upstreams: Mapping[str, Upstream]
+    ) -> None:
+        self._deployment, self._questions, self._verdicts = deployment, questions, verdicts
+        self._upstreams = upstreams
 
-    async def choose(self, route: Route, data: bytes, http: HttpRequest) -> None:
-        """Note the model for the question in this body. Raises `ModelAway` if the encoder is not loaded, and `ApiError`."""
+    async def choose(self, route: Route, name: str, data: bytes, http: HttpRequest) -> None:
+        """Note the model for the question in this body. `name`: the request's, of the route or of a pipeline over it.
+
+        Raises `ModelAway` if a model that helps to choose is not loaded, and `ApiError`.
+        """
         await self._keep_here(route, data, http)
-        models, learned = models_of(route, self._deployment, http.scope), route.learned
+        models = models_of(route, self._deployment, http.scope, name)
         if not models and http.scope.get(KEPT_KEY):
             raise stays_here(route.name)
         if not models:  # a folder lost their files
             raise model_not_found(route.name, self._deployment.names)
-        if len(models) == 1 or (learned is None and route.agreement is None):
-            http.scope[ROUTED_KEY] = Routed(route.name, models[0], rest=(*models[1:],), bill=route.bill)
-            return
-        weak, strong = models
-        # A model here refuses for good reasons; of another server anything may fail.
-        after_strong = (weak,) if strong in self._upstreams else ()
-        if learned is None:
-            assert route.agreement is not None
-            agreement = Agreement(route.agreement)
-            http.scope[ROUTED_KEY] = Routed(route.name, weak, rest=(strong, *after_strong), trial=agreement, bill=route.bill)
-            return
+        routed = Routed(route.name, models[0], rest=(*models[1:],), bill=route.bill, asked=name)
+        if len(models) > 1:
+            if route.learned is not None:
+                routed = await self._by_question(route.learned, routed, data, http)
+            elif isinstance(route.by, EnsembleConfig):
+                routed = await self._by_ensemble(route.by, routed, data, http)
+            elif route.by is not None:
+                routed = self._by_confidence(route.by, routed, http)
+        http.scope[ROUTED_KEY] = routed
+
+    def _after_strong(self, routed: Routed) -> tuple[str, ...]:
+        """Return the models to ask if the strong model refuses: the weak one, if the strong one is an upstream."""
+        [strong] = routed.rest
+        return (routed.model,) if strong in self._upstreams else ()
+
+    async def _by_question(self, learned: Learned, routed: Routed, data: bytes, http: HttpRequest) -> Routed:
+        weak, [strong], after_strong = routed.model, routed.rest, self._after_strong(routed)
         read = await self._read(learned, data, http)
         if read is None:
-            http.scope[ROUTED_KEY] = Routed(route.name, strong, "no question", rest=after_strong, bill=route.bill)
-            return
+            return replace(routed, model=strong, why="no question", rest=after_strong)
         gain, cascade = learned.gain(*read), learned.route.cascade
         if cascade is not None and learned.route.tries(gain, learned.threshold):
-            trial = Trial(cascade.window, partial(learned.gain, *read), learned.threshold, learned.note)
-            http.scope[ROUTED_KEY] = Routed(route.name, weak, rest=(strong, *after_strong), trial=trial, bill=route.bill)
-            return
+            trial = FirstTokens(cascade.window, partial(learned.gain, *read), learned.threshold, learned.note)
+            return replace(routed, rest=(strong, *after_strong), trial=trial)
         learned.note(gain)
         why = f"gain={gain:.3f}; threshold={learned.threshold:.3f}"
         model, rest = (strong, after_strong) if gain >= learned.threshold else (weak, (strong,))
-        http.scope[ROUTED_KEY] = Routed(route.name, model, why, rest=rest, bill=route.bill)
+        return replace(routed, model=model, why=why, rest=rest)
+
+    def _by_confidence(self, by: AgreementConfig | VerifierConfig, routed: Routed, http: HttpRequest) -> Routed:
+        trial: Trial
+        match by:
+            case AgreementConfig():
+                trial = Agreement(by)
+            case VerifierConfig():
+                trial = Verification(self._odds(by.verifier, http), by.least)
+        return replace(routed, rest=(*routed.rest, *self._after_strong(routed)), trial=trial)
+
+    async def _by_ensemble(self, by: EnsembleConfig, routed: Routed, data: bytes, http: HttpRequest) -> Routed:
+        question = ""
+        if by.reranker is not None:
+            self._questions.reranker(by.reranker)
+            if not (question := await self._questions.read(data)):
+                return replace(routed, why="no question")
+        ensemble = Ensemble(
+            by,
+            (routed.model, *routed.rest),
+            odds=self._odds(by.judge or "", http),
+            score=lambda texts: self._questions.score(by.reranker or "", question, texts, data, http),
+        )
+        return replace(routed, ensemble=ensemble, rest=())
+
+    def _odds(self, judge: str, http: HttpRequest) -> Odds:
+        """Return what asks a model to judge. Raises `ModelAway` if it is not loaded: sooner than after the answers."""
+        if judge:
+            self._verdicts.check_there(judge)
+        return partial(self._verdicts.odds, judge, http)
 
     async def _keep_here(self, route: Route, data: bytes, http: HttpRequest) -> None:
         """Note which upstreams of the route must not see the request."""
@@ -71,7 +113,7 @@ class RouteChooser:
             texts = [*texts_in(body)]
             return frozenset([one.config.name for one in upstreams if one.keeps_out(http, body, texts)])
 
-        http.scope[KEPT_KEY] = await self._deployment.off_loop.run(len(data), look, limit=INLINE_MAX_BYTES)
+        http.scope[KEPT_KEY] = await self._deployment.off_loop.parse(len(data), look)
 
     async def _read(self, learned: Learned, data: bytes, http: HttpRequest) -> tuple[bytes, str] | None:
         """Return the vector of the question in a body, and the question, or None if it has none."""

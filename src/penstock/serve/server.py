@@ -51,7 +51,7 @@ READY, STOPPING = "READY=1", "STOPPING=1"
 _NOTIFY_TIMEOUT_S = 1.0
 _NEW_OBJECTS = 10_000
 """The garbage collector's first threshold: objects made minus objects freed. A running request has some two hundred. At 700,
-Python's default, every third or fourth request of a burst made it run in vain."""
+Python's default, every third or fourth request of a burst triggered a useless run."""
 
 
 def print_line(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, WithJsonSchema
@@ -45,6 +46,14 @@ class Usage(TokenUsage):
     completion_tokens_details: NotRequired[ReasoningTokens]
 
 
+class ResponseUsage(TypedDict):
+    input_tokens: Count
+    input_tokens_details: CachedTokens
+    output_tokens: Count
+    output_tokens_details: ReasoningTokens
+    total_tokens: Count
+
+
 FunctionCall = TypedDict("FunctionCall", {"name": str, "arguments": str})
 
 
@@ -54,6 +63,11 @@ class ToolCall(TypedDict):
     id: str
     type: Literal["function"]
     function: FunctionCall
+
+
+def utc(unix_s: float) -> str:
+    """Return a time in RFC 3339's format."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def told_calls(answer: Answer) -> list[ToolCall]:

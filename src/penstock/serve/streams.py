@@ -20,8 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock import fast_json
 from penstock.calls.call import AnswerOptions, Terms
-from penstock.calls.in_flight import RunningCall
-from penstock.deploy.off_loop import OffLoop
+from penstock.calls.in_flight import Chosen, RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import (
     ApiError,
@@ -81,7 +80,7 @@ _HEADERS = (
 async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -> Response:
     """Return the response to a call. Raises `ApiError` if the call fails and is not streamed."""
     with call:
-        writer = new_writer(call, call.running.tokenizer)
+        writer = new_writer(call)
         entry = entry_of(http.scope)
         if entry is not None:
             entry.count_tokens = writer.usage.counts
@@ -90,7 +89,7 @@ async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -
         records = await _collect(http, call, writer)
     if entry is not None:
         entry.ttft_s = _ttft_s(call.terms, records[0].last)
-    return await _json(records, call, writer, call.running.off_loop)
+    return await _json(records, call, writer)
 
 
 class Usage:
@@ -156,6 +155,7 @@ class Writer(ABC):
     def __init__(self, call: RunningCall) -> None:
         self._call = call
         self._options = call.answer
+        self._tokenizer = call.running.tokenizer
         self.usage = Usage(call)
 
     def open(self) -> bytes:
@@ -175,9 +175,9 @@ class Writer(ABC):
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         """Return the events of one chunk of choice `index`; may be empty."""
 
-    @abstractmethod
     def end(self) -> bytes:
-        """Return the end of a complete stream; may be empty."""
+        """Return the end of a complete stream, if the events of its last chunk are not the end."""
+        return b""
 
     @abstractmethod
     def fail(self, error: ApiError) -> bytes:
@@ -187,21 +187,27 @@ class Writer(ABC):
     def whole(self, records: Sequence[ChoiceRecord]) -> object:
         """Return the answer that is not streamed, as JSON data."""
 
+    def _shown_logprobs(self, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
+        """Return the chunk's log-probabilities, without that of a hidden stop token."""
+        ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
+        is_hidden = ends_with_stop_token and not self._options.include_stop_str_in_output
+        return chunk.logprobs[:-1] if is_hidden else chunk.logprobs
 
-NewWriter = Callable[[RunningCall, Tokenizer], Writer]
+
+NewWriter = Callable[[RunningCall], Writer]
 
 
 class ReadChoice:
     """Splits the text of one choice into parts: reasoning, content, tool calls."""
 
-    def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer, *, id_prefix: str = "call_") -> None:
+    def __init__(self, call: RunningCall, index: int, *, id_prefix: str = "call_") -> None:
         """`id_prefix`: prefix of the tool calls' ids, unless the model's template requires another form."""
         form = call.form or AnswerForm()
         self._has_reasoning = call.answer.has_reasoning
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
         skips = call.answer.skip_special_tokens and not call.requests[index].sampling.skip_special_tokens
-        self._hidden = HiddenTokens(tokenizer, form.marks) if skips else None
-        self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, tokenizer)
+        self._hidden = HiddenTokens(call.running.tokenizer, form.marks) if skips else None
+        self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, call.running.tokenizer)
         self.num_calls = 0
         self.is_cut = False
         """Whether the token limit or a stop string cut a tool call off."""
@@ -267,12 +273,6 @@ class _ReasoningTokens:
         self.count = self._num_tokens if self._has_reasoned else 0
 
 
-def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
-    """Return the chunk's log-probabilities, without that of a hidden stop token."""
-    ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
-    return chunk.logprobs[:-1] if ends_with_stop_token and not options.include_stop_str_in_output else chunk.logprobs
-
-
 def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
     """Return the id of a tool call, unique in this process."""
     name = short_id(f"{engine_id}.{index}", id_chars or 24)
@@ -297,13 +297,14 @@ async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list
     return records
 
 
-async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writer, off_loop: OffLoop) -> Response:
+async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writer) -> Response:
     """Return the whole answer, with the `Server-Timing` of its first choice."""
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
-    data = await off_loop.finish(size, lambda: fast_json.dumps(writer.whole(records)))
-    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.waits)}
+    data = await call.running.off_loop.finish(size, lambda: fast_json.dumps(writer.whole(records)))
+    parts_ms = times_ms(call.terms.arrival_ns, records[0].last)
+    headers = {"Server-Timing": server_timing(parts_ms, call.terms.waits, call.chosen)}
     return Response(data, media_type="application/json", headers=headers)
 
 
@@ -401,7 +402,7 @@ class EventStream(Response):
         terms = self._call.terms
         if (entry := entry_of(self._http.scope)) is not None:
             entry.ttft_s = _ttft_s(terms, first)
-        return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits))
+        return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits, self._call.chosen))
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
         write, index_of = self._writer.write, self._call.index_of
@@ -484,14 +485,16 @@ def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
     return None if chunk.first_token_ns is None else (chunk.first_token_ns - terms.arrival_ns) / 1e9
 
 
-def server_timing(parts_ms: Sequence[float], waits: WaitTimes) -> str:
-    """Return the value of `Server-Timing`: `parts_ms`, and the parts of `queue` spent on a route, a pipeline and the model.
+def server_timing(parts_ms: Sequence[float], waits: WaitTimes, chosen: Chosen | None = None) -> str:
+    """Return the value of `Server-Timing`: `parts_ms`, the parts of `queue` spent on a route, a pipeline and the model, and
+    the time for which the whole answer was held back.
 
     https://www.w3.org/TR/server-timing/
     """
     parts = [f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)]
-    before = (("route", waits.route), ("pipeline", waits.pipeline), ("model", waits.model))
-    parts += [f"{name};dur={wait_ns / 1e6:.3f}" for name, wait_ns in before if wait_ns]
+    held_ns = 0 if chosen is None else chosen.held_ns
+    more = (("route", waits.route), ("pipeline", waits.pipeline), ("model", waits.model), ("held", held_ns))
+    parts += [f"{name};dur={spent_ns / 1e6:.3f}" for name, spent_ns in more if spent_ns]
     return ", ".join(parts)
 
 

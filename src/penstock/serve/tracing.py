@@ -48,9 +48,9 @@ _PHASES = {
 
 
 def sender_of(config: ServerConfig) -> SpanSender | None:
-    """Return a connection to the collector, or None. Raises `ConfigError` if the one of the config can't be used.
+    """Return a connection to the collector, or None. Raises `ConfigError` if the one in the config can't be used.
 
-    One that only the variable names is left out then: it may be there for other programs.
+    One that only OTEL_EXPORTER_OTLP_ENDPOINT names is skipped then: the variable may be for other programs.
     """
     if config.otlp_endpoint:
         return _connect(config.otlp_endpoint)

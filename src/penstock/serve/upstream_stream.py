@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 from starlette.requests import Request as HttpRequest
@@ -17,6 +17,7 @@ from penstock.serve.errors import ApiError, internal
 from penstock.serve.events import EventReader, Garbage
 from penstock.serve.http.checks import identity_of, unless_gone
 from penstock.serve.streams import whole_lines
+from penstock.serve.upstream_exchange import Exchange
 
 _log = logging.getLogger(__name__)
 
@@ -24,37 +25,6 @@ KEEPALIVE_S = 10.0
 END_TIMEOUT_S = 1.0
 """Time for the end of the body after the last event. Then the connection can be used again."""
 DONE = b"data: [DONE]\n\n"
-
-
-class Exchange(Protocol):
-    """The request that a stream answers: it hears how that goes."""
-
-    @property
-    def max_silence_s(self) -> float: ...
-
-    def left_s(self) -> float | None:
-        """Return the time until the deadline of the whole answer, or None."""
-        ...
-
-    def works(self) -> None:
-        """Note that the upstream answers."""
-        ...
-
-    def look(self, event: dict[str, Any]) -> None:
-        """Count an event. Raises Garbage if it is an error."""
-        ...
-
-    def succeeded(self, value: dict[str, Any]) -> None:
-        """Count an answer that has ended well. `value`: the answer, or the event of a stream that has its usage."""
-        ...
-
-    def failed(self, error: Exception) -> ApiError:
-        """Count a failure, and return what to tell the client."""
-        ...
-
-    def was_late(self, message: str) -> ApiError:
-        """Count a deadline that has passed, and return what to tell the client."""
-        ...
 
 
 class UpstreamStream(Response):
@@ -82,13 +52,13 @@ class UpstreamStream(Response):
         if not self._response.headers.get("content-type", "").startswith("text/event-stream"):
             raise Garbage("it sent no stream")
         try:
-            async with asyncio.timeout(self._exchange.max_silence_s):  # comments alone are silence, too
+            async with asyncio.timeout(self._exchange.silence_s):  # comments alone are silence, too
                 while not self._has_begun:
                     if not await self._read() and not self._has_begun:
                         raise Garbage("it closed the connection without an answer")
         except TimeoutError:
             raise httpx2.ReadTimeout("no event") from None
-        self._exchange.works()
+        self._exchange.turn.works()
 
     async def _read(self) -> bool:
         """Wait for the next events, and return whether some may follow."""
@@ -144,7 +114,7 @@ class UpstreamStream(Response):
         """Send all events but for the last bytes, which are returned."""
         exchange = self._exchange
         try:
-            async with asyncio.timeout(exchange.left_s()):
+            async with asyncio.timeout(exchange.left_s(has_begun=True)):
                 goes_on = not self._is_done
                 while goes_on:
                     if data := self._rest():

@@ -6,9 +6,9 @@ decides:
     <think> ... </think>  some words  <tool_call> {"name": ...} </tool_call>
     `--- free, counted    `--- free   `--- the grammar
 
-A mark is a text such as `</think>` or a trigger. One token can complete a mark and go on with the text behind it. So while a
-mark is incomplete, tokens that complete it and go on with something the grammar forbids are masked. A new matcher of the
-grammar then reads the mark's tokens again.
+A mark is a text such as `</think>` or a trigger. One token can complete a mark and contain text after it. So while a mark is
+incomplete, tokens that complete it and add text that the grammar forbids are masked. Once it is complete, a new grammar
+matcher reads the mark's tokens again.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class AnswerMatcher:
         else:
             try:
                 self._follow(ids)
-            except GrammarFailure:  # one token completed the mark and went on with text that no call has
+            except GrammarFailure:  # the token that completed the mark has more text, which no call allows
                 self._state, self._inner = _State.FREE, None
 
     def _begin_reasoning(self) -> None:
@@ -194,7 +194,7 @@ class AnswerMatcher:
             return False
         try:
             self._follow(self._tokens.encode(text))
-        except GrammarFailure:  # one token completed the name and went on with text that no call has
+        except GrammarFailure:  # the token that completed the name has more text, which no call allows
             self._state, self._inner = _State.FREE, None
         return True
 
@@ -222,7 +222,7 @@ class AnswerMatcher:
         return None
 
     def _barred(self) -> list[bytes]:
-        """Return masks of the tokens that would complete a mark and go on with text that the grammar forbids."""
+        """Return masks of the tokens that would complete a mark and add text that the grammar forbids."""
         assert self._grammar is not None
         bars = [self._grammar.barred(mark, rest) for mark, rest in self._watch.begun()]
         return [bar for bar in bars if bar is not None]
@@ -237,21 +237,17 @@ class _Watch:
         self._firsts = tuple(mark[:1] for mark in self._marks)
         self._is_at_start = is_at_start
         self._sizes: list[int] = []
-        self._tail = b""
         self.ids: list[int] = []
         """The last tokens, from the first that may be part of a mark."""
+        self.text = b""
+        """Their text, which ends in a mark or the beginning of one."""
         self.is_over = False
         """No mark can follow any more."""
 
     @property
-    def text(self) -> bytes:
-        """The text of `ids`, which ends in a mark or the beginning of one."""
-        return self._tail
-
-    @property
     def behind(self) -> bytes:
         """The text after the complete mark, in the same token."""
-        return next((self._tail.partition(mark)[2] for mark in self._marks if mark in self._tail), b"")
+        return next((self.text.partition(mark)[2] for mark in self._marks if mark in self.text), b"")
 
     def copy(self) -> _Watch:
         other = copy(self)
@@ -260,20 +256,20 @@ class _Watch:
 
     def push(self, token_id: int, data: bytes) -> bool:
         """Add a token and return whether a mark is complete."""
-        self._tail += data
+        self.text += data
         self.ids.append(token_id)
         self._sizes.append(len(data))
         if self._is_at_start:
-            text = self._tail.lstrip()
+            text = self.text.lstrip()
             if text.startswith(self._marks):
                 return True
             self.is_over = not any(mark.startswith(text) for mark in self._marks)
             return False
-        if not any(first in self._tail for first in self._firsts):
+        if not any(first in self.text for first in self._firsts):
             self._forget(0)
             return False
-        found = [at for mark in self._marks if (at := self._tail.find(mark)) >= 0]
-        self._forget(len(self._tail) - min(found) if found else held_back(self._tail, self._marks))
+        found = [at for mark in self._marks if (at := self.text.find(mark)) >= 0]
+        self._forget(len(self.text) - min(found) if found else held_back(self.text, self._marks))
         return bool(found)
 
     def begun(self) -> list[tuple[str, str]]:
@@ -281,12 +277,12 @@ class _Watch:
         if not self.ids:
             return []
         if self._is_at_start:
-            num = len(self._tail.lstrip())
-            return [(text, text[num:]) for text in self._texts if num and text.encode().startswith(self._tail.lstrip())]
-        pairs = [(text, at) for text in self._texts for at in range(1, len(text)) if self._tail.endswith(text[:at].encode())]
+            num = len(self.text.lstrip())
+            return [(text, text[num:]) for text in self._texts if num and text.encode().startswith(self.text.lstrip())]
+        pairs = [(text, at) for text in self._texts for at in range(1, len(text)) if self.text.endswith(text[:at].encode())]
         return [(text, text[at:]) for text, at in pairs]
 
     def _forget(self, num_held: int) -> None:
-        while self._sizes and (not num_held or len(self._tail) - self._sizes[0] >= num_held):
-            self._tail = self._tail[self._sizes[0] :]
+        while self._sizes and (not num_held or len(self.text) - self._sizes[0] >= num_held):
+            self.text = self.text[self._sizes[0] :]
             del self._sizes[0], self.ids[0]

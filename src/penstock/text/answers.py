@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.text.dialects import NAME_CHARS, ReasoningFormat, ToolFormat, Way, marks_of
 from penstock.text.parameters import ParameterReader, Types, held_back, match_literal
@@ -106,16 +106,6 @@ def gather(parts: Iterable[Part]) -> Answer:
     return answer
 
 
-class AnswerReader(Protocol):
-    def push(self, text: str) -> list[Part]:
-        """Take the next piece of the answer. Return the parts that no later text can change."""
-        ...
-
-    def finish(self) -> list[Part]:
-        """Return the parts that are still held back, at the end of the answer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
     """The format of tool calls and reasoning in the answers to one `Call`. Makes their readers."""
@@ -134,7 +124,7 @@ class AnswerForm:
     def marks(self) -> frozenset[str]:
         return marks_of(self.tools, self.reasoning)
 
-    def reader(self, new_call_id: Callable[[int], str]) -> AnswerReader:
+    def reader(self, new_call_id: Callable[[int], str]) -> MarkReader | ChannelReader:
         """Return a reader for one choice. `new_call_id` makes a tool call's id from its index in the answer."""
         if self.reasoning is not None and self.reasoning.lead:
             return ChannelReader(self, new_call_id)
@@ -162,12 +152,14 @@ class MarkReader:
         """Skip white space until something is returned."""
 
     def push(self, text: str) -> list[Part]:
+        """Take the next piece of the answer. Return the parts that no later text can change."""
         self._held += text
         while self._held and self._step():
             pass
         return self._take()
 
     def finish(self) -> list[Part]:
+        """Return the parts that are still held back, at the end of the answer."""
         if self._step == self._read_reasoning:
             if not self._is_fresh or self._held.strip():
                 self._parts.append(Reasoning(self._held.rstrip()))
@@ -533,7 +525,7 @@ class _ObjectScanner:
         self.is_closed = self.is_wrong = False
 
     def push(self, text: str) -> tuple[int, str]:
-        """Return how many characters of this piece belong to the object, and these."""
+        """Return how many characters belong to the object, and these characters."""
         for at, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

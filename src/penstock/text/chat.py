@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
 from penstock.text.builtin_templates import BUILTIN_TEMPLATES
-from penstock.types.errors import ConfigError, Rejected, RejectReason
+from penstock.types.errors import ConfigError, Rejected, RejectReason, wrong
 
 _log = logging.getLogger(__name__)
 
 MAX_NAMES = 20
-"""Most names of templates in an error message."""
+"""Most template names in an error message."""
 _WAIT_FACTOR = 30
 """Wall-clock limit as a multiple of the CPU limit. It is high because a busy machine may run the process rarely."""
 _CONTINUE_MARK = "<|penstock continues here|> "
@@ -117,7 +117,7 @@ class ChatTemplate:
         try:
             question = json.dumps({"variables": given, "now": (now or self._now()).isoformat()}).encode()
         except RecursionError as error:
-            raise _invalid("The messages are nested too deeply for the chat template.", "messages") from error
+            raise wrong("The messages are nested too deeply for the chat template.", "messages") from error
         with self._lock:
             if self._child.has_ended():
                 try:
@@ -127,7 +127,7 @@ class ChatTemplate:
             try:
                 return self._child.ask(question)
             except _TemplateError as error:
-                raise _invalid(str(error), "messages") from error
+                raise wrong(str(error), "messages") from error
             except _Ended as error:
                 self._blame(error)
 
@@ -157,7 +157,7 @@ class ChatTemplate:
             )
             raise _unavailable("The process of the chat template ended.") from error
         _log.warning("the chat template needed more than %s for one conversation, which was refused", limit)
-        raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
+        raise wrong(f"The chat template needs more than {limit} for these messages.", "messages") from error
 
     def _limit(self, error: _Ended) -> str | None:
         limits = {
@@ -176,20 +176,20 @@ class ChatTemplate:
         is_continued: bool,
     ) -> None:
         if not messages:
-            raise _invalid("There are no messages.", "messages")
+            raise wrong("There are no messages.", "messages")
         taken = self._reserved.intersection(variables)
         if taken:
             names = ", ".join(f"'{name}'" for name in sorted(taken))
-            raise _invalid(f"The server sets these template variables itself: {names}.", "chat_template_kwargs")
+            raise wrong(f"The server sets these template variables itself: {names}.", "chat_template_kwargs")
         if not is_continued:
             return
         if add_generation_prompt:
-            raise _invalid(
+            raise wrong(
                 "add_generation_prompt and continue_final_message exclude each other: a reply is either begun or continued.",
                 "continue_final_message",
             )
         if not isinstance(messages[-1].get("content"), str):
-            raise _invalid("continue_final_message needs a last message with text to continue.", "messages")
+            raise wrong("continue_final_message needs a last message with text to continue.", "messages")
 
 
 def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
@@ -201,7 +201,7 @@ def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
     """Return the template itself. If it is None, raises `Rejected` with a remedy."""
     if template is None:
-        raise _invalid(
+        raise wrong(
             "This model has no chat template, so messages cannot be turned into a prompt. "
             "Use /v1/completions, or start the server with --chat-template.",
             "messages",
@@ -241,7 +241,7 @@ def _with_single_braces(source: str) -> str:
     """Correct Qwen2.5-Coder's template: its example of a tool call has doubled braces, which the model would copy."""
     if _DOUBLED_CALL not in source:
         return source
-    _log.info("The chat template shows calls of tools in doubled braces; the model is shown single ones.")
+    _log.info("The chat template shows tool calls in doubled braces; the model is shown single ones.")
     return source.replace(_DOUBLED_CALL, _DOUBLED_CALL[1:-1])
 
 
@@ -263,7 +263,7 @@ def _cut_at_mark(text: str, content: str) -> str:
         return text[:at]
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
-        raise _invalid("The chat template does not show the last message, so it cannot be continued.", "messages")
+        raise wrong("The chat template does not show the last message, so it cannot be continued.", "messages")
     # A content of white space is trimmed away, so the white space before the mark is the template's.
     return text[:at].rstrip() if content.strip() else text[:at]
 
@@ -359,12 +359,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with process:  # closes the pipes and takes the exit status
+    with process:  # closes the pipes and reaps the process
         pass
-
-
-def _invalid(detail: str, param: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail, param=param)
 
 
 def _unavailable(detail: str) -> Rejected:

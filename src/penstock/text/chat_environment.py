@@ -100,7 +100,7 @@ class _Template:
             raise _Refused(f"The chat template is not valid Jinja2: line {error.lineno}: {error.message}.") from error
         except RecursionError as error:
             raise _Refused("The chat template is nested too deeply.") from error
-        except SyntaxError as error:  # Python's, of what Jinja2 made of it: so many loops in each other, for example
+        except SyntaxError as error:  # from compiling Jinja2's generated code: too many nested loops, for example
             raise _Refused(f"The chat template cannot be compiled: {error.msg}.") from error
 
     def render(self, question: bytes) -> str:
@@ -128,7 +128,7 @@ class _Template:
         for part in self._template.generate({"strftime_now": strftime_now, **days, **variables, "range": _Range()}):
             num_chars += len(part)
             if num_chars > self._max_chars:
-                raise _Refused(f"The chat template makes more than {self._max_chars} characters of these messages.")
+                raise _Refused(f"The chat template renders these messages to more than {self._max_chars} characters.")
             parts.append(part)
         return "".join(parts)
 
@@ -161,7 +161,7 @@ class _Range:
         # At least one per call: an empty range in an endless nest of loops costs time as well.
         self._num_left -= max(len(items), 1)
         if self._num_left < 0:
-            raise jinja2.exceptions.SecurityError(f"more than {MAX_RANGE_ITEMS} rounds of loops over range()")
+            raise jinja2.exceptions.SecurityError(f"more than {MAX_RANGE_ITEMS} iterations over range()")
         return items
 
 

@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 from penstock.text.dialects import REASONING_FORMATS, SPELLED_PARTS, TOOL_FORMATS, Dialect, Message, PastCall, marks_of
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, wrong
 
 Render: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 """Renders messages, tools and further variables of the chat template."""
 
 _MAX_SPARED = 4
-"""Most names for which renderings find out whether the template looks for them. Each takes as long as the first rendering."""
+"""Most names to test, each with one more rendering, for whether the template looks for them."""
 _FIRST, _OTHER = "0", "1"
 """Masks of the character before a cut and of others in a name: digits, since templates hardly change them."""
 _TAGS = frozenset({"<tool_response>", "</tool_response>", "<tools>", "</tools>"}).union(
@@ -40,7 +40,7 @@ class ControlTokens:
     """The names of a model's control tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, dialect: Dialect) -> None:
-        """`source` is the chat template. Added tokens in it, or with bars, are control tokens even if files call them text."""
+        """`source` is the chat template. Added tokens in it or containing bars are control tokens whatever files call them."""
         self._source = source
         self._tokenizer = tokenizer
         special = {name: is_special for name, is_special in tokenizer.added_names.items() if _is_name(name)}
@@ -75,8 +75,8 @@ class ControlTokens:
         """Return where to cut a prompt so that no name from a client is tokenised as a control token.
 
         `prompt` is the result of `render` for the other arguments. Each cut is inside a name. A name that the template itself
-        looks for, as in `content.split('<|end_think|>')`, remains a control token. Raises `Rejected` if the template writes
-        something else where a text contains a name, or makes a name of its parts, and what `render` raises.
+        looks for, as in `content.split('<|end_think|>')`, remains a control token. Raises `Rejected` if a name changes what
+        the template writes, or if the template joins a name's parts, and what `render` raises.
         """
         found: set[str] = set()
 
@@ -109,7 +109,7 @@ class ControlTokens:
                 continue
             found.add(name)
             chars = chars or list(text)
-            # JSON may spell others with more letters.
+            # JSON may escape others, changing the length.
             ascii_places = [at for at in range(start, end) if "!" <= text[at] <= "~" and text[at] not in '"\\']
             first = next((at for at in ascii_places if at < end - 1 and text[at] != _FIRST), start)
             for at in ascii_places:
@@ -120,7 +120,7 @@ class ControlTokens:
         return "".join(chars) if chars else text
 
     def _check_rest(self, names: Collection[str], text: str) -> None:
-        """Raise `Rejected` if the text has more control tokens without what templates remove, such as earlier reasoning."""
+        """Raise `Rejected` if removing what templates remove, such as earlier reasoning, creates control tokens in the text."""
         rest = text
         for part in self._removed:
             rest = rest.replace(part, "")
@@ -147,8 +147,7 @@ class ControlTokens:
 
 def _refused(names: Iterable[str], where: str) -> Rejected:
     named = ", ".join(sorted(names)[:3])
-    detail = f"The messages contain control tokens ({named}) {where}. Leave them out."
-    return Rejected(RejectReason.INVALID, detail, param="messages")
+    return wrong(f"The messages contain control tokens ({named}) {where}. Leave them out.", "messages")
 
 
 def _is_name(name: str) -> bool:
@@ -181,8 +180,7 @@ def _walked(value: Any, mask: Callable[[str], str]) -> Any:
     try:
         written = json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
-        detail = "The messages are nested too deeply for the chat template."
-        raise Rejected(RejectReason.INVALID, detail, param="messages") from error
+        raise wrong("The messages are nested too deeply for the chat template.", "messages") from error
     masked = mask(written)
     return value if masked is written else json.loads(masked)
 

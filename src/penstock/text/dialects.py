@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
 from penstock.text.parameters import Tags
-from penstock.types.errors import ConfigError
 
 NAME_CHARS = "A-Za-z0-9_.-"
 """Characters of a tool's name."""
@@ -232,6 +230,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     GENERIC,
 )
 """All formats, in the order in which `find_dialect` tries their marks."""
+BY_NAME: Mapping[str, ToolFormat] = {one.name: one for one in TOOL_FORMATS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +264,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(name="mistral", open="[THINK]", close="[/THINK]", marks=("[/THINK]",), forced="[/THINK]"),
 )
 
-AUTO, NONE = "auto", "none"
-TOOL_PARSERS = (AUTO, *(one.name for one in TOOL_FORMATS))
-REASONING_PARSERS = (AUTO, NONE, *(one.name for one in REASONING_FORMATS))
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,18 +307,12 @@ _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"
 
 
 def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
-    """Return the formats of the model with this chat template. `tool_parser` and `reasoning_parser` name formats, or are
-    `auto`.
-
-    Raises `ConfigError` for an unknown name.
-    """
-    _check_name("--tool-call-parser", tool_parser, TOOL_PARSERS)
-    _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    """Return the formats of the model with this chat template. The parsers name formats; `auto` detects them."""
     source = template or ""
     in_expressions = _expressions(source)
     knows_tools = _TOOLS_VARIABLE.search(in_expressions) is not None
     if tool_parser != AUTO:
-        tools = next(one for one in TOOL_FORMATS if one.name == tool_parser)
+        tools = BY_NAME[tool_parser]
     else:
         found = [one for one in TOOL_FORMATS if one.marks and _has_marks(source, one)]
         tools = found[0] if found and knows_tools else GENERIC
@@ -359,11 +350,6 @@ def _expressions(source: str) -> str:
 
 def _has_marks(source: str, tools: ToolFormat) -> bool:
     return all(mark in source for mark in tools.marks) and not any(mark in source for mark in tools.but_not)
-
-
-def _check_name(setting: str, name: str, names: Sequence[str]) -> None:
-    if name not in names:
-        raise ConfigError(f"{setting} {name!r} is unknown.", remedy=f"Take one of {', '.join(names)}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,6 +524,3 @@ def short_id(text: str, num_chars: int) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-BY_NAME: Mapping[str, ToolFormat] = MappingProxyType({one.name: one for one in TOOL_FORMATS})

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import wrong
 
 MAX_DEPTH = 60
 """Most nested groups."""
@@ -146,9 +146,9 @@ class _Parser:
             self._fail(token.at, f"{sign} repeats a repetition", "Put that in brackets.")
         numbers = [int(number) for number in re.findall("[0-9]+", sign)]
         if max(numbers, default=0) > MAX_REPEATS:
-            self._fail(token.at, f"{sign} repeats more than {MAX_REPEATS} times", "Ask for less.")
+            self._fail(token.at, f"{sign} repeats more than {MAX_REPEATS} times", "Lower the number.")
         if numbers != sorted(numbers):
-            self._fail(token.at, f"{sign} has a minimum above its maximum", "Exchange them.")
+            self._fail(token.at, f"{sign} has a minimum above its maximum", "Swap them.")
         return _Node("repeat", sign, tuple(before))
 
     def _class(self, token: _Token) -> _Node:
@@ -164,7 +164,7 @@ class _Parser:
             first, last = characters[nth][0], characters[nth + 2 if is_range else nth][0]
             if first > last:
                 what = f"The class {token.text[:40]} has a range that goes backwards"
-                self._fail(token.at, what, "Exchange its ends.")
+                self._fail(token.at, what, "Swap its ends.")
             written += _in_regex(first) if first == last else f"{_in_regex(first)}-{_in_regex(last)}"
             nth += 3 if is_range else 1
         return _Node("char", f"[{sign}{written}]")
@@ -193,7 +193,7 @@ class _Parser:
         while at < len(self._source):
             found = _TOKEN.match(self._source, at)
             if found is None or found.lastgroup is None:
-                self._fail(at, _unknown(self._source[at]), "Leave it out, or say the same otherwise.")
+                self._fail(at, _unknown(self._source[at]), "Leave it out, or rephrase it.")
             if found.lastgroup != "space":
                 tokens.append(_Token(found.lastgroup, found[0], at))
             at = found.end()
@@ -207,8 +207,7 @@ class _Parser:
     def _fail(self, at: int, what: str, remedy: str) -> NoReturn:
         before = self._source[:at]
         place = f"line {before.count(chr(10)) + 1}, column {at - before.rfind(chr(10))}"
-        detail = f"The grammar, read as GBNF, can't be followed: {what} ({place}). {remedy}"
-        raise Rejected(RejectReason.INVALID, detail)
+        raise wrong(f"The grammar, read as GBNF, can't be followed: {what} ({place}). {remedy}")
 
 
 def _unknown(character: str) -> str:
@@ -235,7 +234,7 @@ class _Writer:
     """Writes GBNF rules as Lark. A rule becomes a terminal where that loses no answer.
 
     A terminal is split if it could take characters that belong to what follows it: if it also matches a shorter text, and the
-    next character may follow that one. Where terminals stand is not checked, so some are split without need.
+    next character may follow that one. The terminals' places are not considered, so some are split needlessly.
     """
 
     def __init__(self, rules: dict[str, _Node]) -> None:

@@ -87,15 +87,15 @@ def check_vocab(vocab: GgufVocab) -> None:
         ("unknown", vocab.unknown_token_id, False),
     ):
         if name == "unknown" and token_id is None and vocab.model in ("t5", "bert"):
-            raise _contradiction("names no unknown token, which a text needs that its pieces do not cover")
+            raise _contradiction("names no unknown token for text that its pieces do not cover")
         if token_id is None and is_needed:
-            raise _contradiction(f"asks for its {name} token in front of or behind a text, but names none")
+            raise _contradiction(f"asks for its {name} token before or after a text, but names none")
         if token_id is not None and not 0 <= token_id < num_tokens:
             raise _contradiction(f"has {num_tokens} tokens, and its {name} token is {token_id}")
 
 
 def _contradiction(cause: str) -> ModelError:
-    return ModelError(f"The vocabulary {cause}.", remedy="Fetch the file again; if it stays so, its converter is at fault.")
+    return ModelError(f"The vocabulary {cause}.", remedy="Fetch the file again; if this persists, its converter is at fault.")
 
 
 def _has_ranks(vocab: GgufVocab) -> bool:
@@ -161,7 +161,7 @@ def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _expansion(vocab: GgufVocab) -> Expansion | None:
-    """Return how much longer normalisation can make a text, or None if hardly. Raises `ModelError` for a damaged charsmap."""
+    """Return how much longer normalisation can make a text, or None if trivial. Raises `ModelError` for a damaged charsmap."""
     if vocab.model == "bert":
         return Expansion(3, 0)
     return Expansion(3 * max(1, check_charsmap(vocab.charsmap)), 3) if vocab.charsmap else None

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from penstock.text import gbnf, grammar_source, json_schema, tool_grammar
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, wrong
 from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class Grammar:
             return
         total = self._sum_of_lengths(are_all=False)
         if total > json_schema.MAX_LENGTHS:
-            raise Rejected(
-                RejectReason.INVALID,
+            raise wrong(
                 f"The different minLength and maxLength of the {self.kind} add up to {total}, and at most "
                 f"{json_schema.MAX_LENGTHS} are followed in answers of more than {json_schema.MAX_SHORT_TOKENS} tokens. Lower "
                 "them, leave out those of long strings, or limit the tokens of the answer.",
@@ -132,13 +131,13 @@ class Grammar:
     def _sum_of_lengths(self, *, are_all: bool) -> int:
         """Return the sum of the lengths in its schemas. Unless `are_all`, those of tools that are not strict do not count."""
         of_other = 0 if self.other is None else self.other._sum_of_lengths(are_all=are_all)
-        is_read = self.kind in _OF_JSON and len(self.source) <= MAX_SOURCE_CHARS  # else it is refused as it is compiled
+        is_read = self.kind in _OF_JSON and len(self.source) <= MAX_SOURCE_CHARS  # else compiling refuses it
         written = _LENGTH.findall(self.source) if is_read else ()
         if not are_all and sum(map(float, written)) <= json_schema.MAX_LENGTHS:
             return of_other  # nearly always, and cheap enough for an event loop
         try:
             value = json.loads(self.source)
-        except (ValueError, RecursionError):  # refused as it is compiled
+        except (ValueError, RecursionError):  # compiling refuses it
             return of_other
         if self.kind is GrammarKind.TOOLS:
             value = [parameters for _, parameters, is_strict in value[3] if is_strict or are_all]
@@ -213,7 +212,7 @@ class Grammars:
         """Return what `ready` returns if it need not compile the grammar, else None."""
         with self._lock:
             if (detail := self._refused.get(hash(grammar))) is not None:
-                raise Rejected(RejectReason.INVALID, detail)
+                raise wrong(detail)
             compiled = self._kept.get(grammar)
             if compiled is None or not _has_left(compiled, number):
                 return None
@@ -245,7 +244,7 @@ class Grammars:
                 more = json_schema.place_in(grammar.source, rejected.detail)
             else:
                 raise
-            raise Rejected(RejectReason.INVALID, f"{rejected.detail}{more}") from rejected
+            raise wrong(f"{rejected.detail}{more}") from rejected
 
     def _of_tools(self, grammar: Grammar) -> CompiledGrammar:
         def check(schema: str) -> None:
@@ -257,12 +256,12 @@ class Grammars:
             lark, are_followed = tool_grammar.of_tools(grammar.source, self._tokens.spell, check)
             if are_followed:
                 raise
-            _log.info("a tool's arguments follow no schema: %s", rejected.detail)
+            _log.info("a tool's schema is not enforced: %s", rejected.detail)
             return self._of_lark(grammar, lark)
 
     def _lark_of(self, grammar: Grammar) -> str:
         if grammar.kind is GrammarKind.STRUCTURAL_TAG:
-            from penstock.text.structural_tag import of_structural_tag  # few ask for it
+            from penstock.text.structural_tag import of_structural_tag  # rarely used
 
             return of_structural_tag(grammar.source, self._tokens.spell, MAX_REGEX_CHARS)
         return _TO_LARK[grammar.kind](grammar.source)
@@ -323,13 +322,10 @@ def _has_left(compiled: CompiledGrammar, number: int) -> bool:
 def _check_source(grammar: Grammar) -> None:
     max_chars = _MAX_CHARS.get(grammar.kind, MAX_SOURCE_CHARS)
     if len(grammar.source) > max_chars:
-        raise Rejected(
-            RejectReason.INVALID,
-            f"The {grammar.kind} has {len(grammar.source)} characters, and at most {max_chars} are taken. "
-            "Ask for less at once.",
+        raise wrong(
+            f"The {grammar.kind} has {len(grammar.source)} characters; at most {max_chars} are allowed. Make it shorter.",
         )
     try:
         grammar.source.encode()
     except UnicodeEncodeError as error:
-        detail = f"The {grammar.kind} contains a lone surrogate, which is half of a character. Leave it out."
-        raise Rejected(RejectReason.INVALID, detail) from error
+        raise wrong(f"The {grammar.kind} contains a lone surrogate, which is half of a character. Leave it out.") from error

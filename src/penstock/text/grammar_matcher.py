@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.text.dialects import SPELLED_PARTS
 from penstock.text.grammar_source import failure, refusal
-from penstock.types.errors import GrammarFailure, Rejected, RejectReason
+from penstock.types.errors import GrammarFailure, wrong
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -69,8 +69,7 @@ class GrammarTokens:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not self._end_ids:
-            raise Rejected(
-                RejectReason.INVALID,
+            raise wrong(
                 "This model has no end token, so an answer that follows a grammar could not end. Ask without one.",
             )
         tokens = [self._bytes_of(token_id) for token_id in range(self._vocab_size)]
@@ -250,7 +249,7 @@ class CompiledGrammar:
             return self._first_mask
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
-        """Find, for `barred`, the tokens that complete a mark and go on with text that the grammar forbids."""
+        """Find, for `barred`, the tokens that complete a mark and add text that the grammar forbids."""
         for rest, token_ids in tokens.across(mark.text).items():
             begun = self._start.deep_copy()
             if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
@@ -260,7 +259,7 @@ class CompiledGrammar:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
 
     def barred(self, mark: str, rest: str) -> bytes | None:
-        """Return the mask of the tokens that `bar` found for a mark of which only the end `rest` is missing, or None."""
+        """Return the mask of the tokens that `bar` found for a mark that lacks only its end `rest`, or None."""
         return self._bars.get((mark, rest))
 
     def matcher(self) -> GrammarMatcher:
@@ -276,7 +275,7 @@ class CompiledGrammar:
         if matcher.is_error():
             raise self.failure(matcher)
         if mask == self._nothing:
-            raise GrammarFailure("No token that an answer may have can continue it.", remedy="Leave special tokens out.")
+            raise GrammarFailure("No allowed token can continue the answer.", remedy="Leave special tokens out.")
         return mask
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:

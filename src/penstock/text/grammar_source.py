@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from penstock.text import gbnf, json_schema
-from penstock.types.errors import GrammarFailure, Rejected, RejectReason
+from penstock.types.errors import GrammarFailure, Rejected, wrong
 
 START = "\nstart: "
 """The beginning of Lark that Penstock writes, as opposed to Lark of the client."""
@@ -23,9 +23,9 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         f"(?i){_TOO_LARGE}",
         "The grammar becomes too large to follow.",
-        "Make it simpler: fewer alternatives and optional fields, shorter repetitions, no rule with two readings.",
+        "Make it simpler: fewer alternatives and optional fields, shorter repetitions, no ambiguous rules.",
     ),
-    (r"^Unimplemented keys: (.*)", "The keywords {} are not supported.", "Leave them out, or say the same otherwise."),
+    (r"^Unimplemented keys: (.*)", "The keywords {} are not supported.", "Leave them out, or express it differently."),
     (r"^Unknown format: (.*)", "The format {} is not supported.", "Leave it out, or say it as a pattern."),
     (
         r"look-?around",
@@ -63,7 +63,7 @@ def failure(message: str) -> GrammarFailure:
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
     """Return the error for a grammar that can't be followed. `name`: the kind of grammar, in the client's words."""
-    return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
+    return wrong(f"The {name} can't be followed: {error}")
 
 
 def _cause(message: str) -> str:
@@ -103,14 +103,14 @@ def of_schema(source: str) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise _rejected('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
+        raise wrong('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
     return f"{START}%json {json_schema.json_of(schema, json_schema.SchemaCount())}\n"
 
 
 def of_json_object(source: str) -> str:
     """Return Lark for any JSON object. Raises `Rejected` unless `source` is empty."""
     if source:
-        raise _rejected("A json_object takes no description. Use json_schema to describe it.")
+        raise wrong("A json_object takes no description. Use json_schema to describe it.")
     return of_schema('{"type": "object"}')
 
 
@@ -125,7 +125,7 @@ def of_choices(source: str) -> str:
     """Return Lark for an answer that is one of the strings in a JSON array. Raises `Rejected`."""
     choices = _parsed(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise _rejected("The choice must be a list of at least one string, none of them empty.")
+        raise wrong("The choice must be a list of at least one string, none of them empty.")
     return of_regex("|".join(re.escape(choice) for choice in dict.fromkeys(choices)))
 
 
@@ -145,10 +145,10 @@ def of_lark(source: str) -> str:
     rules = _LITERAL.sub("", source)
     for pattern, what in _UNSUPPORTED_LARK:
         if pattern.search(rules):
-            raise _rejected(f"The grammar {what}. Leave that out.")
+            raise wrong(f"The grammar {what}. Leave that out.")
     if (num_operators := len(_OF_SETS.findall(rules))) > MAX_SET_OPERATORS:
         what = f"has {num_operators} operators & and ~, and at most {MAX_SET_OPERATORS} are taken"
-        raise _rejected(f"The grammar {what}. Say the same with alternatives.")
+        raise wrong(f"The grammar {what}. Say the same with alternatives.")
     return source
 
 
@@ -156,8 +156,4 @@ def _parsed(source: str, name: str) -> Any:
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise _rejected(f"The {name} is not JSON: {error}.") from error
-
-
-def _rejected(detail: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail)
+        raise wrong(f"The {name} is not JSON: {error}.") from error

@@ -17,7 +17,7 @@ from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import wrong
 
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
 """White space that pretty printers write between two JSON tokens. Without a limit, small models write spaces forever."""
@@ -118,7 +118,7 @@ class SchemaCount:
         self._num_schemas += num_schemas
 
     def check(self, num_schemas: int) -> None:
-        """Raise `Rejected` if adding so many schemas would exceed `MAX_SCHEMAS`."""
+        """Raise `Rejected` if adding `num_schemas` would exceed `MAX_SCHEMAS`."""
         if self._num_schemas + num_schemas > MAX_SCHEMAS:
             what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
             why = f"an allOf has several anyOf, or it is as large itself (a pattern or a format counts as {_PATTERN_SCHEMAS})"
@@ -143,12 +143,12 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
         multiples.append(_significant(node.get("multipleOf")))
         name_patterns |= _dict(node, "patternProperties").keys()
     if len(name_patterns) > MAX_NAME_PATTERNS:
-        what = f"has {len(name_patterns)} different patterns in patternProperties, and at most {MAX_NAME_PATTERNS} are taken"
-        _refuse(f"{what}. Put some together as one pattern.")
+        what = f"has {len(name_patterns)} different patterns in patternProperties; at most {MAX_NAME_PATTERNS} are allowed"
+        _refuse(f"{what}. Combine some into one pattern.")
     does_merge = _count_all(schema, find, count)
     if max(sum(multiples), math.prod(set(multiples) - {0}) if does_merge else 0) > MAX_MULTIPLES:
-        what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
-        _refuse(f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers.")
+        what = f"takes multipleOf values that, without decimal points and trailing zeros, add up to at most {MAX_MULTIPLES}"
+        _refuse(f"{what}, as must their product where allOf, anyOf, oneOf or $ref combine them. Use rounder numbers.")
     return json.dumps(schema | {"x-guidance": _OPTIONS})
 
 
@@ -335,7 +335,7 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
         count.add(_PATTERN_SCHEMAS if has_pattern else 1)
         if has_pattern and way.num_patterns >= MAX_PATTERNS_TOGETHER:
             what = f"puts more than {MAX_PATTERNS_TOGETHER} patterns and formats together for one string"
-            _refuse(f"{what}. Say them as one pattern.")
+            _refuse(f"{what}. Combine them into one.")
         all_of = _list(node, "allOf")
         says_something = any(name not in _ANNOTATIONS for name in node)
         num_parts = says_something + len(all_of) + sum(name in node for name in ("$ref", "anyOf", "oneOf"))
@@ -482,4 +482,4 @@ def _pointer(place: Place) -> str:
 
 def _refuse(what: str, place: Place = None) -> NoReturn:
     """Raise `Rejected`. `what` completes the sentence "A json_schema ..." and ends with the remedy."""
-    raise Rejected(RejectReason.INVALID, f"A json_schema {what}{_sentence([place])}")
+    raise wrong(f"A json_schema {what}{_sentence([place])}")

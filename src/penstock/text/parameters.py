@@ -1,6 +1,6 @@
 """Arguments of calls that are written as tagged parameters, such as `<parameter=city>Rome</parameter>`, and not as JSON.
 
-Strings stand in the tags as they are, and other values as JSON. So reading them takes the types that a tool's schema allows.
+Tags contain strings as they are and other values as JSON, so reading them requires the types that a tool's schema allows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Types = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True)
 class Tags:
-    """The text of one parameter, with placeholders KEY and VALUE. White space in it matches any amount, but in the value."""
+    """The text of one parameter, with placeholders KEY and VALUE. White space outside the value matches any amount."""
 
     text: str
 
@@ -52,7 +52,7 @@ class Tags:
 
     @cached_property
     def has_lines(self) -> bool:
-        """A line break before a value, and one behind it, are not part of it."""
+        """A line break before a value, and one after it, are not part of it."""
         return "VALUE\n" in self.text
 
     def written(self, arguments: Mapping[str, Any]) -> str:
@@ -65,7 +65,7 @@ class Tags:
 def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]], depth: int = 0) -> frozenset[str]:
     """Return the types that a schema allows. `root` has the definitions to which it refers.
 
-    `known` keeps their types, for other calls with this root: definitions that name others twice would take forever.
+    `known` caches their types for this root: definitions that refer to others twice would take exponential time.
     """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return ANY_TYPE
@@ -78,7 +78,7 @@ def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
         allowed &= {_NAMES.get(type(value), "") for value in values}
     if isinstance(ref := schema.get("$ref"), str):
         if ref not in known:
-            known[ref] = ANY_TYPE  # of a definition within itself
+            known[ref] = ANY_TYPE  # for recursive definitions
             known[ref] = types_of(_referred(root, ref), root, known, depth + 1)
         allowed &= known[ref]
     for name in ("anyOf", "oneOf"):
@@ -127,7 +127,7 @@ def _json(value: Any) -> str:
 
 
 class ParameterReader:
-    """Makes a JSON object of tagged parameters, whose text arrives in pieces. Strings come out as they come in."""
+    """Converts tagged parameters, whose text arrives in pieces, to a JSON object. Strings are emitted as they arrive."""
 
     def __init__(self, tags: Tags, end: str, types: Types) -> None:
         """`end`: the mark after the last parameter."""
@@ -139,11 +139,11 @@ class ParameterReader:
         self._num_searched = 0
         """Characters of a JSON value that need not be read again."""
         self._is_in_string = False
-        """A string of that value goes on behind them."""
+        """Those characters end inside a string."""
         self._is_in_value = self._is_at_start = False
         self.is_closed = False
         self.is_wrong = False
-        """Something else than a parameter or the end has come."""
+        """Neither a parameter nor the end came next."""
 
     def begins(self, text: str) -> bool | None:
         """Return whether a parameter or the end begins the text, or None if more text is needed."""
@@ -153,7 +153,7 @@ class ParameterReader:
     def push(self, text: str) -> tuple[int, str]:
         """Return how many characters of the text were read, and the piece of JSON that they make.
 
-        The rest must come again, with more text behind it.
+        Pass the rest again, with more text appended.
         """
         at, pieces = 0, list[str]()
         while not (self.is_closed or self.is_wrong):

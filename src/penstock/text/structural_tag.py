@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 
 from penstock.text import json_schema
 from penstock.text.tool_grammar import escaped
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, wrong
 
 MAX_TAGS = 128
 MAX_REPEAT = 1000
@@ -197,7 +197,7 @@ class _Writer:
         texts = tuple(self._string(text, f"{place}.end") for text in self._list(ends, f"{place}.end"))
         for text, other in permutations(texts, 2):
             if other.startswith(text):
-                _refuse(f"{place}.end", f"has {text[:64]!r}, with which another begins, so that which is meant can't be told")
+                _refuse(f"{place}.end", f"has {text[:64]!r}, with which another begins: the two are ambiguous")
         begin = self._string(fields["begin"], f"{place}.begin")
         return _Tag(begin, self.parts(fields["content"], f"{place}.content", depth + 1), texts, place)
 
@@ -209,7 +209,7 @@ class _Writer:
                 _refuse(f"{place}.{name}", "must be true or false")
         for one, other in permutations(tags, 2):
             if other.begin.startswith(one.begin):
-                _refuse(f"{other.place}.begin", f"begins with that of {one.place}, so that which is meant can't be told")
+                _refuse(f"{other.place}.begin", f"begins with that of {one.place}: the two are ambiguous")
         return tags
 
     def _list(self, value: Any, place: str) -> list[Any]:
@@ -238,10 +238,8 @@ class _Writer:
             _refuse(place, f"comes to more than {self.max_regex_chars} characters of regexes with those before it")
         return f"/{regex_to_lark(value, '')}/"
 
-    def row(self, parts: Sequence[_Part], *, is_last: bool, is_lazy: bool = False) -> str:
-        """Return Lark for a sequence of parts. `is_last`: nothing follows. `is_lazy`: regexes end at the first possible
-        character.
-        """
+    def row(self, parts: Sequence[_Part], *, is_last: bool) -> str:
+        """Return Lark for a sequence of parts. Unless it `is_last`, regexes end at the first possible character."""
         written: list[str] = []
         texts: list[_Part] = []
         """Regular parts side by side."""
@@ -272,10 +270,10 @@ class _Writer:
                 written.append(self._free(ends))
                 if ends:
                     waiting.pop()  # the terminal includes the ends
-        return " ".join([*written, self._of_texts(texts, is_lazy=is_lazy)])
+        return " ".join([*written, self._of_texts(texts, is_lazy=not is_last)])
 
     def _of_texts(self, texts: Sequence[_Part], *, is_lazy: bool) -> str:
-        """Write adjacent constants and regexes as one terminal. Constants alone stay separate: some contain special tokens."""
+        """Write adjacent constants and regexes as one terminal. Pure constants stay separate: some contain special tokens."""
         if all(text.constants for text in texts):
             return " ".join(text.lark for text in texts)
         if any("<[" in text.lark for text in texts):
@@ -309,10 +307,10 @@ class _Writer:
             self.lines.append(f"{name}[lazy]: /{_ANY}({'|'.join(map(escaped, ends))})/")
         return name
 
-    def _whole(self, tag: _Tag, num_read: int, *, is_lazy: bool = True) -> str:
+    def _whole(self, tag: _Tag, num_read: int) -> str:
         """Return Lark for a tag without the first `num_read` characters of its `begin`, which the trigger matched."""
         begin = [self._constants((tag.begin[num_read:],), tag.place)] if num_read < len(tag.begin) else []
-        return self.row([*begin, *tag.content, self._constants(tag.ends, tag.place)], is_last=False, is_lazy=is_lazy)
+        return self.row([*begin, *tag.content, self._constants(tag.ends, tag.place)], is_last=False)
 
     def _triggered(self, fields: Mapping[str, Any], place: str, depth: int) -> str:
         tags = self._tags(fields, place, depth)
@@ -320,7 +318,7 @@ class _Writer:
         triggers = [self._string(one, f"{place}.triggers[{nth}]") for nth, one in enumerate(listed)]
         for one, other in permutations(triggers, 2):
             if one in other:
-                _refuse(f"{place}.triggers", f"has {one[:64]!r} inside another one, so that which is meant can't be told")
+                _refuse(f"{place}.triggers", f"has {one[:64]!r} inside another one: the two are ambiguous")
         for tag in tags:
             if not any(tag.begin.startswith(trigger) for trigger in triggers):
                 _refuse(f"{tag.place}.begin", "begins with none of the triggers")
@@ -367,4 +365,4 @@ class _Writer:
 
 
 def _refuse(place: str, what: str) -> NoReturn:
-    raise Rejected(RejectReason.INVALID, f"The structural_tag{f', at {place}' if place else ''}, {what}.")
+    raise wrong(f"The structural_tag{f', at {place}' if place else ''}, {what}.")

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, Ends, TextTable, find_ends, piece_decoder
 from penstock.types.encoder import TextTokens, TruncationSide
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason, wrong
 from penstock.types.vocab import MARKERS, GgufVocab, SpecialTokens
 
 _Encoded = TypeVar("_Encoded")
@@ -168,8 +168,9 @@ class Tokenizer:
 
     def _encode_continuations(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         if not self._backend.starts_with_space:
-            return self._encode(texts, add_special_tokens)
-        return [self._after_line(token_ids) for token_ids in self._encode([f"\n{text}" for text in texts], add_special_tokens)]
+            return self.encode_batch(texts, add_special_tokens=add_special_tokens)
+        lists = self.encode_batch([f"\n{text}" for text in texts], add_special_tokens=add_special_tokens)
+        return [self._after_line(token_ids) for token_ids in lists]
 
     def _after_line(self, token_ids: list[int]) -> list[int]:
         before = b""
@@ -181,7 +182,11 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Like `encode`, for several texts on several cores."""
-        return self._encode(texts, add_special_tokens)
+        for text in texts:
+            self._check_size(_num_bytes(text))
+        # Only the batch call releases the GIL, and the fast one leaves out offsets, which nobody needs here.
+        encode = self._backend.encoder.encode_batch_fast
+        return [one.ids for one in _unless_it_fails(lambda: encode(list(texts), add_special_tokens=add_special_tokens))]
 
     def encode_texts(
         self,
@@ -197,7 +202,7 @@ class Tokenizer:
         """
         lists = [(one,) if isinstance(one, str) else one for one in texts]
         different = list(dict.fromkeys([text for parts in lists for text in parts]))
-        found = dict(zip(different, self._encode(different, add_special_tokens=False), strict=True))
+        found = dict(zip(different, self.encode_batch(different, add_special_tokens=False), strict=True))
         return [
             self.with_ends([found[text] for text in parts], max_tokens=max_tokens, truncation_side=truncation_side)
             for parts in lists
@@ -213,9 +218,7 @@ class Tokenizer:
         """Like `encode_texts`, for one text (or a pair) that is already token ids, without special tokens."""
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
-            raise Rejected(
-                RejectReason.INVALID, "The model's tokenizer does not say which tokens go around one text or a pair."
-            )
+            raise wrong("The model's tokenizer does not say which tokens go around one text or a pair.")
         if max_tokens is not None and sum(map(len, parts)) + ends.num_tokens > max_tokens:
             parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side)
         token_ids, second_at = [*ends.parts[0], *parts[0], *ends.parts[1]], 0
@@ -231,13 +234,6 @@ class Tokenizer:
     @cached_property
     def _ends_of_pair(self) -> Ends | None:
         return find_ends(self._backend.encoder, 2)
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        for text in texts:
-            self._check_size(_num_bytes(text))
-        # Only the batch call releases the GIL, and the fast one leaves out offsets, which nobody needs here.
-        encode = self._backend.encoder.encode_batch_fast
-        return [one.ids for one in _unless_it_fails(lambda: encode(list(texts), add_special_tokens=add_special_tokens))]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
         """Return the text of these tokens. Bytes that aren't UTF-8 become U+FFFD.
@@ -267,8 +263,8 @@ class Tokenizer:
         if expansion is not None and expansion.factor * num_bytes + expansion.extra_bytes > MAX_EXPANDED_BYTES:
             raise Rejected(
                 RejectReason.CONTEXT_LENGTH,
-                f"The text has {num_bytes} bytes, of which the model's tokenizer can make {expansion.factor:.3g} times as many "
-                f"before it cuts them into tokens; at most {MAX_EXPANDED_BYTES} are taken. Shorten the text.",
+                f"The text has {num_bytes} bytes, which the tokenizer can turn into {expansion.factor:.3g} times as many "
+                f"before it splits them into tokens; at most {MAX_EXPANDED_BYTES} are allowed. Shorten the text.",
             )
 
 
@@ -285,16 +281,14 @@ def _unless_it_fails(encode: Callable[[], _Encoded]) -> _Encoded:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the library's, for a regex that takes too many steps, for example
             raise
-        raise Rejected(RejectReason.INVALID, f"The model's tokenizer fails on this text: {error}.") from None
+        raise wrong(f"The model's tokenizer fails on this text: {error}.") from None
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
     """Cut a text or pair to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if none remain."""
     room = max_tokens - num_ends
     if room < len(parts):
-        raise Rejected(
-            RejectReason.INVALID, f"At most {max_tokens} tokens are asked for, of which {num_ends} go around the text itself."
-        )
+        raise wrong(f"At most {max_tokens} tokens are allowed, and special tokens already take {num_ends}.")
     if len(parts) == 1:
         kept = [room]
     else:
@@ -309,8 +303,7 @@ def _num_bytes(text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
-        raise Rejected(
-            RejectReason.INVALID,
+        raise wrong(
             f"The text contains a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
             "which is half of a character and has no UTF-8 form.",
         ) from error

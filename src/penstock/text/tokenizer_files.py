@@ -43,9 +43,7 @@ def read_vocab(path: Path) -> GgufVocab:
 
 
 def _unreadable(path: Path, cause: str) -> ModelError:
-    return ModelError(
-        f"{path} is no tokenizer that Penstock can read: {cause}.", remedy="Fetch it again, or add a tokenizer.json."
-    )
+    return ModelError(f"{path} is not a readable tokenizer: {cause}.", remedy="Fetch it again, or add a tokenizer.json.")
 
 
 def _unsupported(path: Path, cause: str) -> ModelError:
@@ -181,7 +179,7 @@ def _add_tokens(folder: Path, config: dict[str, Any], tokens: list[str], types: 
         added[int(token_id)] = (token["content"], bool(token.get("special")))
     for token_id, (text, is_special) in sorted(added.items()):
         if not 0 <= token_id < MAX_TOKENS or not isinstance(text, str):
-            raise ValueError(f"the added token {token_id} is no token")
+            raise ValueError(f"the added token {token_id} is invalid")
         while len(tokens) <= token_id:
             types.append(UNUSED)
             tokens.append(f"<unused {len(tokens)}>")
@@ -242,5 +240,5 @@ _OLD_SPECIAL_TOKENS = [{"rank": rank, "token_str": text} for rank, text in enume
 def _rank(item: dict[str, Any], limit: int) -> int:
     rank = item["rank"]
     if type(rank) is not int or not 0 <= rank < limit:
-        raise ValueError(f"it has the rank {rank!r}, and {limit} of them")
+        raise ValueError(f"it has the rank {rank!r}, not below {limit}")
     return rank

@@ -81,7 +81,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
         raise ModelError(f"{path} cannot be read: {error.strerror}.", remedy="Fetch it again.") from error
     except ModelError:
         raise
-    except BaseException as error:  # the library raises bare Exception, and so does the reading of what is no tokenizer
+    except BaseException as error:  # the library raises bare Exception, and JSON of another kind can raise anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # the library's, of a corrupt file
             raise
         raise ModelError(
@@ -104,7 +104,7 @@ def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
             raise ModelError(
                 f"{path} would make up to {factor:.3g} bytes of each, and {extra_bytes:.3g} more, in {len(parts)} steps: "
                 f"{part.get('type', 'a step without type')} goes too far.",
-                remedy=f"At most {MAX_EXPANSION}, {MAX_EXTRA_BYTES} and {MAX_PARTS} are taken. Correct its normalizer "
+                remedy=f"At most {MAX_EXPANSION}, {MAX_EXTRA_BYTES} and {MAX_PARTS} are allowed. Correct its normalizer "
                 "and pre_tokenizer, or use another model.",
             )
     longest = sum([len(token["content"].encode()) for token in file.get("added_tokens") or ()])

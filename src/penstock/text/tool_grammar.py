@@ -1,4 +1,4 @@
-"""Translates the tools of a request into a grammar for calls of them, in llguidance's Lark. `text.grammar` calls it.
+"""Translates the tools of a request into a grammar for tool calls, in llguidance's Lark. `text.grammar` calls it.
 
 A strict tool's schema is followed exactly. For other tools, an object with `properties` allows no additional ones unless its
 schema says so, and arguments may be any object if the schema cannot be compiled.
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.text import json_schema
 from penstock.text.dialects import BY_NAME, SPELLED_PARTS, ToolFormat, Way
 from penstock.text.parameters import Tags, Types, as_json, parameter_types, types_of
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, wrong
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
@@ -150,7 +150,7 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
     except Rejected as rejected:
         if check is not None and not tool.is_strict:
             return json_schema.json_of({"type": "object"}, count), False
-        raise Rejected(RejectReason.INVALID, f"The tool {tool.name!r}: {rejected.detail}") from rejected
+        raise wrong(f"The tool {tool.name!r}: {rejected.detail}") from rejected
     return written, True
 
 
@@ -179,7 +179,7 @@ class _Parameters:
         self._lines: list[str] = []
 
     def rules(self) -> tuple[list[str], bool]:
-        """Return the rules, and whether the schema is followed. Raises `Rejected` for a strict tool's that can't be."""
+        """Return the rules, and whether the schema is followed. Raises `Rejected` if that fails for a strict tool."""
         if not self._tool.is_strict:
             _close(self._schema)
         schema = self._schema
@@ -206,7 +206,7 @@ class _Parameters:
 
     def _leave(self, why: str) -> None:
         if self._check is None or self._tool.is_strict:
-            raise Rejected(RejectReason.INVALID, f"The tool {self._tool.name!r}: {why}")
+            raise wrong(f"The tool {self._tool.name!r}: {why}")
         self._is_followed = False
 
     @property
@@ -240,7 +240,7 @@ class _Parameters:
             self._lines.append(f"{rule}: {before}{key} {between} {line} ({spelled}) {line} {close} W?")
             return
         if self._tool.is_strict and not _is_text(schema, _LENGTHS if types == {"string"} else ()):
-            self._leave("of a string that stands in tags only its type, lengths and enum can be followed.")
+            self._leave("for a string in tags, only its type, lengths and enum can be followed.")
         text = self._text(schema if isinstance(schema, dict) and types == {"string"} else {})
         self._lines += [
             f"{rule}: {before}{key} {between} {line} {rule}_v W?",
@@ -281,7 +281,7 @@ class _Parameters:
 
 
 def _is_text(schema: Any, others: Sequence[str]) -> bool:
-    """Return whether a schema is followed by any text: it says no more than types, and these `others` of itself."""
+    """Return whether any text is valid: the schema has only types and, at its top level, the keywords `others`."""
     if not isinstance(schema, dict):
         return True
     told = [schema.get(name) for name in ("anyOf", "oneOf")]

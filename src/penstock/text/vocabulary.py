@@ -41,7 +41,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_of_piece(piece: str) -> int | None:
-    """Return 0xAB for the SentencePiece piece `<0xAB>`, or None for a piece that is no byte."""
+    """Return 0xAB for the SentencePiece piece `<0xAB>`, or None for any other piece."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return int(piece[3:5], 16)
@@ -125,7 +125,7 @@ def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
         at = texts.index(text)
         parts.append(tuple(encoding.ids[begin:at]))
         begin = at + texts.count(text)
-        if None in texts[at:begin]:  # the text stands there twice
+        if None in texts[at:begin]:  # the text appears twice
             return None
     second_at = texts.index(1) if num_texts == 2 else len(types)
     typed = [0] * second_at + [1] * (len(types) - second_at)
@@ -178,7 +178,7 @@ class ByteTable:
 
 
 class TextTable(dict[int, str | None]):
-    """A cache of `MAX_TEXTS` recent tokens: token id -> its text, or None if its bytes are no complete characters."""
+    """A cache of `MAX_TEXTS` recent tokens: token id -> its text, or None if its bytes are incomplete characters."""
 
     __slots__ = ("_bytes",)
 

@@ -106,8 +106,8 @@ class Rejected(PenstockError):
         self.retry_after_s = retry_after_s
 
 
-def wrong(detail: str, param: str) -> Rejected:
-    """Return the error for an invalid field `param` of a request."""
+def wrong(detail: str, param: str | None = None) -> Rejected:
+    """Return the error for an invalid request, or for its field `param`."""
     return Rejected(RejectReason.INVALID, detail, param=param)
 
 

@@ -39,7 +39,7 @@ class LatentSpec:
     value_dim: int
     rotary_dim: int  # of the rotated key that all heads share, and of a head's query to it
     query_rank: int = 0  # between the two projections of queries; 0: there is one
-    has_turned_keys: bool = False  # the matrices of keys are stored as they multiply queries, and not latents
+    has_turned_keys: bool = False  # key matrices are stored transposed, to multiply queries instead of latents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +151,9 @@ class ExpertsMlp:
     share_factor: float = 1.0
     has_router_bias: bool = False
     has_selection_bias: bool = False  # biases that affect only the choice of experts
-    num_groups: int = 0  # into which the experts are divided, in order; 0: all may be chosen
-    num_chosen_groups: int = 0  # whose experts may be chosen
-    num_group_scores: int = 1  # a group's largest scores, whose sum decides whether it is chosen
+    num_groups: int = 0  # groups of consecutive experts; 0: all may be chosen
+    num_chosen_groups: int = 0  # groups that a token may use
+    num_group_scores: int = 1  # groups are ranked by the sum of this many largest scores
     has_share_scale: bool = False  # each expert's share is multiplied by a number of its own, last
     has_bias: bool = False
     has_gate: bool = True  # the MLPs are gated, the shared one too

@@ -119,13 +119,13 @@ class Capacity:
     has_state: bool = False
     """Blocks also hold the recurrent state after their last computed position: a prefix can be continued only from there."""
     num_state_blocks: int = 0
-    """Blocks that a recurrent state of its own takes, which each row has beside its keys and values. 0: there is none."""
+    """Blocks for each row's recurrent state, if it is separate from keys and values. 0: there is none."""
     window: int = 0
     """Every layer sees at most this many last positions, the computed one included; 0: some layer sees all.
 
     The executor may read older positions, whatever is there, if no bit of an answer depends on them.
     """
-    max_scored: int = 0  # positions per step with logits beside one for each row: of prompts to score, and guesses
+    max_scored: int = 0  # positions with logits per step, besides one per row: scored prompt tokens and guesses
     checks_guesses: bool = False
     """Rows may have guesses (`StepPlan.guesses`)."""
     is_one_pass: bool = False

@@ -16,7 +16,7 @@ class WaitTimes(NamedTuple):
     """How long a request waited for each of these between its arrival and the queue, in ns."""
 
     route: int = 0
-    """Time until its route had chosen a model, including an answer that the small model of a cascade began in vain."""
+    """Time until its route chose a model, including a discarded answer of a cascade's small model."""
     pipeline: int = 0
     """Time in which its pipeline searched for documents."""
     model: int = 0

@@ -112,8 +112,8 @@ class StepCounts:
     num_adapters: int = 0
     num_adapter_rows: int = 0
     rested: Sequence[str] = ()
-    """Ids of requests that decode and got no row: of the background, as the step had no time; or all others, as it was the
-    background's."""
+    """Ids of decoding requests that got no row: the step had no time for them, or was reserved for background requests or
+    prompts."""
     sat_out: Sequence[str] = ()
     forced: dict[str, int] = field(default_factory=dict)
     """Request id -> tokens that its grammar forced after the sampled one; included in `num_sampled_tokens`."""
@@ -189,7 +189,7 @@ class RouteStats(NamedTuple):
 
     name: str
     paid: Mapping[str, float]
-    """By model, with answers begun in vain. Empty without prices."""
+    """By model, including discarded answers. Empty without prices."""
     full: float
     """USD that the same tokens would have cost at the route's dearest model."""
     drift: float | None = None

@@ -17,6 +17,7 @@ from penstock.serve.server import Server
 from support.chaos.console import listen, say
 from support.cluster import SECRET, Apart, make_front
 from support.deployments import deployment_of
+from support.server.harness import wait_until
 
 
 class CountingFleet(Fleet):
@@ -64,7 +65,7 @@ def main() -> None:
     dispatcher.Split = Apart
     fleet = CountingFleet(listener, secret=SECRET, router=PrefixAware(), clock=WallClock(), sink=bridge.deliver, slo_itl_ns=1)
     fleet.start()
-    assert fleet.wait_for_model(60) is not None
+    wait_until(lambda: fleet.num_replicas, 60)
     front = make_front(fleet, bridge, max_queue=1000)
     config = ServerConfig(port=arguments.http_port, shutdown_timeout_s=0.0)
     server = Server(

@@ -139,7 +139,9 @@ def make_runtime(
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
     observer = ObserverGroup([metrics, admission, signals, *([] if tap is None else [tap])])
-    journal = Journal(max_explained, speaks_for_calls=executor.capacity.is_one_pass) if max_explained else None
+    journal = Journal(max_explained) if max_explained else None
+    if journal is not None:
+        journal.speaks_for_calls = executor.capacity.is_one_pass
     core = make_core(
         executor.capacity,
         # Calls take turns, as where encoders are served: a long list comes before nobody's text.

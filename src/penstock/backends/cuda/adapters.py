@@ -30,7 +30,7 @@ from penstock.types.errors import ExecutorFailure, ModelError
 
 MAX_TILE_COLS = 64
 LEAST_TILE_COLS = 16
-"""The fewest columns that the matrix unit takes."""
+"""The fewest columns that tensor cores take."""
 MAX_SPLITS = 8
 """Largest number of splits of A's columns."""
 LEAST_SPLIT_TILES = 8

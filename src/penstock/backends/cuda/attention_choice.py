@@ -81,7 +81,7 @@ class AttentionChoice:
             self._refuse(package, level=logging.INFO)
             return
         self._version = package.__version__
-        _logger.info("FlashInfer %s is there to compute attention; compiling its kernels may take minutes once", self._version)
+        _logger.info("FlashInfer %s can compute attention; compiling its kernels may take minutes once", self._version)
         try:
             self._opened = self._make(package, capacity, graphs)
             trial = self._trial(self._opened, capacity, graphs, stream_clock(self._stream))
@@ -145,7 +145,7 @@ class AttentionChoice:
 
     def _trial(self, opened: FlashInferAttention, capacity: Capacity, graphs: DecodeGraphs | None, clock: Clock) -> Trial:
         own = self._program.attention
-        assert own is not None, "what has a shape of attention has attention"
+        assert own is not None, "programs with attention shapes have attention"
         return Trial(
             own,
             opened,
@@ -180,7 +180,7 @@ class AttentionChoice:
             "FlashInfer" if is_used else "Triton",
             self._version,
             speedup,
-            "as it was asked for" if self._wanted is Wanted.FLASHINFER else f"from {LEAST_SPEEDUP:g} on it is used",
+            "as requested" if self._wanted is Wanted.FLASHINFER else f"from {LEAST_SPEEDUP:g} on it is used",
         )
 
     def _give_up(self, error: Exception) -> None:

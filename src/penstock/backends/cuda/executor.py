@@ -51,7 +51,7 @@ class CudaExecutor:
     - `deterministic`: results do not depend on the batch, bit for bit.
     - `attention`: `auto`, `triton` or `flashinfer`. Triton's kernels run until `choose_attention` is called.
     - `use_graphs`: runs decodes as CUDA graphs, except steps with adapters (rank at most `max_adapter_rank`).
-    - `device`: others than a GPU are for tests, in Triton's interpreter. Enable it before importing Triton.
+    - `device`: anything but a GPU is for tests, in Triton's interpreter. Enable it before importing Triton.
     - `poison`: for tests, stale KV becomes NaN.
 
     Raises `ModelError` or ConfigError for an unsupported program or attention, and MemoryError.
@@ -254,7 +254,7 @@ class CudaExecutor:
         Raises MemoryError if there is no room; then call only `close`.
         """
         if self._flights or max_model_len > self._capacity.max_model_len:
-            raise ValueError(f"can't go from {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")
+            raise ValueError(f"can't resize {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")
         self._capacity = replace(self._capacity, num_blocks=num_blocks, max_model_len=max_model_len)
         if self._adapters is not None:
             self._adapters.clear()

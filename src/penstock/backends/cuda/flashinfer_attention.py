@@ -60,7 +60,7 @@ def import_package() -> ModuleType | str:
 def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_kv: bool, deterministic: bool) -> str | None:
     """Return why FlashInfer can't compute attention of these shapes, or None if it can."""
     if deterministic:
-        return "deterministic mode wants sums whose order does not depend on the batch"
+        return "deterministic mode needs sums in an order independent of the batch"
     if is_int8_kv:
         return "keys and values are stored in int8"
     if dtype not in DTYPES:
@@ -173,7 +173,7 @@ class FlashInferAttention:
         shape: AttentionShape,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        assert out.is_contiguous(), "FlashInfer writes answers one after the other"
+        assert out.is_contiguous(), "FlashInfer needs a contiguous output"
         assert sinks is None, "`why_unfit` refuses sinks"
         heads = (step.num_tokens, shape.num_heads, shape.head_dim)
         self._planned.run(q.view(heads), (layer.k, layer.v), out=out.view(heads))

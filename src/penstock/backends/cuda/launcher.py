@@ -141,7 +141,7 @@ class StepLauncher:
 
     def run_adapted_padding(self, number: int) -> None:
         """Run a padding row with a LoRA adapter, to compile kernels, and wait."""
-        assert self._adapters is not None, "adapters may come"
+        assert self._adapters is not None, "adapters are enabled"
         batch = padding(self.tables)
         arrays, numbers = step_arrays(batch, self.tables, num_rows=1), np.array([number], np.int64)
         grouped = self._adapters.grouped(numbers, numbers)

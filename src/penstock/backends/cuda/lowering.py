@@ -313,7 +313,7 @@ class _Lowering:
                 x, cap = self._rows(op.x), op.cap
                 self._launch(lambda step: activation.softcap(x(count(step)), cap))
             case _:
-                raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
+                raise AssertionError(f"{type(op).__name__} is in COMPUTED without a case")
 
     def _emit_gather(self, op: Gather) -> None:
         x, out = self._buffers.of(op.x, of_samples=False), self._buffers.of(op.out, of_samples=True)

@@ -64,7 +64,7 @@ def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation]
 
 
 def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
-    """Match a linear operation with residual at index `at` and the norm of its result. None if others are there."""
+    """Match a linear operation with residual at index `at` and the norm of its result. Otherwise return None."""
     found = ops[at : at + 2]
     if len(found) < 2 or not isinstance(op := found[0], Linear) or not isinstance(norm := found[1], RMSNorm):
         return None

@@ -4,7 +4,7 @@ Floats become one dtype, or fp8 with row scales. Quantised weights stay integers
 group; only scales are rounded, to half precision. fp8 stays fp8.
 
 For contiguous reads, a tile of 128 rows stores its columns in steps of 64. A 16-bit word packs 4 (or 2) columns, 16 apart: a
-shift and a mask turn two words into a register of the matrix unit.
+shift and a mask turn two words into a tensor-core register.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TILE_ROWS = 128
 """Rows of a tile. A program of a product computes one tile."""
 STEP_COLS = 64
 QUARTER_COLS = 16
-"""Columns that the matrix unit multiplies at once."""
+"""Columns that tensor cores multiply at once."""
 FOUR_BITS = formats.FOUR_BITS | {WeightFormat.Q2_K, WeightFormat.Q3_K}
 """Formats that are stored as 4-bit integers. Other quantised formats become 8-bit integers."""
 SIGNED_ZERO = 8

@@ -1,4 +1,4 @@
-"""The `BlockMemory` of the C++ engine: its KV cache, as it lies in memory."""
+"""The `BlockMemory` of the C++ engine: its KV cache, accessed in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.backends.native._native import Engine
 
 
 class KvFile:
-    """An open file that lies in memory. Closed with its last user."""
+    """An open in-memory file. Closed with its last user."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -19,12 +19,12 @@ class KvFile:
 
 
 def new_file() -> KvFile | None:
-    """Return an empty file in memory, or None if this system has none. No other file has its name."""
+    """Return a new in-memory file with a unique name, or None if the system has no memfd."""
     return KvFile(os.memfd_create(f"penstock-kv-{secrets.token_hex(16)}")) if hasattr(os, "memfd_create") else None
 
 
 class NativeBlocks:
-    """Keeps the engine's memory for as long as it lives."""
+    """The engine's KV memory, kept alive by this object."""
 
     def __init__(self, engine: Engine, file: KvFile | None) -> None:
         self.block_bytes = int(engine.block_bytes)

@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 SELF_TEST = (sys.executable or "python3", "-P", "-m", "penstock.backends.native.self_test")
 TIMEOUT_S = 30.0
-"""Limit of a self-test that waits. `self_test.MAX_CPU_S` limits one that computes."""
+"""Wall-clock limit of a self-test. `self_test.MAX_CPU_S` limits its CPU time."""
 FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGXCPU)
-"""Signals that a kernel causes once the self-test is `ready`. Others come from outside."""
+"""Signals that count as kernel faults after `ready`. Other signals come from outside."""
 KEPT_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE")
-"""Environment variables that Python may need to find the package. The process does not need the rest, such as keys."""
+"""Environment variables that Python may need to find the package. Others, such as API keys, are withheld."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ def _choose_here(variants: tuple[str, ...]) -> Choice:
 
 
 def choose(variants: Sequence[str], file: Path | None, machine: str, self_test: Sequence[str] = SELF_TEST) -> Choice:
-    """Return the first variant without a fault. The last one is what others are compared with, and is not tested.
+    """Return the first variant without a fault. The last one, the reference for the others, is not tested.
 
     - `file`: where verdicts are kept; None: nowhere
-    - `machine`: processor and build for which they hold
-    - `self_test`: the program that tests the variant of its last argument
+    - `machine`: identifies the processor and build
+    - `self_test`: command line; the variant is appended to it
     """
     verdicts = _read(file, machine) if file else {}
     faults: dict[str, str] = {}
@@ -91,9 +91,9 @@ def choose(variants: Sequence[str], file: Path | None, machine: str, self_test: 
 
 
 def _test(variant: str, self_test: Sequence[str]) -> str | None:
-    """Return what is wrong with a variant, or an empty string. None: the test could not run, and the variant is used."""
+    """Return the variant's fault, empty if it passed, or None if the test could not run."""
     environment = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
-    # NumPy is to start no threads, and Ctrl-C in a terminal is for the server.
+    # NumPy must not start threads. Ctrl-C in a terminal must reach only the server.
     environment["OPENBLAS_NUM_THREADS"] = "1"
     try:
         run = subprocess.run(  # noqa: S603

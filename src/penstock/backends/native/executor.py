@@ -66,7 +66,7 @@ class NativeExecutor:
     - `packed`: an open file with the model's packed weights, which may be closed afterwards.
     - `max_adapter_rank`: the largest rank of an adapter; 0: no adapters.
     - `memory_nodes`: NUMA nodes over which to spread weights and KV cache.
-    - `shares_kv`: other processes of this user may read the KV cache, where the system has files in memory (`block_memory`).
+    - `shares_kv`: other processes of this user may read the KV cache, if the system has memfd (`block_memory`).
 
     Raises ModelError for an operation that the backend can't compute, PackedError if `packed` does not fit, MemoryError, and
     ValueError for an invalid capacity (`block_size` must be a multiple of 16, except for text encoders).
@@ -100,7 +100,7 @@ class NativeExecutor:
         self._capacity = capacity_of(program, sizes)
         state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
-        kv_shapes = () if is_one_pass else program.kv_shapes  # models that read texts keep no keys and values
+        kv_shapes = () if is_one_pass else program.kv_shapes  # text encoders have no KV cache
         check_format(kv_shapes, kv_dtype)
         paged = program.paged_state
         line = state_line(paged) if paged else 0
@@ -222,7 +222,7 @@ class NativeExecutor:
 
     @property
     def packed(self) -> Mapping[str, Packed]:
-        """The packed matrices by name, as a file of them has them."""
+        """Packed matrices by name, in the form that a packed file stores."""
         return {name: Packed(form, self._engine.packed_arrays(matrix)) for name, (form, matrix) in self._matrices.items()}
 
     @property
@@ -435,7 +435,7 @@ def _map(engine: Engine, packed: PackedFile) -> None:
 def _enable_adapters(engine: Engine, max_rank: int, *, rounds_floats: bool) -> None:
     if rounds_floats:
         raise ModelError(
-            "adapters change no weights that are rounded to int8, as those of models that read texts are.",
+            "adapters can't change weights that are rounded to int8, such as those of text encoders.",
             remedy="Use adapters with models that write text.",
         )
     try:

@@ -44,7 +44,7 @@ LINES = (64, 48, 32, 16)
 
 
 def state_line(state: PagedState) -> int:
-    """Return how many floats a line of this state has: as many as waste the least memory (native/recurrence.h)."""
+    """Return the floats per line of this state that waste the least memory (native/recurrence.h)."""
     return min(LINES, key=lambda line: line * num_state_lines(state, line))
 
 
@@ -53,7 +53,7 @@ def num_state_lines(state: PagedState, line: int) -> int:
 
 
 def first_lines(state: PagedState | None) -> list[int]:
-    """Return the first line of each operation with a state."""
+    """Return the first line's index for each stateful operation."""
     if state is None:
         return []
     line = state_line(state)

@@ -38,8 +38,8 @@ ACTIVATION_KINDS = {
     )
 }
 """Numbers of activations, as in native/kernels/kernels.h."""
-_OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that a product of a gate and an up projection computes
-_OF_ROUNDED_PRODUCTS = ("gelu",)  # activations that a product of weights rounded to int8 computes
+_OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that are fused into a gate-and-up product
+_OF_ROUNDED_PRODUCTS = ("gelu",)  # activations that are fused into products of rounded weights
 _WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
 """Activations with hardly any negative results. When rounded, their range is divided into 256 steps."""
 COMPUTED = frozenset(
@@ -77,7 +77,7 @@ class Lowered(NamedTuple):
     sites: Mapping[str, Sequence[int]]
     """The engine's site ids for each supported name of `models.adapter.sites`."""
     matrices: Mapping[str, tuple[Form, int]]
-    """Form and id of each packed matrix, by the weight's name, or by those of several with `+` between them."""
+    """Form and id of each packed matrix by weight name; several names are joined with ` + `."""
 
 
 def lower(
@@ -94,9 +94,9 @@ def lower(
     """Fill an empty engine with the program's weights and instructions, for requests of up to `num_positions`.
 
     - `rounds_floats`: floats of linear operations become int8 with a scale per row instead of bf16
-    - `on_packed`: called with the number of bytes, as in the file, after each part of a matrix is packed
+    - `on_packed`: called after each part of a matrix is packed, with the part's bytes in the file
     - `has_adapters`: rows may have adapters; the engine must have them enabled
-    - `packed`: a file that the engine has mapped, from which matrices are taken as they are
+    - `packed`: a file that the engine has mapped; its matrices are used in place
 
     Raises ModelError, and PackedError if that file lacks a matrix.
     """
@@ -368,7 +368,7 @@ class _Emitter:
                 self._on_samples = True
                 self._map(_GATHERINGS[type(group)], group)
             case _:
-                raise AssertionError(f"{type(group).__name__} is among the operations that are computed")
+                raise AssertionError(f"{type(group).__name__} is in COMPUTED without a case")
 
     def flush(self) -> None:
         if self._pending:
@@ -436,7 +436,7 @@ class _Emitter:
         prepared = f"{op.x}, prepared"
         self._widths[prepared] = 2 * op.num_key_heads * op.key_dim + 2 * op.num_heads
         factors = [NONE, NONE]
-        if op.is_normalised:  # by a norm of the mean of squares
+        if op.is_normalised:  # computed as an RMS norm
             each = np.full(op.key_dim, op.key_dim**-0.5, np.float32)
             factors = [self._engine.add_vector(each * np.float32(factor)) for factor in (op.scale, op.key_length)]
         layer = self._engine.define_linear_attention(
@@ -678,7 +678,7 @@ class _Emitter:
         return self._buffers[name]
 
     def _written(self, name: str) -> int:
-        """Return a buffer that is about to be written. Its converted copies are then out of date."""
+        """Return the id of a buffer about to be written, and drop its converted copies."""
         self._forget(name)
         return self._buffer(name)
 
@@ -715,7 +715,7 @@ class _Emitter:
 
 
 def _widths_of_latents(program: Program) -> dict[str, int]:
-    """Return the widths of buffers with a latent for each head, which the cache's columns decide."""
+    """Return the widths of buffers with one latent per head, as the KV cache pads them."""
     widths = {
         name: op.num_heads * program.kv_shapes[op.layer].padded().head_dim
         for op in program.ops
@@ -841,7 +841,7 @@ class _Weights:
         if any(tensor.format is not first.format for tensor in tensors):
             formats = " and ".join(tensor.format.name for tensor in tensors)
             raise ModelError(
-                f"{' and '.join(names)} are of the formats {formats}: the native backend computes experts of one alone.",
+                f"{' and '.join(names)} have the formats {formats}: the native backend needs one format for both.",
                 remedy="Use a file with both in the same format, or --backend reference.",
             )
         num_rows = num_experts * sum(_in_panels(size) for size in sizes)
@@ -865,7 +865,7 @@ class _Weights:
         return matrix
 
     def heads(self, op: prog.HeadLinear) -> tuple[int, int]:
-        """Return the id of one matrix in bf16, and each head's rows in it: whole groups, as a stored latent has columns."""
+        """Return the id of one bf16 matrix for all heads, and the rows per head, padded like a stored latent."""
         tensor, num_heads = self.tensor(op.weight), op.num_heads
         size = tensor.num_rows // num_heads
         num_rows, num_cols = (tensor.num_cols, size) if op.is_transposed else (size, tensor.num_cols)
@@ -902,7 +902,7 @@ class _Weights:
             return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
 
     def number(self, name: str | None) -> np.float32:
-        """Return the only number of a weight, or 1 without one."""
+        """Return a weight's single number, or 1 for no weight."""
         return np.float32(1) if name is None else np.float32(self.tensor(name).dequantize()[0, 0])
 
     def of_norm(self, weight: str | None, width: int) -> int:

@@ -1,6 +1,6 @@
-"""Whether a kernel variant computes right on this processor: small models, compared with the portable kernels.
+"""Checks a kernel variant on this processor: compares small models with the portable kernels.
 
-A program for a process of its own, because a kernel may crash or hang (`backends/native/choice.py` starts it):
+Runs in a process of its own, because a kernel may crash or hang (`backends/native/choice.py` starts it):
 python -m penstock.backends.native.self_test VARIANT
 """
 
@@ -40,9 +40,9 @@ MODELS = {
 TOLERANCES = {"bf16": 1e-2, "texts": 1e-2}
 """Largest difference, relative to the largest result, where results are rounded between layers: a last bit can become 2e-3."""
 TOLERANCE = 1e-5
-"""The same for others. With these inputs right variants differ by 1e-7."""
+"""The same for other parts. Correct variants differ by 1e-7 here."""
 MAX_CPU_S = 10
-"""CPU time of the test, so that a kernel that never ends is stopped."""
+"""CPU-time limit of the test, which stops a kernel that hangs."""
 
 
 def run() -> None:
@@ -65,10 +65,10 @@ def first_difference(variant: str) -> str:
 
 
 def results(variant: str) -> Iterator[tuple[str, F32, F32]]:
-    """Yield the name of each part of the test, what the variant computes, and what it should."""
+    """Yield each part's name, the variant's results, and the expected results."""
     if variant == "amx":
         yield from _compare("amx", "amx-emulated")
-        variant = "avx512"  # which computes the rest in both of them
+        variant = "avx512"  # both use it for everything else
     yield from _compare(variant, "portable")
 
 
@@ -145,7 +145,7 @@ def _logits(variant: str, source: SourceFormat, kv_format: KvFormat, inner_width
 
 
 def _texts(variant: str) -> F32:
-    """Return what a layer of a text encoder makes of texts of several lengths. [tokens, HIDDEN]"""
+    """Return a text-encoder layer's output for texts of several lengths. [tokens, HIDDEN]"""
     rng, engine = np.random.default_rng(2), _engine(variant, 0, KvFormat.INT8)
 
     def matrix(rows: int, cols: int) -> int:
@@ -186,7 +186,7 @@ def _texts(variant: str) -> F32:
 
 
 def _states(variant: str) -> F32:
-    """Return what a convolution and linear attention make of texts. [tokens, STATE_HEADS * VALUE_DIM]"""
+    """Return the output of a convolution and linear attention. [tokens, STATE_HEADS * VALUE_DIM]"""
     rng, inner = np.random.default_rng(3), STATE_HEADS * VALUE_DIM
     width = 2 * HEAD_DIM + inner
     conv_lines, lines = 3 * -(-width // STATE_LINE), STATE_HEADS * HEAD_DIM * -(-VALUE_DIM // STATE_LINE)

@@ -69,7 +69,7 @@ class ReferenceExecutor:
         self._state = program.paged_state or PagedState(())
         self._interpreter = Interpreter(program, model.weights, num_positions=max_model_len)
         self._kv_dtype = kv_dtype
-        # A text keeps nothing in its block.
+        # Text encoders store nothing in blocks.
         self._cache = self._make_cache(1 if is_one_pass else num_blocks, 1 if is_one_pass else block_size, poison=poison)
         self._capacity = capacity_of(program, sizes, -(-4 * self._state.num_floats // max(1, self.block_bytes)))
         self._max_adapter_rank = max_adapter_rank
@@ -284,7 +284,7 @@ class ReferenceExecutor:
     def _run_rows(
         self, batch: StepBatch, masks: Mapping[str, bytes]
     ) -> tuple[dict[str, list[Sample]], dict[str, tuple[TokenLogprobs, ...]]]:
-        """Return by request id the sampled tokens (none if no logit was usable), and log-probabilities of prompt tokens."""
+        """Return sampled tokens (none if no logit was usable) and log-probabilities of prompt tokens, by request id."""
         samples: dict[str, list[Sample]] = {}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         sampling_rows = set(batch.sample_rows.tolist())

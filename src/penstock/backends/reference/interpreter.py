@@ -1,6 +1,6 @@
-"""Runs a `Program` in NumPy, one row of a step at a time: what every operation means.
+"""Runs a `Program` in NumPy, one row of a step at a time. It defines every operation.
 
-All arithmetic is float32. A token's bits depend on its row alone, whichever tokens are computed with it.
+Buffers are float32. A token's bits depend only on its row, not on tokens computed with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RowRun:
     context_len: int  # position of the first token
     slots: NDArray[np.int64]  # [T], where each token's KV goes
     block_table: NDArray[np.int32]
-    gathered: NDArray[np.int64]  # [S], which of the T tokens want logits, ascending and without gaps
+    gathered: NDArray[np.int64]  # [S], indices of tokens that need logits, ascending and without gaps
     buffers: dict[str, F32] = field(default_factory=dict)  # [T, width], or [S, width] after `GatherRows` and its like
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: the row is one text."""
@@ -100,7 +100,7 @@ class Interpreter:
         """Run the program for a row: write the KV of its tokens and return logits [S, vocab_size], or states."""
         if row.context_len and self._program.is_one_pass:
             raise ValueError("the text must be computed in one step")
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite, or no number, as on every backend
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN pass, as on every backend
             for op in self._program.ops:
                 value = self._methods[type(op)](op, row)
                 if value is not None:
@@ -183,7 +183,7 @@ class Interpreter:
     def _kv_write(self, op: prog.KvWrite, row: RowRun) -> None:
         k = row.buffers[op.k]
         assert row.cache is not None, "programs that write KV have a cache"
-        # bf16 is rounded as by the checkpoints' own implementation, which stores whole keys.
+        # bf16 stores whole keys, not centred ones, as the checkpoints' own implementation does.
         if op.bias is not None and row.cache.dtype is not KvDtype.BF16:
             bias = self._weights[op.bias].dequantize().reshape(-1)
             k = k - key_centre(op, bias, self._program.kv_shapes[op.layer].head_dim, self._num_positions)
@@ -354,7 +354,7 @@ class Interpreter:
         return row.buffers[op.x][:, op.first : op.first + self._widths[op.out]]
 
     def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> F32:
-        # From here on products are of the gathered tokens alone.
+        # From here on, products use only the gathered tokens.
         row.positions = row.context_len + row.gathered
         row.first = int(row.positions[0]) if len(row.gathered) else row.context_len
         return row.buffers[op.x][row.gathered]
@@ -373,7 +373,7 @@ class Interpreter:
 
     def _sparse_rows(self, op: prog.SparseRows, row: RowRun) -> F32:
         if row.context_len:
-            raise ValueError("the largest numbers of a row's tokens need all of them in one step")
+            raise ValueError("the maximum over a row's tokens needs all of them in one step")
         x = row.buffers[op.x]
         found = [np.log1p(np.maximum(x[: last + 1].max(axis=0, keepdims=True), 0)) for last in row.gathered.tolist()]
         return np.concatenate(found) if found else x[:0]
@@ -395,8 +395,8 @@ def _factors(op: prog.Linear | prog.Embed | prog.Logits, row: RowRun) -> tuple[F
 def product(x: F32, weight: F32, first_position: int) -> F32:
     """Return x @ weight.T: [T, in] by [out, in]; x[0] belongs to the token at `first_position`.
 
-    BLAS adds in another order when a product has another shape. So all products have `PRODUCT_TILE` rows, and a token's row in
-    its product follows from its position.
+    BLAS sums in an order that depends on the shape. So all products have `PRODUCT_TILE` rows, and a token's position determines
+    its row in the product.
     """
     lead = first_position % PRODUCT_TILE
     num_tiles = -(-(lead + len(x)) // PRODUCT_TILE) if len(x) else 0
@@ -485,4 +485,4 @@ def sigmoid(x: F32) -> F32:
 
 
 _normal = np.frompyfunc(lambda x: 0.5 * math.erfc(-x / math.sqrt(2)), 1, 1)
-"""The normal distribution's cumulative function, elementwise."""
+"""The standard normal CDF, elementwise."""

@@ -128,7 +128,7 @@ class KvCache:
         return np.concatenate(blocks)[:count]
 
     def write_numbers(self, block_ids: Sequence[int], numbers: F32) -> None:
-        """Fill blocks that hold no keys and values with numbers, which they have room for."""
+        """Store numbers in blocks that hold no keys and values. The numbers must fit."""
         start = 0
         for block_id in block_ids:
             for cache in itertools.chain(*self._layers):
@@ -170,7 +170,7 @@ def round_to_int8(x: F32, group: int) -> F32:
 
 
 def round_rotated(x: F32, num_levels: int) -> F32:
-    """Round each rotated head to odd integers below `num_levels` in size, times one scale, and rotate it back.
+    """Round each rotated head to odd integers below `num_levels` in magnitude, times one scale, and rotate it back.
 
     The scale is the least that reaches the largest column, rounded up to 3 bits of mantissa, within [2^-21, 2^10 * 1.75].
     """

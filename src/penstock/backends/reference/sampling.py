@@ -120,7 +120,7 @@ def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], num_
             if np.isfinite(value):
                 with np.errstate(over="ignore"):
                     changed = value / penalty if value > 0 else value * penalty
-                # An extreme penalty saturates: it neither bans nor spoils the logits.
+                # An extreme penalty saturates instead of overflowing to infinity.
                 result[token_id] = np.clip(changed, -LARGEST, LARGEST)
     counts = np.bincount(np.array(output_ids, np.int64), minlength=len(logits)).astype(np.float32)
     seen = counts > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OBJECTIVE = 0.99
-"""Share of the requests with a target for their first token that are to meet it."""
+"""Share of requests with a first-token target that should meet it."""
 FEWEST_MISSED = 10
 """Misses within an hour that are worth waking somebody. On a quiet server, one is a large share."""
 
@@ -40,7 +40,7 @@ def _hits(window: str) -> str:
 
 
 def _burns(window: str, times: float) -> str:
-    """Return whether the budget of misses is spent so many times as fast as the objective allows."""
+    """Return a query for whether the error budget burns more than `times` as fast as allowed."""
     missed = _sum(f'rate(penstock_slo_attainment_total{{slo="ttft",met="false"}}[{window}])', "model")
     asked = _sum(f'rate(penstock_slo_attainment_total{{slo="ttft"}}[{window}])', "model")
     return f"{missed} / {asked} > {times * (1 - OBJECTIVE):.3g}"
@@ -151,7 +151,7 @@ server has measured that, and requests compute most of what the tier has, while 
     ),
     Alert(
         "PenstockRestartLoop",
-        f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2.5"  # it makes 2.01 of two
+        f"{_sum('increase(penstock_engine_restarts_total[15m])', 'instance')} > 2.5"  # extrapolation makes two 2.01
         f"\nor {_sum(_STARTS, 'instance')} > 2",
         "0m",
         "critical",

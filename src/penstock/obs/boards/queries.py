@@ -11,7 +11,7 @@ _BRACES = re.compile(r"\{(.*?)\}")
 _BY = re.compile(r"\b(?:by|on|ignoring|without) \((.*?)\)")
 _MATCHED = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 _SCRAPED = {"job", "instance", "le"}
-"""Labels that Prometheus adds, and that of buckets."""
+"""Labels that Prometheus adds, and the buckets' `le`."""
 
 
 def checked(query: str) -> str:
@@ -20,7 +20,7 @@ def checked(query: str) -> str:
     names = _SERIES.findall(_BY.sub("", _BRACES.sub("", bare)))
     unknown = sorted(set(names) - SERIES.keys())
     if unknown or not names:
-        raise ValueError(f"{query!r} names no metric of the server: {', '.join(unknown) or 'none'}")
+        raise ValueError(f"{query!r} has unknown metrics, or none: {', '.join(unknown) or 'none'}")
     known = _SCRAPED.union(*(SERIES[name].labels for name in names))
     labels = {label.strip() for found in _BY.findall(bare) for label in found.split(",")}
     labels |= {label for found in _BRACES.findall(bare) for label in _MATCHED.findall(found)}

@@ -1,4 +1,4 @@
-"""Writes the board, alerts, runbooks, and what runs them, as texts of files: the same texts for the same arguments."""
+"""Renders the dashboard, alerts, runbooks and deployment files as text. The output depends only on the arguments."""
 
 from __future__ import annotations
 

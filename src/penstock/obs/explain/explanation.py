@@ -16,7 +16,7 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReason
 
 ROUTE = "route"
-"""Waiting for its route to choose a model, with what another one began to answer."""
+"""Waiting for its route to choose a model, including an answer another model began."""
 PIPELINE = "pipeline"
 """Waiting for its pipeline to look up its question."""
 MODEL = "model"
@@ -60,11 +60,11 @@ class Route:
     num_tokens_ahead: int
     """Tokens that the replica had yet to compute for others."""
     fewest_tokens_ahead: int
-    """The same of the replica with the least work."""
+    """The same for the replica with the least work."""
     before: tuple[str, ...] = ()
-    """Replicas that had it before: they were lost with it, refused it, or computed its prompt alone."""
+    """Earlier replicas: they were lost, refused the request, or computed only its prompt."""
     move_ns: int = 0
-    """Time from the last one's part of the answer until the first step here. 0 if that one is not there to tell."""
+    """Time from the previous replica's part of the answer until the first step here. 0 if that replica is gone."""
     num_fetched_tokens: int = 0
     """Tokens of the prompt whose KV came from another replica's cache."""
     fetch_ns: int = 0
@@ -76,7 +76,7 @@ class Explanation:
     """How one request's time was spent, as of an instant. Times are integer nanoseconds."""
 
     request_id: str
-    """Id of the request, or of its call if it stands for all requests of that."""
+    """Id of the request, or of the call that it represents."""
     phase: Phase
     finish_reason: FinishReason | None
     reject_reason: str
@@ -132,7 +132,7 @@ class Explanation:
     sat_out_ns: int
     """The part of `decode_ns` in steps that the request sat out."""
     rested_ns: int
-    """The part of `decode_ns` in steps that were the background's."""
+    """The part of `decode_ns` in background steps."""
     longest_gap: Gap | None
     pauses: Sequence[PauseTold]
     route: Route | None = None
@@ -140,7 +140,7 @@ class Explanation:
     first_step: int | None = None
     """The engine's number of the first step that computed its prompt."""
     last_step: int | None = None
-    """That of the last step before its end."""
+    """Number of the last step before its end."""
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:

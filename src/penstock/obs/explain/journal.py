@@ -52,11 +52,10 @@ class History(Protocol):
 class Journal:
     """A `RequestJournal` of the engine, from which requests are explained. Reading is thread-safe."""
 
-    def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
-        """`max_ended` requests are remembered after their end. `speaks_for_calls`: requests of a call (`parent_id`) are
-        explained as one, under the call's id."""
-        self.speaks_for_calls = speaks_for_calls
-        """Set before the engine starts."""
+    def __init__(self, max_ended: int) -> None:
+        """`max_ended` requests are remembered after their end."""
+        self.speaks_for_calls = False
+        """Requests of a call (`parent_id`) are explained as one, under the call's id. Set before the engine starts."""
         self._coming: dict[str, tuple[Request, int]] = {}
         """Call id -> its last request queued since the last news, and when. For the engine thread, like the next three
         fields."""
@@ -142,12 +141,8 @@ class Journal:
 
     # For any thread.
 
-    def explain(self, request_id: str, read_clock: Callable[[], int]) -> Explanation | None:
-        """Return the explanation of a request or a call, or None if it is not remembered."""
-        return next(iter(self.explain_all((request_id,), read_clock)), None)
-
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        """Return the explanations of those requests that are remembered, all as of one instant."""
+        """Return the explanations of those requests and calls that are remembered, all as of one instant."""
         with self._lock:
             self._settle()
             now_ns = read_clock()

@@ -1,6 +1,6 @@
 """The journal's data: the history of each request (`Life`), the recent steps, and the queue's waiting time by reason.
 
-A decoding request is in every step until it pauses or ends, so the numbers of its first and last step tell all of them. All
+A decoding request is in every step until it pauses or ends, so the numbers of its first and last step are enough. All
 waiting requests wait for the resource that the first of them lacks, so a request's waiting time is the total of `Waits`
 when it was admitted, less the total when it was queued.
 """
@@ -19,7 +19,7 @@ from penstock.types.stats import PreemptReason, PrefixStop, RequestStats, WaitRe
 MAX_STEPS = 2048
 """Steps remembered in full. The older half is summed up when there are more."""
 MAX_TURNS = 4096
-"""Arrivals and admissions remembered. A request passed by more counts the rest as another reason to wait."""
+"""Arrivals and admissions remembered. If more pass a request, its earlier wait counts under other reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class Life:
     """Id of its beam search, or empty."""
     waits: WaitTimes = NO_WAITS
     call_id: str = ""
-    """Id of the call, if this request stands for all requests of it."""
+    """Id of the call that this request represents, or empty."""
     ticket: Ticket | None = None
     """None if it was never queued."""
     num_before: int = 0
@@ -296,14 +296,14 @@ class Life:
     """Tokens that its grammar forced without a step."""
     num_guesses: int = 0
     num_accepted: int = 0
-    """Tokens that came beside another of the same step, since they had been guessed."""
+    """Accepted guesses: tokens that needed no step of their own."""
     last_token_ns: int | None = None
     """Time of the last token before it was preempted or sat out. None while it decodes."""
     num_sat_out: int = 0
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int = 0
     rested_ns: int = 0
-    """Time of steps without it that were the background's."""
+    """Time of background steps that left it out."""
     first_token_ns: int | None = None
     first_step: int | None = None
     """The engine's numbers of its first and its last step."""

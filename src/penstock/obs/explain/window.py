@@ -1,4 +1,4 @@
-"""A trace of what a journal hears for some seconds, turned into events off the engine's thread."""
+"""A trace of a journal's reports over some seconds, turned into events off the engine thread."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from penstock.obs.perfetto import PREEMPTED, WAITS, Event, Tracks
 from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 MAX_ROWS = 1 << 18
-"""Most rows of steps that are kept, of about 128 bytes: 33 MB. A report counts as `_REPORT_ROWS` and its rows."""
+"""Most rows kept, of about 128 bytes each: 33 MB. A report counts as its rows plus `_REPORT_ROWS`."""
 _REPORT_ROWS = 8
 _PHASES = {Phase.WAITING: WAITS, Phase.PREFILL: "prefill", Phase.DECODE: "decodes", Phase.PAUSED: PREEMPTED}
 
 
 class Window:
-    """The journal tells it what happens, with its lock held. Read `events` and `is_cut` once the journal has let go of it."""
+    """Collects the journal's reports, under its lock. Read `events` and `is_cut` after the journal has detached it."""
 
     def __init__(self, now_ns: int, lives: Iterable[Life], *, max_rows: int = MAX_ROWS) -> None:
-        """`lives`: those of the requests in flight."""
+        """`lives`: the requests in flight."""
         self._began_ns, self._num_rows_left = now_ns, max_rows
         self._tracks = Tracks()
         self._noted: list[tuple[Callable[..., Iterator[Event]], tuple[Any, ...]]] = []
@@ -29,7 +29,7 @@ class Window:
 
     @property
     def is_cut(self) -> bool:
-        """Whether there was more than there is room for."""
+        """Whether reports were dropped for lack of room."""
         return self._num_rows_left < 0
 
     def come(self, life: Life) -> None:

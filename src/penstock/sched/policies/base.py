@@ -324,8 +324,8 @@ class Guess:
 
     token_ids: Sequence[int]
     num_matched: int
-    """How many tokens before them were seen before. The first guess is taken to be right in `num_matched - 1` of `num_matched`
-    cases: with 1 it is not tried, and for a chance `p` give about `1 / (1 - p)`."""
+    """Length of the match before them. The first guess is assumed right in `num_matched - 1` of `num_matched` cases: with 1 it
+    is not tried. For a chance `p`, return about `1 / (1 - p)`."""
 
 
 class Guesser(Protocol):

@@ -181,7 +181,7 @@ class HoldLatency(Budget):
     fill_share: float = 0.1
     """Background requests may take this share of the time that a prompt could take of the same step. [0, 1]"""
     idle_fill_share: float = 0.25
-    """The same of steps of the background alone, which hold up nobody but a request that comes meanwhile. [0, 1]"""
+    """The same for steps of background requests alone, which delay only requests that arrive meanwhile. [0, 1]"""
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
     """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0

@@ -17,7 +17,7 @@ LONGEST_MATCH = 32
 RECENT_TOKENS = 1 << 16
 """Tokens of recent answers, of all tenants together. A tenant has at most an eighth."""
 MOST_PROMPT_TOKENS = 1 << 13
-"""Guesses are looked for in the last tokens of a prompt, so that nobody waits long for its table of pairs."""
+"""Only this many last tokens of a prompt are searched, so that indexing a long prompt delays nobody."""
 _END = -1
 """Between two answers."""
 
@@ -91,10 +91,10 @@ class _Reader:
 
 @dataclass(slots=True)
 class Suffix(Guesser):
-    """Guesses the tokens that followed when the last ones, as many as possible, were seen before: in the request's prompt, in
-    its answer, or in recent answers to its tenant (after Oliaro et al., SuffixDecoding, 2024).
+    """Guesses the tokens that followed the longest earlier match of the last tokens: in the request's prompt, in its answer,
+    or in recent answers to its tenant (after Oliaro et al., SuffixDecoding, 2024).
 
-    Frequencies in a tree of suffixes find nothing that the newest place does not (notes/2026-11-26-speculation.md).
+    Frequencies in a suffix tree predict no better than the newest match (notes/2026-11-26-speculation.md).
     """
 
     source = "suffix"

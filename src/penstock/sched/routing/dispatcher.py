@@ -18,23 +18,23 @@ from penstock.types.request import Request
 from penstock.types.stats import EngineLoad, StepStats
 
 MIN_FETCHED_TOKENS = 64
-"""Fewer are computed sooner than another replica is asked for them."""
+"""Computing fewer tokens is faster than fetching them from another replica."""
 
 MAX_ADAPTERS = 4096
 """Most adapters whose replicas are remembered."""
 MAX_SOURCES = 4
-"""Replicas that are asked how much of a prompt they hold by now."""
+"""Most replicas that are considered as the source of a copy."""
 
 
 class Choice(NamedTuple):
     """The replica of a request, and what was known as it was chosen."""
 
     replica: int
-    num_held_tokens: int  # of its prompt
-    num_tokens_ahead: int  # that the replica had yet to compute for others
-    fewest_tokens_ahead: int  # the same of the replica with the least work
+    num_held_tokens: int  # prompt tokens that it holds
+    num_tokens_ahead: int  # its remaining work for other requests
+    fewest_tokens_ahead: int  # the same for the replica with the least work
     source: int | None  # another replica, from which it may copy more of the prompt's KV
-    num_source_tokens: int  # that the source holds, from the prompt's beginning on
+    num_source_tokens: int  # leading prompt tokens that the source holds
 
 
 class Dispatcher:
@@ -161,7 +161,7 @@ class Dispatcher:
         if chosen not in self._givers or request.sampling.prompt_logprobs is not None or max(depths) < least:
             return None, 0
         deeper = sorted([number for number in self._givers if depths[number] >= least], key=depths.__getitem__, reverse=True)
-        # Some will hold blocks that they are still to compute.
+        # Only reported blocks count: others may still be computed.
         told = {number: self._holdings.num_told(number, names) for number in deeper[:MAX_SOURCES]}
         source = max(told, key=told.__getitem__, default=None)
         return (None, 0) if source is None or told[source] < least else (source, told[source])
@@ -173,8 +173,7 @@ class Dispatcher:
         return self._split.num_answering(len(numbers), sum([self._ledger.answers[number] for number in numbers]))
 
     def hand_over(self, request_id: str, but_not: Collection[int] = ()) -> int | None:
-        """Return the replica to which an answer should move that has its first token, and count it as that one's. None: it
-        stays."""
+        """Return the replica to which an answer should move after its first token, and count it there. None: it stays."""
         numbers, answers = [number for number in self.numbers if number not in but_not], self._ledger.answers
         answering = numbers[: self._num_answering(numbers)]
         giver = self._ledger.answers_at(request_id)

@@ -50,9 +50,9 @@ class Holdings:
     def depths(self, names: Sequence[int], num_replicas: int) -> list[int]:
         """Return how many of a prompt's first blocks each replica holds.
 
-        Names are of prefixes: a replica that holds a block is taken to hold those before it. So the search halves the prompt,
-        and looks up a few dozen blocks of a thousand. With a sliding window, whose first blocks are evicted first, it finds
-        less than there is.
+        A name stands for a whole prefix: a replica that holds a block is assumed to hold those before it. So a binary search
+        looks up a few dozen of a thousand blocks. With a sliding window the first blocks are evicted first, so it may
+        find too few.
         """
         depths = [0] * num_replicas
         if names:
@@ -60,7 +60,7 @@ class Holdings:
         return depths
 
     def num_told(self, replica: int, names: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks a replica has told that it holds. As `depths`, but for what is coming."""
+        """Return how many of a prompt's first blocks a replica has reported. Unlike `depths`, omits blocks being computed."""
         return bisect_left(range(len(names)), True, key=lambda idx: not self._held.get(names[idx], 0) >> replica & 1)
 
     def _holders(self, name: int) -> int:

@@ -17,8 +17,7 @@ class _Entry:
 class Ledger:
     def __init__(self) -> None:
         self.work: list[int] = []
-        """Tokens of prompts that have no first token yet and were not cached, and those expected of answers that have not
-        ended, by the number of the replica."""
+        """Replica number -> uncached prompt tokens of requests without a first token, plus tokens still expected of answers."""
         self.num_sent_tokens = self.num_done_tokens = 0
         """Totals since the start: tokens sent to replicas, and tokens computed."""
         self.num_waiting_tokens = 0
@@ -39,7 +38,7 @@ class Ledger:
     def send(
         self, request_id: str, replica: int, num_prefill_tokens: int, num_new_tokens: int, *, background: bool = False
     ) -> None:
-        """Count a request. One of the background calls for no more replicas."""
+        """Count a request. Background requests do not cause scaling up."""
         self._entries[request_id] = _Entry(replica, num_prefill_tokens, num_new_tokens, background)
         num_tokens = num_prefill_tokens + num_new_tokens
         self.work[replica] += num_tokens

@@ -27,12 +27,12 @@ class Arrival:
     work: Sequence[int]
     """Tokens, of prompts and answers, that each replica still has to compute for the requests it was sent."""
     held: Sequence[int]
-    """Tokens at the beginning of the prompt that each replica holds, or will hold once it has computed what it was sent. An
-    adapter that it was sent before counts as the tokens whose room it takes."""
+    """Leading prompt tokens that each replica holds, or will hold after computing the requests it was sent. An adapter that it
+    was sent before counts as the tokens that would fit its blocks."""
     prefix: int
-    """Name of the longest beginning of the prompt that a replica holds, or else of the adapter; 0: there is none."""
+    """Name of the longest prompt prefix that any replica holds, or else of the adapter; 0: neither exists."""
     names: Sequence[int] = ()
-    """Names of the prompt's whole blocks, each of the tokens up to its end: equal beginnings have equal names."""
+    """Names of the prompt's whole blocks, each a hash of the prompt up to the block's end."""
 
 
 class Router(Protocol):
@@ -65,16 +65,16 @@ class LeastWork:
 
 
 class PrefixAware:
-    """Chooses the replica with the fewest tokens left to compute, less twice those of the prompt that it holds, until requests
+    """Chooses the replica with the fewest tokens left to compute, less twice the prompt tokens that it holds, until requests
     have waited for this prefix as long as another copy takes.
 
-    Twice, because to compute them elsewhere costs two things: the computation, and the room for a second copy. For that, as
+    Twice, because computing them elsewhere costs two things: the computation, and room for a second copy. For that, as
     many tokens of another prefix are evicted, to be computed again.
 
-    A request that goes where its prefix is, although another replica has less work, waits for the difference. These are added
-    up for each prefix. Once they are more than a copy costs, the request makes one, on the replica with the least work. That is
-    how the ski rental problem is solved: rent until you have paid what skis cost (Karlin, Manasse, Rudolph, Sleator,
-    Competitive Snoopy Caching, Algorithmica 3, 1988).
+    A request sent to its prefix although another replica has less work waits for the difference. These waits are added up for
+    each prefix. Once the sum exceeds the cost of a copy, the request makes one, on the replica with the least work. This is
+    the ski rental rule: rent until you have paid what skis cost (Karlin, Manasse, Rudolph, Sleator, Competitive Snoopy Caching,
+    Algorithmica 3, 1988).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Whether replicas compute prompts and answers apart, and how many take the answers.
 
-An answer beside a prompt waits for the prompt's tokens in each step. A budget holds the target between tokens by smaller
-chunks, until fewer than `MIN_CHUNK_TOKENS` fit beside the answers: then prompts and answers can't share a step within the
-target. So as many replicas as the answers need take no prompts, and the others give their answers away with the first token.
+An answer that shares a step with a prompt waits for the prompt's tokens. The budget meets the target between tokens with
+smaller chunks, until fewer than `MIN_CHUNK_TOKENS` fit beside the answers: then prompts and answers can't share a step within
+the target. So enough replicas for the answers take no prompts, and the others hand each answer over after its first token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Split:
         self._target_ns = slo_itl_ns
         self._cost = StepCost()
         self._prompts_ns = 0.0
-        """Time of all replicas for tokens of prompts. Work of `MEMORY_NS` ago counts as a third of its time."""
+        """Prefill time of all replicas, decaying: work done `MEMORY_NS` ago counts about a third."""
         self._last_ns = 0
 
     def learn(self, stats: StepStats) -> None:
@@ -36,8 +36,8 @@ class Split:
         self._prompts_ns += cost.prefill_ns * num_prefill_tokens + cost.attention_ns * counts.num_prefill_pairs
 
     def num_answering(self, num_replicas: int, num_answers: int) -> int:
-        """Return how many replicas should take answers and no prompts. 0: all take both, also if prompts need more than the
-        others."""
+        """Return how many replicas should take answers and no prompts. 0: all take both, also if the rest can't handle the
+        prompts."""
         cost, most = self._cost, self.most_answers
         if not most or self._target_ns - cost.least_ns(num_answers / num_replicas) >= MIN_CHUNK_TOKENS * cost.token_ns(0):
             return 0
@@ -47,6 +47,6 @@ class Split:
 
     @property
     def most_answers(self) -> int:
-        """The answers of one replica that get their tokens in time. 0: not known yet, or none does."""
+        """Most answers that one replica can generate within the target. 0: not known yet, or none."""
         cost = self._cost
         return max(0, int((self._target_ns - cost.fixed_ns) / cost.decode_ns)) if cost.decode_ns > 0 else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,10 +17,12 @@ from penstock.jobs.lines import NOT_IN_A_BATCH
 from penstock.jobs.store import INTERNAL, Batch, File, NoRoom, Owner, Store, new_id
 from penstock.serve.api import Parts, PlainText, Route
 from penstock.serve.asking import repeated_name
-from penstock.serve.bodies import INLINE_MAX_BYTES, Body, parse_body
-from penstock.serve.errors import ApiError, invalid, overloaded, shorten
+from penstock.serve.bodies import Body, parse_body
+from penstock.serve.errors import ApiError, invalid, overloaded
+from penstock.serve.jobs.batches import batch_not_found, find_batch
 from penstock.serve.jobs.files import owner_of, unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
+from penstock.serve.shapes import utc
 
 KIND, URL = "anthropic", "/v1/messages"
 WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600
@@ -74,7 +75,7 @@ class MessageBatchDeleted(TypedDict):
 
 def batch_routes(parts: Parts, batches: BatchRunner) -> Sequence[Route]:
     made, one, page = MessageBatches(parts, batches), f"{URL}/batches/{{batch_id}}", "limit before_id after_id"
-    return [
+    routes = [
         Route(f"POST {URL}/batches", "Begin a batch of messages", made.create, MessageBatchBody, MessageBatch),
         Route(f"GET {URL}/batches", "List batches of messages", made.list, returns=MessageBatchList, query=page),
         Route(f"GET {one}", "Get a batch of messages", made.get, returns=MessageBatch),
@@ -82,13 +83,13 @@ def batch_routes(parts: Parts, batches: BatchRunner) -> Sequence[Route]:
         Route(f"POST {one}/cancel", "Cancel a batch of messages", made.cancel, returns=MessageBatch),
         Route(f"DELETE {one}", "Delete a batch of messages", made.delete, returns=MessageBatchDeleted),
     ]
+    return unless_disk_fails(routes)
 
 
 class MessageBatches:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
-    @unless_disk_fails
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, owner_of(http, self._parts)
@@ -96,7 +97,7 @@ class MessageBatches:
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
-        num_requests, lines = await self._parts.off_loop.run(len(data), lambda: self._lines(data), limit=INLINE_MAX_BYTES)
+        num_requests, lines = await self._parts.off_loop.parse(len(data), lambda: self._lines(data))
         now_s = batches.now_s()
         try:
             file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
@@ -123,7 +124,7 @@ class MessageBatches:
         return Response(fast_json.dumps(self._told(made)), media_type="application/json")
 
     def _lines(self, data: bytes) -> tuple[int, bytes]:
-        requests = parse_body(data, MessageBatchBody, self._parts.ignored).requests
+        requests = parse_body(data, MessageBatchBody, self._parts.reader.ignored).requests
         seen: set[str] = set()
         for index, one in enumerate(requests):
             if one.custom_id in seen:
@@ -137,7 +138,6 @@ class MessageBatches:
         lines = [{"custom_id": one.custom_id, "method": "POST", "url": URL, "body": one.params} for one in requests]
         return len(lines), b"\n".join(map(fast_json.dumps, lines)) + b"\n"
 
-    @unless_disk_fails
     async def list(self, http: HttpRequest) -> MessageBatchList:
         """List the batches, the newest first."""
         query = http.query_params
@@ -152,7 +152,7 @@ class MessageBatches:
 
         def read() -> Sequence[Batch]:
             if place is not None and store.batch(place, owner, KIND) is None:
-                raise _not_found(place)
+                raise batch_not_found(place)
             return store.batches(owner, KIND, after=place, limit=int(limit) + 1, ascending=goes_back)
 
         found = await self._batches.on_disk(read)
@@ -166,30 +166,26 @@ class MessageBatches:
             "last_id": page[-1].id if page else None,
         }
 
-    @unless_disk_fails
     async def get(self, http: HttpRequest) -> MessageBatch:
         """Describe a batch."""
-        return self._told(await self._find(http))
+        return self._told(await find_batch(http, self._parts, self._batches, KIND))
 
-    @unless_disk_fails
     async def cancel(self, http: HttpRequest) -> MessageBatch:
         """Cancel a batch. Messages without an answer get the result `canceled`."""
-        batch = await self._find(http)
+        batch = await find_batch(http, self._parts, self._batches, KIND)
         return self._told(await self._batches.cancel(batch))
 
-    @unless_disk_fails
     async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
         """Delete a batch that has ended, and its results."""
-        batch, store = await self._find(http), self._batches.store
+        batch, store = await find_batch(http, self._parts, self._batches, KIND), self._batches.store
         if not batch.is_ended:
             raise invalid("The batch has not ended. Cancel it first.")
         await self._batches.on_disk(_delete, store, batch)
         return {"id": batch.id, "type": "message_batch_deleted"}
 
-    @unless_disk_fails
     async def results(self, http: HttpRequest) -> Response:
         """Return the results of a batch that has ended, one in each line, in any order."""
-        batch, store = await self._find(http), self._batches.store
+        batch, store = await find_batch(http, self._parts, self._batches, KIND), self._batches.store
         if not batch.is_ended:
             raise ApiError(404, "The batch has not ended: it has no results yet.", code="not_found")
         paths = [store.content(file_id) for file_id in (batch.output_file, batch.error_file) if file_id]
@@ -198,13 +194,6 @@ class MessageBatches:
         except FileNotFoundError:
             raise ApiError(404, "The results were deleted.", code="not_found") from None
         return StreamingResponse(_results(paths), media_type="application/x-jsonl")
-
-    async def _find(self, http: HttpRequest) -> Batch:
-        batch_id, batches = http.path_params["batch_id"], self._batches
-        batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http, self._parts), KIND)
-        if batch is None:
-            raise _not_found(batch_id)
-        return batch
 
     def _told(self, batch: Batch) -> MessageBatch:
         batch = self._batches.current(batch)
@@ -228,22 +217,14 @@ class MessageBatches:
                 "canceled": num_cancelled,
                 "expired": num_expired,
             },
-            "created_at": _time(batch.created_s),
-            "expires_at": _time(batch.due_s),
-            "ended_at": None if ended_s is None else _time(ended_s),
-            "cancel_initiated_at": None if cancelled_s is None else _time(cancelled_s),
+            "created_at": utc(batch.created_s),
+            "expires_at": utc(batch.due_s),
+            "ended_at": None if ended_s is None else utc(ended_s),
+            "cancel_initiated_at": None if cancelled_s is None else utc(cancelled_s),
             "archived_at": None,
             # A path, which the client adds to the address that it knows: a proxy may have another scheme than this server.
             "results_url": f"{URL}/batches/{batch.id}/results" if batch.is_ended else None,
         }
-
-
-def _not_found(batch_id: str) -> ApiError:
-    return ApiError(404, f"There is no batch {shorten(batch_id)!r}.", code="batch_not_found")
-
-
-def _time(unix_s: int) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _keep(store: Store, owner: Owner, lines: bytes, now_s: int) -> File:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -17,23 +16,24 @@ from penstock.serve.anthropic.read import read_prompt
 from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList
 from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
-from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.checks import unless_gone
+from penstock.serve.shapes import utc
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Default and largest number of models in one answer, as in Anthropic's API."""
 
 
-class CountEndpoint:
+class AnthropicEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._models = ModelsEndpoint(parts.deployment, parts.folder)
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
         """Count the tokens of a conversation and its tools, as the model reads them."""
-        running, conversation = await self._parts.off_loop.run(
-            len(data), lambda: read_prompt(data, http.scope, self._parts.reader), limit=INLINE_MAX_BYTES
+        running, conversation = await self._parts.off_loop.parse(
+            len(data), lambda: read_prompt(data, http.scope, self._parts.reader)
         )
         with running.using():
             tenant = read_owner(http.scope, self._parts.config).tenant
@@ -41,16 +41,6 @@ class CountEndpoint:
             num_tokens = await running.off_loop.run(len(prompt.text), lambda: _num_tokens(prompt, running))
         counted: AnthropicCount = {"input_tokens": num_tokens}
         return Response(fast_json.dumps(counted), media_type="application/json")
-
-
-def _num_tokens(prompt: TextPrompt, running: RunningModel) -> int:
-    check_text_size(prompt.text, running, "messages")
-    return len(prompt.encode(running.tokenizer))
-
-
-class AnthropicModels:
-    def __init__(self, parts: Parts) -> None:
-        self._models = ModelsEndpoint(parts.deployment, parts.folder)
 
     async def list(self, http: HttpRequest) -> Response:
         """List the models in Anthropic's shape, paged by `limit`, `after_id` and `before_id`."""
@@ -62,12 +52,17 @@ class AnthropicModels:
         return _card(await self._models.get(http))
 
 
+def _num_tokens(prompt: TextPrompt, running: RunningModel) -> int:
+    check_text_size(prompt.text, running, "messages")
+    return len(prompt.encode(running.tokenizer))
+
+
 def _card(card: ModelCard) -> AnthropicModel:
     return {
         "type": "model",
         "id": card["id"],
         "display_name": card["id"],
-        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": utc(card["created"]),
         "lifecycle": "active",
         "max_input_tokens": card["max_model_len"],
         "max_tokens": card["max_model_len"],

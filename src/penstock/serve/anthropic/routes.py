@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.serve.anthropic.endpoints import AnthropicModels, CountEndpoint
+from penstock.serve.anthropic.endpoints import AnthropicEndpoint
 from penstock.serve.anthropic.read import create
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import (
@@ -22,20 +22,20 @@ _VERSION = b"anthropic-version"
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    messages, models = parts.calls.answers(MessagesBody, create), AnthropicModels(parts)
+    messages, endpoint = parts.calls.answers(MessagesBody, create), AnthropicEndpoint(parts)
     return [
         *_batch_routes(parts),
         Route("POST /v1/messages", "Chat", messages, MessagesBody, AnthropicMessage, AnthropicEvent),
-        Route("POST /v1/messages/count_tokens", "Count tokens", CountEndpoint(parts).count, CountTokensBody, AnthropicCount),
+        Route("POST /v1/messages/count_tokens", "Count tokens", endpoint.count, CountTokensBody, AnthropicCount),
         Route(
             "GET /v1/models /models",
             "List models",
-            models.list,
+            endpoint.list,
             returns=AnthropicModelList,
             query="limit after_id before_id",
             when=has_header(_VERSION),
         ),
-        Route("GET /v1/models/{model_id:path}", "Get a model", models.get, returns=AnthropicModel, when=has_header(_VERSION)),
+        Route("GET /v1/models/{model_id:path}", "Get a model", endpoint.get, returns=AnthropicModel, when=has_header(_VERSION)),
     ]
 
 

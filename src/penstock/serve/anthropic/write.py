@@ -20,7 +20,6 @@ from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, Object
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, as_object
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
-from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
 _ERROR_TYPES = {
@@ -120,9 +119,9 @@ def anthropic_words(error: ApiError) -> AnthropicError:
 class MessageWriter(Writer):
     """Writes Anthropic's messages. A stream has `message_start`, one content block after the other, and the message's end."""
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._choice = ReadChoice(call, 0, tokenizer, id_prefix=_ID_PREFIX)
+        self._choice = ReadChoice(call, 0, id_prefix=_ID_PREFIX)
         self._is_plain = call.is_plain
         self._kind = ""
         """Type of the open block, or empty."""
@@ -150,9 +149,6 @@ class MessageWriter(Writer):
             return events
         delta = {"type": "message_delta", "delta": self._end_fields(chunk), "usage": self._usage()}
         return events + self._close() + _event(delta) + _event({"type": "message_stop"})
-
-    def end(self) -> bytes:
-        return b""
 
     def fail(self, error: ApiError) -> bytes:
         return _event(anthropic_words(error))

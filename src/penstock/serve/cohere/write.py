@@ -15,7 +15,6 @@ from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, ToolCall, told_calls
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
-from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
 TextContent = TypedDict("TextContent", {"type": Literal["text"], "text": str})
@@ -62,9 +61,9 @@ def cohere_words(error: ApiError) -> CohereError:
 class CohereWriter(Writer):
     """Writes answers of Cohere's chat. A stream has a start, blocks of content and tool calls, one by one, and an end."""
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._choice = ReadChoice(call, 0, tokenizer)
+        self._choice = ReadChoice(call, 0)
         self._kind = ""
         """Type of the open block of content, or empty."""
         self._index = 0
@@ -81,9 +80,6 @@ class CohereWriter(Writer):
             return events
         delta = {"finish_reason": self._finish_word(chunk), "usage": self._usage()}
         return events + self._close() + _event("message-end", id=self._options.answer_id, delta=delta)
-
-    def end(self) -> bytes:
-        return b""
 
     def fail(self, error: ApiError) -> bytes:
         delta = {"finish_reason": "ERROR", "error": error.message, "usage": self._usage()}

@@ -135,6 +135,11 @@ def add_header(scope: Scope, name: bytes, value: bytes) -> None:
     scope[_ANSWER_HEADERS_KEY].append((name, value))
 
 
+def added_header(scope: Scope, name: bytes) -> str:
+    """Return the value of a header that `add_header` has added, or an empty text."""
+    return next((value.decode("latin-1") for known, value in scope[_ANSWER_HEADERS_KEY] if known == name), "")
+
+
 def key_name(scope: Scope) -> str:
     """Return the name of the request's key, which is safe to log. Empty if the server has no keys."""
     name: str = scope.get(_KEY_NAME_KEY, "")

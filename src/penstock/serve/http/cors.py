@@ -14,7 +14,9 @@ from starlette.types import Message
 from penstock.types.errors import ConfigError
 
 _METHODS = b"GET, POST, DELETE"
-_EXPOSED = b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out, X-Route, X-Sources"
+_EXPOSED = (
+    b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out, X-Route, X-Sources, X-Check"
+)
 """Headers that a page may read in addition to the usual ones."""
 _MAX_AGE_S = 600
 """For this time, a browser reuses the answer to a preflight."""

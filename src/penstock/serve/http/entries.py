@@ -93,7 +93,7 @@ def entry_of(scope: Scope) -> Entry | None:
 
 
 def note_model(scope: Scope, operation: str, model: str) -> None:
-    """Note the model that answers. Only now the request gets a place in a trace, which nobody without a key gets."""
+    """Note the model that answers. Tracing begins only now, so that requests refused for their key are not traced."""
     entry = entry_of(scope)
     if entry is None:
         return

@@ -15,10 +15,11 @@ from penstock import fast_json
 from penstock.jobs.store import Batch, NoFile, NoRoom, new_id
 from penstock.serve.api import Parts
 from penstock.serve.asking import repeated_name
-from penstock.serve.bodies import INLINE_MAX_BYTES, Body, Metadata, parse_body
+from penstock.serve.bodies import Body, Metadata
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import Page, listed, owner_of, page_of, read_expiry, unless_disk_fails
+from penstock.serve.jobs.files import Page, listed, owner_of, page_of, read_expiry
 from penstock.serve.jobs.runner import BatchRunner
+from penstock.serve.shapes import ResponseUsage
 
 KIND = "openai"
 MAX_WINDOW_S = 30 * 24 * 3600
@@ -58,22 +59,6 @@ class RequestCounts(TypedDict):
     failed: int
 
 
-class InputDetails(TypedDict):
-    cached_tokens: int
-
-
-class OutputDetails(TypedDict):
-    reasoning_tokens: int
-
-
-class BatchUsage(TypedDict):
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
 class BatchObject(TypedDict):
     id: str
     object: Literal["batch"]
@@ -95,7 +80,7 @@ class BatchObject(TypedDict):
     cancelled_at: int | None
     request_counts: RequestCounts
     metadata: dict[str, str] | None
-    usage: BatchUsage
+    usage: ResponseUsage
     estimated_end_at: int | None
 
 
@@ -106,13 +91,10 @@ class BatchesEndpoint:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
-    @unless_disk_fails
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, owner_of(http, self._parts)
-        body = await self._parts.off_loop.run(
-            len(data), lambda: parse_body(data, BatchBody, self._parts.ignored), limit=INLINE_MAX_BYTES
-        )
+        body = await self._parts.reader.body(data, BatchBody)
         expiry, name = body.output_expires_after, repeated_name(http.scope, self._parts.config, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
@@ -137,7 +119,6 @@ class BatchesEndpoint:
             raise ApiError(404, message, code="file_not_found", param="input_file_id") from None
         return Response(fast_json.dumps(self._told(batch)), media_type="application/json")
 
-    @unless_disk_fails
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""
         limit, after = page_of(http, 20, 100)
@@ -145,31 +126,22 @@ class BatchesEndpoint:
 
         def read() -> Sequence[Batch]:
             if after is not None and store.batch(after, owner, KIND) is None:
-                raise _not_found(after, "after")
+                raise batch_not_found(after, "after")
             return store.batches(owner, KIND, after=after, limit=limit + 1)
 
         found = await self._batches.on_disk(read)
         return listed([self._told(batch) for batch in found], limit)
 
-    @unless_disk_fails
     async def get(self, http: HttpRequest) -> BatchObject:
         """Describe a batch: its status, how many lines are answered, and when it is expected to end."""
-        return self._told(await self._find(http))
+        return self._told(await find_batch(http, self._parts, self._batches, KIND))
 
-    @unless_disk_fails
     async def cancel(self, http: HttpRequest) -> BatchObject:
         """Cancel a batch. Its answers so far stay."""
-        batch = await self._find(http)
+        batch = await find_batch(http, self._parts, self._batches, KIND)
         if batch.is_ended:
             raise ApiError(409, f"The batch has ended already: it is {batch.status}.", code="batch_ended")
         return self._told(await self._batches.cancel(batch))
-
-    async def _find(self, http: HttpRequest) -> Batch:
-        batch_id, batches = http.path_params["batch_id"], self._batches
-        batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http, self._parts), KIND)
-        if batch is None:
-            raise _not_found(batch_id)
-        return batch
 
     def _told(self, batch: Batch) -> BatchObject:
         batch = self._batches.current(batch)
@@ -202,6 +174,15 @@ class BatchesEndpoint:
         return told  # type: ignore[return-value]
 
 
+async def find_batch(http: HttpRequest, parts: Parts, batches: BatchRunner, kind: str) -> Batch:
+    """Return the batch that a path names. Raises 404."""
+    batch_id = http.path_params["batch_id"]
+    batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http, parts), kind)
+    if batch is None:
+        raise batch_not_found(batch_id)
+    return batch
+
+
 def read_window(text: str) -> int:
     """Return the seconds of a completion window. Raises 400."""
     found = re.fullmatch("([1-9][0-9]{0,4})([mhd])", text)
@@ -214,5 +195,5 @@ def _window(window_s: int) -> str:
     return f"{window_s // 3600}h" if window_s % 3600 == 0 else f"{window_s // 60}m"
 
 
-def _not_found(batch_id: str, param: str | None = None) -> ApiError:
+def batch_not_found(batch_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"There is no batch {shorten(batch_id)!r}.", code="batch_not_found", param=param)

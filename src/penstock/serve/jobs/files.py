@@ -6,9 +6,10 @@ import logging
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -17,7 +18,7 @@ from typing_extensions import TypedDict
 
 from penstock.jobs.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom, Owner
-from penstock.serve.api import Parts
+from penstock.serve.api import Parts, Route
 from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import headers_of
@@ -32,8 +33,6 @@ MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 2592000
 MAX_PAGE = 10_000
 _KNOWN = {"purpose", FILE, "expires_after[anchor]", "expires_after[seconds]"}
 _Listed = TypeVar("_Listed", bound=Mapping[str, Any])
-_Told = TypeVar("_Told")
-_Given = ParamSpec("_Given")
 
 
 class FileObject(TypedDict):
@@ -69,13 +68,16 @@ def owner_of(http: HttpRequest, parts: Parts) -> Owner:
     return owner.key, owner.tenant
 
 
-def unless_disk_fails(answer: Callable[_Given, Awaitable[_Told]]) -> Callable[_Given, Awaitable[_Told]]:
-    """Return an endpoint that answers 503 if the folder can't be used: a full disk, or a server that ends."""
+def unless_disk_fails(routes: Sequence[Route]) -> Sequence[Route]:
+    """Return routes that answer 503 if the folder can't be used: a full disk, or a server that ends."""
+    return [replace(route, answer=_guarded(route.answer)) for route in routes]
 
+
+def _guarded(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @wraps(answer)
-    async def answer_or_refuse(*given: _Given.args, **named: _Given.kwargs) -> _Told:
+    async def answer_or_refuse(*given: object) -> Any:
         try:
-            return await answer(*given, **named)
+            return await answer(*given)
         except (sqlite3.Error, OSError) as error:
             _log.warning("the folder of jobs can't be used: %s", error)
             raise unavailable(f"The server's folder of files can't be used now: {cause(error)}.") from None
@@ -119,7 +121,6 @@ class FilesEndpoint:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
-    @unless_disk_fails
     async def create(self, http: HttpRequest) -> FileObject:
         """Upload a file (multipart/form-data): the lines of a batch, each a request as JSON. `purpose` is `batch`."""
         batches, owner = self._batches, owner_of(http, self._parts)
@@ -147,7 +148,6 @@ class FilesEndpoint:
         except ClientDisconnect:
             raise invalid("The client left before the file was there.") from None
 
-    @unless_disk_fails
     async def list(self, http: HttpRequest) -> FileList:
         """List the files, the newest first."""
         limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
@@ -164,12 +164,10 @@ class FilesEndpoint:
         files = await self._batches.on_disk(read)
         return listed([_told(one) for one in files], limit)
 
-    @unless_disk_fails
     async def get(self, http: HttpRequest) -> FileObject:
         """Describe a file."""
         return _told(await self._find(http))
 
-    @unless_disk_fails
     async def content(self, http: HttpRequest) -> Response:
         """Return the content of a file."""
         file, batches = await self._find(http), self._batches
@@ -180,7 +178,6 @@ class FilesEndpoint:
             raise _not_found(file.id) from None
         return FileResponse(path, media_type="application/octet-stream", stat_result=found)
 
-    @unless_disk_fails
     async def delete(self, http: HttpRequest) -> FileDeleted:
         """Delete a file."""
         file, batches = await self._find(http), self._batches

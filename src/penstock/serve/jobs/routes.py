@@ -13,10 +13,10 @@ def _routes(parts: Parts) -> Sequence[Route]:
     if parts.batches is None:
         return []
     from penstock.serve.jobs.batches import BatchBody, BatchesEndpoint, BatchList, BatchObject
-    from penstock.serve.jobs.files import FileDeleted, FileList, FileObject, FilesEndpoint
+    from penstock.serve.jobs.files import FileDeleted, FileList, FileObject, FilesEndpoint, unless_disk_fails
 
     files, batches = FilesEndpoint(parts, parts.batches), BatchesEndpoint(parts, parts.batches)
-    return [
+    routes = [
         Route("POST /v1/files", "Upload a file", files.create, returns=FileObject),
         Route("GET /v1/files", "List files", files.list, returns=FileList, query="purpose limit after order"),
         Route(f"GET {_FILE}", "Get a file", files.get, returns=FileObject),
@@ -27,6 +27,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
         Route(f"GET {_BATCH}", "Get a batch", batches.get, returns=BatchObject),
         Route(f"POST {_BATCH}/cancel", "Cancel a batch", batches.cancel, returns=BatchObject),
     ]
+    return unless_disk_fails(routes)
 
 
 API = Api(

@@ -65,7 +65,7 @@ SMALL_BYTES = 1 << 24
 """Files up to this size, a second's work to check, do not wait for larger ones."""
 TIDIED_EACH_S = 60.0
 ALONE_AFTER, GIVEN_UP_AFTER = 2, 3
-"""Failures of the server while a line was under way: after so many it is asked alone, and not again. So a line that breaks the
+"""Failures of the server during a line after which it is asked alone, and after which it is given up. So a line that breaks the
 server does that three times, and its neighbours are answered."""
 EXPIRED, CANCELLED, FAILED = "batch_expired", "batch_cancelled", "batch_failed"
 """Codes of the errors of lines that were not asked."""
@@ -544,7 +544,7 @@ class BatchRunner:
 class _Turns:
     """How many lines are under way, and whose is next: the owner's with the fewest, then the batch's whose time ends first.
 
-    An owner without any gets a place at once: the others' lines may all wait for a model that serves people.
+    An owner without any gets a place at once: the others' lines may all wait for a model with interactive requests.
     """
 
     def __init__(self, deployment: Deployment) -> None:

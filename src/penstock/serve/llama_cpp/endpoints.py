@@ -17,7 +17,7 @@ from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_model, read_owner
-from penstock.serve.bodies import INLINE_MAX_BYTES, Body, has_not_yet, parse_body
+from penstock.serve.bodies import Body, has_not_yet
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.llama_cpp.read import read_mixed
@@ -66,9 +66,7 @@ class LlamaEndpoint:
         self, data: bytes, http: HttpRequest, tell: Callable[[TextPrompt, RunningModel], InputTokens | LlamaPrompt]
     ) -> Response:
         """Render a chat's prompt, and answer with the result of `tell`."""
-        call = await self._parts.off_loop.run(
-            len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)), limit=INLINE_MAX_BYTES
-        )
+        call = await self._parts.off_loop.parse(len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)))
         assert isinstance(call.prompts, Conversation)
         tenant, running = read_owner(http.scope, self._parts.config).tenant, call.running
         with running.using():
@@ -78,9 +76,7 @@ class LlamaEndpoint:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text."""
-        body = await self._parts.off_loop.run(
-            len(data), lambda: parse_body(data, LlamaTokenizeBody, self._parts.ignored), limit=INLINE_MAX_BYTES
-        )
+        body = await self._parts.reader.body(data, LlamaTokenizeBody)
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
             content = await running.off_loop.run(len(data), lambda: fast_json.dumps(_tokens(body, running)))

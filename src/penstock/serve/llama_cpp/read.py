@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
@@ -23,12 +23,10 @@ from penstock.serve.bodies import (
     MAX_SUFFIX_CHARS,
     MAX_TOKENS_LIMIT,
     Body,
-    IgnoredParameters,
     NotYet,
     Schema,
     StopStrings,
     Unread,
-    check_body,
     grammar_of,
     has_not_yet,
     has_sampling,
@@ -44,8 +42,6 @@ from penstock.text.fim import find_fim
 from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind
 from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS, LineLimits, SamplingParams
-
-_Body = TypeVar("_Body", bound="LlamaBody")
 
 MAX_FILES = 1024
 MAX_FILE_NAME_CHARS = 4096
@@ -171,6 +167,12 @@ class LlamaBody(Body):
         fields = {"max_tokens": self.limit[0], "logprobs": _said(self, *_PROBS)[0], "n": _said(self, *_CHOICES)[0]}
         return Names("llama_cpp", fields=fields)
 
+    def check_rules(self) -> None:
+        for names in (_LIMITS, _CHOICES, _PROBS):
+            said = {value: name for name in names if (value := getattr(self, name)) is not None}
+            if len(said) > 1:
+                raise invalid(f"{' and '.join(map(repr, said.values()))} differ; give one of them.", names[0])
+
 
 class LlamaCompletionBody(LlamaBody):
     """`POST /completion`."""
@@ -208,16 +210,6 @@ class LlamaInfillBody(LlamaBody):
 def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
     """Return name and value of the first field of `names` that is set. If none is, return the first name and None."""
     return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
-
-
-def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """Return the body of a JSON value, checked. Raises 400. `ignored`: see `parse_body`."""
-    body = check_body(value, body_type, ignored)
-    for names in (_LIMITS, _CHOICES, _PROBS):
-        said = {value: name for name in names if (value := getattr(body, name)) is not None}
-        if len(said) > 1:
-            raise invalid(f"{' and '.join(map(repr, said.values()))} differ; give one of them.", names[0])
-    return body
 
 
 def completion(body: LlamaCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:

@@ -16,7 +16,7 @@ from penstock.serve.llama_cpp.endpoints import (
     LlamaTokens,
     ReadChat,
 )
-from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody, completion, infill, read_body
+from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody, completion, infill
 from penstock.serve.llama_cpp.status import LlamaProps, LlamaSlot, LlamaStatus
 from penstock.serve.llama_cpp.texts import LlamaEmbedding, LlamaEmbeddingBody, embedding
 from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
@@ -25,8 +25,8 @@ from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
 def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequence[Route]:
     llama, status = LlamaEndpoint(parts, read_chat), LlamaStatus(parts)
     embed, with_content = parts.texts.answers(LlamaEmbeddingBody, embedding), parts.has_field("content")
-    complete = parts.calls.answers(LlamaCompletionBody, completion, read_body)
-    fill, completed = parts.calls.answers(LlamaInfillBody, infill, read_body), LlamaCompletion | list[LlamaCompletion]
+    complete = parts.calls.answers(LlamaCompletionBody, completion)
+    fill, completed = parts.calls.answers(LlamaInfillBody, infill), LlamaCompletion | list[LlamaCompletion]
     return [
         Route("POST /completion", "Complete", complete, LlamaCompletionBody, completed, LlamaCompletion),
         Route("POST /infill", "Fill in the middle", fill, LlamaInfillBody, completed, LlamaCompletion),

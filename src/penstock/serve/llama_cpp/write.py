@@ -15,9 +15,8 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, Object
-from penstock.serve.streams import ChoiceRecord, Writer, shown_logprobs
+from penstock.serve.streams import ChoiceRecord, Writer
 from penstock.serve.timings import Timings
-from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
 
@@ -104,9 +103,8 @@ class Shown:
 class LlamaWriter(Writer):
     """Writes completions. A stream has pieces of text with their tokens, and the end of each choice."""
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, shown: Shown) -> None:
+    def __init__(self, call: RunningCall, *, shown: Shown) -> None:
         super().__init__(call)
-        self._tokenizer = tokenizer
         self._shown = shown
         self._has_new_line = [False] * len(call.requests)
         self._timings = Timings(call)
@@ -120,9 +118,6 @@ class LlamaWriter(Writer):
             return events
         return events + _event(self._final(index, chunk, "", ()))
 
-    def end(self) -> bytes:
-        return b""
-
     def fail(self, error: ApiError) -> bytes:
         return _event(llama_words(error))
 
@@ -134,7 +129,7 @@ class LlamaWriter(Writer):
         text = record.text
         self._has_new_line[index] = "\n" in text
         tokens = record.token_ids if self._shown.has_tokens else ()
-        entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
+        entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
         return self._final(index, record.last, text, tokens, entries)
 
     def _piece(self, index: int, chunk: OutputChunk) -> LlamaCompletion:
@@ -152,7 +147,7 @@ class LlamaWriter(Writer):
         if not self._has_progress[index]:
             self._has_progress[index] = True
             piece["prompt_progress"] = self._timings.progress(index, chunk)
-        if entries := shown_logprobs(self._options, chunk):
+        if entries := self._shown_logprobs(chunk):
             piece["completion_probabilities"] = self._probabilities(entries)
         return piece
 

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import fast_json
-from penstock.calls.call import Call
 from penstock.serve.api import Parts
-from penstock.serve.asking import Asked, find_allowed
-from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
+from penstock.serve.asking import find_allowed
 from penstock.serve.errors import invalid
 from penstock.serve.http.entries import note_model
 from penstock.serve.ollama.read import (
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
-    chat_call,
-    generate_call,
+    chat,
+    generate,
     keep,
     keep_ns,
     name_of,
-    read_body,
 )
-from penstock.serve.ollama.write import OllamaWriter, utc
-from penstock.serve.streams import NewWriter
-
-_Body = TypeVar("_Body", bound=OllamaBody)
+from penstock.serve.shapes import utc
 
 
 class OllamaEndpoint:
@@ -39,30 +33,17 @@ class OllamaEndpoint:
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation. Without messages, the model is loaded, or unloaded if `keep_alive` is 0."""
-        body = await self._body(data, OllamaChatBody)
+        body = await self._parts.reader.body(data, OllamaChatBody)
         if not body.messages:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
-
-        def read(asked: Asked) -> tuple[Call, NewWriter]:
-            return chat_call(body, asked), partial(OllamaWriter, model_name=body.model, is_chat=True)
-
-        return await self._parts.calls.answer(data, http, read)
+        return await self._parts.calls.answer(data, http, partial(chat, body))
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a prompt, through the chat template unless `raw`. Without a prompt, the model is loaded or unloaded."""
-        body = await self._body(data, OllamaGenerateBody)
+        body = await self._parts.reader.body(data, OllamaGenerateBody)
         if not body.prompt and not body.suffix:
             return self._loaded(body, http, {"response": ""})
-
-        def read(asked: Asked) -> tuple[Call, NewWriter]:
-            return generate_call(body, asked), partial(OllamaWriter, model_name=body.model, is_chat=False)
-
-        return await self._parts.calls.answer(data, http, read)
-
-    async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
-        return await self._parts.off_loop.run(
-            len(data), lambda: read_body(load_json(data), body_type, self._parts.ignored), limit=INLINE_MAX_BYTES
-        )
+        return await self._parts.calls.answer(data, http, partial(generate, body))
 
     def _loaded(self, body: OllamaBody, http: HttpRequest, said: dict[str, Any]) -> Response:
         """Answer a request that only loads or unloads a model. Raises `ModelAway`."""

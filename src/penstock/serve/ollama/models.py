@@ -17,11 +17,11 @@ from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, may_ask, models_of, pipelines_of
-from penstock.serve.bodies import Body, Unread, parse_body
+from penstock.serve.bodies import Body, Unread
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.ollama.read import name_of
-from penstock.serve.ollama.write import FOREVER, utc
-from penstock.serve.shapes import Count, Object, Version
+from penstock.serve.ollama.write import FOREVER
+from penstock.serve.shapes import Count, Object, Version, utc
 from penstock.text.dialects import find_dialect
 from penstock.text.fim import find_fim
 from penstock.types.encoder import Task
@@ -91,7 +91,7 @@ class OllamaModels:
         self._deployment = parts.deployment
         self._folder = parts.folder
         self._cards = parts.cards
-        self._ignored = parts.ignored
+        self._reader = parts.reader
 
     async def version(self, _http: HttpRequest) -> Version:
         """Return the version of Penstock."""
@@ -132,12 +132,12 @@ class OllamaModels:
 
     async def show(self, data: bytes, http: HttpRequest) -> Response:
         """Describe a model without loading it."""
-        served = self._find(parse_body(data, OllamaShowBody, self._ignored), http)
+        served = self._find(await self._reader.body(data, OllamaShowBody), http)
         return Response(fast_json.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""
-        body = parse_body(data, OllamaPullBody, self._ignored)
+        body = await self._reader.body(data, OllamaPullBody)
         if body.model is None and body.name is None:
             raise invalid("Missing required parameter: 'model'.", "model")
         try:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
-from typing_extensions import TypedDict
 
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Conversation, Names, TextPrompt
 from penstock.deploy.deployment import Deployment
@@ -24,10 +24,8 @@ from penstock.serve.bodies import (
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
     Body,
-    IgnoredParameters,
     StopStrings,
     ToolBody,
-    check_body,
     has_not_yet,
     has_sampling,
     has_unread,
@@ -36,13 +34,13 @@ from penstock.serve.bodies import (
     read_tools,
     sampling_of,
 )
-from penstock.serve.errors import ApiError, invalid
+from penstock.serve.errors import invalid
 from penstock.serve.http.checks import is_admin
+from penstock.serve.ollama.write import OllamaWriter
+from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message, PastCall
 from penstock.text.grammar import Grammar
 from penstock.types.sampling import MAX_LOGPROBS
-
-_Body = TypeVar("_Body", bound="OllamaBody")
 
 LATEST = ":latest"
 """The tag that Ollama's clients append to a name without one."""
@@ -88,6 +86,15 @@ class OllamaBody(Body):
     keep_alive: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})] = None
     """How long the model stays loaded after the request: seconds, or a duration such as `5m`. Negative: forever."""
 
+    @classmethod
+    def drop_unknown(cls, value: dict[str, Any]) -> list[str]:
+        options = value.get("options")
+        names = OptionsBody.drop_unknown(options) if isinstance(options, dict) else []
+        return [f"options.{name}" for name in names] + super().drop_unknown(value)
+
+    def check_rules(self) -> None:
+        keep_ns(self)
+
 
 # A prompt that is too long is refused, never cut.
 @has_not_yet("shift=false truncate=false")
@@ -99,6 +106,13 @@ class _AnswerBody(OllamaBody):
     think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": list(_EFFORTS)}]})] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def check_rules(self) -> None:
+        super().check_rules()
+        if self.format not in (None, "", "json") and not isinstance(self.format, dict):
+            raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
+        if self.think is not None and not isinstance(self.think, bool) and self.think not in _EFFORTS:
+            raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
 
 
 class OllamaFunction(Body):
@@ -144,28 +158,6 @@ class OllamaGenerateBody(_AnswerBody):
     """True uses the prompt without the chat template."""
 
 
-OllamaError = TypedDict("OllamaError", {"error": str})
-
-
-def error_words(error: ApiError) -> OllamaError:
-    return {"error": error.message}
-
-
-def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """Return the body of a JSON value, checked. Raises 400. `ignored`: see `parse_body`. It also gets unknown options."""
-    options = value.get("options") if isinstance(value, dict) else None
-    if isinstance(options, dict) and ignored is not None:
-        passed_over = [name for name in options if name not in OptionsBody.field_names]
-        for name in passed_over:
-            del options[name]
-        ignored.note([f"options.{name}" for name in passed_over])
-    body = check_body(value, body_type, ignored)
-    keep_ns(body)
-    if isinstance(body, _AnswerBody):
-        _check_words(body)
-    return body
-
-
 def name_of(model: str, deployment: Deployment) -> str:
     """Return the served name of a model. Clients append `:latest` to any name."""
     is_known = not model.endswith(LATEST) or deployment.find(model) is not None
@@ -199,25 +191,28 @@ def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: S
     return may
 
 
-def chat_call(body: OllamaChatBody, asked: Asked) -> Call:
-    """Return the call of a chat. Raises `ApiError` and `Rejected`."""
-    return _chat(body, _begin(body, asked), Conversation(_messages(body.messages or ())), asked, body.tools or ())
+def chat(body: OllamaChatBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Return the call of a chat, and its writer. Raises `ApiError` and `Rejected`."""
+    call = _chat(body, _begin(body, asked), Conversation(_messages(body.messages or ())), asked, body.tools or ())
+    return call, partial(OllamaWriter, model_name=body.model, is_chat=True)
 
 
-def generate_call(body: OllamaGenerateBody, asked: Asked) -> Call:
-    """Return the call of a prompt, as a user's message if there is a chat template. Raises `ApiError` and `Rejected`."""
+def generate(body: OllamaGenerateBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Return the call of a prompt, as a user's message if there is a chat template, and its writer. Raises as `chat`."""
+    new_writer = partial(OllamaWriter, model_name=body.model, is_chat=False)
     running, prompt = _begin(body, asked), body.prompt or ""
     if not body.raw and not body.suffix and running.chat_template is not None:
         messages = [Message(role="system", content=body.system)] if body.system else []
         conversation = Conversation([*messages, Message(role="user", content=prompt)], param="prompt")
-        return _chat(body, running, conversation, asked)
+        return _chat(body, running, conversation, asked), new_writer
     if body.system:
         reason = "with 'raw' or 'suffix'" if body.raw or body.suffix else "with a model that has no chat template"
         raise invalid(f"'system' means nothing {reason}: put it into 'prompt'.", "system")
     if body.think:
         raise invalid("'think' needs the chat template: leave out 'raw' and 'suffix'.", "think")
     prompts, suffix = (TextPrompt(prompt, "prompt"),), body.suffix or ""
-    return asked.call(CompletionRequest(**_fields(body, asked), prompts=prompts, suffix=suffix, ends_with_context=False))
+    request = CompletionRequest(**_fields(body, asked), prompts=prompts, suffix=suffix, ends_with_context=False)
+    return asked.call(request), new_writer
 
 
 def _begin(body: _AnswerBody, asked: Asked) -> RunningModel:
@@ -259,13 +254,6 @@ def _limit(num_predict: int | None) -> int | None:
     if num_predict == 0:
         raise invalid("'options.num_predict' must be at least 1, or -1 for no limit.", "options.num_predict")
     return None if num_predict is None or num_predict < 0 else num_predict
-
-
-def _check_words(body: _AnswerBody) -> None:
-    if body.format not in (None, "", "json") and not isinstance(body.format, dict):
-        raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
-    if body.think is not None and not isinstance(body.think, bool) and body.think not in _EFFORTS:
-        raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
 
 
 def _grammar(asked: Any) -> Grammar | None:

@@ -8,16 +8,16 @@ from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.http.checks import Wording
 from penstock.serve.ollama import models
 from penstock.serve.ollama.answers import OllamaEndpoint
-from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody, error_words, read_body
+from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.ollama.texts import OllamaEmbed, OllamaEmbedBody, OllamaEmbedding, OllamaEmbeddingsBody, embed, embeddings
-from penstock.serve.ollama.write import OllamaChat, OllamaGenerate
+from penstock.serve.ollama.write import OllamaChat, OllamaGenerate, error_words
 from penstock.serve.shapes import Status, Version
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
     calls, about = OllamaEndpoint(parts), models.OllamaModels(parts)
-    embed_texts = parts.texts.answers(OllamaEmbedBody, embed, read_body)
-    embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings, read_body)
+    embed_texts = parts.texts.answers(OllamaEmbedBody, embed)
+    embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings)
     generated = OllamaGenerate
     not_fetched = {501: "The server does not have this model, and does not fetch it"}
     return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -13,19 +12,12 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs, ChatToken
-from penstock.serve.ollama.read import error_words
-from penstock.serve.shapes import Count, Object
-from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, as_object, shown_logprobs, times_ms
+from penstock.serve.shapes import Count, Object, utc
+from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, as_object, times_ms
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
-from penstock.text.tokenizer import Tokenizer
 
 FOREVER = "2300-01-01T00:00:00Z"
 """`expires_at` of a model that stays loaded. Ollama's clients take an empty time as past."""
-
-
-def utc(unix_s: float) -> str:
-    """Return a time in RFC 3339's format."""
-    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 OllamaCalledFunction = TypedDict("OllamaCalledFunction", {"index": Count, "name": str, "arguments": Object})
@@ -64,22 +56,29 @@ class OllamaGenerate(OllamaLine):
     thinking: NotRequired[str]
 
 
+OllamaError = TypedDict("OllamaError", {"error": str})
+
+
+def error_words(error: ApiError) -> OllamaError:
+    return {"error": error.message}
+
+
 class OllamaWriter(Writer):
     """Writes chats and completions. Lines of a stream are pieces of text or reasoning, and whole calls."""
 
     media_type: ClassVar[bytes] = b"application/x-ndjson"
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, model_name: str, is_chat: bool) -> None:
+    def __init__(self, call: RunningCall, *, model_name: str, is_chat: bool) -> None:
         """`model_name` is the client's name of the model. `is_chat`: the answer is a message, for `/api/chat`."""
         super().__init__(call)
         self._is_chat = is_chat
         self._head = {"model": model_name, "created_at": utc(call.answer.created_unix_s)}
-        self._choice = ReadChoice(call, 0, tokenizer)
+        self._choice = ReadChoice(call, 0)
         self._begun: dict[int, CallBegin] = {}
         self._arguments: dict[int, list[str]] = {}
         self._logprobs = None
         if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
+            self._logprobs = ChatLogprobs(self._tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
 
     def keepalive(self) -> bytes:
         """Return an empty message, since every line must be JSON."""
@@ -89,9 +88,8 @@ class OllamaWriter(Writer):
         self.usage.add(index, chunk)
         lines = [self._line(said) for part in self._choice.read(chunk) if (said := self._said(part)) is not None]
         if self._logprobs is not None:
-            entries = self._logprobs.write(
-                shown_logprobs(self._options, chunk), chunk.text, is_last=chunk.finish_reason is not None
-            )
+            is_last = chunk.finish_reason is not None
+            entries = self._logprobs.write(self._shown_logprobs(chunk), chunk.text, is_last=is_last)
             if entries["content"]:
                 if not lines:
                     lines.append(self._line({"content": ""}))
@@ -99,9 +97,6 @@ class OllamaWriter(Writer):
         if chunk.finish_reason is not None:
             lines.append(self._line({"content": ""}) | self._end(chunk))
         return b"".join([fast_json.dumps(line) + b"\n" for line in lines])
-
-    def end(self) -> bytes:
-        return b""
 
     def fail(self, error: ApiError) -> bytes:
         return fast_json.dumps(error_words(error)) + b"\n"
@@ -117,7 +112,7 @@ class OllamaWriter(Writer):
             said["tool_calls"] = calls
         told = self._line(said) | self._end(record.last)
         if self._logprobs is not None:
-            entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
+            entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
             told["logprobs"] = self._logprobs.write(entries, record.text, is_last=True)["content"]
         return told
 

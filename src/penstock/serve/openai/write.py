@@ -33,7 +33,6 @@ from penstock.serve.streams import (
     _comment,
     _finish_word,
     fingerprint,
-    shown_logprobs,
 )
 from penstock.serve.timings import Timings
 from penstock.text.answers import (
@@ -46,7 +45,6 @@ from penstock.text.answers import (
     Reasoning,
     gather,
 )
-from penstock.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -157,9 +155,8 @@ class AnswerWriter(Writer):
     text_key: ClassVar[bytes]
     """The bytes between a choice's index and its text."""
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._tokenizer = tokenizer
         options = call.answer
         self._timings = Timings(call) if options.has_timings or options.has_progress else None
         self._has_progress = [False] * len(call.requests)
@@ -248,14 +245,14 @@ class ChatWriter(AnswerWriter):
     event_kind = "chat.completion.chunk"
     text_key = b'"delta":{'
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
-        super().__init__(call, tokenizer)
+    def __init__(self, call: RunningCall) -> None:
+        super().__init__(call)
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
         self._choices: list[ReadChoice] | None = None
         """None if all text is content."""
         if not call.is_plain:
-            self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
+            self._choices = [ReadChoice(call, index) for index in range(len(call.requests))]
 
     def begin(self, timing: str) -> bytes:
         times = super().begin(timing)
@@ -311,7 +308,7 @@ class ChatWriter(AnswerWriter):
             return self._prefixes[index] + b'"content":' + fast_json.dumps(chunk.text) + self._plain_suffix
         logprobs = None
         if self._logprobs:
-            entries, is_last = shown_logprobs(self._options, chunk), chunk.finish_reason is not None
+            entries, is_last = self._shown_logprobs(chunk), chunk.finish_reason is not None
             logprobs = self._logprobs[index].write(entries, chunk.text, is_last=is_last)
         if not chunk.text and not chunk.token_ids and not (logprobs and logprobs["content"]):
             return b""
@@ -324,7 +321,7 @@ class ChatWriter(AnswerWriter):
     def _choice(self, index: int, record: ChoiceRecord) -> ChatChoice:
         text, logprobs = record.text, None
         if self._options.has_logprobs:
-            entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
+            entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
             logprobs = self._logprob_writer().write(entries, text, is_last=True)
         message: ChatAnswerMessage = {"role": "assistant", "content": text, "refusal": None}
         finish_word: ChatFinishWord | None = _finish_word(record.last)
@@ -379,8 +376,8 @@ class CompletionWriter(AnswerWriter):
     kind = event_kind = "text_completion"
     text_key = b'"text":'
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
-        super().__init__(call, tokenizer)
+    def __init__(self, call: RunningCall) -> None:
+        super().__init__(call)
         self._plain_suffix = b',"logprobs":null,"finish_reason":null' + self._suffix
         self._has_begun = [False] * len(call.requests)
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []

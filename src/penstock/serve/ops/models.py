@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from penstock import fast_json
 from penstock.deploy.running import ServedModel
 from penstock.serve.api import Parts
-from penstock.serve.bodies import Body, parse_body
+from penstock.serve.bodies import Body
 from penstock.serve.errors import from_rejected, invalid, model_not_found
 from penstock.serve.http.checks import require_admin, unless_gone
 from penstock.serve.shapes import Success
@@ -45,12 +45,12 @@ class Updated(TypedDict):
 class LifeEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._deployment = parts.deployment
-        self._ignored = parts.ignored
+        self._reader = parts.reader
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
         """Load a model once memory is free. An idle model may later be unloaded to make room for another."""
         require_admin(http.scope)
-        body = parse_body(data, LoadModelBody, self._ignored)
+        body = await self._reader.body(data, LoadModelBody)
         future = self._deployment.want(self._find(body.model))
         if not body.wait:
             return _success(202)
@@ -60,7 +60,7 @@ class LifeEndpoint:
     async def unload(self, data: bytes, http: HttpRequest) -> Response:
         """Unload a model when its running requests have ended. Later requests for it load it again."""
         require_admin(http.scope)
-        body = parse_body(data, UnloadModelBody, self._ignored)
+        body = await self._reader.body(data, UnloadModelBody)
         served = self._find(body.model)
         if served.is_fixed:
             raise invalid(f"The model {served.name} can't be unloaded: models on a GPU stay loaded.", "model")

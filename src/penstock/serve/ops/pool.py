@@ -59,7 +59,7 @@ class PoolEndpoint:
 
         Blocks that a request holds are `["held", number of blocks, owner]`, in which `owner` is an index into `owners`.
         """
-        running = find_model(http.query_params.get("model"), self._deployment)
+        running = find_model(http.query_params.get("model"), self._deployment, http.scope)
         names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
         return await json_answer(lambda: _as_json(self._draw(running), names))
 

@@ -95,6 +95,7 @@ class RequestChoice(TypedDict):
     route: NotRequired[Routed]
 
 
+Chosen = TypedDict("Chosen", {"route": str, "sources": str, "check": str, "held_ms": float})
 Cost = TypedDict("Cost", {"usd": float, "saved_usd": float})
 
 
@@ -107,6 +108,7 @@ class Request(TypedDict):
     summary: str
     choices: list[RequestChoice]
     forgotten_choices: Count
+    chosen: NotRequired[Chosen]
     cost: NotRequired[Cost]
 
 
@@ -189,6 +191,8 @@ def _call(told: Told) -> Request:
         "choices": choices,
         "forgotten_choices": told.num_forgotten,
     }
+    if (how := told.chosen) is not None:
+        request["chosen"] = {"route": how.route, "sources": how.sources, "check": how.check, "held_ms": _ms(how.held_ns)}
     if told.cost is not None:
         request["cost"] = {"usd": told.cost.paid, "saved_usd": told.cost.saved}
     return request

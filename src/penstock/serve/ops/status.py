@@ -18,7 +18,7 @@ from penstock.machine import CpuMeter
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_served
+from penstock.serve.asking import find_allowed
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.plan import Capacity
@@ -114,7 +114,7 @@ class StatusEndpoint:
         are not the defaults, and what they come to.
         """
         name = http.query_params.get("model")
-        served = find_served(name, self._deployment)
+        served = self._deployment.default if name is None else find_allowed(name, self._deployment, http.scope)[0]
         metrics = served.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         waste = await asyncio.to_thread(metrics.read_waste)  # it may wait for the engine

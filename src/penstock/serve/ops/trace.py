@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock.deploy.deployment import Deployment
 from penstock.obs.explain.journal import Journal
 from penstock.obs.perfetto import document
-from penstock.serve.asking import find_model
+from penstock.serve.asking import find_served
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import require_admin, unless_gone
 
@@ -28,7 +28,7 @@ class TraceEndpoint:
         """Return a model's steps of the next `seconds` (5, at most 60), and the requests in them. One at a time."""
         require_admin(http.scope)
         seconds = _seconds(http.query_params.get("seconds"))
-        running = find_model(http.query_params.get("model"), self._deployment)
+        running = find_served(http.query_params.get("model"), self._deployment).answerer()
         journal = running.journal
         if not isinstance(journal, Journal):
             why = "--explained-requests is 0" if journal is None else "its replicas compute it"

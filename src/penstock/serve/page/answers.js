@@ -30,6 +30,7 @@ export class AnswerView {
     this.item = element("article", { className: "answer", "aria-label": "Answer" },
       this.reasoning, this.text, this.calls, this.note, this.foot);
     this.isDrawing = false;
+    this.isGrowing = true; // Until finished: a frame that was asked for before may draw after that.
   }
 
   wait(text) {
@@ -53,14 +54,15 @@ export class AnswerView {
   drawText() {
     const { content, reasoning, toolCalls } = this.message;
     this.note.hidden = true;
-    this.markdown.show(content);
+    this.markdown.show(content, this.isGrowing);
     this.reasoning.hidden = !reasoning;
-    this.reasoningMarkdown.show(reasoning ?? "");
+    this.reasoningMarkdown.show(reasoning ?? "", this.isGrowing);
     this.calls.replaceChildren(...toolCalls.filter(Boolean).map(({ name, arguments: given }) => codeBlock(given, `Call of ${name}`)));
   }
 
   /** Draw it as one that does not grow any more, with its figures and buttons. */
   finish() {
+    this.isGrowing = false;
     following(() => {
       this.drawText();
       this.drawFoot();

@@ -26,8 +26,9 @@ export class MarkdownView {
     this.sources = [];
   }
 
-  show(text) {
-    const blocks = blocksOf(text.split("\n"));
+  show(text, isGrowing) {
+    // A last `$` may yet turn out to end no formula: `$HOME/$PATH`.
+    const blocks = blocksOf((isGrowing ? text.replace(/\$$/, "") : text).split("\n"));
     const sources = blocks.map((block) => block.source);
     let same = 0;
     while (same < sources.length && sources[same] === this.sources[same]) same += 1;

@@ -8,7 +8,7 @@ from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
 from penstock.serve.logprobs import ChatToken
-from penstock.serve.shapes import CachedTokens, Count, Object, ReasoningTokens
+from penstock.serve.shapes import Count, Object, ResponseUsage
 
 
 class TextPart(TypedDict):
@@ -65,14 +65,6 @@ ResponseError = TypedDict("ResponseError", {"code": str, "message": str})
 IncompleteDetails = TypedDict("IncompleteDetails", {"reason": str})
 ReasoningSettings = TypedDict("ReasoningSettings", {"effort": str | None, "summary": None})
 TextSettings = TypedDict("TextSettings", {"format": Object, "verbosity": str})
-
-
-class ResponseUsage(TypedDict):
-    input_tokens: Count
-    input_tokens_details: CachedTokens
-    output_tokens: Count
-    output_tokens_details: ReasoningTokens
-    total_tokens: Count
 
 
 class Response(TypedDict):

@@ -20,20 +20,19 @@ from starlette.responses import Response as HttpResponse
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
+from penstock.serve.answering import open_call
 from penstock.serve.api import Parts
-from penstock.serve.asking import BACKGROUND_KEY, Asked, begin, read_owner, repeated_name
-from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
+from penstock.serve.asking import BACKGROUND_KEY, Asked, read_owner, repeated_name
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
-from penstock.serve.http.entries import entry_of, note_model
+from penstock.serve.http.entries import entry_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
 from penstock.serve.responses.read import NAME_KEY, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
-from penstock.serve.responses.store import ResponseStore, has_id, past_of
+from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
-from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +54,10 @@ class _Running(NamedTuple):
 
 
 class ResponsesEndpoint:
-    def __init__(self, parts: Parts, store: ResponseStore) -> None:
+    def __init__(self, parts: Parts, store: MemoryStore) -> None:
         self._config = parts.config
         self._reader = parts.reader
         self._in_flight = parts.in_flight
-        self._off_loop = parts.off_loop
         self._store = store
         self._running: dict[Key, _Running] = {}
         """Unfinished responses in the background."""
@@ -72,9 +70,7 @@ class ResponsesEndpoint:
 
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
         """Answer a list of items (messages, calls, ...) with further items. The response is kept unless `store` is false."""
-        body = await self._off_loop.run(
-            len(data), lambda: parse_body(data, ResponsesBody, self._reader.ignored), limit=INLINE_MAX_BYTES
-        )
+        body = await self._reader.body(data, ResponsesBody)
         if body.request_id is not None:
             identity_of(http.scope).adopt(body.request_id)
         owner = read_owner(http.scope, self._config)
@@ -94,22 +90,17 @@ class ResponsesEndpoint:
                 param="previous_response_id" if past.items else "input",
             )
         keeps = self._store.keeps and not http.scope.get(BACKGROUND_KEY, False)  # a line of a batch has its answer there
-        call, question = await self._off_loop.run(
-            num_bytes,
-            lambda: read(body, past, Asked(self._reader, data, http.scope), keeps=keeps),
-            limit=INLINE_MAX_BYTES,
-        )
-        note_model(http.scope, "chat", call.answer.model_name)
-        opened = await begin(call, self._in_flight, http)
+        asked = Asked(self._reader, data, http.scope)
+        opened, question = await open_call(partial(read, body, past, keeps=keeps), asked, num_bytes, self._in_flight, http)
         if question.tools.left_out:
             self._tell_left_out(question.tools.left_out, http)
         if body.background:
             return await self._begin(opened, question, owner, data, http)
         writers: list[ResponsesWriter] = []
 
-        def new_writer(running: RunningCall, tokenizer: Tokenizer) -> ResponsesWriter:
+        def new_writer(running: RunningCall) -> ResponsesWriter:
             on_end = partial(self._keep, question, owner)
-            writers.append(ResponsesWriter(running, tokenizer, question=question, on_end=on_end))
+            writers.append(ResponsesWriter(running, question=question, on_end=on_end))
             return writers[0]
 
         response = await respond(http, opened, new_writer)
@@ -148,7 +139,7 @@ class ResponsesEndpoint:
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 return _json(kept.response)
-            writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
+            writer = ResponsesWriter(opened, question=question, on_end=lambda _response: None)
             task = asyncio.create_task(self._run(opened, question, kept, writer), name=f"response {kept.response_id}")
             if (entry := entry_of(http.scope)) is not None:
                 entry.work, entry.count_tokens = task, writer.usage.counts
@@ -171,13 +162,13 @@ class ResponsesEndpoint:
             raise unavailable(f"The disk can't keep this now: {error}.") from None
 
     async def stop(self) -> None:
-        """From now on, a response in the background that is ended by the server is asked again by the next process."""
+        """Let the next process restart responses in the background that the server ends from now on."""
         self._is_stopping = True
         for task in self._asking.values():
             task.cancel()
 
     def go_on(self) -> None:
-        """Ask again what ran in the background when the process before ended."""
+        """Restart responses in the background that the previous process left unfinished."""
         for kept in self._store.read():
             task = asyncio.create_task(self._ask_again(kept), name=f"response {kept.response_id}")
             self._asking[kept.key] = task

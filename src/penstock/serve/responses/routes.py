@@ -9,10 +9,18 @@ from penstock.serve.responses.answers import Response, ResponseEvent, ResponseFo
 from penstock.serve.responses.endpoint import ResponsesEndpoint
 from penstock.serve.responses.read import NO_COMPACTION
 from penstock.serve.responses.schemas import ResponsesBody
-from penstock.serve.responses.store import MemoryStore, ResponseStore
+from penstock.serve.responses.store import MemoryStore
 
 
-def routes(parts: Parts, store: ResponseStore) -> Sequence[Route]:
+def _routes(parts: Parts) -> Sequence[Route]:
+    """Return the routes with responses that are kept in memory, and in the folder of jobs if the server has one."""
+    config, disk = parts.config, None
+    if parts.batches is not None and config.response_store_bytes:
+        from penstock.serve.responses.durable import ResponseDisk  # with a database, which few servers need
+
+        disk = ResponseDisk(parts.batches.store)
+        parts.lifetime.closes.append(disk.close)
+    store = MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock, disk=disk)
     responses, one = ResponsesEndpoint(parts, store), "/v1/responses/{response_id}"
     parts.lifetime.starts.append(responses.go_on)
     parts.lifetime.stops.append(responses.stop)
@@ -35,16 +43,4 @@ def routes(parts: Parts, store: ResponseStore) -> Sequence[Route]:
     ]
 
 
-def _kept(parts: Parts) -> Sequence[Route]:
-    """Return the routes with responses that are kept in memory, and in the folder of jobs if the server has one."""
-    config, disk = parts.config, None
-    if parts.batches is not None and config.response_store_bytes:
-        from penstock.serve.responses.durable import ResponseDisk  # with a database, which few servers need
-
-        disk = ResponseDisk(parts.batches.store)
-        parts.lifetime.closes.append(disk.close)
-    store = MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock, disk=disk)
-    return routes(parts, store)
-
-
-API = Api("OpenAI", _kept, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])
+API = Api("OpenAI", _routes, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])

@@ -1,4 +1,4 @@
-"""The store of responses: its interface, and an implementation in memory.
+"""The store of responses, in memory.
 
 If memory is short, the owner with the most bytes loses the least recently used response. Unfinished responses in the background
 are never evicted.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock import fast_json
 from penstock.calls.call import Owner
@@ -26,47 +26,7 @@ MAX_RUNNING = 256
 """Most unfinished responses in the background."""
 
 
-class ResponseStore(Protocol):
-    """A store of responses, used on the event loop. Only `get` may wait, for example for a disk."""
-
-    @property
-    def keeps(self) -> bool:
-        """False if the server keeps no responses."""
-        ...
-
-    @property
-    def outlives(self) -> bool:
-        """Whether responses are kept for later processes."""
-        ...
-
-    async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
-        """Return a response. Raises 404 with the reason if the owner has none of this id. `param`: the field with the id."""
-        ...
-
-    def read(self) -> list[Kept]:
-        """Take over the responses of earlier processes. Return those in the background that have not ended."""
-        ...
-
-    def put(self, kept: Kept) -> None:
-        """Add a response, or replace one that is asked again."""
-        ...
-
-    def update(self, kept: Kept) -> None:
-        """Replace a running response by its later state. Nothing changes if it has ended, or was deleted meanwhile."""
-        ...
-
-    def delete(self, kept: Kept) -> None: ...
-
-    async def settle(self) -> None:
-        """Return when all responses are as safe as they get. Raises sqlite3.Error and OSError."""
-        ...
-
-    def check_room(self, key: Key) -> None:
-        """Raise 429 if unfinished responses in the background leave no room for this one. One of them has its room."""
-        ...
-
-
-async def past_of(store: ResponseStore, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
+async def past_of(store: MemoryStore, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
     """Return the conversation up to the response `previous_id`, and the items with the ids `referenced`. Raises 404 and 409."""
     groups: list[tuple[bytes, ...]] = []
     response_id, param = previous_id, "previous_response_id"
@@ -84,7 +44,7 @@ async def past_of(store: ResponseStore, owner: Owner, previous_id: str | None, r
     return Past(before, named, num_bytes)
 
 
-async def _item(store: ResponseStore, owner: Owner, item_id: str) -> bytes:
+async def _item(store: MemoryStore, owner: Owner, item_id: str) -> bytes:
     """Return an item by its id, which has its kind, the name of its response and its index there. Raises 404."""
     _, _, rest = item_id.partition("_")
     name, _, place = rest.rpartition("_")
@@ -147,18 +107,22 @@ class MemoryStore:
         return [*self._running.values()]
 
     async def settle(self) -> None:
+        """Return when all responses are as safe as they get. Raises sqlite3.Error and OSError."""
         if self._disk is not None:
             await self._disk.settle()
 
     @property
     def keeps(self) -> bool:
+        """False if the server keeps no responses."""
         return self._max_bytes > 0
 
     @property
     def outlives(self) -> bool:
+        """Whether responses are kept for later processes."""
         return self._disk is not None
 
     async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
+        """Return a response. Raises 404 with the reason if the owner has none of this id. `param`: the field with the id."""
         self._forget_old()
         shelf = self._shelves.get(owner)
         kept = None if shelf is None else shelf.kept.get(response_id)
@@ -170,6 +134,7 @@ class MemoryStore:
         return kept
 
     def put(self, kept: Kept) -> None:
+        """Add a response, or replace one that is asked again."""
         if kept.is_running:
             self._running[kept.key] = kept
         if kept.key in self._used_ns:  # it is asked again
@@ -178,6 +143,7 @@ class MemoryStore:
         self._make_room()
 
     def update(self, kept: Kept) -> None:
+        """Replace a running response by its later state. Nothing changes if it has ended, or was deleted meanwhile."""
         if kept.key not in self._running:
             return
         if kept.is_running:
@@ -194,6 +160,7 @@ class MemoryStore:
             self._forget(kept, "it was deleted")
 
     def check_room(self, key: Key) -> None:
+        """Raise 429 if unfinished responses in the background leave no room for this one, unless it is one of them."""
         if key in self._running:
             return
         num_bytes = sum([kept.num_bytes for kept in self._running.values()])

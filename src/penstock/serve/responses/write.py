@@ -14,11 +14,11 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs
-from penstock.serve.responses.answers import Response, ResponseError, ResponseUsage
+from penstock.serve.responses.answers import Response, ResponseError
 from penstock.serve.responses.read import Item, Question
+from penstock.serve.shapes import ResponseUsage
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, fingerprint
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
-from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
 
@@ -34,23 +34,20 @@ def response_error(error: ApiError) -> ResponseError:
 
 
 class ResponsesWriter(Writer):
-    def __init__(
-        self, call: RunningCall, tokenizer: Tokenizer, *, question: Question, on_end: Callable[[Response], None]
-    ) -> None:
+    def __init__(self, call: RunningCall, *, question: Question, on_end: Callable[[Response], None]) -> None:
         """`on_end` gets the whole response at the end of a stream, on the event loop."""
         super().__init__(call)
         self.ended: Response | None = None
         """The whole response after its end, if not streamed."""
-        self._tokenizer = tokenizer
         self._question = question
         self._on_end = on_end
         self._choice: ReadChoice | None = None
         """None if all text is content."""
         if not call.is_plain:
-            self._choice = ReadChoice(call, 0, tokenizer)
+            self._choice = ReadChoice(call, 0)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
+            self._logprobs = ChatLogprobs(self._tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
         self._told_logprobs: list[Any] = []
         """Log-probabilities of tokens with text that was not sent yet."""
 
@@ -151,7 +148,9 @@ class ResponsesWriter(Writer):
         if self._choice is not None:
             parts = self._choice.read(chunk)
         if self._logprobs is not None:
-            self._note_logprobs(self._logprobs, chunk)
+            is_last = chunk.finish_reason is not None
+            written = self._logprobs.write(self._shown_logprobs(chunk), chunk.text, is_last=is_last)
+            self._told_logprobs += written["content"]
         for part in parts:
             self._add(part)
         if chunk.finish_reason is not None:
@@ -159,13 +158,6 @@ class ResponsesWriter(Writer):
             if not self._is_cut and all(item["type"] == "reasoning" for item in self._items):
                 self._add(Content(""))  # clients look for a message
             self._close(is_whole=not self._is_cut)
-
-    def _note_logprobs(self, writer: ChatLogprobs, chunk: OutputChunk) -> None:
-        entries = chunk.logprobs
-        if entries and isinstance(chunk.stop_reason, int):
-            entries = entries[:-1]  # the last is a stop token, which is not shown
-        written = writer.write(entries, chunk.text, is_last=chunk.finish_reason is not None)
-        self._told_logprobs += written["content"]
 
     def _add(self, part: Part) -> None:
         match part:

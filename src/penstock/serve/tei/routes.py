@@ -250,7 +250,7 @@ class TeiEndpoint:
         return find_model(None, self._parts.deployment, http.scope)
 
     def _tokens(self, data: bytes, running: RunningModel) -> bytes:
-        body = parse_body(data, TeiTokenizeBody, self._parts.ignored)
+        body = parse_body(data, TeiTokenizeBody, self._parts.reader.ignored)
         encoder, tokenizer = running.model.encoder, running.tokenizer
         if encoder is not None:
             prompt = read.prompt_text(encoder, body.prompt_name)

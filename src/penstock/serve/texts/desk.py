@@ -279,7 +279,7 @@ class _Work:
 class Desk:
     """The input texts that one model's engine is computing, shared between calls. Receives the engine's chunks for them."""
 
-    def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
+    def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool, max_cache_bytes: int = 0) -> None:
         self._bridge = bridge
         self._metrics = metrics
         metrics.num_shared_texts = metrics.num_shared_texts or 0

@@ -17,8 +17,9 @@ from starlette.responses import Response
 from penstock.calls.in_flight import InFlight
 from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Asked, Reader, note_call
-from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, check_body, load_json
+from penstock.serve.answering import note_call
+from penstock.serve.asking import Asked, Reader
+from penstock.serve.bodies import Body, parse_body
 from penstock.serve.http.checks import JsonEndpoint, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.texts.call import TextResults, TextsCall
@@ -38,8 +39,6 @@ class Answer:
 _Body = TypeVar("_Body", bound=Body)
 _Read = Callable[[_Body, Asked], Answer]
 """Reads the body of an API. Raises `ApiError`."""
-_Check = Callable[[Any, type[_Body], IgnoredParameters | None], _Body]
-"""Validates a JSON value as a body. Raises `ApiError`."""
 
 
 class TextsEndpoint:
@@ -54,16 +53,16 @@ class TextsEndpoint:
             if running.model.encoder is not None:
                 self.desk(running)
 
-    def answers(self, body_type: type[_Body], read: _Read[_Body], check: _Check[_Body] = check_body) -> JsonEndpoint:
+    def answers(self, body_type: type[_Body], read: _Read[_Body]) -> JsonEndpoint:
         """Return the endpoint of a route. `read` makes a call from its body."""
 
         @wraps(read)
         async def answer(data: bytes, http: HttpRequest) -> Response:
             def make() -> Answer:
-                body = check(load_json(data), body_type, self._reader.ignored)
+                body = parse_body(data, body_type, self._reader.ignored)
                 return read(body, Asked(self._reader, data, http.scope))
 
-            made = await self._reader.deployment.off_loop.run(len(data), make, limit=INLINE_MAX_BYTES)
+            made = await self._reader.deployment.off_loop.parse(len(data), make)
             return await self._respond(made, http)
 
         return answer

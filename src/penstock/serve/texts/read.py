@@ -294,13 +294,13 @@ def _refuse_task(opened: Opened, lack: str) -> NoReturn:
     raise invalid(f"{opened.running.name} is {_KINDS[task]} and {lack}. Ask {_ENDPOINTS[task]}.", "model")
 
 
-def prompt_text(encoder: EncoderInfo, name: str | None, param: str = "prompt_name") -> str:
+def prompt_text(encoder: EncoderInfo, name: str | None) -> str:
     """Return the prompt of this name, or the default one. Raises 400 for an unknown name."""
     if name is None:
         return encoder.prompts.get(encoder.default_prompt, "")
     if name not in encoder.prompts:
         known = ", ".join(repr(known) for known in encoder.prompts) or "none"
-        raise invalid(f"The model has no prompt {shorten(name)!r}. It has: {known}.", param)
+        raise invalid(f"The model has no prompt {shorten(name)!r}. It has: {known}.", "prompt_name")
     return encoder.prompts[name]
 
 

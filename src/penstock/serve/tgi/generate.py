@@ -30,7 +30,6 @@ from penstock.serve.errors import ApiError, invalid
 from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
 from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
-from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
 DEFAULT_TOKENS = 100
@@ -177,10 +176,9 @@ def _grammar(asked: TgiGrammar | None) -> Grammar | None:
 class TgiWriter(Writer):
     """Writes answers. A stream has an event for each token. The last token of a step has the text of all the step's tokens."""
 
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, prefix: str, has_details: bool, is_list: bool) -> None:
+    def __init__(self, call: RunningCall, *, prefix: str, has_details: bool, is_list: bool) -> None:
         """`prefix` is put before the text of the whole answer."""
         super().__init__(call)
-        self._tokenizer = tokenizer
         self._text = [prefix]
         self._has_details = has_details
         self._is_list = is_list
@@ -203,9 +201,6 @@ class TgiWriter(Writer):
             events[-1]["generated_text"] = "".join(self._text)
             events[-1]["details"] = {**self._end(chunk), "input_length": self.usage.counts()[0]}
         return b"".join([b"data:%s\n\n" % fast_json.dumps(event) for event in events])
-
-    def end(self) -> bytes:
-        return b""
 
     def fail(self, error: ApiError) -> bytes:
         return b"data:%s\n\n" % fast_json.dumps(tgi_words(error))

@@ -17,7 +17,7 @@ from penstock.deploy.adapters import Adapters
 from penstock.deploy.running import ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_served
-from penstock.serve.bodies import Body, parse_body
+from penstock.serve.bodies import Body
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import require_admin
 from penstock.types.errors import ConfigError, ModelError
@@ -44,12 +44,12 @@ class UnloadAdapterBody(Body):
 class AdaptersEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._deployment = parts.deployment
-        self._ignored = parts.ignored
+        self._reader = parts.reader
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
         """Load an adapter from its files. After the answer, requests can name the adapter."""
         require_admin(http.scope)
-        body = parse_body(data, LoadAdapterBody, self._ignored)
+        body = await self._reader.body(data, LoadAdapterBody)
         served, adapters = self._served(body.model)
         if self._deployment.find(body.lora_name) is not None:
             raise invalid(f"'lora_name' is {shorten(body.lora_name)!r}, the name of a model. Choose another name.", "lora_name")
@@ -75,7 +75,7 @@ class AdaptersEndpoint:
     async def unload(self, data: bytes, http: HttpRequest) -> Response:
         """Forget an adapter. If its files are in the folder of adapters, a request with its name loads it again."""
         require_admin(http.scope)
-        body = parse_body(data, UnloadAdapterBody, self._ignored)
+        body = await self._reader.body(data, UnloadAdapterBody)
         _, adapters = self._served(body.model)
         if not adapters.unload(body.lora_name):
             message = f"No adapter is called {shorten(body.lora_name)!r}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -19,7 +19,6 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_model, read_owner
 from penstock.serve.bodies import (
-    INLINE_MAX_BYTES,
     MAX_TOKEN_IDS,
     Body,
     ChatTemplateFields,
@@ -32,8 +31,6 @@ from penstock.serve.errors import invalid
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
-
-_Read = TypeVar("_Read")
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 """Fields that apply only to `messages`."""
@@ -67,30 +64,28 @@ Detokenized = TypedDict("Detokenized", {"prompt": str, "content": str})
 
 class TokenizeEndpoint:
     def __init__(self, parts: Parts) -> None:
-        self._deployment = parts.deployment
-        self._config = parts.config
-        self._ignored = parts.ignored
+        self._reader = parts.reader
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text or of a conversation."""
-        running, prompt, body = await self._off_loop(data, lambda: self._read(data, http.scope))
+        running, prompt, body = await self._reader.deployment.off_loop.parse(len(data), lambda: self._read(data, http.scope))
         with running.using():
             if isinstance(prompt, Conversation):
-                tenant = read_owner(http.scope, self._config).tenant
+                tenant = read_owner(http.scope, self._reader.config).tenant
                 prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
             read = prompt
             return await _answer(running, max(len(data), len(read.text)), lambda: _tokens(body, read, running))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the text of token ids, with special tokens: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
-        body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
-        running = find_model(body.model, self._deployment, http.scope)
+        body = await self._reader.body(data, DetokenizeBody)
+        running = find_model(body.model, self._reader.deployment, http.scope)
         with running.using():
             return await _answer(running, len(data), lambda: _text(body, running))
 
     def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
-        body = parse_body(data, TokenizeBody, self._ignored)
-        running = find_model(body.model, self._deployment, scope)
+        body = parse_body(data, TokenizeBody, self._reader.ignored)
+        running = find_model(body.model, self._reader.deployment, scope)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is None:
@@ -99,9 +94,6 @@ class TokenizeEndpoint:
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
         return running, TextPrompt(body.prompt, "prompt"), body
-
-    async def _off_loop(self, data: bytes, read: Callable[[], _Read]) -> _Read:
-        return await self._deployment.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
 
 
 def _tokens(body: TokenizeBody, prompt: TextPrompt, running: RunningModel) -> Tokens:

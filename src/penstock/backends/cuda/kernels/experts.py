@@ -19,7 +19,7 @@ from penstock.models.program import Experts
 ROUTED_NUMBERS = 8192
 SORTED_PAIRS = 1024
 FEW_PAIRS = 16
-"""Up to this many pairs per expert on average, tiles have this many rows, the fewest of the matrix unit."""
+"""Up to this many pairs per expert on average, tiles have this many rows, the fewest for tensor cores."""
 SUMMED_COLS = 512
 LOWEST = tl.constexpr(-3.0e38)
 """The lowest score. It also replaces NaN."""

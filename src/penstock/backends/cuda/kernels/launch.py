@@ -1,7 +1,7 @@
-"""Launches of Triton kernels that take the host less time than Triton's own, and the arithmetic of grids.
+"""Launches Triton kernels with less host time than Triton's own launcher, and computes grid sizes.
 
 Triton looks the compiled kernel up by its arguments' types and values, in Python. A prompt's step has five launches for each
-layer, and on an H100 a prompt of 512 tokens of an 8B model took the host longer than its work takes the GPU
+layer, and on an H100, launching a 512-token prompt of an 8B model took longer than the GPU's work
 (docs/notes/2026-11-27-first-gpu-run.md).
 """
 
@@ -32,7 +32,7 @@ def next_power_of_2(number: int) -> int:
 class Kernel:
     """A kernel that is launched by `kernel[grid](*arguments, **constants)`, where `constants` may hold Triton's options.
 
-    The first launch with arguments of such kinds is Triton's, which compiles. All launches are on one device.
+    Triton makes the first launch for each kind of arguments, and compiles. All launches are on one device.
     """
 
     def __init__(self, jitted: Any, constants: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any
 
 
 def _kind(argument: Any) -> object:
-    """Return all that Triton may compile another kernel for, or more: type, alignment, whether a number is 1."""
+    """Return a key at least as fine as Triton's own: type, alignment, whether a number is 1."""
     kind = type(argument)
     if kind is torch.Tensor:
         return argument.dtype, argument.data_ptr() % 16 == 0

@@ -18,7 +18,7 @@ import triton.language as tl
 from penstock.backends.cuda.kernels.launch import cdiv, jit
 
 GROUP_ROWS = tl.constexpr(16)
-"""Largest number of rows in a group: the fewest that the matrix unit can multiply."""
+"""Largest number of rows in a group: the fewest that tensor cores can multiply."""
 RANK_TILE = tl.constexpr(16)
 """Ranks per program."""
 GROUP_WORDS = tl.constexpr(3)

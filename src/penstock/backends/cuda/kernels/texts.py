@@ -1,5 +1,5 @@
 """Attention within the input texts that a step packs, and means of their tokens. Both compute in float32; attention rounds
-factors of products.
+its products' inputs.
 
 A row's bits do not depend on other rows: its tiles begin at its first token, and masked positions add exact zeros.
 """

@@ -1,0 +1,222 @@
+"""Runs the call that a request makes, and answers with it.
+
+A route may hold the answer back until it has decided, so that no client sees what is taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial, wraps
+from typing import TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.calls.call import Call, ChatRequest
+from penstock.calls.in_flight import CallInFlight, Chosen, InFlight, RunningCall
+from penstock.calls.run import run
+from penstock.serve.asking import BACKGROUND_KEY, BUSY_STATUSES, TENANT_REASONS, Asked, PipelineOpen, Reader
+from penstock.serve.bodies import Body, parse_body
+from penstock.serve.ensembles import Ensemble
+from penstock.serve.errors import STATUS_CLIENT_CLOSED_REQUEST, ApiError, status_of
+from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, unless_gone
+from penstock.serve.http.entries import Entry, entry_of, note_model
+from penstock.serve.routed import ROUTED_KEY, Routed, charge
+from penstock.serve.streams import NewWriter, respond
+from penstock.serve.trials import CHECK_KEY, Check, is_one_answer, said_in, whole_answer
+from penstock.types.errors import ModelAway, Rejected
+
+_T = TypeVar("_T")
+
+_Body = TypeVar("_Body", bound=Body)
+_Made = tuple[Call, NewWriter]
+"""A call, and a function that makes the writer of its answer."""
+
+
+def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
+    """Note the call that answers a request."""
+    if (entry := entry_of(scope)) is not None:
+        entry.explain = in_flight.explaining(call)
+
+
+def finish_entry(scope: Scope, entry: Entry) -> None:
+    """Note what only the request's scope has."""
+    routed: Routed | None = scope.get(ROUTED_KEY)
+    entry.route = "" if routed is None else routed.header.decode()
+    entry.is_background = scope.get(BACKGROUND_KEY, False)
+
+
+async def open_call(
+    read: Callable[[Asked], tuple[Call, _T]], asked: Asked, num_bytes: int, in_flight: InFlight, http: HttpRequest
+) -> tuple[RunningCall, _T]:
+    """Run the call that `read` makes from a request. Return it with `read`'s second result.
+
+    A route may run several, and return the one whose answer it keeps. Raises `ApiError`, `Rejected`, `Unsure` and `ModelAway`.
+    """
+
+    async def made(scope: Scope) -> tuple[Call, _T]:
+        off_loop = asked.reader.deployment.off_loop
+        return await off_loop.parse(num_bytes, lambda: read(replace(asked, scope=scope)))
+
+    routed: Routed | None = http.scope.get(ROUTED_KEY)
+    if routed is None or routed.ensemble is None:
+        call, more = await made(http.scope)
+        _note_model(call, http)
+        opened = await begin(call, in_flight, http)
+    else:
+        opened, call, more = await _of_ensemble(made, routed, routed.ensemble, in_flight, http)
+    await _check(call, opened, http)
+    routed = http.scope.get(ROUTED_KEY)
+    if routed is not None and routed.bill is not None:
+        opened.price = partial(charge, http.scope, routed)
+    opened.chosen = _how(http.scope, opened.held_ns)
+    return opened, more
+
+
+async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
+    """Have a pipeline's answer checked, if it is to be. If that fails, no other model of its route is asked."""
+    check: Check | None = http.scope.get(CHECK_KEY)
+    if check is None:
+        return
+    with opened:
+        try:
+            why = await unless_gone(http, check.judge(call, opened))
+        except BaseException:
+            routed: Routed | None = http.scope.get(ROUTED_KEY)
+            if routed is not None:
+                begun = routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
+                http.scope[ROUTED_KEY] = replace(begun, rest=())
+            raise
+    add_header(http.scope, b"x-check", why.encode())
+
+
+def _how(scope: Scope, held_ns: int) -> Chosen | None:
+    """Return how a route or a pipeline came to the answer of a request, if it names one."""
+    routed: Routed | None = scope.get(ROUTED_KEY)
+    route = "" if routed is None else routed.header.decode()
+    sources, check = (added_header(scope, name) for name in (b"x-sources", b"x-check"))
+    return Chosen(route, sources, check, held_ns) if route or sources else None
+
+
+def _note_model(call: Call, http: HttpRequest) -> None:
+    operation = "chat" if isinstance(call.request, ChatRequest) else "text_completion"
+    note_model(http.scope, operation, call.answer.model_name)
+
+
+async def _of_ensemble(
+    made: Callable[[Scope], Awaitable[tuple[Call, _T]]],
+    routed: Routed,
+    ensemble: Ensemble,
+    in_flight: InFlight,
+    http: HttpRequest,
+) -> tuple[RunningCall, Call, _T]:
+    """Run the calls of an ensemble, and return the one whose answer was chosen. Models that refuse or fail do not count."""
+    calls: dict[str, tuple[Call, _T]] = {}
+    failures: list[ApiError | Rejected | ModelAway] = []
+    for name in ensemble.models:
+        others = tuple(one for one in ensemble.models if one != name)
+        try:
+            calls[name] = await made({**http.scope, ROUTED_KEY: replace(routed, model=name, rest=others, ensemble=None)})
+        except PipelineOpen:
+            raise
+        except (ApiError, Rejected) as error:
+            failures.append(error)
+    if not calls:
+        raise failures[0]
+    first, (call, more) = next(iter(calls.items()))
+    _note_model(call, http)
+    if not is_one_answer(call):
+        http.scope[ROUTED_KEY] = replace(routed, model=first, why="not one answer alone")
+        return await begin(call, in_flight, http), call, more
+    opened: dict[str, RunningCall] = {}
+    texts: dict[str, str] = {}
+
+    async def answer(name: str) -> None:
+        try:
+            opened[name] = one = await run(calls[name][0], in_flight)
+            texts[name] = said_in(one, await whole_answer(one))
+        except (ApiError, Rejected, ModelAway) as error:
+            failures.append(error)
+
+    async def choose() -> tuple[str, str]:
+        async with asyncio.TaskGroup() as group:
+            for name in calls:
+                group.create_task(answer(name))
+        if (final := next((error for error in failures if not texts or _ends_all(error)), None)) is not None:
+            raise final
+        names = [name for name in calls if name in texts]
+        try:
+            at, why = await ensemble.choose(calls[names[0]][0], [texts[name] for name in names])
+        except (ApiError, Rejected, ModelAway) as error:  # the first model's answer is better than none
+            if not isinstance(error, ModelAway) and status_of(error) not in BUSY_STATUSES:
+                raise
+            at, why = 0, "not judged"
+        return names[at], why
+
+    kept = ""
+    try:
+        kept, why = await unless_gone(http, choose())
+    finally:
+        now: Routed = http.scope[ROUTED_KEY]  # with what the judge has cost
+        for name, one in opened.items():
+            if name != kept:
+                vain = replace(now, model=name).begun_in_vain(one.num_prompt_tokens, one.num_counted_tokens)
+                now = replace(now, in_vain=vain.in_vain)
+                one.close()
+        http.scope[ROUTED_KEY] = now
+    why += f"; failed={len(failures)}" if failures else ""
+    http.scope[ROUTED_KEY] = replace(now, model=kept, why=why)
+    call, more = calls[kept]
+    note_call(http.scope, in_flight, opened[kept])
+    _note_model(call, http)
+    return opened[kept], call, more
+
+
+def _ends_all(error: ApiError | Rejected | ModelAway) -> bool:
+    """Return whether this error ends the whole request: it was cancelled, or its key's limit is reached."""
+    if isinstance(error, ApiError):
+        return error.status_code == STATUS_CLIENT_CLOSED_REQUEST
+    return isinstance(error, Rejected) and error.reason in TENANT_REASONS
+
+
+async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
+    """Run a call, and wait until its route has decided to keep the answer. Raises `ApiError`, `Rejected` and `Unsure`."""
+    opened = await unless_gone(http, run(call, in_flight))
+    note_call(http.scope, in_flight, opened)
+    routed: Routed | None = http.scope.get(ROUTED_KEY)
+    if routed is not None and routed.trial is not None:
+        with opened:
+            try:
+                why = await unless_gone(http, routed.trial.judge(call, opened))
+            except BaseException:
+                begun = http.scope[ROUTED_KEY].begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
+                http.scope[ROUTED_KEY] = begun
+                raise
+            http.scope[ROUTED_KEY] = replace(http.scope[ROUTED_KEY].begun_in_vain(0, opened.num_dropped_tokens), why=why)
+    return opened
+
+
+class CallEndpoint:
+    """Answers requests of all APIs that generate text. Only the functions passed in depend on the API."""
+
+    def __init__(self, reader: Reader, in_flight: InFlight) -> None:
+        self.reader = reader
+        self._in_flight = in_flight
+
+    def answers(self, body_type: type[_Body], read: Callable[[_Body, Asked], _Made]) -> JsonEndpoint:
+        """Return an endpoint that checks the body and passes it to `read`. Both may raise `ApiError` and `Rejected`."""
+
+        @wraps(read)
+        async def answer(data: bytes, http: HttpRequest) -> Response:
+            return await self.answer(data, http, lambda asked: read(parse_body(data, body_type, self.reader.ignored), asked))
+
+        return answer
+
+    async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], _Made]) -> Response:
+        """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
+        asked = Asked(self.reader, data, http.scope)
+        opened, new_writer = await open_call(read, asked, len(data), self._in_flight, http)
+        return await respond(http, opened, new_writer)
