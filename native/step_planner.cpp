@@ -400,8 +400,8 @@ bool StepPlanner::has_row8(const Instruction& instruction) const {
 
 Stage StepPlanner::plan_product(const Instruction& instruction, int first, int end, int members) const {
     const int rows = end - first, wanted = tasks_for(members, kTasksPerMember);
-    // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
-    // many for a member is waited for by all.
+    // Whole tiles (a task's last panels would take longer), and rather more tasks than wanted: one task too many for a member is
+    // waited for by all.
     const int tile = has_row8(instruction) ? kernels_.row8_panels : kernels_.tile_panels(rows);
     const bool is_gated = instruction.kind == InstructionKind::kGated;
     int panels = is_gated ? weights_.matrix(instruction.gated.gate).panels : 0;

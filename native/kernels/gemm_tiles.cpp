@@ -1,14 +1,12 @@
 // Matrix products by tiles (tiles.h): rows of bf16 times weights that are widened to bf16, with float32 sums over all columns.
 //
-// One or two panels of 16 output channels by up to 288 columns, a piece, are widened into the first-level cache, and multiply all rows
-// of a task, two tiles of rows at a time:
+// Up to 32 rows: a block of 32 columns of two panels (16 output channels each) is widened and multiplied at once, block by block.
 //
-//     for every one or two panels, for every piece of their columns:
-//         widen the piece
-//         for every two tiles of rows:  sums of 16 rows x 16 channels, column block by column block
+// More rows are read from the second-level cache, so each tile of them is loaded once for four panels: up to 288 columns of these, a piece,
+// are widened, and multiply all rows of a task. Sums wait in memory between pieces.
 //
-// Widening is not interleaved with the products: both want the same ports, so together they take the sum of their times. Sums of more than
-// two tiles of rows wait in memory between pieces. A sum's order follows from its columns alone, so a row's bits do not depend on the others.
+// Widening and products want the same ports: together they take at least the sum of their times. A sum's order follows from its columns
+// alone, so a row's bits do not depend on the others.
 
 #include "gemm_row8.h"
 #include "gemm_tile.h"
@@ -22,8 +20,8 @@ namespace {
 constexpr int kBlockCols = kTileRowBytes / 2;      // columns of a tile operation: a group of quantised weights
 static_assert(kBlockCols == kGroup);
 constexpr int kBlockValues = kBlockCols * kPanel;  // weights of a panel in one
-constexpr int kPieceBlocks = 9;                    // of each of two panels: 18 KiB, beside as much of the rows
-constexpr int kMostRows = 256;                     // whose sums of two panels wait in the scratch
+constexpr int kPieceBlocks = 9;                    // of each of four panels: 36 KiB
+constexpr int kMostRows = 256;                     // whose sums of four panels wait in memory
 constexpr int kInputBytes = 5 << 18;               // of these rows, which stay in the second-level cache: a core of Xeon has 2 MiB
 constexpr int kAheadBlocks = 8;                    // of weights, which come from memory if rows are few
 constexpr int kMostRowTiles = kMostRows / kMostTileRows;
@@ -48,10 +46,6 @@ PENSTOCK_INLINE void widen_pair(uint16_t* to, __m512i lanes, __m512 factor, __m5
     const __m512i odd = _mm512_castps_si512(_mm512_fmadd_ps(one_and<kNext, kWidth>(lanes), factor, shift));
     const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000));
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi32(even, 16), 0xEA));
-}
-
-PENSTOCK_INLINE const uint16_t* bf16_block(const PackedMatrix& w, int panel, int block) {
-    return reinterpret_cast<const uint16_t*>(panel_of<WeightKind::kBf16>(w, panel).quants) + int64_t{block} * kBlockValues;
 }
 
 template <WeightKind kKind>
@@ -101,80 +95,101 @@ PENSTOCK_INLINE void widen_block(const Panel& panel, int block, uint16_t* to) {
     }
 }
 
-// Widens the blocks [first, end) of a panel to `to`, and prefetches those kAheadBlocks ahead, of this panel and then of `later`.
-template <WeightKind kKind>
-void widen_blocks(const PackedMatrix& w, int panel, int later, int first, int end, uint16_t* to) {
-    const int blocks = w.cols / kBlockCols;
-    const Panel now = panel_of<kKind>(w, panel), next = panel_of<kKind>(w, later);
-    for (int block = first; block < end; ++block, to += kBlockValues) {
-        const int ahead = block + kAheadBlocks;
-        if (ahead < blocks) fetch_block<kKind>(now, ahead);
-        else fetch_block<kKind>(next, ahead - blocks);
-        if constexpr (kKind != WeightKind::kBf16) widen_block<kKind>(now, block, to);
-    }
-}
+constexpr int kMostPanels = 4;
 
-using Widen = void (*)(const PackedMatrix&, int, int, int, int, uint16_t*);
-
-Widen widen_of(WeightKind kind) {
-    switch (kind) {
-        case WeightKind::kU4Affine: return widen_blocks<WeightKind::kU4Affine>;
-        case WeightKind::kU4Symmetric: return widen_blocks<WeightKind::kU4Symmetric>;
-        case WeightKind::kU4Table: return widen_blocks<WeightKind::kU4Table>;
-        case WeightKind::kU8Affine: return widen_blocks<WeightKind::kU8Affine>;
-        case WeightKind::kU8Symmetric: return widen_blocks<WeightKind::kU8Symmetric>;
-        default: return widen_blocks<WeightKind::kBf16>;  // which only fetches
-    }
-}
-
-// Where the sums of a tile of rows and a panel wait: [16 rows][16 channels].
-PENSTOCK_INLINE float* sums_of(float* sums, int tile, int panel) { return sums + (tile * 2 + panel) * kMostTileRows * kPanel; }
-
-// Blocks [first, end) of the columns of one or two panels, as bf16.
-struct Piece {
-    int first, end;
-    const uint16_t* weights[2];
-    bool is_first, is_last;  // of its panels
+// Panels that are computed together, and those after them, which are fetched in time. With a gate, the first half of them is the gate's.
+struct Panels {
+    Panel now[kMostPanels], later[kMostPanels];
+    int blocks;  // of columns
 };
 
-// sums += rows of a piece's columns times its weights, for kTiles tiles of rows from `tile` on and kPanels panels. `stay`: between pieces
-// the sums stay in the tiles, and not in memory.
-template <int kTiles, int kPanels>
-PENSTOCK_INLINE void multiply(Tiles& tiles, const Activation& a, const RowTiles& rows, int tile, const Piece& piece, bool stay, float* sums) {
-    constexpr int64_t kSumStride = kPanel * sizeof(float);
-    const auto for_sums = [&](auto f) PENSTOCK_LAMBDA {
-        f.template operator()<0>(sums_of(sums, tile, 0));
-        if constexpr (kPanels > 1) f.template operator()<1>(sums_of(sums, tile, 1));
-        if constexpr (kTiles > 1) f.template operator()<2>(sums_of(sums, tile + 1, 0));
-        if constexpr (kTiles > 1 && kPanels > 1) f.template operator()<3>(sums_of(sums, tile + 1, 1));
-    };
-    if (piece.is_first) {
-        for_sums([&]<int kSum>(float*) PENSTOCK_LAMBDA { tiles.template zero<kSum>(); });
-    } else if (!stay) {
-        for_sums([&]<int kSum>(float* at) PENSTOCK_LAMBDA { tiles.template load<kSum>(at, kSumStride); });
+// Fetches what is kAheadBlocks after a block of the i-th panel, and returns the block as a tile wants it: in `scratch`, or, of bf16, where
+// it lies.
+template <WeightKind kKind>
+PENSTOCK_INLINE const uint16_t* tile_of(const Panels& panels, int i, int block, uint16_t* scratch) {
+    const int ahead = block + kAheadBlocks;
+    if (ahead < panels.blocks) fetch_block<kKind>(panels.now[i], ahead);
+    else fetch_block<kKind>(panels.later[i], ahead - panels.blocks);
+    if constexpr (kKind == WeightKind::kBf16) {
+        return reinterpret_cast<const uint16_t*>(panels.now[i].quants) + int64_t{block} * kBlockValues;
+    } else {
+        widen_block<kKind>(panels.now[i], block, scratch);
+        return scratch;
     }
+}
+
+// Where the sums of a tile of rows and the i-th panel are: [16 rows][16 channels].
+PENSTOCK_INLINE float* sums_of(float* sums, int tile, int i) { return sums + (tile * kMostPanels + i) * kMostTileRows * kPanel; }
+
+constexpr int64_t kSumStride = kPanel * sizeof(float);
+
+// One or two tiles of rows by two panels: each block is multiplied as soon as it is widened, and sums stay in tiles.
+template <WeightKind kKind, int kTiles>
+PENSTOCK_INLINE void sum_few(Tiles& tiles, const Panels& panels, const Activation& a, const RowTiles& rows, float* sums) {
+    alignas(64) uint16_t scratch[2][kBlockValues];
     const int64_t stride = 2 * a.bf16_stride;
-    const uint16_t* first = a.bf16 + rows.begin(tile) * a.bf16_stride + piece.first * kBlockCols;
-    const uint16_t* second = kTiles > 1 ? a.bf16 + rows.begin(tile + 1) * a.bf16_stride + piece.first * kBlockCols : nullptr;
-    const uint16_t *weights = piece.weights[0], *others = piece.weights[1];
-    for (int block = piece.first; block < piece.end; ++block, weights += kBlockValues) {
-        tiles.template load<4>(first, stride);
-        tiles.template load<6>(weights, kTileRowBytes);
-        tiles.template add_bf16<0, 4, 6>();
-        if constexpr (kPanels > 1) {
-            tiles.template load<7>(others, kTileRowBytes);
-            tiles.template add_bf16<1, 4, 7>();
-            others += kBlockValues;
-        }
+    const uint16_t *first = a.bf16 + rows.begin(0) * a.bf16_stride, *second = a.bf16 + rows.begin(kTiles - 1) * a.bf16_stride;
+    tiles.zero<0>();
+    tiles.zero<1>();
+    if constexpr (kTiles > 1) tiles.zero<2>(), tiles.zero<3>();
+    for (int block = 0; block < panels.blocks; ++block, first += kBlockCols, second += kBlockCols) {
+        const uint16_t *left = tile_of<kKind>(panels, 0, block, scratch[0]), *right = tile_of<kKind>(panels, 1, block, scratch[1]);
+        tiles.load<4>(first, stride);
+        tiles.load<6>(left, kTileRowBytes);
+        tiles.add_bf16<0, 4, 6>();
+        tiles.load<7>(right, kTileRowBytes);
+        tiles.add_bf16<1, 4, 7>();
         if constexpr (kTiles > 1) {
-            tiles.template load<5>(second, stride);
-            tiles.template add_bf16<2, 5, 6>();
-            if constexpr (kPanels > 1) tiles.template add_bf16<3, 5, 7>();
-            second += kBlockCols;
+            tiles.load<5>(second, stride);
+            tiles.add_bf16<2, 5, 6>();
+            tiles.add_bf16<3, 5, 7>();
         }
-        first += kBlockCols;
     }
-    if (piece.is_last || !stay) for_sums([&]<int kSum>(float* at) PENSTOCK_LAMBDA { tiles.template store<kSum>(at, kSumStride); });
+    tiles.store<0>(sums_of(sums, 0, 0), kSumStride);
+    tiles.store<1>(sums_of(sums, 0, 1), kSumStride);
+    if constexpr (kTiles > 1) tiles.store<2>(sums_of(sums, 1, 0), kSumStride), tiles.store<3>(sums_of(sums, 1, 1), kSumStride);
+}
+
+// More rows by four panels: a piece is widened once for all of them. Their sums wait in memory between pieces.
+template <WeightKind kKind>
+PENSTOCK_INLINE void sum_many(Tiles& tiles, const Panels& panels, const Activation& a, const RowTiles& rows, float* sums) {
+    alignas(64) uint16_t scratch[kMostPanels][kPieceBlocks * kBlockValues];
+    const int64_t stride = 2 * a.bf16_stride;
+    for (int begin = 0; begin < panels.blocks; begin += kPieceBlocks) {
+        const int end = begin + kPieceBlocks < panels.blocks ? begin + kPieceBlocks : panels.blocks;
+        const uint16_t* weights[kMostPanels];
+        for (int i = 0; i < kMostPanels; ++i) {
+            weights[i] = tile_of<kKind>(panels, i, begin, scratch[i]);
+            for (int block = begin + 1; block < end; ++block) tile_of<kKind>(panels, i, block, scratch[i] + (block - begin) * kBlockValues);
+        }
+        for (int tile = 0; tile < rows.count; ++tile) {
+            float* const at_sums[] = {sums_of(sums, tile, 0), sums_of(sums, tile, 1), sums_of(sums, tile, 2), sums_of(sums, tile, 3)};
+            if (begin == 0) {
+                tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+            } else {
+                tiles.load<0>(at_sums[0], kSumStride);
+                tiles.load<1>(at_sums[1], kSumStride);
+                tiles.load<2>(at_sums[2], kSumStride);
+                tiles.load<3>(at_sums[3], kSumStride);
+            }
+            const uint16_t* input = a.bf16 + rows.begin(tile) * a.bf16_stride + begin * kBlockCols;
+            for (int at = 0; at < (end - begin) * kBlockValues; at += kBlockValues, input += kBlockCols) {
+                tiles.load<4>(input, stride);
+                tiles.load<6>(weights[0] + at, kTileRowBytes);
+                tiles.add_bf16<0, 4, 6>();
+                tiles.load<7>(weights[1] + at, kTileRowBytes);
+                tiles.add_bf16<1, 4, 7>();
+                tiles.load<6>(weights[2] + at, kTileRowBytes);
+                tiles.add_bf16<2, 4, 6>();
+                tiles.load<7>(weights[3] + at, kTileRowBytes);
+                tiles.add_bf16<3, 4, 7>();
+            }
+            tiles.store<0>(at_sums[0], kSumStride);
+            tiles.store<1>(at_sums[1], kSumStride);
+            tiles.store<2>(at_sums[2], kSumStride);
+            tiles.store<3>(at_sums[3], kSumStride);
+        }
+    }
 }
 
 // Stores finished sums to e.out, or, given a gate's sums, activation(gate) * sum.
@@ -191,63 +206,70 @@ PENSTOCK_INLINE void finish(const float* sums, const float* gates, ActivationKin
     }
 }
 
-// Rows [row0, row1), at most kMostRows, of a product, or of one with a gate: activation(a @ gate.T) * (a @ w.T).
-void multiply_rows(const PackedMatrix& w, const PackedMatrix* gate, ActivationKind kind, const Activation& a, int row0, int row1, PanelRange range,
-                   const Epilogue& e) {
-    alignas(64) uint16_t scratch[2][kPieceBlocks * kBlockValues];
-    alignas(64) float sums[kMostRowTiles * 2 * kMostTileRows * kPanel];
-    const RowTiles rows(row0, row1);
-    TileShape shapes[8];
-    for (int i = 0; i < 6; ++i) shapes[i].rows = static_cast<uint8_t>(rows.rows);
-    Tiles tiles(shapes);
-    const int blocks = w.cols / kBlockCols, step = gate ? 1 : 2;
-    const bool stay = rows.count <= 2;
-    const Widen widen = widen_of(w.kind);
-    for (int panel = range.begin; panel < range.end; panel += step) {
-        const int panels = gate || panel + 1 < range.end ? 2 : 1, next = panel + step < range.end ? panel + step : range.next;
-        const PackedMatrix& first = gate ? *gate : w;
-        const int second = gate ? panel : panel + 1;  // panel of w
-        for (int begin = 0; begin < blocks; begin += kPieceBlocks) {
-            const int end = begin + kPieceBlocks < blocks ? begin + kPieceBlocks : blocks;
-            Piece piece{begin, end, {scratch[0], scratch[1]}, begin == 0, end == blocks};
-            widen(first, panel, next, begin, end, scratch[0]);
-            if (panels == 2) widen(w, second, next + second - panel, begin, end, scratch[1]);
-            if (w.kind == WeightKind::kBf16) {
-                piece.weights[0] = bf16_block(first, panel, begin);
-                piece.weights[1] = bf16_block(w, second, begin);
-            }
-            for (int tile = 0; tile < rows.count; tile += 2) {
-                const bool has_two = tile + 1 < rows.count;
-                const auto run = [&]<int kTiles, int kPanels>() PENSTOCK_LAMBDA { multiply<kTiles, kPanels>(tiles, a, rows, tile, piece, stay, sums); };
-                if (has_two && panels == 2) run.template operator()<2, 2>();
-                else if (has_two) run.template operator()<2, 1>();
-                else if (panels == 2) run.template operator()<1, 2>();
-                else run.template operator()<1, 1>();
-            }
+// A product, or one with a gate, by kPanels panels at a time, whose sums `sum` computes. If fewer are left, the last one is computed again
+// and not stored.
+template <WeightKind kKind, int kPanels, typename Sum>
+PENSTOCK_INLINE void for_panels(const PackedMatrix& w, const PackedMatrix* gate, ActivationKind kind, const RowTiles& rows,
+                                PanelRange range, const Epilogue& e, Sum sum) {
+    alignas(64) float sums[(kPanels == 2 ? 2 : kMostRowTiles) * kMostPanels * kMostTileRows * kPanel];
+    const int step = gate ? kPanels / 2 : kPanels;
+    Panels panels;
+    panels.blocks = w.cols / kBlockCols;
+    for (int begin = range.begin; begin < range.end; begin += step) {
+        const int end = begin + step < range.end ? begin + step : range.end, next = end < range.end ? end : range.next;
+        for (int i = 0; i < kPanels; ++i) {
+            const int panel = begin + i % step;
+            const PackedMatrix& of = gate && i < step ? *gate : w;
+            panels.now[i] = panel_of<kKind>(of, panel < end ? panel : end - 1);
+            panels.later[i] = panel_of<kKind>(of, next + i % step);
         }
+        sum(panels, sums);
         for (int tile = 0; tile < rows.count; ++tile) {
             const int skipped = rows.skipped(tile), row = rows.begin(tile) + skipped, count = rows.rows - skipped;
-            const float *const left = sums_of(sums, tile, 0) + skipped * kPanel, *const right = sums_of(sums, tile, 1) + skipped * kPanel;
-            if (gate) {
-                finish(right, left, kind, row, count, panel, w.rows, e);
-                continue;
+            for (int panel = begin; panel < end; ++panel) {
+                const float *first = sums_of(sums, tile, panel - begin) + skipped * kPanel, *second = first + step * kMostTileRows * kPanel;
+                finish(gate ? second : first, gate ? first : nullptr, kind, row, count, panel, w.rows, e);
             }
-            finish(left, nullptr, kind, row, count, panel, w.rows, e);
-            if (panels == 2) finish(right, nullptr, kind, row, count, second, w.rows, e);
         }
     }
 }
 
+// Rows [row0, row1), at most kMostRows, of a product, or of one with a gate: activation(a @ gate.T) * (a @ w.T).
+template <WeightKind kKind>
+void multiply_rows(const PackedMatrix& w, const PackedMatrix* gate, ActivationKind kind, const Activation& a, int row0, int row1,
+                   PanelRange range, const Epilogue& e) {
+    const RowTiles rows(row0, row1);
+    TileShape shapes[8];
+    for (int i = 0; i < 6; ++i) shapes[i].rows = static_cast<uint8_t>(rows.rows);
+    Tiles tiles(shapes);
+    const auto few = [&](const Panels& panels, float* sums) PENSTOCK_LAMBDA {
+        rows.count == 1 ? sum_few<kKind, 1>(tiles, panels, a, rows, sums) : sum_few<kKind, 2>(tiles, panels, a, rows, sums);
+    };
+    const auto many = [&](const Panels& panels, float* sums) PENSTOCK_LAMBDA { sum_many<kKind>(tiles, panels, a, rows, sums); };
+    if (rows.count <= 2) for_panels<kKind, 2>(w, gate, kind, rows, range, e, few);
+    else for_panels<kKind, 4>(w, gate, kind, rows, range, e, many);
+}
+
 PENSTOCK_INLINE void for_rows(const PackedMatrix& w, const PackedMatrix* gate, ActivationKind kind, const Activation& a, int row0, int row1,
                               PanelRange range, const Epilogue& e) {
-    for (int row = row0; row < row1; row += kMostRows) {
-        multiply_rows(w, gate, kind, a, row, row1 - row < kMostRows ? row1 : row + kMostRows, range, e);
+    const auto multiply = [&]<WeightKind kKind>() PENSTOCK_LAMBDA {
+        for (int row = row0; row < row1; row += kMostRows) {
+            multiply_rows<kKind>(w, gate, kind, a, row, row1 - row < kMostRows ? row1 : row + kMostRows, range, e);
+        }
+    };
+    switch (w.kind) {
+        case WeightKind::kU4Affine: return multiply.template operator()<WeightKind::kU4Affine>();
+        case WeightKind::kU4Symmetric: return multiply.template operator()<WeightKind::kU4Symmetric>();
+        case WeightKind::kU4Table: return multiply.template operator()<WeightKind::kU4Table>();
+        case WeightKind::kU8Affine: return multiply.template operator()<WeightKind::kU8Affine>();
+        case WeightKind::kU8Symmetric: return multiply.template operator()<WeightKind::kU8Symmetric>();
+        default: return multiply.template operator()<WeightKind::kBf16>();
     }
 }
 
 }  // namespace
 
-int tile_panels(int) { return 2; }
+int tile_panels(int rows) { return rows > 2 * kMostTileRows ? kMostPanels : 2; }
 
 int task_rows(int cols) {
     const int rows = kInputBytes / (2 * cols) / (2 * kMostTileRows) * (2 * kMostTileRows);
