@@ -62,7 +62,13 @@ def main() -> None:
     source = Source(args.traces, read_tokenizer(gguf))
     lengths = [WARM_UP_PROMPT_TOKENS, *args.tokens]
     warm, *jobs = (
-        Job(arrival_ns=0, num_prompt_tokens=num, num_output_tokens=args.reply, prompt=text)
+        Job(
+            arrival_ns=0,
+            num_prompt_tokens=num,
+            num_output_tokens=args.reply,
+            prompt=text,
+            prompt_token_ids=tuple(source.ids(text)),  # for a worker whose own tokenizer cuts a text
+        )
         for text, num in source.pieces(lengths)
     )
     setting = Setting(Environments(ENVIRONMENTS), gguf, MODELS[args.model], {1: len(jobs)}, jobs)

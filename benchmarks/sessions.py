@@ -52,7 +52,10 @@ class WorkerSession(ProcessGroup):
     def replay(self, jobs: Sequence[Job], concurrency: int) -> Sent:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        order = {"jobs": [[job.prompt, job.num_output_tokens] for job in jobs], "concurrency": concurrency}
+        order = {
+            "jobs": [[job.prompt_token_ids or job.prompt, job.num_output_tokens] for job in jobs],
+            "concurrency": concurrency,
+        }
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
         line = read_line(self.process.stdout, ANSWER_TIMEOUT_S)

@@ -4,8 +4,8 @@
 
 The properties are the CPU device's, such as INFERENCE_NUM_THREADS=1, or those of `SchedulerConfig`, such as
 max_num_batched_tokens=2048. Prints `ready` once the model is loaded. Then each line of input is {"jobs": [[prompt, max_tokens],
-...], "concurrency": n}, and each line of output {"seconds", "replies": [{"start_s", "token_times_s", "num_tokens",
-"num_prompt_tokens", "text"}, ...]}.
+...], "concurrency": n}, where a prompt is a text or a list of token ids. Each line of output is {"seconds", "replies":
+[{"start_s", "token_times_s", "num_tokens", "num_prompt_tokens", "text"}, ...]}.
 Imports nothing of Penstock.
 """
 
@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import openvino
 import openvino_genai as ov
 
 CACHE_GB = 4
@@ -28,7 +30,7 @@ MAX_BATCHED_TOKENS = 512
 class Request:
     handle: Any
     start_s: float
-    prompt: str
+    prompt: str | list[int]
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
 
@@ -83,7 +85,7 @@ def take(request: Request) -> None:
             request.times_s += [time_s] * len(output.generated_ids)
 
 
-def replay(pipeline: ov.ContinuousBatchingPipeline, jobs: list[tuple[str, int]], concurrency: int) -> list[Request]:
+def replay(pipeline: ov.ContinuousBatchingPipeline, jobs: list[tuple[str | list[int], int]], concurrency: int) -> list[Request]:
     """A closed loop: `concurrency` requests at a time, the next one as soon as one has ended."""
     requests: list[Request] = []
     running: list[Request] = []
@@ -91,7 +93,8 @@ def replay(pipeline: ov.ContinuousBatchingPipeline, jobs: list[tuple[str, int]],
         while len(running) < concurrency and len(requests) < len(jobs):
             prompt, max_tokens = jobs[len(requests)]
             start_s = time.perf_counter()
-            handle = pipeline.add_request(len(requests), prompt, generation_config(max_tokens))
+            read = prompt if isinstance(prompt, str) else openvino.Tensor(np.array([prompt], np.int64))
+            handle = pipeline.add_request(len(requests), read, generation_config(max_tokens))
             requests.append(Request(handle, start_s, prompt))
             running.append(requests[-1])
         pipeline.step()
@@ -101,13 +104,17 @@ def replay(pipeline: ov.ContinuousBatchingPipeline, jobs: list[tuple[str, int]],
     return requests
 
 
+def num_prompt_tokens(prompt: str | list[int], tokenizer: ov.Tokenizer) -> int:
+    return tokenizer.encode(prompt, add_special_tokens=False).input_ids.shape[1] if isinstance(prompt, str) else len(prompt)
+
+
 def report(requests: list[Request], tokenizer: ov.Tokenizer) -> list[dict[str, Any]]:
     return [
         {
             "start_s": request.start_s,
             "token_times_s": request.times_s,
             "num_tokens": len(request.token_ids),
-            "num_prompt_tokens": tokenizer.encode(request.prompt, add_special_tokens=False).input_ids.shape[1],
+            "num_prompt_tokens": num_prompt_tokens(request.prompt, tokenizer),
             "text": tokenizer.decode(request.token_ids),
         }
         for request in requests

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import processes
@@ -80,6 +81,12 @@ def test_program_that_is_missing_is_an_error(tmp_path):
         running(Contender("x", ["no-such-program", "{port}"]), tmp_path / "log"),
     ):
         pass
+
+
+def test_worker_gets_token_ids_where_a_job_has_them(tmp_path):
+    with running(worker(), tmp_path / "log") as session:
+        sent = session.replay([replace(job("a text", 2), prompt_token_ids=(5, 6, 7)), job("b", 2)], 1)
+    assert [record.text for record in sent.records] == [[5, 6, 7], "b"]
 
 
 def test_worker_that_answers_with_fewer_tokens_is_an_error(tmp_path):
