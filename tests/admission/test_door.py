@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.admission.ask import Ask, DoorView
+from penstock.admission.ask import Ask, DoorView, TenantLimits
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
 from penstock.admission.estimates import Margin
 from penstock.testing import make_request
@@ -525,6 +525,18 @@ class TestExpectations:
         for _ in range(99):
             margin.observe(SECOND, SECOND // 2)
         assert margin.factor == 1.0, "times that were expected too long do not widen the target"
+
+
+def test_a_call_of_the_servers_own_leaves_its_tenants_limits_as_they_are() -> None:
+    """Though the door has limits for tenants without their own."""
+    door, limits = make_door(tenant_max_concurrent=8, tenant_tokens_per_minute=100), TenantLimits(requests_per_minute=1)
+    for is_limited in (True, False, False):
+        place = door.decide(Ask(num_token_ids=90, tenant="a", limits=limits, is_limited=is_limited), make_load(), 0)
+        assert (place.account is not None) is is_limited
+        door.leave(place)
+    refused = refusal(door, make_load(), tenant="a", limits=limits)
+    assert refused is not None
+    assert refused.reason is RejectReason.TENANT_REQUESTS
 
 
 def test_a_job_in_the_background_is_let_in_and_makes_nobody_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock.cluster.front import check
 from penstock.config import BackendConfig, Config, KvConfig, ServerConfig
 from penstock.config.several import configs_of
 from penstock.deploy.factory import start_model
-from penstock.deploy.kv_events import KvEvents
+from penstock.deploy.kv_events import KvEvents, plan_kv_events
 from penstock.models.catalog import resolve
 from penstock.obs.kv_events import Publisher
 from penstock.testing import HashExecutor, make_core, make_request
@@ -113,9 +114,23 @@ def test_a_taken_port_is_an_error(gguf: Path) -> None:
         running.close(10)
 
 
+def test_tenants_that_share_no_blocks_are_an_error(gguf: Path, tmp_path: Path) -> None:
+    """No block would be published."""
+    (tmp_path / "keys").write_text("a-key-of-someone\nanother-key-of-someone\n")
+    one = config_of("127.0.0.1:5557")
+    several = replace(one, server=replace(one.server, api_key_file=str(tmp_path / "keys")))
+    for config in (several, replace(one, kv=replace(one.kv, prefix_sharing="tenant"))):
+        with pytest.raises(ConfigError, match="Set --prefix-sharing all"):
+            start_model(config, resolve(str(gguf), gguf.parent))
+    assert plan_kv_events(several.server, "all", has_prefix_caching=True) is not None
+
+
 def test_what_has_no_events_is_an_error(gguf: Path) -> None:
     with pytest.raises(ConfigError, match="no prefix cache"):
         start_model(config_of("127.0.0.1:5557", prefix_caching=False), resolve(str(gguf), gguf.parent))
+    topic_alone = Config(backend=BackendConfig(backend="native", threads=1), server=ServerConfig(kv_events_topic="kv"))
+    with pytest.raises(ConfigError, match="--kv-events-topic is set, and --kv-events is not"):
+        start_model(topic_alone, resolve(str(gguf), gguf.parent))
     with pytest.raises(ConfigError, match="--kv-events is for a server of one model"):
         configs_of({"kv_events": "127.0.0.1:5557"}, words=["one", "two"])
     with pytest.raises(ConfigError, match="--kv-events"):

@@ -11,12 +11,14 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
+from penstock.admission.door import Admission
 from penstock.config.pipelines import CheckConfig, PipelineConfig, RerankerConfig
-from penstock.config.routes import AgreementConfig
+from penstock.config.routes import AgreementConfig, VerifierConfig
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.pipelines import Pipeline, open_pipelines
 from penstock.deploy.routes import Route
+from penstock.deploy.running import RunningModel
 from penstock.routes.prices import Bill, Price
 from penstock.search.index import Hit, Reader, create, update
 from penstock.serve.errors import ApiError
@@ -319,6 +321,43 @@ async def test_a_replaced_answer_has_no_log_probabilities_and_a_good_end(models,
         assert (refused.status_code, "in a free form" in refused.text) == (400, True)
         echoed = await client.post("/v1/completions", json={"model": "docs", "prompt": "What is red?", "echo": True})
         assert echoed.json()["choices"][0]["text"] == "Nobody knows.", "its prompt would show the sources"
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            for stream in (False, True):
+                body = BODIES[path] | {"model": "docs", "return_token_ids": True, "stream": stream}
+                answer = await client.post(path, json=body)
+                assert "Nobody knows." in answer.text
+                assert "token_ids" not in answer.text, "the prompt's would show the sources"
+
+
+async def test_no_place_is_kept_for_a_refused_check(models, pipeline: Pipeline, monkeypatch) -> None:
+    """It has no claim of its own, so any other would take the place."""
+    asks, decide = [], Admission.decide
+    monkeypatch.setattr(
+        Admission, "decide", lambda self, ask, *args, **more: asks.append(ask) or decide(self, ask, *args, **more)
+    )
+    async with make_client(*models, pipelines=[checked(pipeline)]) as client:
+        answer = await client.post(
+            "/v1/chat/completions", json=CHAT | {"model": "docs"}, headers={"X-Stainless-Retry-Count": "1"}
+        )
+        assert "x-check" in answer.headers, answer.text
+    *_, own, verdict = asks
+    assert (own.returns, own.is_retry, own.is_limited) == (True, True, True)
+    assert (verdict.returns, verdict.is_retry, verdict.is_limited) == (False, False, False)
+
+
+async def test_a_check_whose_model_can_not_read_all_sources_is_an_error(models, pipeline: Pipeline) -> None:
+    """The operator's: without the sources it would judge nothing."""
+    executor = HashExecutor(replace(CAPACITY, max_model_len=48), model=PRINTABLE_MODEL)
+    short = make_runtime(executor, served_names=("short",), aliases=())
+    over = replace(pipeline, config=replace(pipeline.config, check=CheckConfig(model="short", otherwise="Nobody knows.")))
+    try:
+        async with make_client(*models, short, pipelines=[over]) as client:
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+    finally:
+        short.close()
+    assert answer.status_code == 500, answer.text
+    assert answer.json()["error"]["message"].startswith("short can't judge answers: The model's context is 48 tokens")
+    assert all(one.bridge.num_open_requests == 0 for one in models)
 
 
 async def test_a_check_over_an_agreement_route(models, pipeline: Pipeline, monkeypatch) -> None:
@@ -338,6 +377,43 @@ async def test_a_check_over_an_agreement_route(models, pipeline: Pipeline, monke
             assert answer.headers["x-check"] == "supported=1.000; least=0.5"
     finally:
         second.close()
+
+
+async def test_a_check_that_must_be_loaded_first_leaves_the_verifier_in_force(models, pipeline: Pipeline, monkeypatch) -> None:
+    """The route begins again after the load, and its second trial may ask the large model."""
+    verdicts: list[float | ModelAway] = [1.0, ModelAway("writer"), 0.0, 1.0]  # verifier, check, verifier, check
+
+    async def odds(*_args: object) -> list[float]:
+        yes = verdicts.pop(0)
+        if isinstance(yes, ModelAway):
+            raise yes
+        return [yes, 1 - yes]
+
+    monkeypatch.setattr(Verdicts, "odds", odds)
+    over = checked(pipeline)
+    over = replace(over, config=replace(over.config, model="verified"))
+    by = VerifierConfig(weak="writer", strong="second", verifier="second", least=0.5)
+    route = Route(name="verified", models=("writer", "second"), by=by)
+    second = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("second",), aliases=())
+    try:
+        async with make_client(*models, second, routes=[route], pipelines=[over]) as client:
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+    finally:
+        second.close()
+    assert answer.headers["x-route"] == "verified; model=second; verified=0.000; least=0.5", answer.text
+    assert answer.headers["x-check"] == "supported=1.000; least=0.5"
+
+
+async def test_a_check_without_sources_is_explained(models, pipeline: Pipeline, monkeypatch) -> None:
+    async def odds(*_args: object) -> list[float]:
+        return [0.0, 1.0]
+
+    monkeypatch.setattr(Verdicts, "odds", odds)
+    monkeypatch.setattr(Reader, "nearest", lambda _self, vectors, _num: [[] for _ in vectors])
+    async with make_client(*models, pipelines=[checked(pipeline)]) as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})).status_code == 200
+        [told] = (await client.get("/v1/requests?ended=9")).json()["data"]
+    assert (told["chosen"]["sources"], told["chosen"]["check"]) == ("", "supported=0.000; least=0.5")
 
 
 async def test_what_a_pipelines_helper_refuses_is_not_laid_to_its_routes_model(models, pipeline: Pipeline, monkeypatch) -> None:
@@ -483,6 +559,34 @@ async def test_a_search_is_not_repeated_while_the_reranker_is_loaded(models, pip
     finally:
         judge.close()
     assert (len(tries), len(num_searches)) == (2, 1)
+
+
+async def test_passages_are_not_scored_before_the_checks_model_is_loaded(models, pipeline: Pipeline, monkeypatch) -> None:
+    """Else they would be scored, and charged to the key, twice."""
+    score, check_there, calls = QuestionReader.score, Verdicts.check_there, []
+
+    async def noting(self: QuestionReader, *args: object) -> list[float]:
+        calls.append("score")
+        return await score(self, *args)
+
+    def away_at_first(self: Verdicts, name: str) -> RunningModel:
+        calls.append("check")
+        if calls.count("check") == 1:
+            raise ModelAway(name)
+        return check_there(self, name)
+
+    monkeypatch.setattr(QuestionReader, "score", noting)
+    monkeypatch.setattr(Verdicts, "check_there", away_at_first)
+    over = checked(pipeline)
+    over = replace(over, config=replace(over.config, reranker=RerankerConfig(model="judge", candidates=2)))
+    judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=())
+    try:
+        async with make_client(*models, judge, pipelines=[over]) as client:
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+            assert answer.status_code == 200, answer.text
+    finally:
+        judge.close()
+    assert calls.count("score") == 1
 
 
 async def test_a_reranker_that_scores_nothing_is_named(models, pipeline: Pipeline) -> None:

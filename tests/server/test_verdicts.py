@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.admission.door import AdmissionLimits
 from penstock.config.routes import EnsembleConfig, VerifierConfig
 from penstock.deploy.routes import Route
+from penstock.deploy.running import RunningModel, ServedModel
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
 from penstock.routes.prices import Bill, Price
@@ -222,6 +224,26 @@ async def test_a_verdict_has_the_terms_of_the_request_but_counts_for_no_limit(mo
     assert verdict.arrival_ns > own.arrival_ns
 
 
+async def test_a_verdict_does_not_reset_the_limits_of_a_key(tmp_path) -> None:
+    """The verifier also answers, and the server has limits for keys without their own."""
+    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "me"\nkey = "the-key-of-mine"\nrequests_per_minute = 1\n')
+    limits = AdmissionLimits(tenant_max_concurrent=8, tenant_tokens_per_minute=10)
+    models = [
+        make_runtime(HashExecutor(CAPACITY, model=one), served_names=(name,), aliases=(), limits=limits)
+        for name, one in (("small", OTHER_WORDS), ("large", PRINTABLE_MODEL))
+    ]
+    route = replace(VERIFIED, by=replace(VERIFIED.by, least=0.0))
+    try:
+        async with make_client(*models, routes=[route], api_keys_file=str(tmp_path / "keys.toml")) as client:
+            client.headers["Authorization"] = "Bearer the-key-of-mine"
+            first, second = [await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"}) for _ in range(2)]
+    finally:
+        for one in models:
+            one.close()
+    assert first.status_code == 200, first.text
+    assert (second.status_code, "1 requests per minute are used" in second.text) == (429, True), second.text
+
+
 async def test_a_begun_answer_is_judged_whole(models, monkeypatch) -> None:
     asked = says(monkeypatch, 1.0)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]
@@ -247,6 +269,16 @@ async def test_a_judge_that_the_key_may_not_ask_hides_the_route(models, tmp_path
                 assert answer.status_code == status, answer.text
     finally:
         third.close()
+
+
+async def test_a_key_that_allows_one_model_needs_no_judge(models, tmp_path) -> None:
+    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "me"\nkey = "the-key-of-mine"\nmodels = ["large"]\n')
+    async with make_client(*models, routes=[VERIFIED], api_keys_file=str(tmp_path / "keys.toml")) as client:
+        client.headers["Authorization"] = "Bearer the-key-of-mine"
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-route"] == "auto; model=large"
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["large", "auto"]
 
 
 # An ensemble
@@ -336,6 +368,65 @@ async def test_a_member_that_can_not_answer_this_request_is_left_out(models, mon
     async with make_client(*models, routes=[ensemble()]) as client:
         answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
         assert answer.headers["x-route"] == "auto; model=small; alone; failed=1"
+
+
+@pytest.mark.parametrize(("away", "there"), [("small", "large"), ("large", "small")])
+async def test_a_member_that_can_not_be_loaded_is_left_out(models, monkeypatch, away: str, there: str) -> None:
+    answerer = ServedModel.answerer
+
+    def is_away(self: ServedModel) -> RunningModel:
+        if self.name == away:
+            raise ModelAway(away)
+        return answerer(self)
+
+    async with make_client(*models, routes=[ensemble()], load_timeout_s=0.1) as client:
+        monkeypatch.setattr(ServedModel, "answerer", is_away)
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-route"] == f"auto; model={there}; alone"
+
+
+async def test_a_member_that_is_loaded_first_answers_in_its_turn(models, monkeypatch) -> None:
+    answerer, tries = ServedModel.answerer, []
+
+    def away_at_first(self: ServedModel) -> RunningModel:
+        if self.name == "large":
+            tries.append(1)
+            if len(tries) == 1:
+                raise ModelAway("large")
+        return answerer(self)
+
+    async with make_client(*models, routes=[ensemble()]) as client:
+        monkeypatch.setattr(ServedModel, "answerer", away_at_first)
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
+    assert answer.headers["x-route"] == "auto; model=small; votes=1 of 2", answer.text
+
+
+async def test_a_limit_of_the_tenant_ends_an_ensemble_at_once(monkeypatch) -> None:
+    """The other models' answers are cancelled, and their places given back."""
+    gate = GatedExecutor(CAPACITY, model=OTHER_WORDS)
+    limits = AdmissionLimits(tenant_max_concurrent=1)
+    models = [
+        make_runtime(gate, served_names=("small",), aliases=(), limits=limits),
+        make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("large",), aliases=()),
+    ]
+
+    def refuse(*_args: object, **_fields: object) -> None:
+        raise Rejected(RejectReason.TENANT_REQUESTS, "used up")
+
+    monkeypatch.setattr(models[1].admission, "decide", refuse)
+    try:
+        async with make_client(*models, routes=[ensemble()]) as client:
+            client.headers["X-Tenant"] = "me"
+            answer = await asyncio.wait_for(client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"}), 10)
+            assert (answer.status_code, "used up" in answer.text) == (429, True), answer.text
+            gate.open()
+            await until(lambda: models[0].bridge.num_open_requests == 0)
+            await until(lambda: models[0].engine.load().num_waiting + models[0].engine.load().num_running == 0)
+            assert (await client.post(CHAT, json=BODIES[CHAT] | {"model": "small"})).status_code == 200
+    finally:
+        for one in models:
+            one.close()
 
 
 async def test_answers_of_an_ensemble_whose_client_leaves_are_paid_for(models, monkeypatch) -> None:

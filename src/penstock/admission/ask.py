@@ -28,6 +28,8 @@ class Ask:
     tenant: str = ""
     limits: TenantLimits | None = None
     """Limits of the call's tenant. None: the defaults."""
+    is_limited: bool = True
+    """False: the call counts towards no limit of its tenant."""
     priority: int = 0
     """Lower is served first, if the scheduling order reads priorities."""
     background: bool = False

@@ -120,7 +120,7 @@ class Admission:
         if promise is None:
             self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
-        is_limited = self._has_tenant_limits or ask.limits is not None
+        is_limited = ask.is_limited and (self._has_tenant_limits or ask.limits is not None)
         refusal = (
             check_deadlines(view)
             or (self._tenants.refusal(_demand(view)) if is_limited else None)

@@ -277,7 +277,7 @@ class Terms:
     is_retry: bool = False
     """The client says that this request is a retry."""
     returns: bool = True
-    """False: a refusal is not told to the client, since another model is asked next."""
+    """False: if it is refused, it does not come back: another model is asked next, or the server itself made the call."""
     priority: int = 0
     background: bool = False
     """As `Request.background`. Clients cannot set it."""
@@ -286,6 +286,8 @@ class Terms:
     """Its waits so far, after its arrival."""
     limits: TenantLimits | None = None
     """The tenant's own limits, or None for the default limits."""
+    is_limited: bool = True
+    """False: the call counts towards no limit of its tenant."""
     conversation: bytes = b""
     """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
 

@@ -271,7 +271,9 @@ class RunningCall:
 
     def say(self, chunk: OutputChunk, text: str) -> None:
         """Replace the only choice's answer by this text. `chunk`: the choice, from `whole`."""
-        self.form, self.echoes = None, [""] * len(self.echoes)  # a pipeline's prompt may contain the text being withheld
+        # A pipeline's prompt may contain the text being withheld.
+        self.form, self.echoes = None, [""] * len(self.echoes)
+        self.answer = replace(self.answer, has_token_ids=False)
         self.stream.replace([replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=FinishReason.STOP)])
 
     @property

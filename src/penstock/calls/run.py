@@ -129,6 +129,7 @@ def ask_of(terms: Terms, claim: bytes) -> Ask:
     return Ask(
         tenant=terms.owner.tenant,
         limits=terms.limits,
+        is_limited=terms.is_limited,
         priority=terms.priority,
         background=terms.background,
         deadline_ns=terms.deadline_ns,

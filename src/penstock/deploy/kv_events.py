@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.config import ServerConfig
+from penstock.config.keys import isolates_tenants
 from penstock.config.units import MAX_PORT, parse_port
 from penstock.kv.block_table import root_hash
 from penstock.kv.changes import ContentLog
@@ -43,13 +44,25 @@ class KvEvents:
         self._publisher.close()
 
 
-def plan_kv_events(server: ServerConfig, *, has_prefix_caching: bool) -> Callable[[], KvEvents] | None:
+def plan_kv_events(
+    server: ServerConfig, prefix_sharing: str | None, *, has_prefix_caching: bool
+) -> Callable[[], KvEvents] | None:
     """Return a function that opens the ports, or None without `--kv-events`. Both raise ConfigError."""
     if server.kv_events is None:
+        if server.kv_events_topic is not None:
+            raise ConfigError(
+                "--kv-events-topic is set, and --kv-events is not: nothing would be published.",
+                remedy=f"Add --kv-events {_EXAMPLE}, or leave out --kv-events-topic.",
+            )
         return None
     host, port = _address(server.kv_events)
     if not has_prefix_caching:
         raise ConfigError("--kv-events is set, and the model has no prefix cache.", remedy="Leave it out.")
+    if isolates_tenants(server, prefix_sharing):
+        raise ConfigError(
+            "--kv-events publishes only blocks that all tenants share, and each tenant has its own cached prefixes.",
+            remedy="Set --prefix-sharing all, or leave out --kv-events.",
+        )
     try:
         from penstock.obs.kv_events import Publisher
     except ImportError as error:

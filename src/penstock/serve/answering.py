@@ -77,18 +77,21 @@ async def open_call(
 
 
 async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
-    """Have a pipeline's answer checked, if it is to be. If that fails, no other model of its route is asked."""
+    """Have a pipeline's answer checked, if it is to be. If the check fails, no other model of its route is asked.
+
+    If the check's model must be loaded first, the route begins again and needs its other models.
+    """
     check: Check | None = http.scope.get(CHECK_KEY)
     if check is None:
         return
     with opened:
         try:
             why = await unless_gone(http, check.judge(call, opened))
-        except BaseException:
+        except BaseException as error:
             routed: Routed | None = http.scope.get(ROUTED_KEY)
             if routed is not None:
                 begun = routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
-                http.scope[ROUTED_KEY] = replace(begun, rest=())
+                http.scope[ROUTED_KEY] = begun if isinstance(error, ModelAway) else replace(begun, rest=())
             raise
     add_header(http.scope, b"x-check", why.encode())
 
@@ -98,7 +101,7 @@ def _how(scope: Scope, held_ns: int) -> Chosen | None:
     routed: Routed | None = scope.get(ROUTED_KEY)
     route = "" if routed is None else routed.header.decode()
     sources, check = (added_header(scope, name) for name in (b"x-sources", b"x-check"))
-    return Chosen(route, sources, check, held_ns) if route or sources else None
+    return Chosen(route, sources, check, held_ns) if route or sources or check else None
 
 
 def _note_model(call: Call, http: HttpRequest) -> None:
@@ -116,11 +119,17 @@ async def _of_ensemble(
     """Run the calls of an ensemble, and return the one whose answer was chosen. Models that refuse or fail do not count."""
     calls: dict[str, tuple[Call, _T]] = {}
     failures: list[ApiError | Rejected | ModelAway] = []
-    for name in ensemble.models:
-        others = tuple(one for one in ensemble.models if one != name)
+    # `routed.model` was taken out below to be loaded. If that failed, it is one of the others now.
+    models = tuple(one for one in ensemble.config.models if one in (routed.model, *ensemble.models))
+    routed = http.scope[ROUTED_KEY] = replace(routed, rest=(), ensemble=replace(ensemble, models=models))
+    for name in models:
+        others = tuple(one for one in models if one != name)
         try:
             calls[name] = await made({**http.scope, ROUTED_KEY: replace(routed, model=name, rest=others, ensemble=None)})
         except PipelineOpen:
+            raise
+        except ModelAway:  # if it can't be loaded, the others answer
+            http.scope[ROUTED_KEY] = replace(routed, model=name, rest=others, ensemble=replace(ensemble, models=others))
             raise
         except (ApiError, Rejected) as error:
             failures.append(error)
@@ -139,14 +148,19 @@ async def _of_ensemble(
             opened[name] = one = await run(calls[name][0], in_flight)
             texts[name] = said_in(one, await whole_answer(one))
         except (ApiError, Rejected, ModelAway) as error:
+            if _ends_all(error):
+                raise  # and cancel the others
             failures.append(error)
 
     async def choose() -> tuple[str, str]:
-        async with asyncio.TaskGroup() as group:
-            for name in calls:
-                group.create_task(answer(name))
-        if (final := next((error for error in failures if not texts or _ends_all(error)), None)) is not None:
-            raise final
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in calls:
+                    group.create_task(answer(name))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if not texts:
+            raise failures[0]
         names = [name for name in calls if name in texts]
         try:
             at, why = await ensemble.choose(calls[names[0]][0], [texts[name] for name in names])

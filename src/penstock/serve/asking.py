@@ -168,8 +168,8 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 
 def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "") -> list[str]:
-    """Return the models of a route that the request may ask: none if it may not ask the route's judge. A key that allows the
-    route allows them all.
+    """Return the models of a route that the request may ask: none if it may ask several, but not the route's judge. A key that
+    allows the route allows them all.
 
     `asked`: the name of a pipeline over the route, if the request names one: a key that allows it allows these models.
     """
@@ -181,10 +181,8 @@ def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "
         served = deployment.find(name)
         return served is not None and may_ask(scope, served, asked, deployment)
 
-    if not all(map(may_be_asked, route.judges)):
-        return []
-
-    return [name for name in route.models if may_be_asked(name)]
+    models = [name for name in route.models if may_be_asked(name)]
+    return models if len(models) <= 1 or all(map(may_be_asked, route.judges)) else []
 
 
 def pipelines_of(deployment: Deployment, scope: Scope) -> dict[str, ServedModel]:

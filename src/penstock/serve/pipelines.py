@@ -51,15 +51,15 @@ class PipelineFiller:
         hits = http.scope.get(_HITS_KEY)
         if hits is None:
             hits = http.scope[_HITS_KEY] = await self._search(pipeline, question, data, http)
+        if config.check is not None:  # before the reranker: if its model must be loaded, all of this is repeated
+            self._verdicts.check_there(config.check.model)
+            odds = partial(self._verdicts.odds, config.check.model, http)
+            http.scope[CHECK_KEY] = Check(config.name, config.check, odds)
         if (reranker := config.reranker) is not None and hits:
             passages = [hit.as_read for hit in hits]
             scores = await unless_gone(http, self._questions.score(reranker.model, question, passages, data, http))
             best = sorted(range(len(hits)), key=lambda number: -scores[number])
             hits = [hits[number] for number in best[: config.top]]
-        if config.check is not None:
-            self._verdicts.check_there(config.check.model)
-            odds = partial(self._verdicts.odds, config.check.model, http)
-            http.scope[CHECK_KEY] = Check(config.name, config.check, odds)
         add_header(http.scope, b"x-sources", _names(hits).encode("ascii"))
         fill = partial(_filled, data, config, hits)
         return await self._questions.off_loop.parse(len(data), fill)

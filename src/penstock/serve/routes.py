@@ -13,7 +13,7 @@ from penstock.config.routes import AgreementConfig, EnsembleConfig, VerifierConf
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
-from penstock.serve.asking import KEPT_KEY, models_of
+from penstock.serve.asking import KEPT_KEY, claim_of, models_of
 from penstock.serve.bodies import load_json
 from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import model_not_found, stays_here, unavailable
@@ -83,16 +83,17 @@ class RouteChooser:
         return replace(routed, rest=(*routed.rest, *self._after_strong(routed)), trial=trial)
 
     async def _by_ensemble(self, by: EnsembleConfig, routed: Routed, data: bytes, http: HttpRequest) -> Routed:
-        question = ""
+        question, claimed = "", b""
         if by.reranker is not None:
             self._questions.reranker(by.reranker)
             if not (question := await self._questions.read(data)):
                 return replace(routed, why="no question")
+            claimed = claim_of("", data)  # the body itself would be kept until the answer has been sent
         ensemble = Ensemble(
             by,
             (routed.model, *routed.rest),
             odds=self._odds(by.judge or "", http),
-            score=lambda texts: self._questions.score(by.reranker or "", question, texts, data, http),
+            score=lambda texts: self._questions.score(by.reranker or "", question, texts, claimed, http),
         )
         return replace(routed, ensemble=ensemble, rest=())
 

@@ -24,7 +24,7 @@ from penstock.serve.asking import Reader
 from penstock.serve.errors import misconfigured, unavailable
 from penstock.serve.http.entries import entry_of
 from penstock.serve.routed import ROUTED_KEY, Routed
-from penstock.serve.trials import whole_answer
+from penstock.serve.trials import CHECK_KEY, whole_answer
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import NO_WAITS
@@ -63,7 +63,8 @@ class Verdicts:
             logprobs=MAX_LOGPROBS,
             max_tokens=MAX_TOKENS,
             reasoning_effort="none",
-            truncate_prompt_tokens=-1,
+            # The sources come first. A check that can't read them must fail, not judge without them.
+            truncate_prompt_tokens=None if CHECK_KEY in http.scope else -1,
             grammar=Grammar(GrammarKind.CHOICE, json.dumps(words), param="model"),
         )
         began_ns = running.clock.now_ns()
@@ -73,7 +74,7 @@ class Verdicts:
             call = make_call(request, running, terms, num_bytes=num_bytes)
             opened = await run(call, self._in_flight)
         except Rejected as rejected:
-            if rejected.reason is not RejectReason.INVALID:
+            if rejected.reason not in (RejectReason.INVALID, RejectReason.CONTEXT_LENGTH):
                 raise
             raise misconfigured(f"{name} can't judge answers: {rejected.detail}") from None  # not the client's doing
         with closing(opened):
@@ -85,7 +86,10 @@ class Verdicts:
 
 
 def _terms(terms: Terms, running: RunningModel, now_ns: int) -> Terms:
-    """Return the terms for judging the answer to a client's request. Judging begins now, and no key limit applies."""
+    """Return the terms for judging the answer to a client's request.
+
+    Judging begins now and counts towards no limit of the tenant. The client does not repeat it, so no place is kept for it.
+    """
     queued_ns = None if terms.queue_deadline_ns is None else now_ns + terms.queue_deadline_ns - terms.arrival_ns
     return replace(
         terms,
@@ -96,7 +100,9 @@ def _terms(terms: Terms, running: RunningModel, now_ns: int) -> Terms:
         slo_itl_ns=None,
         priority=terms.priority if running.model.is_priority_scheduled else 0,
         waits=NO_WAITS,
-        limits=None,
+        is_limited=False,
+        is_retry=False,
+        returns=False,
         conversation=b"",
     )
 
