@@ -77,6 +77,7 @@ def driver(monkeypatch) -> Iterator[ModuleType]:
     """The driver of OpenVINO, without OpenVINO."""
     names = ("ContinuousBatchingPipeline", "GenerationConfig", "Tokenizer")
     monkeypatch.setitem(sys.modules, "openvino_genai", SimpleNamespace(**dict.fromkeys(names)))
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace())
     monkeypatch.syspath_prepend(Path(contenders.__file__).parent / "peers")
     yield import_module("drive_openvino")
     del sys.modules["drive_openvino"]
