@@ -261,7 +261,7 @@ def test_memory_that_is_not_allowed_on_several_nodes_is_not_spread(
 
 
 def test_processes_settle_on_the_nodes_in_turn(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the siblings of its cores. Once all have their processes, those that an update starts beside them come."""
+    """Cores come with their siblings. Once all nodes are full, they are filled again, as in an update."""
     first = 1000 * os.getpid()  # claims are seen by all processes of the machine
     nodes = {first: range(8), first + 1: range(8, 12)}
     for node, cpus in nodes.items():

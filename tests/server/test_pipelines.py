@@ -262,7 +262,7 @@ async def test_an_answer_that_the_sources_do_not_support_is_replaced(
 ) -> None:
     asked, rest = [], [0.75, 0.25]
 
-    async def odds(self, name, http, call, conversation, words):
+    async def odds(self, name, http, call, conversation, words, truncates=True):
         asked.append((name, [message.content for message in conversation.messages]))
         yes = rest.pop(0)
         return [yes, 1 - yes]
@@ -298,7 +298,7 @@ async def test_an_answer_that_the_sources_do_not_support_is_replaced(
 
 
 async def test_a_replaced_answer_has_no_log_probabilities_and_a_good_end(models, pipeline: Pipeline, monkeypatch) -> None:
-    async def odds(*_args: object) -> list[float]:
+    async def odds(*_args: object, **_words: object) -> list[float]:
         return [0.0, 1.0]
 
     monkeypatch.setattr(Verdicts, "odds", odds)
@@ -361,7 +361,7 @@ async def test_a_check_whose_model_can_not_read_all_sources_is_an_error(models, 
 
 
 async def test_a_check_over_an_agreement_route(models, pipeline: Pipeline, monkeypatch) -> None:
-    async def odds(*_args: object) -> list[float]:
+    async def odds(*_args: object, **_words: object) -> list[float]:
         return [1.0, 0.0]
 
     monkeypatch.setattr(Verdicts, "odds", odds)
@@ -383,7 +383,7 @@ async def test_a_check_that_must_be_loaded_first_leaves_the_verifier_in_force(mo
     """The route begins again after the load, and its second trial may ask the large model."""
     verdicts: list[float | ModelAway] = [1.0, ModelAway("writer"), 0.0, 1.0]  # verifier, check, verifier, check
 
-    async def odds(*_args: object) -> list[float]:
+    async def odds(*_args: object, **_words: object) -> list[float]:
         yes = verdicts.pop(0)
         if isinstance(yes, ModelAway):
             raise yes
@@ -405,7 +405,7 @@ async def test_a_check_that_must_be_loaded_first_leaves_the_verifier_in_force(mo
 
 
 async def test_a_check_without_sources_is_explained(models, pipeline: Pipeline, monkeypatch) -> None:
-    async def odds(*_args: object) -> list[float]:
+    async def odds(*_args: object, **_words: object) -> list[float]:
         return [0.0, 1.0]
 
     monkeypatch.setattr(Verdicts, "odds", odds)
@@ -445,7 +445,7 @@ async def test_models_that_take_each_others_memory_are_an_error(models, pipeline
     """Not an endless loop: the check's model is away whenever it is needed."""
     tries = []
 
-    async def away(self, name: str, *_args: object) -> list[float]:
+    async def away(self, name: str, *_args: object, **_words: object) -> list[float]:
         tries.append(name)
         raise ModelAway(name)
 

@@ -15,7 +15,7 @@ TIMEOUT_MS = 20_000
 
 
 def free_ports() -> int:
-    """Return a port that is free on loopback, as is the next one, below those that systems give out."""
+    """Return the first of two free ports on loopback, below the range from which systems choose."""
     while True:
         port = random.randrange(10_000, 30_000)
         with (

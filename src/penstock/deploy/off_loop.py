@@ -73,7 +73,7 @@ class OffLoop:
         return await line.do(size, work)
 
     async def parse(self, num_bytes: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, but do small work (up to `INLINE_MAX_BODY` bytes) on the event loop. For parsing a body."""
+        """Parse a body: like `run`, but on the event loop if it has at most `INLINE_MAX_BODY` bytes."""
         return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:

@@ -31,7 +31,7 @@ class Answer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     weak: Answer
-    """For a pipeline, which has one model, the same as `strong`."""
+    """A pipeline has one model: this is then the same as `strong`."""
     strong: Answer
     gain: float | None
     """Expected gain of the strong model, from the question. None: there is no learned route."""

@@ -119,7 +119,7 @@ class Guessing:
         self.drafting_ns = 0
         """Time of the small model for that step."""
         self.failure: PolicyError | None = None
-        """Why the guesser is no longer called."""
+        """The error for which the guesser was turned off, or None."""
 
     def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
         """Add guesses to a draft's decodes while the step and the pool have room. Return them by request id."""

@@ -53,7 +53,8 @@ class PipelineFiller:
             hits = http.scope[_HITS_KEY] = await self._search(pipeline, question, data, http)
         if config.check is not None:  # before the reranker: if its model must be loaded, all of this is repeated
             self._verdicts.check_there(config.check.model)
-            odds = partial(self._verdicts.odds, config.check.model, http)
+            # The sources come first: a check that can't read them must fail, not judge without them.
+            odds = partial(self._verdicts.odds, config.check.model, http, truncates=False)
             http.scope[CHECK_KEY] = Check(config.name, config.check, odds)
         if (reranker := config.reranker) is not None and hits:
             passages = [hit.as_read for hit in hits]

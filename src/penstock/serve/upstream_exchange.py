@@ -1,4 +1,4 @@
-"""One request to a model of another server: how it goes, and what its client is told if it fails."""
+"""One request to a model of another server: how it ends, and the error that its client gets if it fails."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from penstock.serve.asking import Reader
 from penstock.serve.errors import misconfigured, unavailable
 from penstock.serve.http.entries import entry_of
 from penstock.serve.routed import ROUTED_KEY, Routed
-from penstock.serve.trials import CHECK_KEY, whole_answer
+from penstock.serve.trials import whole_answer
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import NO_WAITS
@@ -49,11 +49,19 @@ class Verdicts:
         return running
 
     async def odds(
-        self, name: str, http: HttpRequest, asked: Call, conversation: Conversation, words: Sequence[str]
+        self,
+        name: str,
+        http: HttpRequest,
+        asked: Call,
+        conversation: Conversation,
+        words: Sequence[str],
+        *,
+        truncates: bool = True,
     ) -> list[float]:
         """Return how likely the model answers with each of the words; they sum to 1. Cancel it if the client leaves.
 
-        `asked`: the client's call, whose answer is judged. Raises `ModelAway`, `ApiError` and `Rejected`.
+        `asked`: the client's call, whose answer is judged. `truncates`: drop the beginning of a conversation that is too long,
+        instead of failing. Raises `ModelAway`, `ApiError` and `Rejected`.
         """
         running = self.check_there(name)
         request = ChatRequest(
@@ -63,8 +71,7 @@ class Verdicts:
             logprobs=MAX_LOGPROBS,
             max_tokens=MAX_TOKENS,
             reasoning_effort="none",
-            # The sources come first. A check that can't read them must fail, not judge without them.
-            truncate_prompt_tokens=None if CHECK_KEY in http.scope else -1,
+            truncate_prompt_tokens=-1 if truncates else None,
             grammar=Grammar(GrammarKind.CHOICE, json.dumps(words), param="model"),
         )
         began_ns = running.clock.now_ns()
