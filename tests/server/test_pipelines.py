@@ -221,7 +221,12 @@ async def test_a_key_that_allows_a_pipeline_allows_the_route_under_it(models, pi
             for name, status in (("docs", 200), ("either", 404), ("writer", 404)):
                 answer = await client.post("/v1/chat/completions", json=CHAT | {"model": name}, headers=headers)
                 assert answer.status_code == status, answer.text
+            assert answer.json()["error"]["message"].endswith("Served: 'docs'.")
             assert [one["id"] for one in (await client.get("/v1/models", headers=headers)).json()["data"]] == ["docs"]
+            assert [one["name"] for one in (await client.get("/api/tags", headers=headers)).json()["models"]] == ["docs"]
+            for version in ({}, {"anthropic-version": "2023-06-01"}):
+                card = await client.get("/v1/models/docs", headers=headers | version)
+                assert (card.status_code, card.json().get("id")) == (200, "docs"), "as it is listed"
     finally:
         second.close()
 

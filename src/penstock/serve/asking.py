@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -185,16 +185,30 @@ def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "
     return models if len(models) <= 1 or all(map(may_be_asked, route.judges)) else []
 
 
-def pipelines_of(deployment: Deployment, scope: Scope) -> dict[str, ServedModel]:
-    """Return the pipelines that the request's key allows, by name, and their models; of a route, the first one."""
-    found: dict[str, ServedModel] = {}
+def visible_models(deployment: Deployment, scope: Scope) -> Iterator[tuple[str, ServedModel]]:
+    """Yield the names of models, routes and pipelines that the request's key allows, each with a model."""
+    for served in deployment.served:
+        if served.is_there:
+            yield from ((name, served) for name in served.names if may_ask(scope, served, name, deployment))
+    yield from visible_routes(deployment, scope)
+
+
+def visible_routes(deployment: Deployment, scope: Scope) -> Iterator[tuple[str, ServedModel]]:
+    """Yield the names of routes and pipelines that the request's key allows, each with its first model on this server."""
+    for route in deployment.routes.values():
+        names = models_of(route, deployment, scope)
+        served = _first_here([*names, *route.models], deployment)
+        if names and served is not None:
+            yield route.name, served
     for name, pipeline in deployment.pipelines.items():
         model = pipeline.config.model
-        models = deployment.routes[model].models if model in deployment.routes else (model,)
-        served = next((one for one in map(deployment.find, models) if one is not None), None)
+        served = _first_here(deployment.routes[model].models if model in deployment.routes else [model], deployment)
         if served is not None and allows(scope, name):
-            found[name] = served
-    return found
+            yield name, served
+
+
+def _first_here(names: Iterable[str], deployment: Deployment) -> ServedModel | None:
+    return next(filter(None, map(deployment.find, names)), None)
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
@@ -215,10 +229,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     else:
         if may_ask(scope, served, name, deployment):
             return served, adapter
-    known = [(one, deployment.find(one)) for one in deployment.names]
-    names = [one for one, served in known if served is None or may_ask(scope, served, one, deployment)]
-    names += [one.name for one in deployment.routes.values() if models_of(one, deployment, scope)]
-    names += pipelines_of(deployment, scope)
+    names = [one for one, _ in visible_models(deployment, scope)]
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 

@@ -17,9 +17,8 @@ from typing_extensions import TypedDict
 from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
-from penstock.deploy.routes import Route
 from penstock.deploy.running import ModelFacts, ServedModel
-from penstock.serve.asking import FolderWatch, find_allowed, may_ask, models_of, pipelines_of
+from penstock.serve.asking import FolderWatch, find_allowed, may_ask, visible_routes
 from penstock.serve.shapes import Count
 
 
@@ -60,7 +59,7 @@ ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[Mode
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A name that clients can use: a model's or an adapter's."""
+    """A name that clients can use: a model's, an adapter's, a route's or a pipeline's."""
 
     name: str
     served: ServedModel
@@ -114,23 +113,13 @@ class ModelsEndpoint:
                     found.append(Listed(name, served, path, is_adapter=True))
                 if index % LISTED_AT_ONCE == 0:
                     give_way()
-        for route in self._deployment.routes.values():
-            if (one := self._of_route(route, scope)) is not None:
-                found.append(one)
-        return [*found, *(Listed(name, served) for name, served in pipelines_of(self._deployment, scope).items())]
-
-    def _of_route(self, route: Route, scope: Scope) -> Listed | None:
-        """Return a route as its first model here, if the key allows one of its models, or None."""
-        names = models_of(route, self._deployment, scope)
-        served = next(filter(None, map(self._deployment.find, [*names, *route.models])), None)
-        return Listed(route.name, served) if names and served is not None else None
+        return [*found, *(Listed(name, served) for name, served in visible_routes(self._deployment, scope))]
 
     async def get(self, http: HttpRequest) -> ModelCard:
         """Describe the model with this name."""
         model_id = http.path_params["model_id"]
-        route = self._deployment.routes.get(model_id)
-        if route is not None and (found := self._of_route(route, http.scope)) is not None:
-            return found.card()
+        if (first := dict(visible_routes(self._deployment, http.scope)).get(model_id)) is not None:
+            return Listed(model_id, first).card()
         served, adapter = find_allowed(model_id, self._deployment, http.scope)
         if adapter is None or served.adapters is None:
             return Listed(model_id, served).card()

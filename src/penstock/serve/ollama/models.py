@@ -16,7 +16,7 @@ import penstock
 from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed, may_ask, models_of, pipelines_of
+from penstock.serve.asking import find_allowed, visible_models
 from penstock.serve.bodies import Body, Unread
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.ollama.read import name_of
@@ -101,7 +101,7 @@ class OllamaModels:
         """List the served models that the client's key may use."""
         await self._folder.look()
         models: list[ModelOnDisk] = []
-        for served, name in self._seen(http):
+        for name, served in visible_models(self._deployment, http.scope):
             card = await self._cards.of(served)
             models.append({**_named(served, name, card), "modified_at": utc(card.modified_unix_s), "size": card.num_file_bytes})
         return {"models": models}
@@ -109,7 +109,7 @@ class OllamaModels:
     async def ps(self, http: HttpRequest) -> OllamaRunning:
         """List the loaded models that the client's key may use, with their memory and the time of their unloading."""
         models: list[ModelInMemory] = []
-        for served, name in self._seen(http):
+        for name, served in visible_models(self._deployment, http.scope):
             running = served.running
             if running is None or served.state is not ModelState.LOADED:
                 continue
@@ -155,15 +155,6 @@ class OllamaModels:
         name = body.model or body.name
         served, _ = find_allowed(None if name is None else name_of(name, self._deployment), self._deployment, http.scope)
         return served
-
-    def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
-        """Return the models that the client's key may use, with their names."""
-        found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
-        seen = [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
-        for route in self._deployment.routes.values():
-            names = [name for name in models_of(route, self._deployment, http.scope) if name not in self._deployment.upstreams]
-            seen += [(served, route.name) for name in names[:1] if (served := self._deployment.find(name)) is not None]
-        return seen + [(served, name) for name, served in pipelines_of(self._deployment, http.scope).items()]
 
 
 def _not_done(message: str) -> ApiError:
