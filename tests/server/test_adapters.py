@@ -21,11 +21,12 @@ from penstock.engine.thread import EngineState
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
-from penstock.serve import asking
+from penstock.serve import waiting
 from penstock.serve.app import create_app
-from penstock.serve.asking import find_asked, look_up
+from penstock.serve.asking import find_asked
 from penstock.serve.cards import Listed
 from penstock.serve.vllm import adapters as route_file
+from penstock.serve.waiting import look_up
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from support.deployments import deployment_of
@@ -603,17 +604,17 @@ async def test_a_slow_disk_that_is_asked_for_a_name_holds_up_no_other_request(sm
 async def test_a_disk_that_hangs_refuses_new_names_and_no_others(small, slow_disk, expected, monkeypatch):
     _, client, _ = small
     answers, asked = slow_disk
-    monkeypatch.setattr(asking, "MAX_LOOK_S", 0.02)
-    monkeypatch.setattr(asking, "MAX_LOOKS", 8)
+    monkeypatch.setattr(waiting, "MAX_LOOK_S", 0.02)
+    monkeypatch.setattr(waiting, "MAX_LOOKS", 8)
     for index in range(10):
         response = await client.post("/v1/completions", json=ASK | {"model": f"new-{index}"})
         assert response.status_code == 503, response.text
         assert int(response.headers["retry-after"]) >= 1
         assert ("too many" if index >= 8 else "did not say") in response.text.lower()
-    assert len(asked) == asking.MAX_LOOK_THREADS, "others wait for a thread"
+    assert len(asked) == waiting.MAX_LOOK_THREADS, "others wait for a thread"
     assert await tokens_of(client, None) == expected[""]
     answers.set()
-    monkeypatch.setattr(asking, "MAX_LOOK_S", 5.0)
+    monkeypatch.setattr(waiting, "MAX_LOOK_S", 5.0)
     async with asyncio.timeout(20):  # until the looks that were put off have ended
         # No event says when a lookup gives its place back.
         while (await client.post("/v1/completions", json=ASK | {"model": "red"})).status_code == 503:  # noqa: ASYNC110

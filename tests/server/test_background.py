@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.serve.app import create_app
-from penstock.serve.asking import BACKGROUND_KEY
+from penstock.serve.terms import BACKGROUND_KEY
 from support.deployments import deployment_of
 from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, wait_until
 from support.server.jobs import begun, ended, line, serving

@@ -15,7 +15,7 @@ from penstock.deploy.routes import Learned, Route
 from penstock.routes.drift import Drift
 from penstock.routes.learned import Cascade, Fit, LearnedRoute
 from penstock.routes.prices import Bill, Price
-from penstock.serve import asking
+from penstock.serve import waiting
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH, HashModel
 from support.server.harness import (
@@ -170,7 +170,7 @@ async def test_the_wait_for_the_small_model_is_told(models) -> None:
 
 async def test_if_the_large_model_has_gone_the_small_one_goes_on(models, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_client(*models, routes=[cascade()]) as client:
-        monkeypatch.setattr(asking, "models_of", lambda *_: ["small"])  # once the route has chosen
+        monkeypatch.setattr(waiting, "models_of", lambda *_: ["small"])  # once the route has chosen
         answer = await client.post("/v1/chat/completions", json=chat(HARD, model="auto"))
         assert (answer.status_code, answer.json()["model"]) == (200, "small")
 

@@ -304,7 +304,7 @@ async def test_too_many_that_wait_are_turned_away():
 
 
 async def test_bodies_that_wait_take_so_much_memory_and_no_more(monkeypatch):
-    monkeypatch.setattr("penstock.serve.asking.MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("penstock.serve.waiting.MAX_WAITING_BYTES", 1000)
     async with serving() as world:
         world.may_load.clear()
         waiting = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"prompt": "a" * 600}))
@@ -424,7 +424,7 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
             assert asked
             assert threading.current_thread() not in asked, "the event loop waits for the disk"
 
-            monkeypatch.setattr("penstock.serve.asking.MAX_LOOK_S", 0.05)
+            monkeypatch.setattr("penstock.serve.waiting.MAX_LOOK_S", 0.05)
             assert world.deployment._looking.acquire(timeout=1)  # the disk hangs
             assert (await ask("h")).status_code == 404
             world.deployment._looking.release()

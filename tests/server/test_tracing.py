@@ -16,10 +16,10 @@ from penstock.config import ServerConfig
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.serve import tracing
-from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http import entries
 from penstock.serve.http.entries import Entry
 from penstock.serve.http.request_log import RequestLog
+from penstock.serve.terms import BACKGROUND_KEY
 from penstock.serve.tracing import EXPORTED, LIMITED, LOST, MAX_PER_S, Tracer, sender_of
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError

@@ -22,9 +22,9 @@ from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.routes.prices import Bill, Price
 from penstock.serve import breaker, upstream_stream
-from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http.checks import Sender
 from penstock.serve.own_requests import OwnRequests
+from penstock.serve.terms import BACKGROUND_KEY
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of

@@ -18,14 +18,15 @@ from starlette.types import Scope
 from penstock.calls.call import Call, ChatRequest
 from penstock.calls.in_flight import CallInFlight, Chosen, InFlight, RunningCall
 from penstock.calls.run import run
-from penstock.serve.asking import BACKGROUND_KEY, BUSY_STATUSES, TENANT_REASONS, Asked, PipelineOpen, Reader
+from penstock.serve.asking import Asked, PipelineOpen, Reader
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.ensembles import Ensemble
-from penstock.serve.errors import STATUS_CLIENT_CLOSED_REQUEST, ApiError, status_of
+from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST, TENANT_REASONS, ApiError, status_of
 from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, unless_gone
 from penstock.serve.http.entries import Entry, entry_of, note_model
 from penstock.serve.routed import ROUTED_KEY, Routed, charge
 from penstock.serve.streams import NewWriter, respond
+from penstock.serve.terms import BACKGROUND_KEY
 from penstock.serve.trials import CHECK_KEY, Check, is_one_answer, said_in, whole_answer
 from penstock.types.errors import ModelAway, Rejected
 

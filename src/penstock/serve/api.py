@@ -17,13 +17,14 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
 from penstock.serve.answering import CallEndpoint
-from penstock.serve.asking import FolderWatch, Reader
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
 from penstock.serve.own_requests import OwnRequests
 from penstock.serve.texts.endpoint import TextsEndpoint
+from penstock.serve.waiting import FolderWatch
 
 if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
     from penstock.serve.jobs.runner import BatchRunner

@@ -22,7 +22,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.serve.answering import CallEndpoint, finish_entry
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
-from penstock.serve.asking import FolderWatch, Reader, Waits
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
@@ -62,6 +62,7 @@ from penstock.serve.tgi.routes import API as TGI
 from penstock.serve.tracing import Tracer
 from penstock.serve.verdicts import Verdicts
 from penstock.serve.vllm.routes import API as VLLM
+from penstock.serve.waiting import FolderWatch, Waits
 from penstock.types.errors import ConfigError, ModelAway
 
 if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
@@ -219,9 +220,9 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
 def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
     questions = QuestionReader(parts.reader, parts.texts.desk)
     verdicts = Verdicts(parts.reader, parts.in_flight)
-    choose = RouteChooser(parts.deployment, questions, verdicts, parts.upstreams).choose
-    fill = PipelineFiller(questions, verdicts).fill
-    waits = Waits(parts.deployment, parts.folder, parts.in_flight, choose, fill, parts.upstreams)
+    chooser = RouteChooser(parts.deployment, questions, verdicts, parts.upstreams)
+    filler = PipelineFiller(questions, verdicts)
+    waits = Waits(parts.deployment, parts.folder, parts.in_flight, chooser, filler, parts.upstreams)
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]

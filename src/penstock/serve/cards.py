@@ -18,8 +18,9 @@ from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import ModelFacts, ServedModel
-from penstock.serve.asking import FolderWatch, find_allowed, may_ask, visible_routes
+from penstock.serve.asking import find_allowed, may_ask, visible_routes
 from penstock.serve.shapes import Count
+from penstock.serve.waiting import FolderWatch
 
 
 class ModelCards:

@@ -22,6 +22,11 @@ UNAVAILABLE_RETRY_AFTER_S = 5
 STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that the client cancelled. No client library retries it."""
 
+BUSY_STATUSES = (429, 502, 503, 504)
+"""After these statuses, the next model of a fallback is asked, unless the limit is the client's own."""
+TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
+"""Reasons of refusals by a limit of the client's own."""
+
 _NO_RETRY = {"x-should-retry": "false"}
 """Header that stops OpenAI's client from retrying a 408, which would time out again."""
 

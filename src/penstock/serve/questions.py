@@ -13,10 +13,11 @@ from starlette.requests import Request as HttpRequest
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.routes.questions import question_in
-from penstock.serve.asking import Reader, claim_of, read_terms
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import load_json
 from penstock.serve.errors import misconfigured, unavailable
 from penstock.serve.http.checks import unless_gone
+from penstock.serve.terms import claim_of, read_terms
 from penstock.serve.texts.call import TextInput, TextResult, TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.numbers import scores

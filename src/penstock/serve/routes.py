@@ -13,12 +13,13 @@ from penstock.config.routes import AgreementConfig, EnsembleConfig, VerifierConf
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
-from penstock.serve.asking import KEPT_KEY, claim_of, models_of
+from penstock.serve.asking import KEPT_KEY, models_of
 from penstock.serve.bodies import load_json
 from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import model_not_found, stays_here, unavailable
 from penstock.serve.questions import QuestionReader
 from penstock.serve.routed import ROUTED_KEY, Routed
+from penstock.serve.terms import claim_of
 from penstock.serve.trials import Agreement, FirstTokens, Odds, Trial, Verification
 from penstock.serve.verdicts import Verdicts
 

@@ -20,10 +20,10 @@ from penstock.config import ServerConfig
 from penstock.config.upstreams import is_address
 from penstock.obs.explain.explanation import END_WORDS, Explanation
 from penstock.obs.trace_context import Span, TraceContext, Value, new_span_id, new_trace_id, read_context
-from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http.checks import values_of
 from penstock.serve.http.entries import Backlog, Entry
 from penstock.serve.ops.requests import choice_of
+from penstock.serve.terms import BACKGROUND_KEY
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with OpenTelemetry, which few servers need

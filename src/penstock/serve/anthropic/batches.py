@@ -16,13 +16,13 @@ from penstock import fast_json
 from penstock.jobs.lines import NOT_IN_A_BATCH
 from penstock.jobs.store import INTERNAL, Batch, File, NoRoom, Owner, Store, new_id
 from penstock.serve.api import Parts, PlainText, Route
-from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded
 from penstock.serve.jobs.batches import batch_not_found, find_batch
 from penstock.serve.jobs.files import owner_of, unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
 from penstock.serve.shapes import utc
+from penstock.serve.terms import repeated_name
 
 KIND, URL = "anthropic", "/v1/messages"
 WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600

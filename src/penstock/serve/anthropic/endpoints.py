@@ -15,11 +15,11 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import read_prompt
 from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList
 from penstock.serve.api import Parts
-from penstock.serve.asking import read_owner
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.shapes import utc
+from penstock.serve.terms import read_owner
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Default and largest number of models in one answer, as in Anthropic's API."""

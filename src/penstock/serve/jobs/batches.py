@@ -14,12 +14,12 @@ from typing_extensions import TypedDict
 from penstock import fast_json
 from penstock.jobs.store import Batch, NoFile, NoRoom, new_id
 from penstock.serve.api import Parts
-from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import Body, Metadata
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
 from penstock.serve.jobs.files import Page, listed, owner_of, page_of, read_expiry
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.shapes import ResponseUsage
+from penstock.serve.terms import repeated_name
 
 KIND = "openai"
 MAX_WINDOW_S = 30 * 24 * 3600

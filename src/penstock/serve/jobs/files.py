@@ -19,11 +19,11 @@ from typing_extensions import TypedDict
 from penstock.jobs.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom, Owner
 from penstock.serve.api import Parts, Route
-from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
+from penstock.serve.terms import read_owner
 
 _log = logging.getLogger(__name__)
 

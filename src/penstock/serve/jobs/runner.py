@@ -34,8 +34,8 @@ from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
-from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.own_requests import Answered, OwnRequests
+from penstock.serve.terms import BACKGROUND_KEY
 from penstock.types.errors import ConfigError
 from penstock.types.stats import BatchStats
 

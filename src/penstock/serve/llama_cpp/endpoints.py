@@ -16,12 +16,13 @@ from penstock.calls.check import check_prompt
 from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import Asked, find_model, read_owner
+from penstock.serve.asking import Asked, find_model
 from penstock.serve.bodies import Body, has_not_yet
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.llama_cpp.read import read_mixed
 from penstock.serve.shapes import Count
+from penstock.serve.terms import read_owner
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
 ReadChat = Callable[[Asked], Call]

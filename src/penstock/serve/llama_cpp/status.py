@@ -16,10 +16,11 @@ from penstock.calls.call import CompletionRequest
 from penstock.calls.check import check_sampling
 from penstock.deploy.running import ModelFacts, RunningModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed, find_model, read_owner
+from penstock.serve.asking import find_allowed, find_model
 from penstock.serve.errors import unavailable
 from penstock.serve.llama_cpp.read import generation_settings
 from penstock.serve.shapes import Count, Object
+from penstock.serve.terms import read_owner
 from penstock.text.dialects import Dialect, find_dialect
 from penstock.types.errors import ModelAway
 from penstock.types.request import Request, RequestStatus

@@ -14,10 +14,11 @@ from penstock.calls.in_flight import InFlight
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
-from penstock.serve.asking import find_model, read_owner
+from penstock.serve.asking import find_model
 from penstock.serve.errors import unavailable
 from penstock.serve.ops.requests import json_answer
 from penstock.serve.shapes import Count
+from penstock.serve.terms import read_owner
 
 
 class Owner(TypedDict):

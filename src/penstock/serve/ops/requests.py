@@ -14,9 +14,9 @@ from penstock import fast_json
 from penstock.calls.in_flight import InFlight, Told
 from penstock.obs.explain.explanation import END_WORDS, Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
-from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.shapes import Count
+from penstock.serve.terms import read_owner
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "rerank-", "score-", "classify-", "pool-")
 

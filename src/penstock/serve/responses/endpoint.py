@@ -22,7 +22,7 @@ from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
 from penstock.serve.answering import open_call
 from penstock.serve.api import Parts
-from penstock.serve.asking import BACKGROUND_KEY, Asked, read_owner, repeated_name
+from penstock.serve.asking import Asked
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
 from penstock.serve.http.entries import entry_of
@@ -33,6 +33,7 @@ from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
+from penstock.serve.terms import BACKGROUND_KEY, read_owner, repeated_name
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,11 @@ from pydantic import Field, TypeAdapter, WithJsonSchema
 
 from penstock.calls.call import Terms
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Asked, claim_of, read_terms
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, NoEffect
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
+from penstock.serve.terms import claim_of, read_terms
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextsCall, TokenIds, Truncation
 from penstock.types.encoder import EncoderInfo, Task, TruncationSide
 

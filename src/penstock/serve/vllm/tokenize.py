@@ -17,7 +17,7 @@ from penstock.calls.check import check_token_ids
 from penstock.calls.run import check_text_size, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_model, read_owner
+from penstock.serve.asking import find_model
 from penstock.serve.bodies import (
     MAX_TOKEN_IDS,
     Body,
@@ -30,6 +30,7 @@ from penstock.serve.bodies import (
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.shapes import Count
+from penstock.serve.terms import read_owner
 from penstock.text.tokenizer import Tokenizer
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")

@@ -1,0 +1,374 @@
+"""Lets a request wait for what its endpoint lacks. `app` wraps every endpoint in `Waits.around`.
+
+If the endpoint raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the
+endpoint is called again. All is for the event loop, except `look_up`, which reads the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.calls.in_flight import Arrival, InFlight
+from penstock.config import ServerConfig
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel, ServedModel
+from penstock.obs.trace_context import Span
+from penstock.serve.asking import FILLED_KEY, LOOKED_UP_KEY, PipelineOpen, RouteOpen, UpstreamChosen, models_of
+from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, TENANT_REASONS, ApiError, shorten, status_of, unavailable
+from penstock.serve.http.checks import JsonEndpoint, add_header, identity_of, unless_gone
+from penstock.serve.http.entries import entry_of, note_model
+from penstock.serve.pipelines import PipelineFiller
+from penstock.serve.routed import ROUTED_KEY, Routed, charge
+from penstock.serve.routes import RouteChooser
+from penstock.serve.terms import ARRIVAL_KEY, WAITED_KEY, read_owner, read_terms
+from penstock.serve.trials import Unsure
+from penstock.types.adapter import AdapterRef
+from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
+from penstock.types.request import NO_WAITS, WaitTimes
+
+if TYPE_CHECKING:  # with an HTTP client, which few servers need
+    from penstock.serve.upstream import Upstream
+
+_log = logging.getLogger(__name__)
+
+LOADS_KEY = "penstock.loads"
+"""Key of a scope: how often the request has waited for the load of each model."""
+MAX_LOADS = 3
+"""Otherwise, models that a route or a pipeline needs together could unload each other forever."""
+MAX_LOOK_S = 5.0
+"""Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""
+MAX_WAITING_BYTES = 64 << 20
+"""Most bytes of bodies that wait for one model, or for the folder of adapters: sixteen of the largest bodies."""
+MAX_LOOK_THREADS = 4
+"""Adapter names searched for at once. A hanging disk blocks this many threads."""
+MAX_LOOKS = 1024
+"""Most names, and most requests, that wait for the folder of adapters."""
+
+
+class FolderWatch:
+    """Scans the folder of models again when a request names an unknown model. For the event loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._turn = asyncio.Lock()
+        self._began_s = self._ended_s = 0.0
+        """When the last look into the folder began and ended."""
+
+    async def find(self, name: str) -> ServedModel | None:
+        """Return the model with this name, or None if it is unknown or was removed from the folder."""
+        served = self._deployment.find(name)
+        if served is None or served.path is None:
+            return served
+        await self.look()
+        return self._deployment.find(name)
+
+    async def look(self) -> None:
+        """Wait for a scan of the folder that begins after this call, for `MAX_LOOK_S` at most. Callers share scans."""
+        if not self._deployment.may_grow:
+            return
+        asked_s = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_LOOK_S), self._turn:
+                if self._began_s > asked_s:
+                    return
+                # Wait ten times as long as a look takes, so that unknown names can't keep the disk busy.
+                rest_s = 10 * (self._ended_s - self._began_s) - (asked_s - self._ended_s)
+                await asyncio.sleep(max(0.0, rest_s))
+                self._began_s = time.monotonic()
+                try:
+                    await asyncio.to_thread(self._deployment.look)
+                finally:
+                    self._ended_s = time.monotonic()
+
+
+class Waits:
+    """Calls an endpoint until it has what it needs: a loaded model, an adapter, a route's choice, a pipeline's sources.
+
+    For the event loop.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        folder: FolderWatch,
+        in_flight: InFlight,
+        chooser: RouteChooser,
+        filler: PipelineFiller,
+        upstreams: Mapping[str, Upstream],
+    ) -> None:
+        self._upstreams = upstreams
+        self._deployment = deployment
+        self._folder = folder
+        self._in_flight = in_flight
+        self._chooser = chooser
+        self._filler = filler
+        self._looks = _AdapterLooks(deployment)
+
+    def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
+        """Wrap `answer`: when it lacks something that can be loaded, found or chosen, do that, and call it again.
+
+        The call answers 404 if a search on disk found nothing. `loads`: also load models, and wait for that.
+        """
+
+        async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
+            has_looked = not self._deployment.may_grow
+            while True:
+                asked_ns = self._deployment.clock.now_ns()
+                try:
+                    answered = await self._here_or_upstream(answer, data, http)
+                    self._tell_route(http)
+                    return answered
+                except (ModelAway, NameUnknown, RouteOpen, PipelineOpen) as lack:
+                    if not loads and not isinstance(lack, NameUnknown):
+                        raise
+                    data = await self._supply(lack, data, http, asked_ns)
+                except Unsure as error:
+                    if not self._ask_next(str(error), http):  # the large model has gone
+                        http.scope[ROUTED_KEY] = replace(http.scope[ROUTED_KEY], trial=None)
+                    self._count_wait("route", asked_ns, http)
+                except (ApiError, Rejected) as error:
+                    if self._falls_back(error, http):
+                        self._count_wait("route", asked_ns, http)
+                    elif isinstance(error, Rejected) or error.code != MODEL_NOT_FOUND or has_looked:
+                        raise
+                    else:
+                        has_looked = True
+                        await self._folder.look()
+
+        return answer_when_there
+
+    async def _here_or_upstream(self, answer: JsonEndpoint, data: bytes, http: HttpRequest) -> Response:
+        try:
+            return await answer(data, http)
+        except UpstreamChosen as chosen:
+            name = chosen.name
+        return await self._ask_upstream(name, data, http)
+
+    async def _supply(
+        self, lack: ModelAway | NameUnknown | RouteOpen | PipelineOpen, data: bytes, http: HttpRequest, asked_ns: int
+    ) -> bytes:
+        """Load, find or choose what a request lacks, and return its body, which a pipeline changes.
+
+        Raises `ApiError` and `Rejected`, unless the request's route has another model.
+        """
+        http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+        try:
+            try:
+                if isinstance(lack, RouteOpen):
+                    await self._chooser.choose(lack.route, lack.name, data, http)
+                    self._count_wait("route", asked_ns, http)
+                elif isinstance(lack, PipelineOpen):
+                    data = await self._filler.fill(lack.pipeline, data, http)
+                    http.scope[FILLED_KEY] = lack.pipeline.name
+                    self._count_wait("pipeline", asked_ns, http)
+                elif isinstance(lack, NameUnknown):
+                    http.scope[LOOKED_UP_KEY] = lack.name, await unless_gone(http, self._looks.find(lack.name, len(data)))
+                else:
+                    await self._load(lack.name, data, http)
+            except ModelAway as away:  # the one that embeds the question
+                await self._load(away.name, data, http)
+        except (ApiError, Rejected) as error:
+            # A refusal by a pipeline's helper is not its route model's fault.
+            if isinstance(lack, PipelineOpen) or not self._falls_back(error, http):
+                raise
+        return data
+
+    def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
+        """Choose a route's next model for a request that one of its models refused. Return whether there is one."""
+        routed: Routed | None = http.scope.get(ROUTED_KEY)
+        if routed is None or not routed.rest:
+            return False
+        is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
+        is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
+        if not is_too_long and (status_of(error) not in BUSY_STATUSES or is_own_limit):
+            return False
+        return self._ask_next(f"after={routed.model}", http)
+
+    def _ask_next(self, why: str, http: HttpRequest) -> bool:
+        """Choose the next model of the request's route, and return whether there is one."""
+        routed: Routed = http.scope[ROUTED_KEY]
+        route = self._deployment.routes[routed.route]
+        there = models_of(route, self._deployment, http.scope, routed.asked)
+        rest = [name for name in routed.rest if name in there]
+        if not rest:
+            return False
+        http.scope[ROUTED_KEY] = replace(routed, model=rest[0], why=why, rest=(*rest[1:],), trial=None, cost=None)
+        return True
+
+    def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
+        waits: WaitTimes = http.scope.get(WAITED_KEY, NO_WAITS)
+        now_ns = self._deployment.clock.now_ns()
+        http.scope[WAITED_KEY] = waits._replace(**{name: getattr(waits, name) + now_ns - since_ns})
+        if (entry := entry_of(http.scope)) is not None:
+            entry.spans.append(Span(name=name, began_ns=since_ns, ended_ns=now_ns))
+
+    async def _ask_upstream(self, name: str, data: bytes, http: HttpRequest) -> Response:
+        note_model(http.scope, "text_completion" if http.url.path.endswith("/v1/completions") else "chat", name)
+        if (entry := entry_of(http.scope)) is not None:
+            entry.explain = tuple  # of the small model of a cascade
+        terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
+        routed: Routed = http.scope[ROUTED_KEY]
+        pay = None if routed.bill is None else partial(charge, http.scope, routed)
+        return await self._upstreams[name].answer(data, http, terms, pay)
+
+    def _tell_route(self, http: HttpRequest) -> None:
+        """Say which model a route chose, in a header and in metrics."""
+        routed: Routed | None = http.scope.get(ROUTED_KEY)
+        if routed is not None:
+            add_header(http.scope, b"x-route", routed.header)
+            if (served := self._deployment.find(routed.model)) is not None:
+                served.metrics.count_routed(routed.route)
+
+    async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
+        """Wait until the model is loaded. Returns at once if it is not served any more. Raises `Rejected`."""
+        clock, config = self._deployment.clock, self._in_flight.config
+        served = await unless_gone(http, self._folder.find(name))
+        if served is None:  # the name that the request has says what is served in its place
+            return
+        loads: Counter[str] = http.scope.setdefault(LOADS_KEY, Counter())
+        loads[name] += 1
+        if loads[name] > MAX_LOADS:
+            raise unavailable(
+                f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. The memory "
+                "may not hold all models that the request needs at once."
+            )
+        asked_ns = clock.now_ns()
+        arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+        limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
+        owner, request_id = read_owner(http.scope, config), identity_of(http.scope).request_id
+        unix_time_s = self._deployment.sources.unix_time_s
+        waits = http.scope.get(WAITED_KEY, NO_WAITS)
+        arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=waits, model=served.name)
+        with self._in_flight.arriving(arrival):
+            await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
+        self._count_wait("model", asked_ns, http)
+        served.metrics.count_model_wait(clock.now_ns() - asked_ns)
+
+
+class _AdapterLooks:
+    """Searches the folders of adapters for unknown names, in threads. Call it from the event loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._looks: dict[str, asyncio.Task[tuple[ServedModel, AdapterRef] | None]] = {}
+        """Searches by name, including those that wait for a thread."""
+        self._turns = asyncio.Semaphore(MAX_LOOK_THREADS)
+        self._num_asking = 0
+        self._num_asking_bytes = 0
+
+    async def find(self, name: str, num_bytes: int) -> tuple[ServedModel, AdapterRef] | None:
+        """Return the adapter on disk with this name, or None. Callers share a search. `num_bytes`: size of the body.
+
+        Raises 503 if too many requests wait, or if the search takes too long.
+        """
+        is_under_way = name in self._looks
+        num_names = len(self._looks) + (not is_under_way)
+        if max(self._num_asking + 1, num_names) > MAX_LOOKS or self._num_asking_bytes + num_bytes > MAX_WAITING_BYTES:
+            raise unavailable("Too many requests wait for the folder of adapters. Its disk may be slow.")
+        self._num_asking += 1
+        self._num_asking_bytes += num_bytes
+        try:
+            async with asyncio.timeout(MAX_LOOK_S):
+                found = await asyncio.shield(self._look(name))
+                if found is None and is_under_way:  # the file may be newer than that search
+                    found = await asyncio.shield(self._look(name))
+                return found
+        except TimeoutError:
+            message = f"The disk did not say within {MAX_LOOK_S:g} s whether there is an adapter {shorten(name)!r}."
+            raise unavailable(message, MAX_LOOK_S) from None
+        finally:
+            self._num_asking -= 1
+            self._num_asking_bytes -= num_bytes
+
+    def _look(self, name: str) -> asyncio.Task[tuple[ServedModel, AdapterRef] | None]:
+        """Return the running search for the name, or start one. A search goes on even if all callers have left."""
+        task = self._looks.get(name)
+        if task is None:
+            task = self._looks[name] = asyncio.create_task(self._ask(name))
+            task.add_done_callback(lambda _: self._looks.pop(name))
+        return task
+
+    async def _ask(self, name: str) -> tuple[ServedModel, AdapterRef] | None:
+        async with self._turns:
+            found: Future[tuple[ServedModel, AdapterRef] | None] = Future()
+            # A daemon thread: if the disk hangs, the process can still end, and no pool loses a thread.
+            threading.Thread(target=self._run, args=(name, found), name="adapter-look", daemon=True).start()
+            return await asyncio.wrap_future(found)
+
+    def _run(self, name: str, found: Future[tuple[ServedModel, AdapterRef] | None]) -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            found.set_result(look_up(name, self._deployment))
+        except Exception as error:  # the task raises it
+            found.set_exception(error)
+
+
+async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:
+    """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
+
+    Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
+    """
+    if served.num_waiting >= served.max_waiting or served.num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+        detail = f"{served.num_waiting} requests wait for {served.name} to be loaded already"
+        raise _refused(served, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
+    patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
+    future = deployment.want(served)  # load it even if this request can't wait so long
+    expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
+    if expected_s > patience_s:
+        raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
+    served.num_waiting += 1
+    served.num_waiting_bytes += num_bytes
+    try:
+        async with asyncio.timeout(max(0.0, patience_s)):
+            return await asyncio.shield(asyncio.wrap_future(future))
+    except TimeoutError:
+        expected_s = deployment.expected_wait_s(served)
+        raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s) from None
+    finally:
+        served.num_waiting -= 1
+        served.num_waiting_bytes -= num_bytes
+
+
+def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
+    """Return the time until which a request may wait: its own limit or the server's, if earlier. Raises 400."""
+    terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
+    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
+
+
+def _refused(served: ServedModel, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
+    served.metrics.count_rejected(reason)
+    return Rejected(reason, detail, retry_after_s=retry_after_s)
+
+
+def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef] | None:
+    """Search the folders of adapters for this name. Return the adapter with its model, or None. Reads the disk.
+
+    Raises 503 if that fails, or if there are too many names.
+    """
+    owner = deployment.adapters_of(name)
+    for served in deployment.served if owner is None else (owner,):
+        try:
+            adapter = None if served.adapters is None else served.adapters.find(name)
+        except ConfigError as error:  # too many names
+            raise unavailable(str(error)) from None
+        except OSError as error:
+            _log.warning("the folder of adapters can't be asked for %r: %s", name, error)
+            raise unavailable(f"The folder of adapters can't be read: {error.strerror}.") from None
+        if adapter is not None:
+            return served, adapter
+    return None
