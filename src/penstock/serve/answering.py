@@ -33,7 +33,7 @@ from penstock.types.errors import ModelAway, Rejected
 _T = TypeVar("_T")
 
 _Body = TypeVar("_Body", bound=Body)
-_Made = tuple[Call, NewWriter]
+Made = tuple[Call, NewWriter]
 """A call, and a function that makes the writer of its answer."""
 
 
@@ -221,7 +221,7 @@ class CallEndpoint:
         self.reader = reader
         self._in_flight = in_flight
 
-    def answers(self, body_type: type[_Body], read: Callable[[_Body, Asked], _Made]) -> JsonEndpoint:
+    def answers(self, body_type: type[_Body], read: Callable[[_Body, Asked], Made]) -> JsonEndpoint:
         """Return an endpoint that checks the body and passes it to `read`. Both may raise `ApiError` and `Rejected`."""
 
         @wraps(read)
@@ -230,7 +230,7 @@ class CallEndpoint:
 
         return answer
 
-    async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], _Made]) -> Response:
+    async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], Made]) -> Response:
         """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
         asked = Asked(self.reader, data, http.scope)
         opened, new_writer = await open_call(read, asked, len(data), self._in_flight, http)

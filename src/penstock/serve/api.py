@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from starlette.requests import Request as HttpRequest
 
@@ -16,20 +16,21 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.answering import CallEndpoint
-from penstock.serve.asking import Reader
-from penstock.serve.bodies import load_json
+from penstock.serve.answering import CallEndpoint, Made
+from penstock.serve.asking import Asked, Reader
+from penstock.serve.bodies import Body, load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
 from penstock.serve.own_requests import OwnRequests
-from penstock.serve.texts.endpoint import TextsEndpoint
+from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.waiting import FolderWatch
 
 if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
     from penstock.serve.jobs.runner import BatchRunner
     from penstock.serve.upstream import Upstream
 
+_Body = TypeVar("_Body", bound=Body)
 PlainText = Annotated[str, "text/plain"]
 When = Callable[[bytes, HttpRequest], Awaitable[bool]]
 """Takes the body and the request, and returns whether the request belongs to a route."""
@@ -79,6 +80,31 @@ class Parts:
     def off_loop(self) -> OffLoop:
         """Threads that parse large bodies, before the body's model is known."""
         return self.deployment.off_loop
+
+    def call_route(
+        self,
+        at: str,
+        summary: str,
+        body: type[_Body],
+        read: Callable[[_Body, Asked], Made],
+        returns: Any,
+        streams: Any = None,
+    ) -> Route:
+        """Return a route that generates text. `read`: see `CallEndpoint.answers`. The rest is as in `Route`."""
+        return Route(at, summary, self.calls.answers(body, read), body, returns, streams)
+
+    def texts_route(
+        self,
+        at: str,
+        summary: str,
+        body: type[_Body],
+        read: Callable[[_Body, Asked], Answer],
+        returns: Any,
+        *,
+        when: When | None = None,
+    ) -> Route:
+        """Return a route of encoders. `read`: see `TextsEndpoint.answers`. The rest is as in `Route`."""
+        return Route(at, summary, self.texts.answers(body, read), body, returns, when=when)
 
     def has_field(self, name: str) -> When:
         """Return a condition that is true for bodies with this field."""

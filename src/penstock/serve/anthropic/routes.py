@@ -22,10 +22,10 @@ _VERSION = b"anthropic-version"
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    messages, endpoint = parts.calls.answers(MessagesBody, create), AnthropicEndpoint(parts)
+    endpoint = AnthropicEndpoint(parts)
     return [
         *_batch_routes(parts),
-        Route("POST /v1/messages", "Chat", messages, MessagesBody, AnthropicMessage, AnthropicEvent),
+        parts.call_route("POST /v1/messages", "Chat", MessagesBody, create, AnthropicMessage, AnthropicEvent),
         Route("POST /v1/messages/count_tokens", "Count tokens", endpoint.count, CountTokensBody, AnthropicCount),
         Route(
             "GET /v1/models /models",

@@ -13,12 +13,12 @@ from penstock.serve.http.checks import Wording
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    texts, answer_chat = parts.texts, parts.calls.answers(CohereChatBody, chat)
+    texts = parts.texts_route
     return [
-        Route("POST /v2/chat", "Chat", answer_chat, CohereChatBody, CohereAnswer, CohereEvent),
-        Route("POST /v2/embed", "Embed", texts.answers(CohereEmbedBody, embed), CohereEmbedBody, CohereEmbeddings),
-        Route("POST /v2/rerank", "Rerank", texts.answers(RerankBody, rerank_v2), RerankBody, Ranking),
-        Route("POST /v1/rerank /rerank", "Rerank", texts.answers(RerankBody, rerank), RerankBody, Ranking),
+        parts.call_route("POST /v2/chat", "Chat", CohereChatBody, chat, CohereAnswer, CohereEvent),
+        texts("POST /v2/embed", "Embed", CohereEmbedBody, embed, CohereEmbeddings),
+        texts("POST /v2/rerank", "Rerank", RerankBody, rerank_v2, Ranking),
+        texts("POST /v1/rerank /rerank", "Rerank", RerankBody, rerank, Ranking),
     ]
 
 

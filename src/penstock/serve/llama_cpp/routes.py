@@ -24,12 +24,11 @@ from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
 
 def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequence[Route]:
     llama, status = LlamaEndpoint(parts, read_chat), LlamaStatus(parts)
-    embed, with_content = parts.texts.answers(LlamaEmbeddingBody, embedding), parts.has_field("content")
-    complete = parts.calls.answers(LlamaCompletionBody, completion)
-    fill, completed = parts.calls.answers(LlamaInfillBody, infill), LlamaCompletion | list[LlamaCompletion]
+    call, texts, with_content = parts.call_route, parts.texts_route, parts.has_field("content")
+    completed, embeddings = LlamaCompletion | list[LlamaCompletion], list[LlamaEmbedding]
     return [
-        Route("POST /completion", "Complete", complete, LlamaCompletionBody, completed, LlamaCompletion),
-        Route("POST /infill", "Fill in the middle", fill, LlamaInfillBody, completed, LlamaCompletion),
+        call("POST /completion", "Complete", LlamaCompletionBody, completion, completed, LlamaCompletion),
+        call("POST /infill", "Fill in the middle", LlamaInfillBody, infill, completed, LlamaCompletion),
         Route(
             "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
             "Count a chat's tokens",
@@ -39,8 +38,8 @@ def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequenc
         ),
         Route("POST /apply-template", "Make a prompt of a chat", llama.apply_template, chat_body, LlamaPrompt),
         Route("POST /tokenize", "Tokenize", llama.tokenize, LlamaTokenizeBody, LlamaTokens, when=with_content),
-        Route("POST /embedding", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding]),
-        Route("POST /embeddings", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding], when=with_content),
+        texts("POST /embedding", "Embed", LlamaEmbeddingBody, embedding, embeddings),
+        texts("POST /embeddings", "Embed", LlamaEmbeddingBody, embedding, embeddings, when=with_content),
         Route("GET /props", "What a model is", status.props, returns=LlamaProps, query="model"),
         Route("GET /slots", "What runs", status.slots, returns=list[LlamaSlot], query="model fail_on_no_slot"),
     ]

@@ -16,15 +16,13 @@ from penstock.serve.shapes import Status, Version
 
 def _routes(parts: Parts) -> Sequence[Route]:
     calls, about = OllamaEndpoint(parts), models.OllamaModels(parts)
-    embed_texts = parts.texts.answers(OllamaEmbedBody, embed)
-    embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings)
     generated = OllamaGenerate
     not_fetched = {501: "The server does not have this model, and does not fetch it"}
     return [
         Route("POST /api/chat", "Chat", calls.chat, OllamaChatBody, OllamaChat, OllamaChat),
         Route("POST /api/generate", "Complete", calls.generate, OllamaGenerateBody, generated, generated),
-        Route("POST /api/embed", "Embed", embed_texts, OllamaEmbedBody, OllamaEmbed),
-        Route("POST /api/embeddings", "Embed one text", embed_text, OllamaEmbeddingsBody, OllamaEmbedding),
+        parts.texts_route("POST /api/embed", "Embed", OllamaEmbedBody, embed, OllamaEmbed),
+        parts.texts_route("POST /api/embeddings", "Embed one text", OllamaEmbeddingsBody, embeddings, OllamaEmbedding),
         Route("POST /api/show", "What a model is", about.show, models.OllamaShowBody, models.OllamaShow),
         Route(
             "POST /api/pull", "Is a model here?", about.pull, models.OllamaPullBody, Status, Status, more_statuses=not_fetched

@@ -13,13 +13,12 @@ from penstock.serve.openai.write import ChatChunk, ChatCompletion, Completion, C
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    answers, models = parts.calls.answers, ModelsEndpoint(parts.deployment, parts.folder)
-    complete, answer = answers(CompletionBody, completion), answers(ChatCompletionBody, chat)
-    embed, at_chat = parts.texts.answers(EmbeddingsBody, create), "POST /v1/chat/completions /chat/completions"
+    call, models = parts.call_route, ModelsEndpoint(parts.deployment, parts.folder)
+    at_chat = "POST /v1/chat/completions /chat/completions"
     return [
-        Route("POST /v1/completions /completions", "Complete", complete, CompletionBody, Completion, CompletionChunk),
-        Route(at_chat, "Chat", answer, ChatCompletionBody, ChatCompletion, ChatChunk),
-        Route("POST /v1/embeddings /embeddings", "Embed", embed, EmbeddingsBody, Embeddings),
+        call("POST /v1/completions /completions", "Complete", CompletionBody, completion, Completion, CompletionChunk),
+        call(at_chat, "Chat", ChatCompletionBody, chat, ChatCompletion, ChatChunk),
+        parts.texts_route("POST /v1/embeddings /embeddings", "Embed", EmbeddingsBody, create, Embeddings),
         Route("GET /v1/models /models", "List models", models.list, returns=ModelList),
         Route("GET /v1/models/{model_id:path}", "Get a model", models.get, returns=ModelCard),
     ]

@@ -10,11 +10,11 @@ from penstock.serve.tgi.generate import TgiAnswer, TgiBody, TgiEvent, generate, 
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    answers, title = parts.calls.answers, "What the default model is for"
+    call = parts.call_route
     return [
-        Route("POST /generate", "Complete", answers(TgiBody, generate), TgiBody, TgiAnswer, TgiEvent),
-        Route("POST /generate_stream", "Complete as a stream", answers(TgiBody, generate_stream), TgiBody, None, TgiEvent),
-        Route("POST /", title, answers(TgiBody, root), TgiBody, list[TgiAnswer], TgiEvent),
+        call("POST /generate", "Complete", TgiBody, generate, TgiAnswer, TgiEvent),
+        call("POST /generate_stream", "Complete as a stream", TgiBody, generate_stream, None, TgiEvent),
+        call("POST /", "What the default model is for", TgiBody, root, list[TgiAnswer], TgiEvent),
     ]
 
 

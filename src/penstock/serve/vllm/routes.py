@@ -11,12 +11,11 @@ from penstock.serve.vllm.tokenize import DetokenizeBody, Detokenized, TokenizeBo
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    texts, lora = parts.texts, AdaptersEndpoint(parts)
-    tokens = TokenizeEndpoint(parts)
+    texts, lora, tokens = parts.texts_route, AdaptersEndpoint(parts), TokenizeEndpoint(parts)
     return [
-        Route("POST /v1/score /score", "Score pairs", texts.answers(ScoreBody, score), ScoreBody, Scores),
-        Route("POST /classify", "Classify", texts.answers(ClassifyBody, classify), ClassifyBody, Classes),
-        Route("POST /pooling", "A model's numbers", texts.answers(PoolingBody, pooling), PoolingBody, Pooling),
+        texts("POST /v1/score /score", "Score pairs", ScoreBody, score, Scores),
+        texts("POST /classify", "Classify", ClassifyBody, classify, Classes),
+        texts("POST /pooling", "A model's numbers", PoolingBody, pooling, Pooling),
         Route("POST /tokenize", "Tokenize", tokens.tokenize, TokenizeBody, Tokens),
         Route("POST /detokenize", "Detokenize", tokens.detokenize, DetokenizeBody, Detokenized),
         Route("POST /v1/load_lora_adapter", "Load an adapter", lora.load, LoadAdapterBody, PlainText),
