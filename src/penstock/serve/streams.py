@@ -37,6 +37,7 @@ from penstock.serve.shapes import Usage as UsageTold
 from penstock.text.answers import (
     AnswerForm,
     CallEnd,
+    Content,
     HiddenTokens,
     Part,
     Reasoning,
@@ -203,6 +204,7 @@ class ReadChoice:
     def __init__(self, call: RunningCall, index: int, *, id_prefix: str = "call_") -> None:
         """`id_prefix`: prefix of the tool calls' ids, unless the model's template requires another form."""
         form = call.form or AnswerForm()
+        self._is_plain = call.is_plain
         self._has_reasoning = call.answer.has_reasoning
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
         skips = call.answer.skip_special_tokens and not call.requests[index].sampling.skip_special_tokens
@@ -214,6 +216,8 @@ class ReadChoice:
 
     def read(self, chunk: OutputChunk) -> list[Part]:
         """Return the parts that are certain after this chunk. The last chunk returns everything left."""
+        if self._is_plain:
+            return [Content(chunk.text)] if chunk.text else []
         text = chunk.text if self._hidden is None else self._hidden.show(chunk.text, chunk.token_ids)
         parts = self._reader.push(text)
         if chunk.finish_reason is not None:

@@ -122,7 +122,6 @@ class MessageWriter(Writer):
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
         self._choice = ReadChoice(call, 0, id_prefix=_ID_PREFIX)
-        self._is_plain = call.is_plain
         self._kind = ""
         """Type of the open block, or empty."""
         self._index = 0
@@ -141,10 +140,7 @@ class MessageWriter(Writer):
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
-        if self._is_plain:
-            events = self._say(chunk.text) if chunk.text else b""
-        else:
-            events = b"".join([self._part(part) for part in self._choice.read(chunk)])
+        events = b"".join([self._part(part) for part in self._choice.read(chunk)])
         if chunk.finish_reason is None:
             return events
         delta = {"type": "message_delta", "delta": self._end_fields(chunk), "usage": self._usage()}
@@ -155,10 +151,7 @@ class MessageWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> AnthropicMessage:
         [record] = records
-        if self._is_plain:
-            content: list[Block] = [{"type": "text", "text": record.text}] if record.text else []
-        else:
-            content = _blocks([part for chunk in record.chunks for part in self._choice.read(chunk)])
+        content = _blocks([part for chunk in record.chunks for part in self._choice.read(chunk)])
         return {**self._head(), "content": content, **self._end_fields(record.last), "usage": self._usage()}
 
     def _head(self) -> MessageHead:

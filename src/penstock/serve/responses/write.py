@@ -41,10 +41,7 @@ class ResponsesWriter(Writer):
         """The whole response after its end, if not streamed."""
         self._question = question
         self._on_end = on_end
-        self._choice: ReadChoice | None = None
-        """None if all text is content."""
-        if not call.is_plain:
-            self._choice = ReadChoice(call, 0)
+        self._choice = ReadChoice(call, 0)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
             self._logprobs = ChatLogprobs(self._tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
@@ -136,7 +133,7 @@ class ResponsesWriter(Writer):
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self.usage.num_cached},
             "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": self._choice.num_reasoning_tokens if self._choice else 0},
+            "output_tokens_details": {"reasoning_tokens": self._choice.num_reasoning_tokens},
             "total_tokens": num_prompt + num_generated,
         }
 
@@ -144,14 +141,11 @@ class ResponsesWriter(Writer):
 
     def _read(self, chunk: OutputChunk) -> None:
         """Add a chunk of the answer to the response's items, and make its events."""
-        parts: Sequence[Part] = (Content(chunk.text),) if chunk.text else ()
-        if self._choice is not None:
-            parts = self._choice.read(chunk)
         if self._logprobs is not None:
             is_last = chunk.finish_reason is not None
             written = self._logprobs.write(self._shown_logprobs(chunk), chunk.text, is_last=is_last)
             self._told_logprobs += written["content"]
-        for part in parts:
+        for part in self._choice.read(chunk):
             self._add(part)
         if chunk.finish_reason is not None:
             self._is_cut = chunk.finish_reason is FinishReason.LENGTH
