@@ -178,8 +178,7 @@ async def _of_ensemble(
         now: Routed = http.scope[ROUTED_KEY]  # with what the judge has cost
         for name, one in opened.items():
             if name != kept:
-                vain = replace(now, model=name).begun_in_vain(one.num_prompt_tokens, one.num_counted_tokens)
-                now = replace(now, in_vain=vain.in_vain)
+                now = now.begun_in_vain(one.num_prompt_tokens, one.num_counted_tokens, model=name)
                 one.close()
         http.scope[ROUTED_KEY] = now
     why += f"; failed={len(failures)}" if failures else ""

@@ -39,11 +39,11 @@ class Routed:
         parts = [self.route, f"model={self.model}", self.why, "" if self.cost is None else self.cost.words]
         return "; ".join(filter(None, parts)).encode("ascii", "backslashreplace")
 
-    def begun_in_vain(self, num_prompt_tokens: int, num_tokens: int) -> Routed:
-        """Pay for an answer that is not kept, if it has any tokens."""
+    def begun_in_vain(self, num_prompt_tokens: int, num_tokens: int, *, model: str | None = None) -> Routed:
+        """Pay for an answer that is not kept, if it has any tokens. `model`: the one that wrote it, if not `self.model`."""
         if self.bill is None or not num_tokens:
             return self
-        return replace(self, in_vain=self.in_vain + self.bill.pay(self.model, num_prompt_tokens, num_tokens))
+        return replace(self, in_vain=self.in_vain + self.bill.pay(model or self.model, num_prompt_tokens, num_tokens))
 
 
 def charge(scope: Scope, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool = False) -> Cost | None:

@@ -118,8 +118,7 @@ def _pay(name: str, call: RunningCall, http: HttpRequest) -> None:
     """Count the tokens as begun in vain, if the request's route has prices: no client sees them."""
     routed: Routed | None = http.scope.get(ROUTED_KEY)
     if routed is not None and routed.bill is not None and name in routed.bill.prices:
-        paid = replace(routed, model=name).begun_in_vain(call.num_prompt_tokens, call.num_counted_tokens)
-        http.scope[ROUTED_KEY] = replace(routed, in_vain=paid.in_vain)
+        http.scope[ROUTED_KEY] = routed.begun_in_vain(call.num_prompt_tokens, call.num_counted_tokens, model=name)
 
 
 def odds_in(chunk: OutputChunk, words: Sequence[str], running: RunningModel) -> list[float]:
