@@ -174,7 +174,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        """Return the events of one chunk of choice `index`; may be empty."""
+        """Return the events of one chunk of choice `index`; may be empty. `usage` has the chunk's tokens already."""
 
     def end(self) -> bytes:
         """Return the end of a complete stream, if the events of its last chunk are not the end."""
@@ -409,16 +409,20 @@ class EventStream(Response):
         return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits, self._call.chosen))
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
-        write, index_of = self._writer.write, self._call.index_of
+        write, count, index_of = self._writer.write, self._writer.usage.add, self._call.index_of
         if len(chunks) == 1 and chunks[0].finish_reason is None:
-            return write(index_of[chunks[0].request_id], chunks[0]), None
+            index = index_of[chunks[0].request_id]
+            count(index, chunks[0])
+            return write(index, chunks[0]), None
         parts: list[bytes] = []
         for chunk in chunks:
             error = error_of(self._call.terms, chunk)
             if error is not None:
                 # The chunk may be merged with earlier ones, which are still shown.
                 chunk.finish_reason = None
-            parts.append(write(index_of[chunk.request_id], chunk))
+            index = index_of[chunk.request_id]
+            count(index, chunk)
+            parts.append(write(index, chunk))
             if error is not None:
                 return b"".join(parts), error
         return b"".join(parts), None

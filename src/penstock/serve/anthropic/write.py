@@ -139,7 +139,7 @@ class MessageWriter(Writer):
         return _PING
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        del index  # there is one choice
         events = b"".join([self._part(part) for part in self._choice.read(chunk)])
         if chunk.finish_reason is None:
             return events

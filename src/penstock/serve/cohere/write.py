@@ -74,7 +74,7 @@ class CohereWriter(Writer):
         return _event("message-start", id=self._options.answer_id, delta={"message": message})
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        del index  # there is one choice
         events = b"".join([self._part(part) for part in self._choice.read(chunk)])
         if chunk.finish_reason is None:
             return events

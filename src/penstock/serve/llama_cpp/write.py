@@ -111,7 +111,6 @@ class LlamaWriter(Writer):
         self._has_progress = [not self._options.has_progress] * len(call.requests)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
         self._has_new_line[index] |= "\n" in chunk.text
         events = _event(self._piece(index, chunk)) if chunk.text or chunk.token_ids else b""
         if chunk.finish_reason is None:

@@ -85,7 +85,7 @@ class OllamaWriter(Writer):
         return fast_json.dumps(self._line({"content": ""})) + b"\n"
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        del index  # there is one choice
         lines = [self._line(said) for part in self._choice.read(chunk) if (said := self._said(part)) is not None]
         if self._logprobs is not None:
             is_last = chunk.finish_reason is not None

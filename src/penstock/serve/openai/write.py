@@ -220,9 +220,8 @@ class AnswerWriter(Writer):
             suffix = b'}],"usage":' + fast_json.dumps(self._usage()) + b"}\n\n"
         return b"}]" + self._timed + suffix.removeprefix(b"}]") if self._timed else suffix
 
-    def _count(self, index: int, chunk: OutputChunk) -> None:
-        """Count a chunk's tokens and times, before its events are written."""
-        self.usage.add(index, chunk)
+    def _note_times(self, index: int, chunk: OutputChunk) -> None:
+        """Note a chunk's times, before its events are written."""
         if self._timings is None:
             return
         fields = {"timings": self._timings.of(index, chunk)} if self._options.has_timings else {}
@@ -265,7 +264,7 @@ class ChatWriter(AnswerWriter):
         return times + self._head + prompt + events.removeprefix(self._head)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self._count(index, chunk)
+        self._note_times(index, chunk)
         data = self._content(index, chunk) if self._choices is None else self._parts(index, chunk, self._choices[index])
         if chunk.finish_reason is None:
             return data
@@ -392,7 +391,7 @@ class CompletionWriter(AnswerWriter):
         return times + b"".join([prefix + fast_json.dumps(echo) + end for prefix, echo in pairs if echo])
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self._count(index, chunk)
+        self._note_times(index, chunk)
         if chunk.finish_reason is None and self._is_plain:
             return self._prefixes[index] + fast_json.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
         echo = b"" if self._options.echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)

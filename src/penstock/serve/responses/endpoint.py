@@ -209,6 +209,7 @@ class ResponsesEndpoint:
                 is_queued = False
                 self._store.update(kept.as_of(question.told))
             for chunk in chunks:
+                writer.usage.add(0, chunk)
                 if (error := error_of(opened.terms, chunk)) is not None:
                     if self._is_stopping and self._store.outlives and error.code == "unavailable":
                         raise _Stopped

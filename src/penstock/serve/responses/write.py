@@ -82,7 +82,7 @@ class ResponsesWriter(Writer):
         return {**self._question.told, "system_fingerprint": fingerprint(self._options)}
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        del index  # there is one choice
         self._read(chunk)
         return self._take()
 

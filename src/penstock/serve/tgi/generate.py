@@ -185,7 +185,7 @@ class TgiWriter(Writer):
         self._num_tokens = 0
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        del index  # there is one choice
         self._text.append(chunk.text)
         tokens = self._tokens(chunk)
         if not tokens and not chunk.text and chunk.finish_reason is None:
