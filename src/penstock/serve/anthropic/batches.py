@@ -21,6 +21,7 @@ from penstock.serve.errors import ApiError, invalid, overloaded
 from penstock.serve.jobs.batches import batch_not_found, find_batch
 from penstock.serve.jobs.files import owner_of, unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
+from penstock.serve.paging import read_count
 from penstock.serve.shapes import utc
 from penstock.serve.terms import repeated_name
 
@@ -141,9 +142,7 @@ class MessageBatches:
     async def list(self, http: HttpRequest) -> MessageBatchList:
         """List the batches, the newest first."""
         query = http.query_params
-        limit = query.get("limit", "20")
-        if not (limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= MAX_PAGE):
-            raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
+        limit = read_count(http, "limit", 20, 1, MAX_PAGE)
         if "after_id" in query and "before_id" in query:
             raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
         store, owner = self._batches.store, owner_of(http, self._parts)
@@ -153,15 +152,15 @@ class MessageBatches:
         def read() -> Sequence[Batch]:
             if place is not None and store.batch(place, owner, KIND) is None:
                 raise batch_not_found(place)
-            return store.batches(owner, KIND, after=place, limit=int(limit) + 1, ascending=goes_back)
+            return store.batches(owner, KIND, after=place, limit=limit + 1, ascending=goes_back)
 
         found = await self._batches.on_disk(read)
-        page = [*found[: int(limit)]]
+        page = [*found[:limit]]
         if goes_back:
             page.reverse()
         return {
             "data": [self._told(batch) for batch in page],
-            "has_more": len(found) > int(limit),
+            "has_more": len(found) > limit,
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,
         }

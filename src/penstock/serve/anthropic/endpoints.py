@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from penstock.serve.api import Parts
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.checks import unless_gone
+from penstock.serve.paging import read_count
 from penstock.serve.shapes import utc
 from penstock.serve.terms import read_owner
 
@@ -44,8 +44,7 @@ class AnthropicEndpoint:
 
     async def list(self, http: HttpRequest) -> Response:
         """List the models in Anthropic's shape, paged by `limit`, `after_id` and `before_id`."""
-        query = http.query_params
-        return await self._models.tell(http, lambda listed: fast_json.dumps(_page(listed, query)))
+        return await self._models.tell(http, lambda listed: fast_json.dumps(_page(listed, http)))
 
     async def get(self, http: HttpRequest) -> AnthropicModel:
         """Describe the model with this name in Anthropic's shape."""
@@ -69,20 +68,18 @@ def _card(card: ModelCard) -> AnthropicModel:
     }
 
 
-def _page(listed: Sequence[Listed], query: Mapping[str, str]) -> AnthropicModelList:
-    ids = [one.name for one in listed]
-    limit = query.get("limit", str(DEFAULT_PAGE))
-    if not (re.fullmatch("[0-9]{1,4}", limit) and 0 < int(limit) <= MAX_PAGE):
-        raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
+def _page(listed: Sequence[Listed], http: HttpRequest) -> AnthropicModelList:
+    ids, query = [one.name for one in listed], http.query_params
+    limit = read_count(http, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
     first, last = 0, len(ids)
     if "after_id" in query:
         first = _place(query["after_id"], ids, "after_id") + 1
     if "before_id" in query:
         last = _place(query["before_id"], ids, "before_id")
     if "before_id" in query and "after_id" not in query:  # the page just before it
-        shown = listed[max(first, last - int(limit)) : last]
+        shown = listed[max(first, last - limit) : last]
     else:
-        shown = listed[first : min(last, first + int(limit))]
+        shown = listed[first : min(last, first + limit)]
     return {
         "data": [_card(one.card()) for one in shown],
         "has_more": len(shown) < last - first,

@@ -16,8 +16,9 @@ from penstock.jobs.store import Batch, NoFile, NoRoom, new_id
 from penstock.serve.api import Parts
 from penstock.serve.bodies import Body, Metadata
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import Page, listed, owner_of, page_of, read_expiry
+from penstock.serve.jobs.files import owner_of, read_expiry
 from penstock.serve.jobs.runner import BatchRunner
+from penstock.serve.paging import Page, listed, page_of
 from penstock.serve.shapes import ResponseUsage
 from penstock.serve.terms import repeated_name
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -23,6 +23,7 @@ from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
+from penstock.serve.paging import Page, is_ascending, listed, page_of
 from penstock.serve.terms import read_owner
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 2592000
 """OpenAI's own limits: an hour and 30 days."""
 MAX_PAGE = 10_000
 _KNOWN = {"purpose", FILE, "expires_after[anchor]", "expires_after[seconds]"}
-_Listed = TypeVar("_Listed", bound=Mapping[str, Any])
 
 
 class FileObject(TypedDict):
@@ -44,14 +44,6 @@ class FileObject(TypedDict):
     filename: str
     purpose: str
     status: Literal["processed"]
-
-
-class Page(TypedDict, Generic[_Listed]):
-    object: Literal["list"]
-    data: list[_Listed]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 FileList = Page[FileObject]
@@ -96,27 +88,6 @@ def read_expiry(anchor: str | None, seconds: object) -> int | None:
     return int(str(seconds))
 
 
-def page_of(http: HttpRequest, default: int, most: int) -> tuple[int, str | None]:
-    """Return the length of a page, and the id before it. Raises 400."""
-    limit = http.query_params.get("limit", str(default))
-    if not re.fullmatch("[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
-        raise invalid(f"'limit' must be an integer from 1 to {most}.", "limit")
-    return int(limit), http.query_params.get("after")
-
-
-def listed(data: list[_Listed], limit: int) -> Page[_Listed]:
-    """Return a page of a list. `data` has one more than the page if others follow."""
-    page = data[:limit]
-    ids = [str(one["id"]) for one in page]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
-        "has_more": len(data) > limit,
-    }
-
-
 class FilesEndpoint:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
@@ -151,15 +122,13 @@ class FilesEndpoint:
     async def list(self, http: HttpRequest) -> FileList:
         """List the files, the newest first."""
         limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
-        purpose, order = http.query_params.get("purpose"), http.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise invalid("'order' must be 'asc' or 'desc'.", "order")
+        purpose, ascending = http.query_params.get("purpose"), is_ascending(http)
         store, owner = self._batches.store, owner_of(http, self._parts)
 
         def read() -> Sequence[File]:
             if after is not None and store.file(after, owner) is None:
                 raise _not_found(after, "after")
-            return store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=order == "asc")
+            return store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=ascending)
 
         files = await self._batches.on_disk(read)
         return listed([_told(one) for one in files], limit)

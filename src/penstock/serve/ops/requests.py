@@ -14,7 +14,8 @@ from penstock import fast_json
 from penstock.calls.in_flight import InFlight, Told
 from penstock.obs.explain.explanation import END_WORDS, Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
-from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.errors import ApiError, shorten
+from penstock.serve.paging import read_count
 from penstock.serve.shapes import Count
 from penstock.serve.terms import read_owner
 
@@ -129,7 +130,7 @@ class RequestsEndpoint:
     async def list(self, http: HttpRequest) -> Response:
         """List the caller's unfinished requests, oldest first, then its last `ended` requests, latest first."""
         owner = read_owner(http.scope, self._in_flight.config)
-        max_ended = _max_ended(http.query_params.get("ended"))
+        max_ended = read_count(http, "ended", 0, 0, 100)
         tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
 
         def make() -> RequestList:
@@ -168,15 +169,6 @@ class RequestsEndpoint:
                 code="request_not_found",
             )
         return {"id": request_id, "object": "request", "cancelled": True}
-
-
-def _max_ended(text: str | None) -> int:
-    """Return the query parameter `ended` as a number. Raises 400."""
-    if text is None:
-        return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 100):
-        raise invalid("'ended' must be a whole number from 0 to 100.", "ended")
-    return int(text)
 
 
 def _call(told: Told) -> Request:

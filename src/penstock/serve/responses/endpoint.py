@@ -26,6 +26,7 @@ from penstock.serve.asking import Asked
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
 from penstock.serve.http.entries import entry_of
+from penstock.serve.paging import is_ascending, page_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
 from penstock.serve.responses.read import NAME_KEY, Question, read, references
@@ -259,21 +260,16 @@ class ResponsesEndpoint:
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
         """List the items of a response's own `input`, last first."""
-        kept, query = await self._find(http), http.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
-            raise invalid("'limit' must be an integer from 1 to 100.", "limit")
-        if order not in ("asc", "desc"):
-            raise invalid("'order' must be 'asc' or 'desc'.", "order")
+        kept, (limit, after) = await self._find(http), page_of(http, 20, 100)
         items = kept.items[: kept.num_asked]
-        if order == "desc":
+        if not is_ascending(http):
             items = items[::-1]
-        if (after := query.get("after")) is not None:
+        if after is not None:
             places = [place for place, item in enumerate(items) if has_id(item, after)]
             if not places:
                 raise invalid("'after' must be the id of an item of this list.", "after")
             items = items[places[0] + 1 :]
-        listed = items[: int(limit)]
+        listed = items[:limit]
         return {
             "object": "list",
             "data": [fast_json.Raw(item) for item in listed],
