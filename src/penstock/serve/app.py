@@ -55,7 +55,7 @@ from penstock.serve.own_requests import OwnRequests
 from penstock.serve.pipelines import PipelineFiller
 from penstock.serve.questions import QuestionReader
 from penstock.serve.responses.routes import API as RESPONSES
-from penstock.serve.routes import RouteChooser
+from penstock.serve.route_choice import RouteChooser
 from penstock.serve.tei.routes import API as TEI
 from penstock.serve.texts.endpoint import TextsEndpoint
 from penstock.serve.tgi.routes import API as TGI
@@ -131,6 +131,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.upstreams = [*parts.upstreams.values()]
     if parts.batches is not None:
+        # Last: the webhooks and the kept responses write to the store until they are closed.
         parts.lifetime.closes.append(parts.batches.close_store)
     app.state.batches, app.state.lifetime = parts.batches, parts.lifetime
     own.app = app

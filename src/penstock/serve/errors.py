@@ -23,9 +23,9 @@ STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that the client cancelled. No client library retries it."""
 
 BUSY_STATUSES = (429, 502, 503, 504)
-"""After these statuses, the next model of a fallback is asked, unless the limit is the client's own."""
+"""Statuses of a server that is busy or fails: a batch asks the line again, a fallback asks its next model."""
 TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
-"""Reasons of refusals by a limit of the client's own."""
+"""Refusals by a limit of the client's own, after which no other model is asked."""
 
 _NO_RETRY = {"x-should-retry": "false"}
 """Header that stops OpenAI's client from retrying a 408, which would time out again."""

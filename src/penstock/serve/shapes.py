@@ -1,13 +1,15 @@
-"""Types that the answers of several APIs share. pydantic derives the schemas of the OpenAPI document from them."""
+"""Types and values that the answers of several APIs share. pydantic derives the schemas of the OpenAPI document from them."""
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.text.answers import Answer
 
 Count = Annotated[int, Field(ge=0)]
@@ -76,6 +78,18 @@ def told_calls(answer: Answer) -> list[ToolCall]:
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in answer.calls
     ]
+
+
+def arguments_object(arguments: str) -> fast_json.Raw | None:
+    """Return a tool call's arguments as JSON to embed, or None if they are not a JSON object.
+
+    Numbers keep all digits that the model wrote.
+    """
+    try:
+        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
+    except (ValueError, RecursionError):
+        return None
+    return fast_json.Raw(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
 
 
 class ApiVersion(TypedDict):

@@ -7,7 +7,6 @@ when its call is admitted, so later failures are sent as events.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -48,19 +47,6 @@ from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason, WaitTimes
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
-
-
-def as_object(arguments: str) -> fast_json.Raw | None:
-    """Return a tool call's arguments as JSON to embed, or None if they are not a JSON object.
-
-    Numbers keep all digits that the model wrote.
-    """
-    try:
-        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
-    except (ValueError, RecursionError):
-        return None
-    return fast_json.Raw(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
-
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +151,7 @@ class Writer(ABC):
 
     def keepalive(self) -> bytes:
         """Return bytes that clients ignore, sent to show that the server is at work."""
-        return _comment("keepalive")
+        return comment("keepalive")
 
     def begin(self, timing: str) -> bytes:
         """Return the bytes before the first chunk, if any. The adapter is loaded by now. `timing`: value of `Server-Timing`."""
@@ -244,7 +230,7 @@ class ReadChoice:
         """Return OpenAI's word for how the choice ended, or None before its last chunk."""
         if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
-        return _finish_word(chunk)
+        return finish_word_of(chunk)
 
 
 class _ReasoningTokens:
@@ -428,7 +414,7 @@ class EventStream(Response):
         return b"".join(parts), None
 
 
-def _comment(text: str) -> bytes:
+def comment(text: str) -> bytes:
     """Return an event that clients skip."""
     return b": %s\n\n" % text.encode()
 
@@ -512,5 +498,5 @@ def fingerprint(options: AnswerOptions) -> str:
     return options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter and adapter.fingerprint else "")
 
 
-def _finish_word(chunk: OutputChunk) -> FinishWord | None:
+def finish_word_of(chunk: OutputChunk) -> FinishWord | None:
     return None if chunk.finish_reason is None else FINISH_WORDS[chunk.finish_reason]

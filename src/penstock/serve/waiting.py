@@ -32,8 +32,8 @@ from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, TENANT_REASONS
 from penstock.serve.http.checks import JsonEndpoint, add_header, identity_of, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.pipelines import PipelineFiller
+from penstock.serve.route_choice import RouteChooser
 from penstock.serve.routed import ROUTED_KEY, Routed, charge
-from penstock.serve.routes import RouteChooser
 from penstock.serve.terms import ARRIVAL_KEY, WAITED_KEY, read_owner, read_terms
 from penstock.serve.trials import Unsure
 from penstock.types.adapter import AdapterRef

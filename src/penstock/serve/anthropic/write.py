@@ -17,8 +17,8 @@ from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
-from penstock.serve.shapes import Count, Object
-from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, as_object
+from penstock.serve.shapes import Count, Object, arguments_object
+from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
 from penstock.types.request import FinishReason
 
@@ -242,7 +242,7 @@ def _blocks(parts: Sequence[Part]) -> list[Block]:
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.calls:
-        if (value := as_object(call.arguments)) is not None:
+        if (value := arguments_object(call.arguments)) is not None:
             blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
         else:
             blocks.append({"type": "text", "text": call.arguments})

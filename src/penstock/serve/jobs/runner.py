@@ -34,6 +34,7 @@ from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
+from penstock.serve.errors import BUSY_STATUSES
 from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.serve.terms import BACKGROUND_KEY
 from penstock.types.errors import ConfigError
@@ -55,8 +56,6 @@ MAX_WHY = 500
 """Most characters of the reason of a refusal."""
 GONE = 499
 """Status of a request that was given up."""
-REFUSALS = (429, 502, 503, 504)
-"""Statuses after which a line is asked again."""
 MAX_REFUSED = 1000
 """Lines of a batch that wait to be asked again. With about so many, no others are asked."""
 ENVELOPE_BYTES = 1 << 11
@@ -469,7 +468,7 @@ class BatchRunner:
             answered = await self._requests.ask(running.owner, request.url, body, name, left, marks)
             if answered is None:
                 running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
-            elif answered.status in REFUSALS:
+            elif answered.status in BUSY_STATUSES:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
                 has_failed = ENGINE_FAILED in running.refusal

@@ -12,8 +12,8 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs, ChatToken
-from penstock.serve.shapes import Count, Object, utc
-from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, as_object, times_ms
+from penstock.serve.shapes import Count, Object, arguments_object, utc
+from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, times_ms
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 
 FOREVER = "2300-01-01T00:00:00Z"
@@ -134,7 +134,7 @@ class OllamaWriter(Writer):
             case CallArguments(index, text):
                 self._arguments[index].append(text)
             case CallEnd(index, is_whole, text):
-                if is_whole and (arguments := as_object("".join(self._arguments[index]))) is not None:
+                if is_whole and (arguments := arguments_object("".join(self._arguments[index]))) is not None:
                     function = {"index": index, "name": self._begun[index].name, "arguments": arguments}
                     return {"content": "", "tool_calls": [{"id": self._begun[index].call_id, "function": function}]}
                 return {"content": text} if text else None

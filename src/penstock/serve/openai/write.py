@@ -25,15 +25,7 @@ from penstock.serve.logprobs import (
     prompt_logprobs,
 )
 from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, told_calls
-from penstock.serve.streams import (
-    FINISH_WORDS,
-    ChoiceRecord,
-    ReadChoice,
-    Writer,
-    _comment,
-    _finish_word,
-    fingerprint,
-)
+from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, comment, fingerprint, finish_word_of
 from penstock.serve.timings import Timings
 from penstock.text.answers import (
     Answer,
@@ -174,7 +166,7 @@ class AnswerWriter(Writer):
         self._head = b"data: " + fast_json.dumps(self._answer_head(self.event_kind))[:-1]
         begin = self._head + b',"choices":[{"index":'
         self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
-        return _comment(f"server-timing {timing}")
+        return comment(f"server-timing {timing}")
 
     def end(self) -> bytes:
         if not self._options.includes_usage:
@@ -323,7 +315,7 @@ class ChatWriter(AnswerWriter):
             entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
             logprobs = self._logprob_writer().write(entries, text, is_last=True)
         message: ChatAnswerMessage = {"role": "assistant", "content": text, "refusal": None}
-        finish_word: ChatFinishWord | None = _finish_word(record.last)
+        finish_word: ChatFinishWord | None = finish_word_of(record.last)
         if self._choices is not None:
             read = self._choices[index]
             message = _message(gather([part for chunk in record.chunks for part in read.read(chunk)]))
@@ -420,7 +412,7 @@ class CompletionWriter(AnswerWriter):
     def _fields(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "logprobs": self._logprobs[index].write(chunk.logprobs) if self._logprobs else None,
-            "finish_reason": _finish_word(chunk),
+            "finish_reason": finish_word_of(chunk),
         }
         if chunk.finish_reason is not None:
             fields["stop_reason"] = self._stop_reason(chunk)
@@ -443,7 +435,7 @@ class CompletionWriter(AnswerWriter):
             "index": index,
             "text": self._echo(index) + record.text,
             "logprobs": logprobs,
-            "finish_reason": _finish_word(record.last),
+            "finish_reason": finish_word_of(record.last),
             "stop_reason": self._stop_reason(record.last),
         }
         if self._options.has_token_ids:
