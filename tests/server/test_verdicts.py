@@ -200,7 +200,7 @@ def test_odds_are_read_where_the_word_begins() -> None:
     assert verdict(token, entry(7)) == expected
     assert verdict(entry(1, 1.0, t3=0.9), entry(6), token, entry(7)) == expected, "what ends the reasoning does not count"
     assert verdict(entry(4, 0.25, t3=0.75), entry(8)) == pytest.approx([0.25, 0.75]), "a word of two tokens"
-    with pytest.raises(ApiError, match="said nothing of it"):
+    with pytest.raises(ApiError, match="wrote none of the expected words"):
         verdict(entry(5), entry(7))
 
 

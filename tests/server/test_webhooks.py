@@ -121,7 +121,7 @@ def test_an_event_outlives_the_server(config: ServerConfig, receiver: Receiver, 
         ({"webhook_secret": "whsec_AAAA"}, "24 bytes or more"),
         ({"webhook_secret": None}, "is not whsec_"),
         ({"webhook_url": "ftp://a"}, "is not the address of a webhook"),
-        ({"jobs_dir": None}, "is not given"),
+        ({"jobs_dir": None}, "is not set"),
     ],
 )
 def test_what_can_not_work_is_refused_at_the_start(runtime, tmp_path: Path, more, words: str) -> None:

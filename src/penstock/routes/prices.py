@@ -51,7 +51,7 @@ class Bill:
     paid: dict[str, float] = field(default_factory=dict)
     """Model -> USD, for answers and for those begun in vain."""
     full: float = 0.0
-    """USD for the kept answers at the dearest model. Discarded answers do not count: it would have none."""
+    """USD for the kept answers at the dearest model. Discarded ones do not count: that model alone would discard none."""
 
     def pay(self, model: str, num_prompt_tokens: int, num_tokens: int) -> float:
         """Count tokens of a model, and return what they cost."""

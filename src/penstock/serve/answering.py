@@ -78,7 +78,7 @@ async def open_call(
 
 
 async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
-    """Have a pipeline's answer checked, if it is to be. If the check fails, no other model of its route is asked.
+    """Check a pipeline's answer, if the pipeline has a check. If the check fails, no other model of its route is asked.
 
     If the check's model must be loaded first, the route begins again and needs its other models.
     """

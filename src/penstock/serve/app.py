@@ -149,7 +149,7 @@ def _noted(deployment: Deployment, request_log: RequestLog | None, tracer: Trace
 def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lifetime: Lifetime) -> BatchRunner | None:
     if config.jobs_dir is None:
         if config.webhook_url is not None:
-            raise ConfigError("Webhooks tell of what is kept in --jobs-dir, which is not given.", remedy="Give it, too.")
+            raise ConfigError("--webhook-url needs --jobs-dir, which is not set.", remedy="Set --jobs-dir.")
         return None
     from penstock.jobs.store import Store
     from penstock.serve.jobs.runner import BatchRunner, read_hours

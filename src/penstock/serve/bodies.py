@@ -287,7 +287,7 @@ class FunctionBody(Body):
     parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
     """JSON schema of the arguments. None: the function takes no arguments."""
     strict: bool | None = None
-    """True: refuse a schema that can't be enforced. Otherwise the arguments may then be any object."""
+    """True: refuse a schema that can't be enforced. Otherwise a call may have any object as arguments."""
 
 
 class ToolBody(Body):

@@ -1,4 +1,4 @@
-"""Requests that the server sends itself, for someone who does not wait: lines of batches, and responses after a restart.
+"""Requests that the server sends itself, while no client waits: lines of batches, and responses after a restart.
 
 They pass the whole app, so each is answered as the same request of a client would be.
 """

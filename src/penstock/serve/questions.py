@@ -1,6 +1,6 @@
 """The question in a request, and what encoders of this server make of it: its vector, and how well passages answer it.
 
-They read it with everybody else's texts.
+The texts share the encoders' batches with those of other requests.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Routed:
 
 
 def charge(scope: Scope, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool = False) -> Cost | None:
-    """Pay for an answer that has ended, and note its cost in the request's scope. One that failed was begun in vain."""
+    """Pay for an answer that has ended, and note its cost in the scope. If it failed, count its tokens as paid in vain."""
     assert routed.bill is not None
     if failed:
         scope[ROUTED_KEY] = routed.begun_in_vain(num_prompt_tokens, num_tokens)

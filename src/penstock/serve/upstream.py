@@ -47,7 +47,7 @@ LOCAL_ONLY = "x-local-only"
 """Header of a request that must stay here."""
 CONNECT_TIMEOUT_S = 5.0
 GUESSED_TOKENS, CHARS_PER_TOKEN = 256, 4
-"""Size of an answer, and of a token, until the upstream tells."""
+"""Assumed tokens of an answer and characters of a token, until the upstream reports its usage."""
 MAX_ANSWER_BYTES = 32 << 20
 MAX_ERROR_BYTES = 1 << 16
 _AGAIN = (502, 503, 504)

@@ -132,7 +132,7 @@ def odds_in(chunk: OutputChunk, words: Sequence[str], running: RunningModel) -> 
             token = chunk.logprobs[first]
             break
     else:
-        raise unavailable(f"{running.name} was to judge an answer, and said nothing of it.")
+        raise unavailable(f"{running.name} was asked to judge an answer and wrote none of the expected words.")
     found = [0.0] * len(words)
     for token_id, logprob in (dict(token.top) | {token.token_id: token.logprob}).items():
         begun = running.tokenizer.token_text(token_id).strip().casefold()

@@ -1,4 +1,4 @@
-"""Anthropic's message batches, on the store of OpenAI's: their requests are the lines of a file that nobody sees."""
+"""Anthropic's message batches, on the store of OpenAI's: their requests are stored as the lines of an internal file."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def _result(line: _Line) -> bytes:
     elif line.response is not None:
         result = {"type": "errored", "error": line.response.body}
     else:
-        assert line.error is not None, "it has either"
+        assert line.error is not None, "a line has a response or an error"
         if line.error.code == CANCELLED:
             result = {"type": "canceled"}
         elif line.error.code == EXPIRED:

@@ -1,7 +1,7 @@
 """The checks of a request before its endpoint: id, key or origin, and body.
 
-`RequestChecks` is the app's outermost middleware. It adds the request's id to every answer, and turns uncaught exceptions into
-500. `takes_json` makes an endpoint that gets the whole body as bytes.
+`RequestChecks` wraps the routes; only `NotedRequests` is outside it. It adds the request's id to every answer, and turns
+uncaught exceptions into 500. `takes_json` makes an endpoint that gets the whole body as bytes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
       failed         cancelling ---> cancelled
 
 One task drives each batch. Their lines take turns by owner. Twice as many lines are under way as requests run at once, so that
-the engine always has some to choose from. For the event loop; threads of its own read and write files and databases, so that a
-disk that hangs holds up nobody else.
+the engine always has some to choose from. For the event loop; threads of its own read and write files and databases, so a
+hanging disk does not block other requests.
 """
 
 from __future__ import annotations
@@ -720,5 +720,5 @@ def read_hours(text: str) -> Hours:
     """Return the hours of a setting such as `22-6`. Raises ConfigError."""
     found = re.fullmatch(r"([01]?[0-9]|2[0-3])-([01]?[0-9]|2[0-4])", text.strip())
     if found is None or int(found[1]) == int(found[2]) % 24:
-        raise ConfigError(f"{text!r} are no hours of a day.", remedy="Write --batch-hours 22-6, for example.")
+        raise ConfigError(f"--batch-hours {text!r} is not a range of hours.", remedy="Write --batch-hours 22-6, for example.")
     return int(found[1]), int(found[2]) % 24

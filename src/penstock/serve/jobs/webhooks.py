@@ -1,5 +1,6 @@
-"""Tells a URL what has ended, in the form of OpenAI's webhooks, signed as https://www.standardwebhooks.com describes.
+"""Posts an event to a URL when a batch or a response ends, in the form of OpenAI's webhooks.
 
+The event is signed as https://www.standardwebhooks.com describes.
 An event has ids and no content. It is sent until the URL accepts it, also after a restart; for the event loop.
 """
 

@@ -74,7 +74,7 @@ class MemoryStore:
     ) -> None:
         """`max_bytes` limits all responses; 0 keeps none. A response is kept for `ttl_s` after its last use.
 
-        `disk` is told of each change, and has the responses of earlier processes.
+        `disk` receives each change, and returns the responses of earlier processes.
         """
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -107,7 +107,7 @@ class MemoryStore:
         return [*self._running.values()]
 
     async def settle(self) -> None:
-        """Return when all responses are as safe as they get. Raises sqlite3.Error and OSError."""
+        """Wait until all changes are on the disk, if there is one. Raises sqlite3.Error and OSError."""
         if self._disk is not None:
             await self._disk.settle()
 
