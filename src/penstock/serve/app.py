@@ -120,6 +120,7 @@ def create_app(
                 keys=keys,
                 admin_keys=admin_keys,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
+                trusts_tenant=config.trust_tenant_header,
                 more_open_paths=PAGE_PATHS if config.page else frozenset(),
                 wordings=[api.wording for api in apis],
                 max_body_bytes=config.max_body_bytes,

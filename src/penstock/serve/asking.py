@@ -243,7 +243,7 @@ class Asked:
         routed: Routed | None = scope.get(ROUTED_KEY)
         if routed is not None and routed.asked == name:
             name = routed.model
-        tenant = read_owner(scope, self.reader.config).tenant
+        tenant = read_owner(scope).tenant
         return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
 
     def call(self, request: ChatRequest | CompletionRequest) -> Call:

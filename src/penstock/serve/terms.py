@@ -13,7 +13,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.serve.bodies import INT32_MAX, INT32_MIN
 from penstock.serve.errors import ApiError, invalid
-from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
+from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, trusts_tenant, values_of
 from penstock.serve.routed import ROUTED_KEY, Routed
 from penstock.types.request import NO_WAITS
 
@@ -57,7 +57,7 @@ def read_terms(
     Raises 400 for malformed, contradicting or unsupported values.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
-    owner = read_owner(scope, config)
+    owner = read_owner(scope)
     headers, key = headers_of(scope), key_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
     priority_of_header = None
@@ -99,7 +99,7 @@ def _conversation_of(owner: Owner, name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=16, key=salt).digest()
 
 
-def read_owner(scope: Scope, config: ServerConfig) -> Owner:
+def read_owner(scope: Scope) -> Owner:
     """Return the request's key and tenant. Raises 400.
 
     The header X-Tenant counts if the server has no keys or trusts it. Otherwise the key is the tenant."""
@@ -107,7 +107,7 @@ def read_owner(scope: Scope, config: ServerConfig) -> Owner:
     if tenant is not None and not NAME.fullmatch(tenant):
         raise _bad_header("X-Tenant", f"must be {NAME_RULE}")
     key, found = key_name(scope), key_of(scope)
-    if tenant is None or (key and (not config.trust_tenant_header or _limits_of(found) is not None)):
+    if tenant is None or (key and (not trusts_tenant(scope) or _limits_of(found) is not None)):
         tenant = key  # else a client would escape its key's limits by naming a new tenant with each call
     return Owner(key=key, tenant=tenant)
 
@@ -184,9 +184,9 @@ def claim_of(tenant: str, data: bytes) -> bytes:
     return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
 
 
-def repeated_name(scope: Scope, config: ServerConfig, data: bytes) -> str | None:
+def repeated_name(scope: Scope, data: bytes) -> str | None:
     """Return a name that is the same when the owner sends this body again with the same `Idempotency-Key`, or None without."""
-    given, owner = _value(scope, IDEMPOTENCY_KEY), read_owner(scope, config)
+    given, owner = _value(scope, IDEMPOTENCY_KEY), read_owner(scope)
     if not given:
         return None
     digest = hashlib.blake2b(digest_size=16)

@@ -249,7 +249,7 @@ class Waits:
         asked_ns = clock.now_ns()
         arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
         limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
-        owner, request_id = read_owner(http.scope, config), identity_of(http.scope).request_id
+        owner, request_id = read_owner(http.scope), identity_of(http.scope).request_id
         unix_time_s = self._deployment.sources.unix_time_s
         waits = http.scope.get(WAITED_KEY, NO_WAITS)
         arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=waits, model=served.name)

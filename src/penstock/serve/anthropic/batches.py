@@ -93,8 +93,8 @@ class MessageBatches:
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
-        batches, owner = self._batches, owner_of(http, self._parts)
-        name = repeated_name(http.scope, self._parts.config, data)
+        batches, owner = self._batches, owner_of(http)
+        name = repeated_name(http.scope, data)
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
@@ -145,7 +145,7 @@ class MessageBatches:
         limit = read_count(http, "limit", 20, 1, MAX_PAGE)
         if "after_id" in query and "before_id" in query:
             raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
-        store, owner = self._batches.store, owner_of(http, self._parts)
+        store, owner = self._batches.store, owner_of(http)
         goes_back = "before_id" in query
         place = query.get("before_id" if goes_back else "after_id")
 
@@ -167,16 +167,16 @@ class MessageBatches:
 
     async def get(self, http: HttpRequest) -> MessageBatch:
         """Describe a batch."""
-        return self._told(await find_batch(http, self._parts, self._batches, KIND))
+        return self._told(await find_batch(http, self._batches, KIND))
 
     async def cancel(self, http: HttpRequest) -> MessageBatch:
         """Cancel a batch. Messages without an answer get the result `canceled`."""
-        batch = await find_batch(http, self._parts, self._batches, KIND)
+        batch = await find_batch(http, self._batches, KIND)
         return self._told(await self._batches.cancel(batch))
 
     async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
         """Delete a batch that has ended, and its results."""
-        batch, store = await find_batch(http, self._parts, self._batches, KIND), self._batches.store
+        batch, store = await find_batch(http, self._batches, KIND), self._batches.store
         if not batch.is_ended:
             raise invalid("The batch has not ended. Cancel it first.")
         await self._batches.on_disk(_delete, store, batch)
@@ -184,7 +184,7 @@ class MessageBatches:
 
     async def results(self, http: HttpRequest) -> Response:
         """Return the results of a batch that has ended, one in each line, in any order."""
-        batch, store = await find_batch(http, self._parts, self._batches, KIND), self._batches.store
+        batch, store = await find_batch(http, self._batches, KIND), self._batches.store
         if not batch.is_ended:
             raise ApiError(404, "The batch has not ended: it has no results yet.", code="not_found")
         paths = [store.content(file_id) for file_id in (batch.output_file, batch.error_file) if file_id]

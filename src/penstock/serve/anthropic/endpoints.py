@@ -36,7 +36,7 @@ class AnthropicEndpoint:
             len(data), lambda: read_prompt(data, http.scope, self._parts.reader)
         )
         with running.using():
-            tenant = read_owner(http.scope, self._parts.config).tenant
+            tenant = read_owner(http.scope).tenant
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
             num_tokens = await running.off_loop.run(len(prompt.text), lambda: _num_tokens(prompt, running))
         counted: AnthropicCount = {"input_tokens": num_tokens}

@@ -49,7 +49,7 @@ ID_HEADER = b"x-request-id"
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Takes the body's bytes and the request, and returns the response."""
 
-_HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
+_HEADERS_KEY, _IDENTITY_KEY, _TRUSTS_TENANT_KEY = "penstock.headers", "penstock.request_identity", "penstock.trusts_tenant"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 """Keys of a scope for facts about the request."""
@@ -151,6 +151,11 @@ def is_admin(scope: Scope) -> bool:
     return bool(scope[_IS_ADMIN_KEY])
 
 
+def trusts_tenant(scope: Scope) -> bool:
+    """Return whether the header X-Tenant counts although the request has a key."""
+    return bool(scope.get(_TRUSTS_TENANT_KEY, False))
+
+
 def require_admin(scope: Scope) -> None:
     """Raise 401 or 403 unless `is_admin`."""
     if not is_admin(scope):
@@ -169,6 +174,7 @@ class RequestChecks:
         keys: KeyRing | None,
         admin_keys: KeyRing | None = None,
         cors: Cors | None = None,
+        trusts_tenant: bool = False,
         more_open_paths: frozenset[str] = frozenset(),
         wordings: Sequence[Wording] = (),
         max_body_bytes: int,
@@ -179,6 +185,7 @@ class RequestChecks:
         - `keys`: None if no key is needed. Then requests from pages of other sites are refused.
         - `admin_keys`: keys that allow everything. If None, requests are an admin's only if no key is needed.
         - `cors`: None if pages of other origins may read nothing.
+        - `trusts_tenant`: whether clients with a key may name another tenant.
         - `more_open_paths`: further paths to read without a key.
         - `wordings`: forms of errors. All other paths get OpenAI's form.
         """
@@ -187,6 +194,7 @@ class RequestChecks:
         self._keys = keys
         self._admin_keys = admin_keys
         self._cors = cors
+        self._trusts_tenant = trusts_tenant
         self._open_paths = OPEN_PATHS | more_open_paths
         self._words_of_path = {path: wording.words for wording in wordings for path in wording.paths.split()}
         self._of_clients = [wording for wording in wordings if wording.client_header]
@@ -196,6 +204,7 @@ class RequestChecks:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
         scope[_WORDS_KEY] = self._find_words(scope)
+        scope[_TRUSTS_TENANT_KEY] = self._trusts_tenant
         limit = (self._max_body_bytes, "--max-body-size")
         if scope["path"] == UPLOAD_PATH:
             limit = (self._max_upload_bytes, "--jobs-bytes")

@@ -94,9 +94,9 @@ class BatchesEndpoint:
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""
-        batches, owner = self._batches, owner_of(http, self._parts)
+        batches, owner = self._batches, owner_of(http)
         body = await self._parts.reader.body(data, BatchBody)
-        expiry, name = body.output_expires_after, repeated_name(http.scope, self._parts.config, data)
+        expiry, name = body.output_expires_after, repeated_name(http.scope, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
@@ -123,7 +123,7 @@ class BatchesEndpoint:
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""
         limit, after = page_of(http, 20, 100)
-        store, owner = self._batches.store, owner_of(http, self._parts)
+        store, owner = self._batches.store, owner_of(http)
 
         def read() -> Sequence[Batch]:
             if after is not None and store.batch(after, owner, KIND) is None:
@@ -135,11 +135,11 @@ class BatchesEndpoint:
 
     async def get(self, http: HttpRequest) -> BatchObject:
         """Describe a batch: its status, how many lines are answered, and when it is expected to end."""
-        return self._told(await find_batch(http, self._parts, self._batches, KIND))
+        return self._told(await find_batch(http, self._batches, KIND))
 
     async def cancel(self, http: HttpRequest) -> BatchObject:
         """Cancel a batch. Its answers so far stay."""
-        batch = await find_batch(http, self._parts, self._batches, KIND)
+        batch = await find_batch(http, self._batches, KIND)
         if batch.is_ended:
             raise ApiError(409, f"The batch has ended already: it is {batch.status}.", code="batch_ended")
         return self._told(await self._batches.cancel(batch))
@@ -175,10 +175,10 @@ class BatchesEndpoint:
         return told  # type: ignore[return-value]
 
 
-async def find_batch(http: HttpRequest, parts: Parts, batches: BatchRunner, kind: str) -> Batch:
+async def find_batch(http: HttpRequest, batches: BatchRunner, kind: str) -> Batch:
     """Return the batch that a path names. Raises 404."""
     batch_id = http.path_params["batch_id"]
-    batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http, parts), kind)
+    batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http), kind)
     if batch is None:
         raise batch_not_found(batch_id)
     return batch

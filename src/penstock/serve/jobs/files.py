@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from penstock.jobs.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom, Owner
-from penstock.serve.api import Parts, Route
+from penstock.serve.api import Route
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
@@ -55,8 +55,8 @@ class FileDeleted(TypedDict):
     deleted: Literal[True]
 
 
-def owner_of(http: HttpRequest, parts: Parts) -> Owner:
-    owner = read_owner(http.scope, parts.config)
+def owner_of(http: HttpRequest) -> Owner:
+    owner = read_owner(http.scope)
     return owner.key, owner.tenant
 
 
@@ -89,12 +89,12 @@ def read_expiry(anchor: str | None, seconds: object) -> int | None:
 
 
 class FilesEndpoint:
-    def __init__(self, parts: Parts, batches: BatchRunner) -> None:
-        self._parts, self._batches = parts, batches
+    def __init__(self, batches: BatchRunner) -> None:
+        self._batches = batches
 
     async def create(self, http: HttpRequest) -> FileObject:
         """Upload a file (multipart/form-data): the lines of a batch, each a request as JSON. `purpose` is `batch`."""
-        batches, owner = self._batches, owner_of(http, self._parts)
+        batches, owner = self._batches, owner_of(http)
         form = Form(headers_of(http.scope).get(b"content-type", b"").decode("latin-1"))
         try:
             upload = await batches.on_disk(batches.store.upload, owner)
@@ -123,7 +123,7 @@ class FilesEndpoint:
         """List the files, the newest first."""
         limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
         purpose, ascending = http.query_params.get("purpose"), is_ascending(http)
-        store, owner = self._batches.store, owner_of(http, self._parts)
+        store, owner = self._batches.store, owner_of(http)
 
         def read() -> Sequence[File]:
             if after is not None and store.file(after, owner) is None:
@@ -158,7 +158,7 @@ class FilesEndpoint:
 
     async def _find(self, http: HttpRequest) -> File:
         file_id, batches = http.path_params["file_id"], self._batches
-        file = await batches.on_disk(batches.store.file, file_id, owner_of(http, self._parts))
+        file = await batches.on_disk(batches.store.file, file_id, owner_of(http))
         if file is None:
             raise _not_found(file_id)
         return file

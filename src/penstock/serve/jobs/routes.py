@@ -15,7 +15,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
     from penstock.serve.jobs.batches import BatchBody, BatchesEndpoint, BatchList, BatchObject
     from penstock.serve.jobs.files import FileDeleted, FileList, FileObject, FilesEndpoint, unless_disk_fails
 
-    files, batches = FilesEndpoint(parts, parts.batches), BatchesEndpoint(parts, parts.batches)
+    files, batches = FilesEndpoint(parts.batches), BatchesEndpoint(parts, parts.batches)
     routes = [
         Route("POST /v1/files", "Upload a file", files.create, returns=FileObject),
         Route("GET /v1/files", "List files", files.list, returns=FileList, query="purpose limit after order"),

@@ -69,7 +69,7 @@ class LlamaEndpoint:
         """Render a chat's prompt, and answer with the result of `tell`."""
         call = await self._parts.off_loop.parse(len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)))
         assert isinstance(call.prompts, Conversation)
-        tenant, running = read_owner(http.scope, self._parts.config).tenant, call.running
+        tenant, running = read_owner(http.scope).tenant, call.running
         with running.using():
             prompt = await unless_gone(http, render(call.prompts, running, tenant, len(data)))
             content = await running.off_loop.run(len(prompt.text), lambda: fast_json.dumps(tell(prompt, running)))

@@ -94,7 +94,7 @@ class LlamaStatus:
     async def slots(self, http: HttpRequest) -> list[LlamaSlot]:
         """List a slot for each running request, and the free slots. With `fail_on_no_slot`, 503 if no slot is free."""
         running = self._find(http)
-        owner = read_owner(http.scope, self._in_flight.config)
+        owner = read_owner(http.scope)
         total, num_running = _num_slots(running)
         if http.query_params.get("fail_on_no_slot") and num_running >= total:
             raise unavailable("No slot is free.")

@@ -61,7 +61,7 @@ class PoolEndpoint:
         Blocks that a request holds are `["held", number of blocks, owner]`, in which `owner` is an index into `owners`.
         """
         running = find_model(http.query_params.get("model"), self._deployment, http.scope)
-        names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
+        names = self._in_flight.names_of(read_owner(http.scope))
         return await json_answer(lambda: _as_json(self._draw(running), names))
 
     def _draw(self, running: RunningModel) -> PoolMap:

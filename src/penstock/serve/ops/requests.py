@@ -129,7 +129,7 @@ class RequestsEndpoint:
 
     async def list(self, http: HttpRequest) -> Response:
         """List the caller's unfinished requests, oldest first, then its last `ended` requests, latest first."""
-        owner = read_owner(http.scope, self._in_flight.config)
+        owner = read_owner(http.scope)
         max_ended = read_count(http, "ended", 0, 0, 100)
         tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
 
@@ -140,7 +140,7 @@ class RequestsEndpoint:
 
     async def explain(self, http: HttpRequest) -> Response:
         """Explain the time that a request takes or took. Its id is its `X-Request-Id`, or the `id` of its answer."""
-        owner = read_owner(http.scope, self._in_flight.config)
+        owner = read_owner(http.scope)
         request_id = http.path_params["request_id"]
         asks = [self._in_flight.explain(candidate, owner) for candidate in _candidates(request_id)]
 
@@ -159,7 +159,7 @@ class RequestsEndpoint:
 
     async def cancel(self, http: HttpRequest) -> RequestCancelled:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
-        owner, request_id = read_owner(http.scope, self._in_flight.config), http.path_params["request_id"]
+        owner, request_id = read_owner(http.scope), http.path_params["request_id"]
         # The first candidate with a call only: cancelling "cmpl-x" must not also cancel another call "x".
         if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise ApiError(

@@ -75,8 +75,8 @@ class ResponsesEndpoint:
         body = await self._reader.body(data, ResponsesBody)
         if body.request_id is not None:
             identity_of(http.scope).adopt(body.request_id)
-        owner = read_owner(http.scope, self._config)
-        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, self._config, data)) is not None:
+        owner = read_owner(http.scope)
+        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, data)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return _json((await self._store.get(owner, f"resp_{name}")).response)
             http.scope[NAME_KEY] = name
@@ -279,7 +279,7 @@ class ResponsesEndpoint:
         }
 
     async def _find(self, http: HttpRequest) -> Kept:
-        return await self._store.get(read_owner(http.scope, self._config), http.path_params["response_id"])
+        return await self._store.get(read_owner(http.scope), http.path_params["response_id"])
 
 
 def _kept(question: Question, owner: Owner, response: Response) -> Kept:

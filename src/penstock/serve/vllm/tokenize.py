@@ -72,7 +72,7 @@ class TokenizeEndpoint:
         running, prompt, body = await self._reader.deployment.off_loop.parse(len(data), lambda: self._read(data, http.scope))
         with running.using():
             if isinstance(prompt, Conversation):
-                tenant = read_owner(http.scope, self._reader.config).tenant
+                tenant = read_owner(http.scope).tenant
                 prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
             read = prompt
             return await _answer(running, max(len(data), len(read.text)), lambda: _tokens(body, read, running))
