@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.serve.app import create_app
-from penstock.serve.terms import BACKGROUND_KEY
+from penstock.serve.course import COURSE_KEY, Course
 from support.deployments import deployment_of
 from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, wait_until
 from support.server.jobs import begun, ended, line, serving
@@ -32,11 +32,11 @@ async def test_only_the_scope_makes_a_request_background(monkeypatch, path, body
     app = create_app(deployment_of(runtime), ServerConfig(ignore_unknown_parameters=True))
 
     async def as_server(scope, receive, send):
-        await app({**scope, BACKGROUND_KEY: True} if in_background else scope, receive, send)
+        await app({**scope, COURSE_KEY: Course(is_background=True)} if in_background else scope, receive, send)
 
-    claims = {BACKGROUND_KEY: "1", "X-Background": "1"}  # headers that mean nothing
+    claims = {COURSE_KEY: "1", "X-Background": "1"}  # headers that mean nothing
     async with httpx.AsyncClient(transport=httpx.ASGITransport(as_server), base_url="http://toy", headers=claims) as client:
-        answer = await client.post(path, json=body | {"background": True, BACKGROUND_KEY: True})
+        answer = await client.post(path, json=body | {"background": True, COURSE_KEY: True})
     runtime.close()
     assert answer.status_code == 200
     assert [request.background for request in entered] == [in_background]

@@ -7,7 +7,8 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
-from penstock.serve.asking import LOOKED_UP_KEY, find_asked
+from penstock.serve.asking import find_asked
+from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ModelAway
@@ -45,7 +46,8 @@ async def test_a_model_that_is_not_served_any_more_is_looked_up_anew(model, monk
 def test_an_adapter_that_was_found_for_a_replaced_model_is_looked_up_anew(model) -> None:
     deployment = deployment_of(model)
     replaced = ServedModel(names=(model.name,), metrics=Metrics(model.name), load=lambda: model, plan=lambda: None)
-    scope = HttpRequest({"type": "http", "headers": [], LOOKED_UP_KEY: ("red", (replaced, AdapterRef(1)))}).scope
+    course = Course(looked_up=("red", (replaced, AdapterRef(1))))
+    scope = HttpRequest({"type": "http", "headers": [], COURSE_KEY: course}).scope
     with pytest.raises(ApiError) as raised:
         find_asked("red", deployment, scope)
     assert raised.value.code == MODEL_NOT_FOUND

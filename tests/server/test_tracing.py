@@ -16,10 +16,10 @@ from penstock.config import ServerConfig
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.serve import tracing
+from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.http import entries
 from penstock.serve.http.entries import Entry
 from penstock.serve.http.request_log import RequestLog
-from penstock.serve.terms import BACKGROUND_KEY
 from penstock.serve.tracing import EXPORTED, LIMITED, LOST, MAX_PER_S, Tracer, sender_of
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
@@ -302,7 +302,8 @@ def test_no_client_can_have_more_traced_than_the_bound():
 def test_lines_of_batches_leave_the_bound_to_others():
     tracer = Tracer(Sender(), share=1.0, clock=VirtualClock())
     try:
-        assert not any(tracer.begin(scope() | {BACKGROUND_KEY: True}).is_sampled for _ in range(2 * MAX_PER_S))
+        line = {COURSE_KEY: Course(is_background=True)}
+        assert not any(tracer.begin(scope() | line).is_sampled for _ in range(2 * MAX_PER_S))
         assert traced(tracer)
         assert tracer.counts()[LIMITED] == 0
     finally:

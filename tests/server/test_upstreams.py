@@ -22,9 +22,9 @@ from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.routes.prices import Bill, Price
 from penstock.serve import breaker, upstream_stream
+from penstock.serve.course import Course
 from penstock.serve.http.checks import Sender
 from penstock.serve.own_requests import OwnRequests
-from penstock.serve.terms import BACKGROUND_KEY
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
@@ -542,7 +542,7 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None
         own.app = client.app
 
         def ask(name: str):
-            return own.ask(Owner(), CHAT, json.dumps(BODY).encode(), name, asyncio.Event(), {BACKGROUND_KEY: True})
+            return own.ask(Owner(), CHAT, json.dumps(BODY).encode(), name, asyncio.Event(), Course(is_background=True))
 
         first = asyncio.create_task(ask("one"))
         await until(lambda: len(server.asked) == 1)

@@ -20,14 +20,14 @@ from penstock.calls.in_flight import CallInFlight, Chosen, InFlight, RunningCall
 from penstock.calls.run import run
 from penstock.serve.asking import Asked, PipelineOpen, Reader
 from penstock.serve.bodies import Body, parse_body
+from penstock.serve.course import COURSE_KEY, course_of
 from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST, TENANT_REASONS, ApiError, status_of
 from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, unless_gone
 from penstock.serve.http.entries import Entry, entry_of, note_model
-from penstock.serve.routed import ROUTED_KEY, Routed, charge
+from penstock.serve.routed import Routed
 from penstock.serve.streams import NewWriter, respond
-from penstock.serve.terms import BACKGROUND_KEY
-from penstock.serve.trials import CHECK_KEY, Check, is_one_answer, said_in, whole_answer
+from penstock.serve.trials import is_one_answer, said_in, whole_answer
 from penstock.types.errors import ModelAway, Rejected
 
 _T = TypeVar("_T")
@@ -45,9 +45,9 @@ def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
 
 def finish_entry(scope: Scope, entry: Entry) -> None:
     """Note what only the request's scope has."""
-    routed: Routed | None = scope.get(ROUTED_KEY)
-    entry.route = "" if routed is None else routed.header.decode()
-    entry.is_background = scope.get(BACKGROUND_KEY, False)
+    course = course_of(scope)
+    entry.route = "" if course.routed is None else course.routed.header.decode()
+    entry.is_background = course.is_background
 
 
 async def open_call(
@@ -62,17 +62,16 @@ async def open_call(
         off_loop = asked.reader.deployment.off_loop
         return await off_loop.parse(num_bytes, lambda: read(replace(asked, scope=scope)))
 
-    routed: Routed | None = http.scope.get(ROUTED_KEY)
-    if routed is None or routed.ensemble is None:
+    course = course_of(http.scope)
+    if course.routed is None or course.routed.ensemble is None:
         call, more = await made(http.scope)
         _note_model(call, http)
         opened = await begin(call, in_flight, http)
     else:
-        opened, call, more = await _of_ensemble(made, routed, routed.ensemble, in_flight, http)
+        opened, call, more = await _of_ensemble(made, course.routed, course.routed.ensemble, in_flight, http)
     await _check(call, opened, http)
-    routed = http.scope.get(ROUTED_KEY)
-    if routed is not None and routed.bill is not None:
-        opened.price = partial(charge, http.scope, routed)
+    if course.routed is not None and course.routed.bill is not None:
+        opened.price = partial(course.charge, course.routed)
     opened.chosen = _how(http.scope, opened.held_ns)
     return opened, more
 
@@ -82,24 +81,23 @@ async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
 
     If the check's model must be loaded first, the route begins again and needs its other models.
     """
-    check: Check | None = http.scope.get(CHECK_KEY)
-    if check is None:
+    course = course_of(http.scope)
+    if course.check is None:
         return
     with opened:
         try:
-            why = await unless_gone(http, check.judge(call, opened))
+            why = await unless_gone(http, course.check.judge(call, opened))
         except BaseException as error:
-            routed: Routed | None = http.scope.get(ROUTED_KEY)
-            if routed is not None:
-                begun = routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
-                http.scope[ROUTED_KEY] = begun if isinstance(error, ModelAway) else replace(begun, rest=())
+            if course.routed is not None:
+                begun = course.routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
+                course.routed = begun if isinstance(error, ModelAway) else replace(begun, rest=())
             raise
     add_header(http.scope, b"x-check", why.encode())
 
 
 def _how(scope: Scope, held_ns: int) -> Chosen | None:
     """Return how a route or a pipeline came to the answer of a request, if it names one."""
-    routed: Routed | None = scope.get(ROUTED_KEY)
+    routed = course_of(scope).routed
     route = "" if routed is None else routed.header.decode()
     sources, check = (added_header(scope, name) for name in (b"x-sources", b"x-check"))
     return Chosen(route, sources, check, held_ns) if route or sources or check else None
@@ -118,19 +116,21 @@ async def _of_ensemble(
     http: HttpRequest,
 ) -> tuple[RunningCall, Call, _T]:
     """Run the calls of an ensemble, and return the one whose answer was chosen. Models that refuse or fail do not count."""
+    course = course_of(http.scope)
     calls: dict[str, tuple[Call, _T]] = {}
     failures: list[ApiError | Rejected | ModelAway] = []
     # `routed.model` was taken out below to be loaded. If that failed, it is one of the others now.
     models = tuple(one for one in ensemble.config.models if one in (routed.model, *ensemble.models))
-    routed = http.scope[ROUTED_KEY] = replace(routed, rest=(), ensemble=replace(ensemble, models=models))
+    routed = course.routed = replace(routed, rest=(), ensemble=replace(ensemble, models=models))
     for name in models:
         others = tuple(one for one in models if one != name)
         try:
-            calls[name] = await made({**http.scope, ROUTED_KEY: replace(routed, model=name, rest=others, ensemble=None)})
+            alone = replace(course, routed=replace(routed, model=name, rest=others, ensemble=None))
+            calls[name] = await made({**http.scope, COURSE_KEY: alone})
         except PipelineOpen:
             raise
         except ModelAway:  # if it can't be loaded, the others answer
-            http.scope[ROUTED_KEY] = replace(routed, model=name, rest=others, ensemble=replace(ensemble, models=others))
+            course.routed = replace(routed, model=name, rest=others, ensemble=replace(ensemble, models=others))
             raise
         except (ApiError, Rejected) as error:
             failures.append(error)
@@ -139,7 +139,7 @@ async def _of_ensemble(
     first, (call, more) = next(iter(calls.items()))
     _note_model(call, http)
     if not is_one_answer(call):
-        http.scope[ROUTED_KEY] = replace(routed, model=first, why="not one answer alone")
+        course.routed = replace(routed, model=first, why="not one answer alone")
         return await begin(call, in_flight, http), call, more
     opened: dict[str, RunningCall] = {}
     texts: dict[str, str] = {}
@@ -175,14 +175,14 @@ async def _of_ensemble(
     try:
         kept, why = await unless_gone(http, choose())
     finally:
-        now: Routed = http.scope[ROUTED_KEY]  # with what the judge has cost
+        now = course.routed  # with what the judge has cost
         for name, one in opened.items():
             if name != kept:
                 now = now.begun_in_vain(one.num_prompt_tokens, one.num_counted_tokens, model=name)
                 one.close()
-        http.scope[ROUTED_KEY] = now
+        course.routed = now
     why += f"; failed={len(failures)}" if failures else ""
-    http.scope[ROUTED_KEY] = replace(now, model=kept, why=why)
+    course.routed = replace(now, model=kept, why=why)
     call, more = calls[kept]
     note_call(http.scope, in_flight, opened[kept])
     _note_model(call, http)
@@ -200,16 +200,15 @@ async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCa
     """Run a call, and wait until its route has decided to keep the answer. Raises `ApiError`, `Rejected` and `Unsure`."""
     opened = await unless_gone(http, run(call, in_flight))
     note_call(http.scope, in_flight, opened)
-    routed: Routed | None = http.scope.get(ROUTED_KEY)
-    if routed is not None and routed.trial is not None:
+    course = course_of(http.scope)
+    if course.routed is not None and course.routed.trial is not None:
         with opened:
             try:
-                why = await unless_gone(http, routed.trial.judge(call, opened))
+                why = await unless_gone(http, course.routed.trial.judge(call, opened))
             except BaseException:
-                begun = http.scope[ROUTED_KEY].begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
-                http.scope[ROUTED_KEY] = begun
+                course.routed = course.routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
                 raise
-            http.scope[ROUTED_KEY] = replace(http.scope[ROUTED_KEY].begun_in_vain(0, opened.num_dropped_tokens), why=why)
+            course.routed = replace(course.routed.begun_in_vain(0, opened.num_dropped_tokens), why=why)
     return opened
 
 

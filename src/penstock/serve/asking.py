@@ -20,24 +20,15 @@ from penstock.deploy.pipelines import Pipeline
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.bodies import Body, IgnoredParameters, parse_body
+from penstock.serve.course import course_of
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found
 from penstock.serve.http.checks import identity_of, key_of
-from penstock.serve.routed import ROUTED_KEY, Routed
 from penstock.serve.terms import claim_of, read_owner, read_terms
-from penstock.serve.trials import CHECK_KEY, can_be_replaced
+from penstock.serve.trials import can_be_replaced
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import NameUnknown
 
 _Body = TypeVar("_Body", bound=Body)
-
-LOOKED_UP_KEY = "penstock.looked_up"
-"""Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
-LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
-"""An adapter's name, and the adapter with its model, or None."""
-FILLED_KEY = "penstock.filled"
-"""Key of a scope: the name of the pipeline that has put its sources into the body."""
-KEPT_KEY = "penstock.kept_from"
-"""Key of a scope: names of the upstreams that must not see the request."""
 
 
 # Models and adapters by name
@@ -106,7 +97,7 @@ def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "
 
     `asked`: the name of a pipeline over the route, if the request names one: a key that allows it allows these models.
     """
-    kept_from, asked = scope.get(KEPT_KEY, frozenset()), asked or route.name
+    kept_from, asked = course_of(scope).kept_from, asked or route.name
 
     def may_be_asked(name: str) -> bool:
         if name in deployment.upstreams:
@@ -172,11 +163,11 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     Models come first, then known adapters, then the adapter that a search on disk found for this request. Raises 404, or
     `NameUnknown` if the name must be looked up on the disk.
     """
-    asked = name
+    asked, course = name, course_of(scope)
     if name in deployment.pipelines:
         name = deployment.pipelines[name].config.model
     if name in deployment.routes:
-        routed: Routed | None = scope.get(ROUTED_KEY)
+        routed = course.routed
         if routed is None or routed.asked != asked:
             raise RouteOpen(deployment.routes[name], asked or name)
         name = routed.model
@@ -189,7 +180,7 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     for served, adapters in owners:
         if (adapter := adapters.known(name or "")) is not None:
             return served, adapter
-    looked_up: LookedUp | None = scope.get(LOOKED_UP_KEY)
+    looked_up = course.looked_up
     if looked_up is not None and looked_up[1] is not None and looked_up[1][0] not in deployment.served:
         looked_up = None  # its model was replaced since
     if looked_up is not None and looked_up[0] == name:
@@ -240,7 +231,7 @@ class Asked:
         served, adapter = find_allowed(name, deployment, scope)
         if not deployment.splits or adapter is not None:
             return served, adapter
-        routed: Routed | None = scope.get(ROUTED_KEY)
+        routed = course_of(scope).routed
         if routed is not None and routed.asked == name:
             name = routed.model
         tenant = read_owner(scope).tenant
@@ -248,9 +239,10 @@ class Asked:
 
     def call(self, request: ChatRequest | CompletionRequest) -> Call:
         """Check a request and return its call. Also begin to load its adapter. Raises `ApiError` and `Rejected`."""
+        course = course_of(self.scope)
         served, adapter = self.find(request.model, request.user)
         pipeline = self.reader.deployment.pipelines.get(request.model or "")
-        if pipeline is not None and self.scope.get(FILLED_KEY) != pipeline.name:
+        if pipeline is not None and course.filled != pipeline.name:
             raise PipelineOpen(pipeline)
         running = served.answerer()
         if request.model in self.reader.deployment.routes:
@@ -277,7 +269,7 @@ class Asked:
         )
         claim = claim_of(terms.owner.tenant, self.data)
         call = make_call(request, running, terms, adapter, num_bytes=len(self.data), claim=claim)
-        if CHECK_KEY in self.scope and not can_be_replaced(call):
+        if course.check is not None and not can_be_replaced(call):
             raise invalid("This pipeline checks its answers: ask for one, to a text, in a free form and without tools.")
-        routed: Routed | None = self.scope.get(ROUTED_KEY)
+        routed = course.routed
         return call if routed is None or routed.trial is None else routed.trial.prepared(call)

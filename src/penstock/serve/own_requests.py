@@ -6,12 +6,13 @@ They pass the whole app, so each is answered as the same request of a client wou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message
 
 from penstock.calls.call import Owner
+from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.http.checks import SENDER_KEY, Sender
 
 
@@ -30,12 +31,9 @@ class OwnRequests:
         self._sender = sender
 
     async def ask(
-        self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event, marks: Mapping[str, Any]
+        self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event, course: Course
     ) -> Answered | None:
-        """Return the whole answer to a request, or None if its owner's key was withdrawn. If `left` is set, it is given up.
-
-        `marks`: more keys of its scope.
-        """
+        """Return the whole answer to a request, or None if its owner's key was withdrawn. If `left` is set, it is given up."""
         sender = self._sender(owner.key)
         if sender is None:
             return None
@@ -55,7 +53,7 @@ class OwnRequests:
             "client": None,
             "server": None,
             SENDER_KEY: sender,
-            **marks,
+            COURSE_KEY: course,
         }
         pieces: list[bytes] = []
         status, retry_after_s, is_sent = 500, None, False

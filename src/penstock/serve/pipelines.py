@@ -19,11 +19,12 @@ from penstock.config.pipelines import PipelineConfig
 from penstock.deploy.pipelines import Pipeline
 from penstock.routes.questions import question_in
 from penstock.serve.bodies import load_json
+from penstock.serve.course import course_of
 from penstock.serve.errors import invalid, unavailable
 from penstock.serve.http.checks import add_header, unless_gone
 from penstock.serve.questions import FIELDS, QuestionReader
 from penstock.serve.texts.read import QUERY_PROMPTS
-from penstock.serve.trials import CHECK_KEY, Check
+from penstock.serve.trials import Check
 from penstock.serve.verdicts import Verdicts
 from penstock.types.errors import ConfigError
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:  # with NumPy
     from penstock.search.index import Hit, Reader
 
 
-_HITS_KEY = "penstock.hits"
-"""Key of a scope: what the search found. A reranker that must be loaded first may have taken the embedding model's memory."""
 MAX_HEADER_BYTES = 4000
 """Clients and proxies refuse longer headers."""
 
@@ -48,14 +47,15 @@ class PipelineFiller:
         question = await self._questions.read(data)
         if not question:
             raise invalid(f"{config.name} answers questions from documents, and this request has no text.", "messages")
-        hits = http.scope.get(_HITS_KEY)
+        course = course_of(http.scope)
+        hits = course.hits
         if hits is None:
-            hits = http.scope[_HITS_KEY] = await self._search(pipeline, question, data, http)
+            hits = course.hits = await self._search(pipeline, question, data, http)
         if config.check is not None:  # before the reranker: if its model must be loaded, all of this is repeated
             self._verdicts.check_there(config.check.model)
             # The sources come first: a check that can't read them must fail, not judge without them.
             odds = partial(self._verdicts.odds, config.check.model, http, truncates=False)
-            http.scope[CHECK_KEY] = Check(config.name, config.check, odds)
+            course.check = Check(config.name, config.check, odds)
         if (reranker := config.reranker) is not None and hits:
             passages = [hit.as_read for hit in hits]
             scores = await unless_gone(http, self._questions.score(reranker.model, question, passages, data, http))

@@ -13,12 +13,13 @@ from penstock.config.routes import AgreementConfig, EnsembleConfig, VerifierConf
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
-from penstock.serve.asking import KEPT_KEY, models_of
+from penstock.serve.asking import models_of
 from penstock.serve.bodies import load_json
+from penstock.serve.course import course_of
 from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import model_not_found, stays_here, unavailable
 from penstock.serve.questions import QuestionReader
-from penstock.serve.routed import ROUTED_KEY, Routed
+from penstock.serve.routed import Routed
 from penstock.serve.terms import claim_of
 from penstock.serve.trials import Agreement, FirstTokens, Odds, Trial, Verification
 from penstock.serve.verdicts import Verdicts
@@ -40,8 +41,9 @@ class RouteChooser:
         Raises `ModelAway` if a model that helps to choose is not loaded, and `ApiError`.
         """
         await self._keep_here(route, data, http)
+        course = course_of(http.scope)
         models = models_of(route, self._deployment, http.scope, name)
-        if not models and http.scope.get(KEPT_KEY):
+        if not models and course.kept_from:
             raise stays_here(route.name)
         if not models:  # a folder lost their files
             raise model_not_found(route.name, self._deployment.names)
@@ -53,7 +55,7 @@ class RouteChooser:
                 routed = await self._by_ensemble(route.by, routed, data, http)
             elif route.by is not None:
                 routed = self._by_confidence(route.by, routed, http)
-        http.scope[ROUTED_KEY] = routed
+        course.routed = routed
 
     def _after_strong(self, routed: Routed) -> tuple[str, ...]:
         """Return the models to ask if the strong model refuses: the weak one, if the strong one is an upstream."""
@@ -115,7 +117,7 @@ class RouteChooser:
             texts = [*texts_in(body)]
             return frozenset([one.config.name for one in upstreams if one.keeps_out(http, body, texts)])
 
-        http.scope[KEPT_KEY] = await self._deployment.off_loop.parse(len(data), look)
+        course_of(http.scope).kept_from = await self._deployment.off_loop.parse(len(data), look)
 
     async def _read(self, learned: Learned, data: bytes, http: HttpRequest) -> tuple[bytes, str] | None:
         """Return the vector of the question in a body, and the question, or None if it has none."""

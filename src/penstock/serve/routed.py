@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from starlette.types import Scope
-
 from penstock.routes.prices import Bill, Cost
 from penstock.serve.ensembles import Ensemble
 from penstock.serve.trials import Trial
-
-ROUTED_KEY = "penstock.routed"
-"""Key of a scope: the `Routed` of a request that names a route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +39,3 @@ class Routed:
         if self.bill is None or not num_tokens:
             return self
         return replace(self, in_vain=self.in_vain + self.bill.pay(model or self.model, num_prompt_tokens, num_tokens))
-
-
-def charge(scope: Scope, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool = False) -> Cost | None:
-    """Pay for an answer that has ended, and note its cost in the scope. If it failed, count its tokens as paid in vain."""
-    assert routed.bill is not None
-    if failed:
-        scope[ROUTED_KEY] = routed.begun_in_vain(num_prompt_tokens, num_tokens)
-        return None
-    cost = routed.bill.answered(routed.model, num_prompt_tokens, num_tokens, in_vain=routed.in_vain)
-    scope[ROUTED_KEY] = replace(routed, cost=cost)
-    return cost

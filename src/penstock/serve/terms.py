@@ -12,10 +12,9 @@ from penstock.calls.call import Owner, Terms
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.serve.bodies import INT32_MAX, INT32_MIN
+from penstock.serve.course import course_of
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, trusts_tenant, values_of
-from penstock.serve.routed import ROUTED_KEY, Routed
-from penstock.types.request import NO_WAITS
 
 _CLAIM_BYTES = 16
 _HASHED_BYTES = 1 << 16
@@ -28,12 +27,6 @@ _RETRY_COUNT = b"x-stainless-retry-count"
 """Header in which OpenAI's and Anthropic's clients number their attempts."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 """Header with which a client sends a request again. OpenAI's sends it as one of `extra_headers`."""
-ARRIVAL_KEY = "penstock.arrival_ns"
-"""Key of a scope: the time of arrival, if the request has waited."""
-WAITED_KEY = "penstock.waited"
-"""Key of a scope: the `WaitTimes` of a request that has waited."""
-BACKGROUND_KEY = "penstock.background"
-"""Key of a scope: true for a line of a batch, which the server itself asks."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
@@ -56,7 +49,8 @@ def read_terms(
     and `conversation`. `arrival_ns` is the time now, except that a request that waited for its model arrived before that wait.
     Raises 400 for malformed, contradicting or unsupported values.
     """
-    arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
+    course = course_of(scope)
+    arrival_ns = arrival_ns if course.arrival_ns is None else course.arrival_ns
     owner = read_owner(scope)
     headers, key = headers_of(scope), key_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
@@ -65,10 +59,9 @@ def read_terms(
         times_ns = [_milliseconds(scope, name) for name in _TIMES]
         priority_of_header = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
-    routed: Routed | None = scope.get(ROUTED_KEY)
-    is_background: bool = scope.get(BACKGROUND_KEY, False)
     limits_s = (config.request_timeout_s, config.queue_timeout_s, config.first_token_timeout_s)
-    request_s, queue_s, first_token_s = (None, None, None) if is_background else limits_s  # a line of a batch has its window
+    # A line of a batch has its window.
+    request_s, queue_s, first_token_s = (None, None, None) if course.is_background else limits_s
     return Terms(
         request_id=identity_of(scope).request_id,
         owner=owner,
@@ -79,15 +72,15 @@ def read_terms(
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
-        returns=routed is None or not routed.rest,
+        returns=course.routed is None or not course.routed.rest,
         priority=_priority(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
-        background=is_background,
+        background=course.is_background,
         limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
-        waits=scope.get(WAITED_KEY, NO_WAITS),
+        waits=course.waits,
     )
 
 

@@ -20,10 +20,10 @@ from penstock.config import ServerConfig
 from penstock.config.upstreams import is_address
 from penstock.obs.explain.explanation import END_WORDS, Explanation
 from penstock.obs.trace_context import Span, TraceContext, Value, new_span_id, new_trace_id, read_context
+from penstock.serve.course import course_of
 from penstock.serve.http.checks import values_of
 from penstock.serve.http.entries import Backlog, Entry
 from penstock.serve.ops.requests import choice_of
-from penstock.serve.terms import BACKGROUND_KEY
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with OpenTelemetry, which few servers need
@@ -92,7 +92,7 @@ class Tracer:
         if caller is not None:
             return caller.child(is_sampled=caller.is_sampled and self._has_room())
         trace_id = new_trace_id()
-        is_chosen = int(trace_id[16:], 16) >= self._least_id and not scope.get(BACKGROUND_KEY)
+        is_chosen = int(trace_id[16:], 16) >= self._least_id and not course_of(scope).is_background
         is_sampled = is_chosen and self._has_room()
         return TraceContext(trace_id, new_span_id(), is_sampled)
 

@@ -142,10 +142,6 @@ class Verification:
         return why
 
 
-CHECK_KEY = "penstock.check"
-"""Key of a scope: the `Check` of a pipeline's answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """The client gets a pipeline's answer only if a model says that the passages support it."""

@@ -21,9 +21,9 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.trace_context import Span
 from penstock.serve.asking import Reader
+from penstock.serve.course import course_of
 from penstock.serve.errors import misconfigured, unavailable
 from penstock.serve.http.entries import entry_of
-from penstock.serve.routed import ROUTED_KEY, Routed
 from penstock.serve.trials import whole_answer
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
@@ -116,9 +116,10 @@ def _terms(terms: Terms, running: RunningModel, now_ns: int) -> Terms:
 
 def _pay(name: str, call: RunningCall, http: HttpRequest) -> None:
     """Count the tokens as begun in vain, if the request's route has prices: no client sees them."""
-    routed: Routed | None = http.scope.get(ROUTED_KEY)
+    course = course_of(http.scope)
+    routed = course.routed
     if routed is not None and routed.bill is not None and name in routed.bill.prices:
-        http.scope[ROUTED_KEY] = routed.begun_in_vain(call.num_prompt_tokens, call.num_counted_tokens, model=name)
+        course.routed = routed.begun_in_vain(call.num_prompt_tokens, call.num_counted_tokens, model=name)
 
 
 def odds_in(chunk: OutputChunk, words: Sequence[str], running: RunningModel) -> list[float]:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,26 +26,24 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.obs.trace_context import Span
-from penstock.serve.asking import FILLED_KEY, LOOKED_UP_KEY, PipelineOpen, RouteOpen, UpstreamChosen, models_of
+from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
+from penstock.serve.course import course_of
 from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, TENANT_REASONS, ApiError, shorten, status_of, unavailable
 from penstock.serve.http.checks import JsonEndpoint, add_header, identity_of, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.pipelines import PipelineFiller
 from penstock.serve.route_choice import RouteChooser
-from penstock.serve.routed import ROUTED_KEY, Routed, charge
-from penstock.serve.terms import ARRIVAL_KEY, WAITED_KEY, read_owner, read_terms
+from penstock.serve.routed import Routed
+from penstock.serve.terms import read_owner, read_terms
 from penstock.serve.trials import Unsure
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
-from penstock.types.request import NO_WAITS, WaitTimes
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 
-LOADS_KEY = "penstock.loads"
-"""Key of a scope: how often the request has waited for the load of each model."""
 MAX_LOADS = 3
 """Otherwise, models that a route or a pipeline needs together could unload each other forever."""
 MAX_LOOK_S = 5.0
@@ -125,20 +122,21 @@ class Waits:
         """
 
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
-            has_looked = not self._deployment.may_grow
+            has_looked, course = not self._deployment.may_grow, course_of(http.scope)
             while True:
                 asked_ns = self._deployment.clock.now_ns()
                 try:
                     answered = await self._here_or_upstream(answer, data, http)
-                    self._tell_route(http)
+                    self._tell_route(course.routed, http)
                     return answered
                 except (ModelAway, NameUnknown, RouteOpen, PipelineOpen) as lack:
                     if not loads and not isinstance(lack, NameUnknown):
                         raise
                     data = await self._supply(lack, data, http, asked_ns)
                 except Unsure as error:
-                    if not self._ask_next(str(error), http):  # the large model has gone
-                        http.scope[ROUTED_KEY] = replace(http.scope[ROUTED_KEY], trial=None)
+                    assert course.routed is not None
+                    if not self._ask_next(course.routed, str(error), http):  # the large model has gone
+                        course.routed = replace(course.routed, trial=None)
                     self._count_wait("route", asked_ns, http)
                 except (ApiError, Rejected) as error:
                     if self._falls_back(error, http):
@@ -165,7 +163,9 @@ class Waits:
 
         Raises `ApiError` and `Rejected`, unless the request's route has another model.
         """
-        http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+        course = course_of(http.scope)
+        if course.arrival_ns is None:
+            course.arrival_ns = asked_ns
         try:
             try:
                 if isinstance(lack, RouteOpen):
@@ -173,10 +173,10 @@ class Waits:
                     self._count_wait("route", asked_ns, http)
                 elif isinstance(lack, PipelineOpen):
                     data = await self._filler.fill(lack.pipeline, data, http)
-                    http.scope[FILLED_KEY] = lack.pipeline.name
+                    course.filled = lack.pipeline.name
                     self._count_wait("pipeline", asked_ns, http)
                 elif isinstance(lack, NameUnknown):
-                    http.scope[LOOKED_UP_KEY] = lack.name, await unless_gone(http, self._looks.find(lack.name, len(data)))
+                    course.looked_up = lack.name, await unless_gone(http, self._looks.find(lack.name, len(data)))
                 else:
                     await self._load(lack.name, data, http)
             except ModelAway as away:  # the one that embeds the question
@@ -189,30 +189,28 @@ class Waits:
 
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Choose a route's next model for a request that one of its models refused. Return whether there is one."""
-        routed: Routed | None = http.scope.get(ROUTED_KEY)
+        routed = course_of(http.scope).routed
         if routed is None or not routed.rest:
             return False
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
         is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
         if not is_too_long and (status_of(error) not in BUSY_STATUSES or is_own_limit):
             return False
-        return self._ask_next(f"after={routed.model}", http)
+        return self._ask_next(routed, f"after={routed.model}", http)
 
-    def _ask_next(self, why: str, http: HttpRequest) -> bool:
+    def _ask_next(self, routed: Routed, why: str, http: HttpRequest) -> bool:
         """Choose the next model of the request's route, and return whether there is one."""
-        routed: Routed = http.scope[ROUTED_KEY]
         route = self._deployment.routes[routed.route]
         there = models_of(route, self._deployment, http.scope, routed.asked)
         rest = [name for name in routed.rest if name in there]
         if not rest:
             return False
-        http.scope[ROUTED_KEY] = replace(routed, model=rest[0], why=why, rest=(*rest[1:],), trial=None, cost=None)
+        course_of(http.scope).routed = replace(routed, model=rest[0], why=why, rest=(*rest[1:],), trial=None, cost=None)
         return True
 
     def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
-        waits: WaitTimes = http.scope.get(WAITED_KEY, NO_WAITS)
-        now_ns = self._deployment.clock.now_ns()
-        http.scope[WAITED_KEY] = waits._replace(**{name: getattr(waits, name) + now_ns - since_ns})
+        course, now_ns = course_of(http.scope), self._deployment.clock.now_ns()
+        course.waits = course.waits._replace(**{name: getattr(course.waits, name) + now_ns - since_ns})
         if (entry := entry_of(http.scope)) is not None:
             entry.spans.append(Span(name=name, began_ns=since_ns, ended_ns=now_ns))
 
@@ -221,13 +219,12 @@ class Waits:
         if (entry := entry_of(http.scope)) is not None:
             entry.explain = tuple  # of the small model of a cascade
         terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
-        routed: Routed = http.scope[ROUTED_KEY]
-        pay = None if routed.bill is None else partial(charge, http.scope, routed)
+        course = course_of(http.scope)
+        pay = None if course.routed is None or course.routed.bill is None else partial(course.charge, course.routed)
         return await self._upstreams[name].answer(data, http, terms, pay)
 
-    def _tell_route(self, http: HttpRequest) -> None:
+    def _tell_route(self, routed: Routed | None, http: HttpRequest) -> None:
         """Say which model a route chose, in a header and in metrics."""
-        routed: Routed | None = http.scope.get(ROUTED_KEY)
         if routed is not None:
             add_header(http.scope, b"x-route", routed.header)
             if (served := self._deployment.find(routed.model)) is not None:
@@ -239,20 +236,19 @@ class Waits:
         served = await unless_gone(http, self._folder.find(name))
         if served is None:  # the name that the request has says what is served in its place
             return
-        loads: Counter[str] = http.scope.setdefault(LOADS_KEY, Counter())
-        loads[name] += 1
-        if loads[name] > MAX_LOADS:
+        course = course_of(http.scope)
+        course.loads[name] += 1
+        if course.loads[name] > MAX_LOADS:
             raise unavailable(
                 f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. The memory "
                 "may not hold all models that the request needs at once."
             )
         asked_ns = clock.now_ns()
-        arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+        arrival_ns = asked_ns if course.arrival_ns is None else course.arrival_ns
         limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
         owner, request_id = read_owner(http.scope), identity_of(http.scope).request_id
         unix_time_s = self._deployment.sources.unix_time_s
-        waits = http.scope.get(WAITED_KEY, NO_WAITS)
-        arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=waits, model=served.name)
+        arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=course.waits, model=served.name)
         with self._in_flight.arriving(arrival):
             await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
         self._count_wait("model", asked_ns, http)

@@ -34,9 +34,9 @@ from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
+from penstock.serve.course import Course
 from penstock.serve.errors import BUSY_STATUSES
 from penstock.serve.own_requests import Answered, OwnRequests
-from penstock.serve.terms import BACKGROUND_KEY
 from penstock.types.errors import ConfigError
 from penstock.types.stats import BatchStats
 
@@ -463,9 +463,9 @@ class BatchRunner:
         """Ask a line. If the server refuses it, it is asked again later."""
         batch, left = running.batch, running.left
         try:
-            request, marks = read_line(line.data), {BACKGROUND_KEY: True}
+            request, course = read_line(line.data), Course(is_background=True)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
-            answered = await self._requests.ask(running.owner, request.url, body, name, left, marks)
+            answered = await self._requests.ask(running.owner, request.url, body, name, left, course)
             if answered is None:
                 running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in BUSY_STATUSES:

@@ -23,18 +23,19 @@ from penstock.calls.in_flight import RunningCall
 from penstock.serve.answering import open_call
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked
+from penstock.serve.course import Course, course_of
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
 from penstock.serve.http.entries import entry_of
 from penstock.serve.paging import is_ascending, page_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
-from penstock.serve.responses.read import NAME_KEY, Question, read, references
+from penstock.serve.responses.read import Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
-from penstock.serve.terms import BACKGROUND_KEY, read_owner, repeated_name
+from penstock.serve.terms import read_owner, repeated_name
 
 _log = logging.getLogger(__name__)
 
@@ -75,12 +76,12 @@ class ResponsesEndpoint:
         body = await self._reader.body(data, ResponsesBody)
         if body.request_id is not None:
             identity_of(http.scope).adopt(body.request_id)
-        owner = read_owner(http.scope)
+        owner, course = read_owner(http.scope), course_of(http.scope)
         if not body.stream and self._store.keeps and (name := repeated_name(http.scope, data)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return _json((await self._store.get(owner, f"resp_{name}")).response)
-            http.scope[NAME_KEY] = name
-        self._check_store(body, (owner, f"resp_{http.scope.get(NAME_KEY)}"))
+            course.response_name = name
+        self._check_store(body, (owner, f"resp_{course.response_name}"))
         past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:
@@ -91,7 +92,7 @@ class ResponsesEndpoint:
                 code="request_too_large",
                 param="previous_response_id" if past.items else "input",
             )
-        keeps = self._store.keeps and not http.scope.get(BACKGROUND_KEY, False)  # a line of a batch has its answer there
+        keeps = self._store.keeps and not course.is_background  # a line of a batch has its answer there
         asked = Asked(self._reader, data, http.scope)
         opened, question = await open_call(partial(read, body, past, keeps=keeps), asked, num_bytes, self._in_flight, http)
         if question.tools.left_out:
@@ -180,7 +181,7 @@ class ResponsesEndpoint:
         name = kept.response_id.removeprefix("resp_")
         while True:
             answered = await self._own.ask(
-                kept.owner, "/v1/responses", kept.asked, f"again-{name}", asyncio.Event(), {NAME_KEY: name}
+                kept.owner, "/v1/responses", kept.asked, f"again-{name}", asyncio.Event(), Course(response_name=name)
             )
             if answered is None or answered.status not in REFUSALS:
                 break

@@ -14,6 +14,7 @@ from penstock import fast_json
 from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import MAX_MESSAGES, check_part, json_grammar, past_call, sampling_of
+from penstock.serve.course import course_of
 from penstock.serve.errors import invalid, refuse_unknown, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.responses.answers import Response
@@ -106,10 +107,6 @@ def _is_reference(item: Any) -> bool:
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
-NAME_KEY = "penstock.response_name"
-"""Key of a scope: what follows `resp_` in the id of a response that is asked again, by the server or perhaps its client."""
-
-
 def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Question]:
     """Return the call and its question. Raises `ApiError` and `Rejected`. `keeps` is the default of `store`."""
     is_named = body.request_id is not None or identity_of(asked.scope).is_from_header
@@ -121,7 +118,9 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     tools = read_tools(body.tools)
     call = asked.call(_request(body, _messages(body.instructions, bodies), tools))
     # A client may use a request id twice, but ids of responses are unique.
-    name = asked.scope.get(NAME_KEY) or (call.running.sources.new_request_id() if is_named else call.terms.request_id)
+    name = course_of(asked.scope).response_name
+    if name is None:
+        name = call.running.sources.new_request_id() if is_named else call.terms.request_id
     response_id = f"resp_{name}"
     answer = replace(call.answer, answer_id=response_id)
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)

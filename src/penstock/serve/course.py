@@ -1,0 +1,70 @@
+"""The state of a request that outlasts a call of its endpoint: `waiting` may call that again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from penstock.deploy.running import ServedModel
+from penstock.routes.prices import Cost
+from penstock.serve.routed import Routed
+from penstock.serve.trials import Check
+from penstock.types.adapter import AdapterRef
+from penstock.types.request import NO_WAITS, WaitTimes
+
+if TYPE_CHECKING:  # with NumPy
+    from penstock.search.index import Hit
+
+COURSE_KEY = "penstock.course"
+"""Key of a scope: the request's `Course`. No client can set it."""
+LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
+"""An adapter's name, and the adapter with its model, or None."""
+
+
+@dataclass(slots=True)
+class Course:
+    """The state of one request. The event loop writes it, and threads may read it."""
+
+    is_background: bool = False
+    """A line of a batch, which the server itself asks."""
+    response_name: str | None = None
+    """The end of the id of a response that is asked again, after `resp_`: by the server, or perhaps by its client."""
+    arrival_ns: int | None = None
+    """The time of arrival, if the request has waited."""
+    waits: WaitTimes = NO_WAITS
+    loads: Counter[str] = field(default_factory=Counter)
+    """How often the request has waited for the load of each model."""
+    looked_up: LookedUp | None = None
+    """The adapter's name that was looked up on the disk, if any."""
+    hits: Sequence[Hit] | None = None
+    """Results of a pipeline's search. If the reranker must be loaded first, it may have taken the embedding model's memory."""
+    check: Check | None = None
+    """The check of a pipeline's answer."""
+    filled: str = ""
+    """The name of the pipeline that has put its sources into the body."""
+    kept_from: Collection[str] = ()
+    """Names of the upstreams that must not see the request."""
+    routed: Routed | None = None
+    """The choice of the request's route."""
+
+    def charge(self, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool = False) -> Cost | None:
+        """Pay for an answer that has ended, and note its cost. If it failed, count its tokens as paid in vain."""
+        assert routed.bill is not None
+        if failed:
+            self.routed = routed.begun_in_vain(num_prompt_tokens, num_tokens)
+            return None
+        cost = routed.bill.answered(routed.model, num_prompt_tokens, num_tokens, in_vain=routed.in_vain)
+        self.routed = replace(routed, cost=cost)
+        return cost
+
+
+def course_of(scope: Scope) -> Course:
+    """Return the request's course, which begins with the first call."""
+    course: Course | None = scope.get(COURSE_KEY)
+    if course is None:
+        course = scope[COURSE_KEY] = Course()
+    return course
