@@ -29,6 +29,7 @@ from penstock.lab.recording import (
     is_recording,
     open_recording,
 )
+from penstock.lab.steps import steps_of
 from penstock.obs import recording
 from penstock.obs.recording import NUM_PARTS, PrefixIds, Recorder, check_path, part_path
 from penstock.sched.policies.base import Policies
@@ -249,6 +250,32 @@ def test_how_many_guesses_were_right_is_told(tmp_path: Path) -> None:
     begun = [event["name"] for event in events if event["ph"] == "b" and event["id"] == "1"]
     assert begun == ["request", "waits", "prefill", "decodes"]
     assert any("guesses" in event["name"] for event in events)
+
+
+def test_the_time_of_a_small_model_is_the_hosts(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "r")
+    stats = step_stats(0, [RowPlan("a", 0, 8, (), 1)])
+    recorder.on_step(replace(stats, started_ns=0, planned_ns=0, ended_ns=80, parts_ns={"execute": 50, "linear": 40}))
+    recorder.on_turn({"schedule": 10, "commit": 5, "draft": 20})
+    recorder.on_step(step_stats(1, [RowPlan("a", 8, 1, (), 1)], 95))
+    recorder.on_turn({"schedule": 1})
+    recorder.close()
+    recording = open_recording(tmp_path / "r")
+    shares = [line.split()[:2] for line in list(recording_lines(recording))[-6:]]
+    assert shares == [
+        ["execute", "54.0%"],
+        ["linear", "40.0%"],
+        ["schedule", "11.0%"],
+        ["draft", "20.0%"],
+        ["commit", "5.0%"],
+        ["other", "10.0%"],
+    ]
+    step, _ = steps_of(recording)
+    assert step.parts_ns == {"linear": 40}
+    write_trace(recording, tmp_path / "t")
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    slices = [(event["name"], event["ts"] * 1000, event["dur"] * 1000) for event in events if event["ph"] == "X"]
+    assert slices[1:4] == [("schedule", 0, 10), ("draft", 10, 20), ("commit", 80, 5)]
 
 
 def test_ends_come_in_the_order_in_which_they_happened(tmp_path: Path) -> None:

@@ -227,8 +227,7 @@ class TokenObserver(Protocol):
 
 class TurnObserver(Protocol):
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        """Record the time of a step outside the executor, by part: `schedule`, `draft` (a small model), `commit`, `grammar`
-        (masks) and `output` (text and its delivery)."""
+        """Record the time of a step outside the executor, by part: those of `HOST_PARTS` that it had."""
         ...
 
 

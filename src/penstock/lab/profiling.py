@@ -11,6 +11,7 @@ from penstock.lab.kernel_tables import KernelTables
 from penstock.lab.recording import Arrival, Departure, Lost, Recording, StepDone
 from penstock.lab.steps import ENGINE_PARTS
 from penstock.types.plan import StepShape
+from penstock.types.stats import HOST_PARTS
 
 _PART_ORDER = (TOTAL, "linear", "attention", "sampling", "rows", "other", HOST)
 
@@ -115,7 +116,7 @@ def recording_lines(recording: Recording) -> Iterator[str]:
 
 def _shares(parts_ns: Mapping[str, int], span_ns: int) -> Iterator[str]:
     own = {part: ns for part, ns in parts_ns.items() if part not in ENGINE_PARTS}
-    engine = [part for part in ("execute", "schedule", "commit", "grammar", "output") if part in parts_ns]
+    engine = [part for part in (TOTAL, *HOST_PARTS) if part in parts_ns]
     for part in engine:
         yield f"  {part:12}{parts_ns[part] / span_ns:8.1%}"
         if part == TOTAL:

@@ -26,7 +26,7 @@ from penstock.types.events import Add, TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, StepShape
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
-from penstock.types.stats import StepStats
+from penstock.types.stats import HOST_PARTS, StepStats
 
 DECODE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 REFERENCE = StepShape(((1, 128),), 1)
@@ -272,7 +272,7 @@ def _measured(step: StepDone, after: StepDone | None, coldness: float, group: in
     return MeasuredStep(step.shape, execute_ns, own, host_ns, coldness=coldness, group=group)
 
 
-ENGINE_PARTS = frozenset({"execute", "schedule", "commit", "grammar", "output"})
+ENGINE_PARTS = frozenset({"execute", *HOST_PARTS})
 
 
 def _num_blocks(row: tuple[int, int], block_size: int) -> int:

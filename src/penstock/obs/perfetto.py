@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.types.plan import RowPlan
-from penstock.types.stats import StepStats
+from penstock.types.stats import HOST_PARTS, PLANNING_PARTS, StepStats
 
 EXECUTOR, HOST = 1, 2
 WAITS, PREEMPTED = "waits", "preempted"
@@ -75,14 +75,15 @@ def _step(stats: StepStats) -> Iterator[Event]:
         f"{sum(row.query_len for row in prefills)} prompt tokens" if prefills else "",
     )
     parts, planned_ns, ended_ns = stats.parts_ns, stats.planned_ns, stats.ended_ns
-    begin_ns = planned_ns + parts.get("schedule", 0)
+    begin_ns = planned_ns + sum(parts.get(part, 0) for part in PLANNING_PARTS)
     execute_ns = min(parts.get("execute", ended_ns - begin_ns), ended_ns - planned_ns)
     args: dict[str, object] = {f"{part}_us": _us(ns) for part, ns in parts.items()}
     args |= {"step": stats.step_id, "prefills": [[row.request_id, row.query_len, row.context_len] for row in prefills[:50]]}
     yield _slice(EXECUTOR, " + ".join(filter(None, words)), ended_ns - execute_ns, execute_ns) | {"args": args}
-    yield _slice(HOST, "schedule", planned_ns, parts.get("schedule", 0))
-    at_ns = ended_ns
-    for part in ("commit", "grammar", "output"):
+    at_ns = planned_ns
+    for part in HOST_PARTS:
+        if part not in PLANNING_PARTS:
+            at_ns = max(at_ns, ended_ns)
         if part in parts:
             yield _slice(HOST, part, at_ns, parts[part])
             at_ns += parts[part]

@@ -10,6 +10,11 @@ from typing import NamedTuple
 from penstock.types.plan import RowPlan
 from penstock.types.request import NO_WAITS, FinishReason, WaitTimes
 
+PLANNING_PARTS = ("schedule", "draft")
+"""Parts of a step before the executor gets it. `draft`: a small model makes guesses."""
+HOST_PARTS = (*PLANNING_PARTS, "commit", "grammar", "output")
+"""Parts of a step outside the executor. `grammar`: masks of allowed tokens. `output`: text and its delivery."""
+
 
 class WaitReason(StrEnum):
     """The resource that the first waiting request lacks after planning; the value appears in metrics."""
@@ -140,7 +145,7 @@ class StepStats:
     num_blocks_cached: int  # free blocks with content that a prefix hit may revive
     counts: StepCounts = field(default_factory=StepCounts)
     parts_ns: Mapping[str, int] = field(default_factory=dict)
-    """Nanoseconds by part: schedule, execute, commit, and the executor's own parts."""
+    """Nanoseconds by part: `execute`, the executor's own parts, which are included in `execute`, and `HOST_PARTS`."""
     void: Collection[str] = ()
     """Ids of rows whose requests had ended before. A new request may have taken the id since."""
     planned_ns: int = 0
