@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.cli.candidates import find_machines, make_candidate, read_model
 from penstock.cli.plan import plan
+from penstock.config.components import config_from
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
 from penstock.lab.fitting import Errors
@@ -88,6 +90,16 @@ def test_settings_of_the_server_change_the_plan(briefly: Briefly, tiny_model: Pa
         assert result.exit_code == 0, result.output
         rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
     assert rates[1] < rates[0]
+
+
+def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:
+    config = config_from({"model": str(tiny_model), "slo_itl": 0.05, "prefix_sharing": "tenant"})
+    about = (read_model(config, is_gpu=True), find_machines("L4", None)[0], None)
+    simulation = make_candidate(config, *about).simulation
+    assert (simulation.slo_itl_ns, simulation.isolates_tenants, simulation.depth) == (50_000_000, True, 2)
+    assert (simulation.limits, simulation.max_tokens) == (None, None), "a plan looks for the rate that needs no limits"
+    with pytest.raises(ConfigError, match="--max-batch-size to 128 or less"):
+        make_candidate(config_from({"model": str(tiny_model), "preset": "static", "max_batch_size": 2000}), *about)
 
 
 def test_right_guesses_meet_a_latency_that_no_single_step_meets(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:

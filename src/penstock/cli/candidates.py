@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,10 +141,8 @@ def make_candidate(
     config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None, acceptance: Acceptance | None = None
 ) -> Candidate:
     """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises ConfigError."""
-    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_unsimulated
-    from penstock.deploy.policies import choose_policies
+    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_unsimulated, simulated
     from penstock.lab.plan import Candidate
-    from penstock.lab.simulation import Simulation
     from penstock.lab.sizing import roofline, speeds
 
     refuse_unsimulated(config)
@@ -152,15 +151,9 @@ def make_candidate(
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
     size = size_of_outline(outline, expected.compute.kv_dtype)
     rates = speeds(size, hardware)
-    simulation = Simulation(
-        capacity=expected.kv.capacity,
-        make_policies=choose_policies(config).make,
-        cost=saved.cost if saved else roofline(size, rates),
-        enable_prefix_caching=config.kv.prefix_caching,
-        isolates_tenants=config.kv.prefix_sharing == "tenant",
-        max_tokens=None,
-        depth=expected.compute.depth,
-        acceptance=acceptance,
+    cost = saved.cost if saved else roofline(size, rates)
+    simulation = replace(
+        simulated(config, expected.compute, expected.kv.capacity, cost), limits=None, max_tokens=None, acceptance=acceptance
     )
     doubts = list(_doubts(outline, hardware, saved))
     if acceptance is None and simulation.may_guess:

@@ -329,11 +329,15 @@ def simulation_of(config: Config, cost: CostModel, *, num_blocks: int | None = N
     `num_blocks`: KV blocks for requests. None: as many as a server would take on this machine now, which needs the model's
     files. Raises PenstockError.
     """
-    from penstock.lab.simulation import Simulation
-
     refuse_unsimulated(config)
     compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
-    capacity = _capacity(config, compute, num_blocks)
+    return simulated(config, compute, _capacity(config, compute, num_blocks), cost)
+
+
+def simulated(config: Config, compute: Compute, capacity: Capacity, cost: CostModel) -> Simulation:
+    """Return a simulated server with this capacity. Raises ConfigError for policies that a server would refuse."""
+    from penstock.lab.simulation import Simulation
+
     policies = choose_policies(config)
     policies.max_running(capacity)  # refuses what a server would refuse
     return Simulation(
