@@ -20,7 +20,7 @@ from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfi
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.engine import transfers
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.storage.block_file import FILE_NAME, PAGE_BYTES, BlockFile

@@ -26,7 +26,7 @@ from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
 from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.serve.app import create_app
 from penstock.testing import make_request
 from penstock.types.errors import Rejected

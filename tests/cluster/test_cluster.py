@@ -21,7 +21,7 @@ from penstock.cluster.messages import FORMAT, Greeting, Hello, Submit, encode, r
 from penstock.cluster.replica import Replica
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.sched.routing.routers import LeastWork, RoundRobin
 from penstock.sched.scaling import Scaler
 from penstock.serve.http.listener import bind_socket

@@ -16,8 +16,9 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_deployment, start_model
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.running import RunningModel
+from penstock.engine.state import EngineState
 from penstock.engine.supervisor import Supervisor
-from penstock.engine.thread import Engine, EngineState
+from penstock.engine.thread import Engine
 from penstock.machine import claim_cpus
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request

@@ -18,7 +18,7 @@ from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
 from penstock.types.stats import EngineLoad

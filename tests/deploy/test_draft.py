@@ -19,7 +19,7 @@ from penstock.deploy.factory import start_model
 from penstock.deploy.resolve import resolve as resolve_blueprint
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.engine.draft_model import DraftModel
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
 from penstock.sched.guessing import Guessing
 from penstock.testing.builders import make_request

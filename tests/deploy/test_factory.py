@@ -20,7 +20,7 @@ from penstock.config.setting import settings_of
 from penstock.deploy.executor import EXECUTORS, loading_bar
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import SETTING_FLAGS, choose_policies
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve

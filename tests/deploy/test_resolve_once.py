@@ -14,7 +14,7 @@ import penstock.deploy
 from penstock.config import Backend, BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.deploy import policies
 from penstock.deploy.factory import start_model
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ExecutorFailure

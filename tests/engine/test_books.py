@@ -11,7 +11,7 @@ from penstock.clock import VirtualClock, WallClock
 from penstock.engine import books as books_module
 from penstock.engine.books import Abandoned, Books, WatchedExecutor
 from penstock.engine.ports import NullObserver
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.kv.pool_map import BlockState
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.hash_executor import HashExecutor

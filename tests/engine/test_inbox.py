@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from penstock.clock import VirtualClock, WallClock
-from penstock.engine.thread import Inbox
+from penstock.engine.inbox import Inbox
 from penstock.types.events import Abort, Add, Drain
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams

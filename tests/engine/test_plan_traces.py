@@ -9,9 +9,10 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
+from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Executor
-from penstock.engine.thread import Engine, Inbox
+from penstock.engine.thread import Engine
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.lab.agenda import NEVER_NS

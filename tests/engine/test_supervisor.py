@@ -11,8 +11,9 @@ from penstock.clock import WallClock
 from penstock.engine import supervisor as supervisor_module
 from penstock.engine import thread as thread_module
 from penstock.engine.output import OutputStage
+from penstock.engine.state import EngineState
 from penstock.engine.supervisor import MAX_RESTARTS, Supervisor
-from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK, Engine, EngineState
+from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK, Engine
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import RejectReason

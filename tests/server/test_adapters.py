@@ -17,7 +17,7 @@ import pytest
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import adapters as registry_file
 from penstock.deploy.factory import open_executor, start_deployment, start_model
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter

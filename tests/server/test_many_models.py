@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.clock import WallClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
+from penstock.engine.state import EngineState
 from penstock.engine.supervisor import Supervisor
-from penstock.engine.thread import Engine, EngineState
+from penstock.engine.thread import Engine
 from penstock.obs.metrics import Metrics
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.tokenizer import detokenizer_factory

@@ -21,7 +21,7 @@ from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream, merge_chunks
 from penstock.engine.ports import OutputChunk
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.obs.explain.explanation import (
     GRAMMAR,
     MODEL,

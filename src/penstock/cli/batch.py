@@ -152,7 +152,7 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
     from tqdm import tqdm
 
     from penstock.config import ServerConfig
-    from penstock.engine.thread import EngineState
+    from penstock.engine.state import EngineState
     from penstock.serve.app import create_app
 
     config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, page=False)

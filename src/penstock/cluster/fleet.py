@@ -47,8 +47,10 @@ from penstock.deploy.adapters import Adapters
 from penstock.deploy.running import ModelInfo
 from penstock.engine.bridge import make_waker
 from penstock.engine.core import LATE_DETAILS, next_limit, request_stats
+from penstock.engine.outbox import SHUTTING_DOWN, Outbox
 from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSink, TokenObserver
-from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Outbox
+from penstock.engine.state import EngineState
+from penstock.engine.thread import ABORT_GRACE_S
 from penstock.kv.pool_map import PoolMap
 from penstock.obs.explain.explanation import Explanation, Route
 from penstock.sched.adapters import ADAPTER_NOT_LOADED, LOAD_TIMEOUT_NS

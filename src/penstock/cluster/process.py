@@ -10,7 +10,7 @@ from penstock.cluster.tap import Tap
 from penstock.config import Config
 from penstock.deploy.factory import locate, start_model
 from penstock.deploy.resources import Resources
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 
 
 class ReplicaThread:

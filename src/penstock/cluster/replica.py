@@ -38,7 +38,7 @@ from penstock.cluster.tap import Tap
 from penstock.cluster.transfer import FETCH_S, BlockServer, Fetcher
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.kv.changes import Changes
 from penstock.kv.prefix_cache import Recent
 from penstock.types.adapter import AdapterRef

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clock import Clock, WallClock
+from penstock.engine.state import EngineState
 from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows files by their facts alone
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
@@ -146,8 +147,6 @@ class RunningModel:
     @property
     def is_broken(self) -> bool:
         """Whether the engine has failed and can't be rebuilt, so that the model must be loaded again."""
-        from penstock.engine.thread import EngineState
-
         return self.engine.state is EngineState.FAILED
 
     @contextmanager

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from penstock.engine.ports import OutputChunk
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.kv.pool_map import PoolMap
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request

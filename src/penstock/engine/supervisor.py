@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from penstock.clock import Clock
-from penstock.engine.thread import Engine, EngineState
+from penstock.engine.state import EngineState
+from penstock.engine.thread import Engine
 from penstock.kv.pool_map import PoolMap
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad

@@ -9,45 +9,29 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 
 from penstock.clock import Clock
 from penstock.engine.blocks import Blocks
 from penstock.engine.books import Abandoned, Books, WatchedExecutor
-from penstock.engine.core import EngineCore, request_stats
+from penstock.engine.core import EngineCore
+from penstock.engine.inbox import Inbox
+from penstock.engine.outbox import SHUTTING_DOWN, Outbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
+from penstock.engine.state import EngineState
 from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import CLOSE_TIMEOUT_S, Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
-from penstock.sched import progress
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
 
 _logger = logging.getLogger(__name__)
 
-SHUTTING_DOWN = "its model was unloaded, or the server is shutting down"
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 ABORT_GRACE_S = 10.0
-
-
-class EngineState(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    DRAINING = "draining"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-    @property
-    def refuses_with(self) -> RejectReason | None:
-        """Why a new request would be refused, or None."""
-        if self is EngineState.READY:
-            return None
-        return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
 
 
 class Engine:
@@ -339,145 +323,6 @@ class Engine:
 
     def _plans(self) -> str:
         return "; ".join(repr(plan)[:4000] for plan in self._stepper.plans) or "none"
-
-
-class Inbox:
-    """A queue of commands from any thread to the engine thread.
-
-    Every command is either handed out exactly once or was refused by `put`.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._changed = threading.Condition(threading.Lock())
-        self._commands: list[Command] = []
-        self._num_aborts = 0
-        self._is_closed = False
-        self._is_nudged = False
-
-    def put(self, *commands: Command) -> bool:
-        """Append commands and wake the engine; never blocks. Return False, and append none, if the inbox is closed."""
-        num_aborts = sum([isinstance(command, Abort) for command in commands])
-        with self._changed:
-            if self._is_closed:
-                return False
-            self._commands += commands
-            self._num_aborts += num_aborts
-            self._changed.notify_all()
-        return True
-
-    def nudge(self) -> None:
-        """Wake the engine thread. If it is awake, its next sleep is skipped."""
-        with self._changed:
-            self._is_nudged = True
-            self._changed.notify_all()
-
-    def poll(self) -> list[Command]:
-        if not self._commands:  # Read without the lock: a command that comes just now is found by the next poll.
-            return []
-        with self._changed:
-            return self._take_all()
-
-    def poll_aborts(self) -> list[Command]:
-        """Take only the aborts out of the queue. An abort whose `Add` is still queued stays."""
-        if not self._num_aborts:
-            return []
-        with self._changed:
-            added = {command.request.request_id for command in self._commands if isinstance(command, Add)}
-            aborts: list[Command] = []
-            rest: list[Command] = []
-            for command in self._commands:
-                is_ready = isinstance(command, Abort) and command.request_id not in added
-                (aborts if is_ready else rest).append(command)
-            self._commands = rest
-            self._num_aborts -= len(aborts)
-        return aborts
-
-    def wait(self, until_ns: int | None) -> None:
-        """Sleep until there is a command or a `nudge`, the inbox is closed, or the clock reaches `until_ns` (None: no
-        limit)."""
-        timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
-            self._is_nudged = False
-
-    def close(self) -> list[Command]:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            return self._take_all()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._commands
-
-    def _take_all(self) -> list[Command]:
-        commands, self._commands, self._num_aborts = self._commands, [], 0
-        return commands
-
-
-class Outbox:
-    """The requests in flight, from `submit` to their finish chunk, and the delivery of their chunks. Thread-safe."""
-
-    def __init__(self, sink: OutputSink, observer: Observer) -> None:
-        self._sink = sink
-        self._observer = observer
-        self._lock = threading.Lock()
-        self._prompt_lens: dict[str, int] = {}
-        self._background: set[str] = set()
-        """Ids of background requests, whose prompts count as empty."""
-        self._num_prompt_tokens = 0
-        self._cut_short_ids: frozenset[str] = frozenset()
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Count requests as in flight. Raises `Rejected` (INVALID), and adds none, if an id is taken."""
-        coming: dict[str, int] = {}
-        with self._lock:
-            for request in requests:
-                request_id = request.request_id
-                if request_id in self._prompt_lens or request_id in coming:
-                    detail = f"a request with the id {request_id!r} is still running"
-                    raise Rejected(RejectReason.INVALID, detail, param="request_id")
-                coming[request_id] = 0 if request.background else request.num_prompt_tokens
-            self._background.update([request.request_id for request in requests if request.background])
-            self._prompt_lens |= coming
-            self._num_prompt_tokens += sum(coming.values())
-
-    def counts(self) -> tuple[int, int]:
-        """Return (requests in flight, their prompt tokens), without background requests."""
-        with self._lock:
-            return len(self._prompt_lens) - len(self._background), self._num_prompt_tokens
-
-    def cut_short(self) -> list[str]:
-        """Return the ids of all requests in flight, to be aborted. They then end with DRAINING as the reject reason."""
-        with self._lock:
-            request_ids = list(self._prompt_lens)
-            self._cut_short_ids |= frozenset(request_ids)
-        return request_ids
-
-    def deliver(self, chunks: list[OutputChunk]) -> None:
-        ended = [chunk for chunk in chunks if chunk.finish_reason is not None]
-        if ended:
-            with self._lock:
-                for chunk in ended:
-                    self._num_prompt_tokens -= self._prompt_lens.pop(chunk.request_id)
-                    self._background.discard(chunk.request_id)
-                    if chunk.finish_reason is FinishReason.ABORT and chunk.request_id in self._cut_short_ids:
-                        chunk.reject_reason = chunk.reject_reason or RejectReason.DRAINING.value
-        if chunks:
-            self._sink(chunks)
-
-    def refuse(self, requests: Sequence[Request], reason: RejectReason, now_ns: int) -> None:
-        """End requests as REJECTED, since the engine takes no more."""
-        chunks: list[OutputChunk] = []
-        for request in requests:
-            progress.end(request, FinishReason.REJECTED)
-            self._observer.on_finish(request_stats(request, now_ns, reason.value))
-            chunk = OutputChunk(request.request_id, "", (), (), now_ns)
-            chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
-            chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
-            chunks.append(chunk)
-        self.deliver(chunks)
 
 
 def _added(commands: Iterable[Command]) -> list[Request]:

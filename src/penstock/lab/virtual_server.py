@@ -10,9 +10,9 @@ from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
+from penstock.engine.inbox import Inbox
 from penstock.engine.ports import Executor, NullObserver, RequestJournal
 from penstock.engine.stepper import Stepper, Tell
-from penstock.engine.thread import Inbox
 from penstock.engine.transfers import Transfers
 from penstock.lab.acceptance import Acceptance, Foreseeing
 from penstock.lab.agenda import NEVER_NS

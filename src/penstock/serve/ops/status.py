@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 import penstock
 from penstock.deploy.routes import stats_of
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
-from penstock.engine.thread import EngineState
+from penstock.engine.state import EngineState
 from penstock.machine import CpuMeter
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
