@@ -54,7 +54,7 @@ def serve(
         plan = core.begin(0)
         assert plan is not None, "there is work"
         num_blocks = max(num_blocks, kv.num_total_blocks - kv.pool.num_available)
-        copies = core.take_block_copies()
+        copies = kv.take_block_copies()
         if copies:
             executor.copy_blocks(copies)
         core.finish(plan, executor.collect(executor.submit(plan)), 0)

@@ -66,7 +66,7 @@ class Half:
             begin_ns = time.thread_time_ns()
             plan = self.core.begin(0)
             assert plan is not None, "there is work"
-            assert not self.core.take_block_copies(), "part of a prompt was found"
+            assert not self.core.scheduler.kv.take_block_copies(), "part of a prompt was found"
             planned_ns = time.thread_time_ns()
             plan = self._in_half(plan)
             submitted_ns = time.thread_time_ns()

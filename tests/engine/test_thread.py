@@ -241,9 +241,7 @@ class CopyingCore(EngineCore):
 
     def __init__(self) -> None:
         super().__init__(make_core(TINY).scheduler)
-
-    def take_block_copies(self):
-        return [(1, 2)]
+        self.scheduler.kv.take_block_copies = lambda: [(1, 2)]
 
 
 class NotingExecutor(HashExecutor):
@@ -678,7 +676,8 @@ class BrokenCore(EngineCore):
     def __init__(self, *methods: str, after: int = 0) -> None:
         super().__init__(make_core(TINY).scheduler)
         for name in methods:
-            setattr(self, name, self._break(getattr(self, name), after))
+            owner = self if hasattr(self, name) else self.scheduler.kv
+            setattr(owner, name, self._break(getattr(owner, name), after))
 
     @staticmethod
     def _break(method, after: int):

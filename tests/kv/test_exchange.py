@@ -174,7 +174,7 @@ def test_no_room_is_made_while_a_copy_may_need_a_free_block() -> None:
     assert manager.exchange.make_room(other).block_ids == []
     assert manager.take_block_copies()
     assert manager.exchange.make_room(other).block_ids == [], "its executor has not made it yet"
-    manager.is_copying = False
+    manager.copies_made()
     room = manager.exchange.make_room(other)
     assert len(room.block_ids) == 4
     publish(manager, room, other, 4)

@@ -28,7 +28,7 @@ class Device:
         self.now_ns += 1
         self.events += self.core.apply(commands, self.now_ns)
         plan = self.core.begin(self.now_ns)
-        self.executor.copy_blocks(self.core.take_block_copies())
+        self.executor.copy_blocks(self.core.scheduler.kv.take_block_copies())
         self.core.check()
         if plan is None:
             return None

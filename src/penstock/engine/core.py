@@ -123,11 +123,6 @@ class EngineCore:
         self.snapshot = self._take_snapshot()
         return plan
 
-    def take_block_copies(self) -> list[tuple[int, int]]:
-        """Return (source, destination) pairs of blocks that the executor must copy before the next plan, even if no plan
-        follows now."""
-        return self.scheduler.kv.take_block_copies()
-
     def finish(
         self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None, read_end: ReadEnd | None = None
     ) -> list[TokenEvent]:

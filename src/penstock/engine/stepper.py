@@ -134,14 +134,14 @@ class Stepper:
         return plan
 
     def _prepare_blocks(self) -> None:
-        core, executor = self._core, self._executor
-        adapters = core.scheduler.kv.adapters
+        kv, executor = self._core.scheduler.kv, self._executor
+        adapters = kv.adapters
         drops, placements = (adapters.take_drops(), adapters.take_placements()) if adapters.num_placements else ((), ())
         for number in drops:
             executor.drop_adapter(number)
-        if copies := core.take_block_copies():
+        if copies := kv.take_block_copies():
             executor.copy_blocks(copies)
-            core.scheduler.kv.is_copying = False
+            kv.copies_made()
         for placement in placements:
             executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 

@@ -70,7 +70,7 @@ class KVManager:
         self._names_content = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
         """(source, destination) blocks to copy, in order, before the next step."""
-        self.is_copying = False
+        self._is_copying = False
         """Copies that `take_block_copies` returned are not made yet. Their sources may be free blocks."""
         self.exchange = Exchange(self.pool, self.prefix.index, self._take_beside_a_step)
         self._fences: dict[int, list[tuple[str, BlockTable]]] = {}
@@ -395,13 +395,19 @@ class KVManager:
             table.adapter = BASE
 
     def take_block_copies(self) -> list[tuple[int, int]]:
+        """Return (source, destination) pairs of blocks that the executor must copy before the next step, even if no step
+        follows now. Then call `copies_made`."""
         copies, self.pending_copies = self.pending_copies, []
-        self.is_copying = bool(copies)
+        self._is_copying = bool(copies)
         return copies
+
+    def copies_made(self) -> None:
+        """Note that the executor got the copies. Their sources may change from now on."""
+        self._is_copying = False
 
     def _take_beside_a_step(self, count: int) -> list[int]:
         """Take blocks without spilling their contents. Take none while a copy may still read one of them."""
-        return [] if self.pending_copies or self.is_copying else self._take(count, spills=False)
+        return [] if self.pending_copies or self._is_copying else self._take(count, spills=False)
 
     @property
     def fenced(self) -> list[tuple[str, BlockTable]]:
