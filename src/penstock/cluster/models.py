@@ -23,10 +23,11 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.front import check, serve_replicas, without_splits
 from penstock.config import Config, ServerConfig
 from penstock.config.routing import Routing
+from penstock.config.units import nanoseconds
 from penstock.deploy.deployment import Deployment, refuse_twice
 from penstock.deploy.factory import locate
 from penstock.deploy.pipelines import check_pipelines, open_pipelines
-from penstock.deploy.resolve import aliases, nanoseconds, resolve, served_names
+from penstock.deploy.resolve import aliases, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, Resources
 from penstock.deploy.routes import check_routes, open_routes, warn_of_other_files
 from penstock.deploy.running import ServedModel

@@ -52,6 +52,10 @@ def parse_share(text: str) -> float:
     return _scaled(text, _SHARE_FACTORS, "a share such as 1% or 0.01")
 
 
+def nanoseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e9)
+
+
 def format_size(num_bytes: int) -> str:
     """Return `4 GiB` for 4294967296, with at most two decimals."""
     for unit, factor in reversed(_BINARY_SIZES.items()):

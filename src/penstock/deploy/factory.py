@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config, KvConfig, Load, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.config.routing import Routing
-from penstock.config.units import format_size
+from penstock.config.units import format_size, nanoseconds
 from penstock.deploy.build import EngineTap, Lasting, build, seat_of
 from penstock.deploy.draft import DRAFT_REMEDY, with_draft
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
 from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
-from penstock.deploy.resolve import aliases, decide, nanoseconds, resolve, served_names
+from penstock.deploy.resolve import aliases, decide, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resources
 from penstock.deploy.routes import open_routes, warn_of_other_files
 from penstock.deploy.splits import read_split

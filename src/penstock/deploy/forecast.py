@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.backends.native import footprint
 from penstock.config import Config, Device
+from penstock.config.units import nanoseconds
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
 from penstock.deploy.experts import check_disk, check_experts
@@ -347,10 +348,10 @@ def simulated(config: Config, compute: Compute, capacity: Capacity, cost: CostMo
         limits=admission_limits(config.admission),
         enable_prefix_caching=config.kv.prefix_caching,
         isolates_tenants=config.kv.prefix_sharing == "tenant",
-        slo_itl_ns=resolve.nanoseconds(config.scheduler.slo_itl_s),
-        request_timeout_ns=resolve.nanoseconds(config.server.request_timeout_s),
-        queue_timeout_ns=resolve.nanoseconds(config.server.queue_timeout_s),
-        first_token_timeout_ns=resolve.nanoseconds(config.server.first_token_timeout_s),
+        slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
+        request_timeout_ns=nanoseconds(config.server.request_timeout_s),
+        queue_timeout_ns=nanoseconds(config.server.queue_timeout_s),
+        first_token_timeout_ns=nanoseconds(config.server.first_token_timeout_s),
         depth=compute.depth,
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.config import AdmissionConfig, Config, KvConfig
 from penstock.config.keys import has_several_tenants
 from penstock.config.sources import all_settings
+from penstock.config.units import nanoseconds
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
 
     chosen = config.scheduler
     suits = getattr(load("order", ORDERS.get(chosen.policy, chosen.policy)), "suits", {}) if chosen.policy else {}
-    slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
+    slo_itl_ns = nanoseconds(chosen.slo_itl_s)
     return partial(
         make_policies,
         preset,
@@ -141,7 +142,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
             "gate": {
                 "max_batch_size": chosen.max_batch_size,
                 "preferred_batch_sizes": chosen.preferred_batch_sizes,
-                "max_queue_delay_ns": None if chosen.batch_window_s is None else round(chosen.batch_window_s * 1e9),
+                "max_queue_delay_ns": nanoseconds(chosen.batch_window_s),
                 "length_buckets": chosen.length_buckets,
             },
             "order": {"is_preemptive": chosen.priority_preemption},
@@ -151,7 +152,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
                 "max_long_partial_prefills": chosen.max_long_partial_prefills,
             },
             "reserve": {"share": config.kv.kv_watermark},
-            "eviction": {"rest_ns": None if config.kv.kv_rest_s is None else round(config.kv.kv_rest_s * 1e9)},
+            "eviction": {"rest_ns": nanoseconds(config.kv.kv_rest_s)},
         },
         arguments={
             "gate": chosen.batching_args or {},
@@ -183,7 +184,7 @@ def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
 
     return AdmissionLimits(
         max_queue=config.max_queue,
-        slo_ttft_ns=None if config.slo_ttft_s is None else int(config.slo_ttft_s * 1e9),
+        slo_ttft_ns=nanoseconds(config.slo_ttft_s),
         kv_headroom=config.kv_headroom,
         tenant_max_concurrent=config.tenant_max_concurrent,
         tenant_tokens_per_minute=config.tenant_tokens_per_minute,

@@ -21,6 +21,7 @@ from penstock.backends.native import footprint
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device, KvConfig
 from penstock.config.saved import settings_hash
 from penstock.config.setting import settings_of
+from penstock.config.units import nanoseconds
 from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
@@ -121,10 +122,6 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         shown_settings=shown_settings((config.kv, config.scheduler, config.admission, compute.options), has_names=False),
     )
     return blueprint, model
-
-
-def nanoseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds * 1e9)
 
 
 def served_names(config: Config, source: ModelSource) -> tuple[str, ...]:
