@@ -340,7 +340,7 @@ def simulated(config: Config, compute: Compute, capacity: Capacity, cost: CostMo
     from penstock.lab.simulation import Simulation
 
     policies = choose_policies(config)
-    policies.max_running(capacity)  # refuses what a server would refuse
+    policies.check(capacity.max_rows, capacity.max_step_tokens)
     return Simulation(
         capacity=capacity,
         make_policies=policies.make,

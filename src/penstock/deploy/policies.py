@@ -12,11 +12,11 @@ from penstock.config.keys import has_several_tenants
 from penstock.config.sources import all_settings
 from penstock.config.units import nanoseconds
 from penstock.types.errors import ConfigError
+from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.admission.door import AdmissionLimits
     from penstock.sched.policies.base import Policies
-    from penstock.types.plan import Capacity
 
 SETTING_FLAGS: Mapping[str, str] = {
     "max_batch_size": "--max-batch-size",
@@ -48,6 +48,10 @@ class PolicyRecipe:
     def max_running(self, capacity: Capacity) -> int:
         """Return how many requests may run at once. Raises ConfigError for a batch size that does not fit."""
         return self.make().gate.max_running(capacity)
+
+    def check(self, max_rows: int, max_step_tokens: int) -> None:
+        """Raise ConfigError for a batch size that does not fit into a step, whatever the size of the KV cache."""
+        self.max_running(Capacity(2, 1, max_rows, max_step_tokens, 1))
 
 
 def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecipe:

@@ -72,7 +72,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     has_prefix_caching = config.kv.prefix_caching and model.encoder is None
     open_kv_events = plan_kv_events(config.server, config.kv.prefix_sharing, has_prefix_caching=has_prefix_caching)
     policies = choose_policies(config, is_one_pass=model.encoder is not None)
-    policies.max_running(Capacity(2, 1, compute.max_rows, compute.max_step_tokens, 1))
+    policies.check(compute.max_rows, compute.max_step_tokens)
     adapters = adapter_room(config, model)
     if plan is None:
         check_state(compute, model)
