@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import bench_results
+from penstock.cli.files import check_writable
 from penstock.cli.options import (
     FILE,
     FOLDER,
     GroupedCommand,
     add_options,
-    check_writable,
     client_tls,
     config_options,
     is_given,

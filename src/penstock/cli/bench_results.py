@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from penstock.cli.files import write_plots, write_text
 from penstock.cli.options import FILE, FOLDER
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
 from penstock.lab.compare import Compared, compare_results
 from penstock.lab.results import Result
-from penstock.types.errors import ConfigError, PenstockError, counted
+from penstock.types.errors import PenstockError, counted
 
 
 @click.command()
@@ -88,22 +89,3 @@ def _share(text: str) -> float:
         return parse_share(text)
     except ValueError as error:
         raise click.BadParameter(f"{error}.", param_hint="'--fail-if-worse'") from error
-
-
-def write_text(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} can't be written: {error.strerror}.", remedy="Name a file in a folder that exists."
-        ) from error
-
-
-def write_plots(folder: Path, drawn: list[plots.Plot]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"The folder {folder} can't be made: {error.strerror}.") from error
-    for number, plot in enumerate(drawn, start=1):
-        name = "-".join("".join(char if char.isalnum() else " " for char in plot.title.lower()).split())
-        plot.save(folder / f"{number:02d}-{name}.png")

@@ -85,11 +85,6 @@ def is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def check_writable(path: Path) -> None:
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ConfigError(f"{path} can't be written.", remedy="Name a file in a folder that exists.")
-
-
 def setting_keys(*components: str) -> list[str]:
     """Return the keys of all settings of these components of the config, such as `kv`."""
     return [item.key for name, component in COMPONENTS if name in components for item in settings_of(component)]
@@ -127,8 +122,7 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def with_model(*, model_word: str | None, **values: Any) -> Any:
         if model_word is not None:
-            source = click.get_current_context().get_parameter_source("model")
-            if source is ParameterSource.COMMANDLINE:
+            if is_given("model"):
                 raise click.UsageError("The model is given twice: as an argument and with --model.")
             values["model"] = model_word
         return command(**values)
@@ -146,10 +140,9 @@ def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_models(*, model_words: tuple[str, ...], model: str, **values: Any) -> Any:
-        context = click.get_current_context()
-        source = context.get_parameter_source("model")
-        if model_words and source is ParameterSource.COMMANDLINE:
+        if model_words and is_given("model"):
             raise click.UsageError("The model is given twice: as an argument and with --model.")
+        source = click.get_current_context().get_parameter_source("model")
         words = model_words or (() if source is ParameterSource.DEFAULT else (model,))
         return command(words=words, tables=tables_of_file(), **values)
 

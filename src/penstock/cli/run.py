@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from penstock.cli.options import EPILOG, GroupedCommand, model_option
+from penstock.cli.options import EPILOG, GroupedCommand, is_given, model_option
 from penstock.cli.talk import CUT_OFF, NotEmpty, Session, stats_line, talk_options
 from penstock.types.errors import PenstockError
 
@@ -48,7 +47,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
     model, prompt = split_words(words)
     if model is not None:
-        if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
+        if is_given("model"):
             raise click.UsageError("The model is given twice: as an argument and with --model.")
         values["model"] = model
     text = "\n\n".join(part for part in (prompt, piped.strip("\n")) if part.strip())
@@ -60,9 +59,8 @@ def run(words: tuple[str, ...], **values: Any) -> None:
 
 def _refuse_of_chats(*names: str) -> None:
     """Raise UsageError if an option in `names`, which only concerns chats, is used with --raw."""
-    context = click.get_current_context()
     for name in names:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect with --raw: leave one of them out.")
 
 

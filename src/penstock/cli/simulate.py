@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from penstock.cli.bench_results import write_plots, write_text
+from penstock.cli.files import write_plots, write_text
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -19,6 +19,7 @@ from penstock.cli.options import (
     NOT_IN_THE_LAB,
     GroupedCommand,
     config_options,
+    is_given,
     model_argument,
     slo_option,
 )
@@ -137,7 +138,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     if values["route"] is not None:
         simulate_route(choice, given(context), values)
         return
-    if wrong := next((name for name in OF_ROUTES if context.get_parameter_source(name) is ParameterSource.COMMANDLINE), None):
+    if wrong := next(filter(is_given, OF_ROUTES), None):
         raise ConfigError(f"--{wrong.replace('_', '-')} is for a route.", remedy="Name one with --route.")
     _check(context, vary)
     slos = parse_slos(values["slo"])
@@ -195,17 +196,17 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
     params, replicas = context.params, {"replicas", "prefill_replicas"}
     has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))
     for name in ("kv_bytes_per_token", "link_latency_ms"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not has_link:
+        if is_given(name) and not has_link:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect without a link.", remedy="Set --link-gbytes-per-s, or leave it out.")
     has_several = params["prefill_replicas"] or params["replicas"].most > 1 or varied & replicas
     if params["link_gbytes_per_s"] and not has_several:
         raise ConfigError("--link-gbytes-per-s has no effect with one server.", remedy="Set --replicas, or leave it out.")
-    is_start_given = context.get_parameter_source("start_s") is ParameterSource.COMMANDLINE or "start_s" in varied
+    is_start_given = is_given("start_s") or "start_s" in varied
     if is_start_given and params["replicas"].least == params["replicas"].most and "replicas" not in varied:
         raise ConfigError("--start-s has no effect with a fixed number of replicas.", remedy="Set --replicas 1..6, or so.")
     num_routed = params["prefill_replicas"] or params["replicas"].most
-    is_router_given = context.get_parameter_source("router") is ParameterSource.COMMANDLINE or "router" in varied
+    is_router_given = is_given("router") or "router" in varied
     if is_router_given and num_routed == 1 and not varied & replicas:
         raise ConfigError("--router has no effect with one server.", remedy="Set --replicas, or leave it out.")
 

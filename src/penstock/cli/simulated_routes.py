@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.bench_results import write_text
-from penstock.cli.options import add_options, routing_of_file, tables_of_file
+from penstock.cli.files import write_text
+from penstock.cli.options import add_options, is_given, routing_of_file, tables_of_file
 from penstock.config.several import configs_of
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError
@@ -75,10 +75,8 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     from penstock.lab.workload import Job, Workload
     from penstock.routes.scores import read_scores
 
-    context = click.get_current_context()
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is click.core.ParameterSource.COMMANDLINE and name not in _ALLOWED and _is_of_simulation(name):
+    for name in click.get_current_context().params:
+        if is_given(name) and name not in _ALLOWED and _is_of_simulation(name):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect on a route.", remedy="Leave it out.")
     slos, begun_at = parse_slos(values["slo"]), datetime.now(UTC).isoformat(timespec="seconds")
     routing = routing_of_file()

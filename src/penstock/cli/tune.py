@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import find_machines, hardware_options, make_candidate, read_costs, read_model
+from penstock.cli.files import check_writable, write_text
 from penstock.cli.options import (
     EPILOG,
     FILE,
     NOT_IN_THE_LAB,
     GroupedCommand,
-    check_writable,
     config_options,
     model_argument,
     setting_keys,
@@ -126,10 +126,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     config = _config(values, tuned.best.settings)
     print(f"The hash of these settings is {settings_hash(config)}, as penstock_settings_info shows it in /metrics.")
     if output is not None:
-        try:
-            output.write_text(write_config_file(config, notes(tuned)), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"{output} can't be written: {error}.", remedy="Check --output.") from None
+        write_text(output, write_config_file(config, notes(tuned)))
         print(f"Written: penstock serve --config {output}")
 
 
