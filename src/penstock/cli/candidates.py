@@ -52,11 +52,10 @@ hardware_options = add_options(
 
 def read_model(config: Config, *, is_gpu: bool) -> Outline:
     """Read a model's outline from the headers of its local files. Raises PenstockError."""
+    from penstock.deploy.factory import find_source
     from penstock.deploy.forecast import read_outline, require_answers
-    from penstock.models.cache import cache_dir
-    from penstock.models.catalog import resolve
 
-    source = resolve(config.model.model, cache_dir(config.model.cache_dir))
+    source = find_source(config)
     if not source.is_present:
         raise ConfigError(
             f"The files of {source.name} are not here, but a plan needs their headers.",

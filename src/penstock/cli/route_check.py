@@ -67,13 +67,12 @@ def check(configs: Sequence[Config], routing: Routing, question: str, gain: Gain
 
 def _models(configs: Sequence[Config], found: RouteCheck) -> dict[str, Found]:
     """Return the models by their names and aliases."""
-    from penstock.models import catalog
-    from penstock.models.cache import cache_dir
+    from penstock.deploy.factory import find_source
 
     models: dict[str, Found] = {}
     for config in configs:
         try:
-            source = catalog.resolve(config.model.model, cache_dir(config.model.cache_dir))
+            source = find_source(config)
         except PenstockError as error:
             found.faults.append(error)
             continue

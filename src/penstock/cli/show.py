@@ -137,10 +137,9 @@ def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
 
 
 def _find(config: Config) -> ModelSource:
-    from penstock.models.cache import cache_dir
-    from penstock.models.catalog import resolve
+    from penstock.deploy.factory import find_source
 
-    source = resolve(config.model.model, cache_dir(config.model.cache_dir))
+    source = find_source(config)
     if not source.is_present:
         size = f" It takes {format_size(source.entry.size_bytes)}." if source.entry else ""
         remedy = f"Fetch it with `penstock pull {config.model.model}`."

@@ -44,12 +44,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def locate(config: Config) -> ModelSource:
-    """Return where the config's model is on this machine, and download the model first if needed. Raises PenstockError."""
+def find_source(config: Config) -> ModelSource:
+    """Return where the config's model is on this machine, or would be. Raises ModelError if nothing has that name."""
     from penstock.models import catalog
     from penstock.models.cache import cache_dir
 
-    source = catalog.resolve(config.model.model, cache_dir(config.model.cache_dir))
+    return catalog.resolve(config.model.model, cache_dir(config.model.cache_dir))
+
+
+def locate(config: Config) -> ModelSource:
+    """Return where the config's model is on this machine, and download the model first if needed. Raises PenstockError."""
+    source = find_source(config)
     if not source.is_present:
         from penstock.models.pull import TerminalProgress, ensure_present
 

@@ -18,7 +18,7 @@ from penstock.config.units import nanoseconds
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
 from penstock.deploy.experts import check_disk, check_experts
-from penstock.deploy.factory import plan_share
+from penstock.deploy.factory import find_source, plan_share
 from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.deploy.resources import Resources
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv
@@ -402,12 +402,10 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
 
 
 def _load(config: Config) -> LoadedModel:
-    from penstock.models import catalog
-    from penstock.models.cache import cache_dir
     from penstock.models.load import load_model
 
     try:
-        model = load_model(catalog.resolve(config.model.model, cache_dir(config.model.cache_dir)))
+        model = load_model(find_source(config))
     except ModelError as error:
         remedy = f"{error.remedy} Or simulate without its files: --blocks says how many KV blocks there are."
         raise ModelError(error.message, remedy=remedy.strip()) from error
