@@ -18,8 +18,9 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.deploy.executor import EXECUTORS, loading_bar
-from penstock.deploy.factory import start_model
+from penstock.deploy.factory import plan_share, start_model
 from penstock.deploy.policies import SETTING_FLAGS, choose_policies
+from penstock.deploy.resources import Resources
 from penstock.engine.state import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.architectures import describe
@@ -32,7 +33,7 @@ from penstock.sched.policies.own import SEAM_FLAGS
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.policies.victims import LatestArrived, LeastComputed, LowestPriority
 from penstock.testing.builders import make_request
-from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
+from penstock.types.errors import ConfigError, ExecutorFailure, ModelError, NotEnoughMemory
 from penstock.types.request import FinishReason
 from penstock.types.sampling import SamplingDefaults
 from support.executors import executor_class
@@ -77,6 +78,13 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
         assert (runtime.metrics.num_weight_bytes > 0) == (backend == "native")
     finally:
         assert runtime.close(30.0)
+
+
+def test_a_machine_without_free_memory_has_no_room_for_a_model(gguf: Path) -> None:
+    source = resolve(str(gguf), gguf.parent)
+    assert plan_share(REFERENCE, source, Resources()).num_kv_bytes > 0
+    with pytest.raises(NotEnoughMemory):
+        plan_share(REFERENCE, source, Resources(), available_bytes=0)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -197,7 +197,7 @@ def plan_share(config: Config, source: ModelSource, resources: Resources, availa
     if decide(config).is_on_gpu:
         return MemoryShare()  # a GPU has memory of its own
     machine = resources.machine(served_names(config, source)[0])
-    machine = replace(machine, available_bytes=available_bytes or machine.total_bytes)
+    machine = replace(machine, available_bytes=machine.total_bytes if available_bytes is None else available_bytes)
     return _resolve(config, source, machine)[0].share
 
 
