@@ -33,7 +33,7 @@ from penstock.cli.options import (
 from penstock.cli.workload_options import workload_options
 from penstock.config.units import parse_duration
 from penstock.lab.client import SILENCE_S, SendOptions, send
-from penstock.lab.in_process import Ask, Progress, drive
+from penstock.lab.in_process import AskModel, Progress, drive_model
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.prompts import Tokenizer, counter_of, write_prompts
 from penstock.lab.records import Sent
@@ -312,7 +312,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):
 
         def send_all(workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
-            return asyncio.run(drive(workload, ask, pace=pace, warm_up=values["warmup"], on_end=on_end))
+            return asyncio.run(drive_model(workload, ask, pace=pace, warm_up=values["warmup"], on_end=on_end))
 
         target = AskedTarget(model=name, server=f"penstock {__version__}")
         yield _Asked(how="in process", target=target, tokenizer=tokenizer, send=send_all)
@@ -321,7 +321,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
 @contextmanager
 def loaded(
     model: str, settings: Mapping[str, Any], *, is_chat: bool = False, max_tokens: int | None = None
-) -> Iterator[tuple[str, Ask]]:
+) -> Iterator[tuple[str, AskModel]]:
     """Load a model in this process, and yield its name and a function that sends it a prompt. Raises PenstockError.
 
     `max_tokens`: limit of every request. A stop token then ends each answer at the wanted length, unknown to the scheduler.
@@ -333,7 +333,7 @@ def loaded(
     try:
         ask = functools.partial(_ask, llm, is_chat, max_tokens)
         hello = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt="Hello")
-        first = asyncio.run(drive(Workload(name="", jobs=[hello]), ask))
+        first = asyncio.run(drive_model(Workload(name="", jobs=[hello]), ask))
         if first.records and first.records[0].error:
             raise PenstockError(first.records[0].error)
         yield llm.model_name, ask

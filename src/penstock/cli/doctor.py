@@ -20,7 +20,7 @@ from penstock.cli.options import printable, setting_keys, tls_options, warn_of_u
 from penstock.cli.top import OTHER_SERVER, Reader, reader_of
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
-from penstock.lab.doctor import Diagnosis, Gain, Outlook, Verdict, diagnose
+from penstock.lab.doctor import Diagnosis, Prediction, RequestTimes, Verdict, diagnose
 from penstock.lab.evidence import Evidence, Scrape, visits_of
 from penstock.types.errors import PenstockError
 
@@ -211,9 +211,9 @@ class Predictor:
         self.acceptance: Acceptance | None = None
         self.doubt = ""
         """Why the simulator is not trusted, or empty."""
-        self._before: Outlook | None = None
+        self._before: RequestTimes | None = None
 
-    def gain(self, change: Mapping[str, Any]) -> Gain | None:
+    def gain(self, change: Mapping[str, Any]) -> Prediction | None:
         """Return a change's gain, or None if it can't be simulated or the times seen can't be reproduced."""
         evidence = self._evidence
         if not evidence.capacity or not any(one.num_answer_tokens for one in evidence.visits) or not self._shows(change):
@@ -221,13 +221,13 @@ class Predictor:
         if self.cost is None:
             self.cost = _guessed_cost(evidence)
         try:
-            self._before = self._before or self._outlook({})
-            after = self._outlook(change)
+            self._before = self._before or self._times({})
+            after = self._times(change)
         except (PenstockError, RuntimeError):
             return None
         before_s, seen_s = self._before.mean_s, evidence.total_s / len(evidence.visits)
         if 0.5 <= before_s / seen_s <= 2:
-            return Gain(self._before, after)
+            return Prediction(self._before, after)
         self.doubt = (
             f"No gain is predicted: simulated as they were, requests take {before_s:.2g} s, and they took {seen_s:.2g} s."
         )
@@ -239,12 +239,12 @@ class Predictor:
             return len({job.tenant for job in self._workload.jobs}) > 1
         return not {"background_share", "reserve"} & change.keys()
 
-    def _outlook(self, change: Mapping[str, Any]) -> Outlook:
+    def _times(self, change: Mapping[str, Any]) -> RequestTimes:
         records = self._simulation(change).run(self._workload).records
         times_s = sorted((one.ended_ns - one.intended_ns) / 1e9 for one in records)
         slowest_s = times_s[-max(1, len(times_s) // 10) :]
         gap_s = max((gap_ns / 1e9 for one in records for gap_ns in one.gaps_ns), default=0.0)
-        return Outlook(sum(times_s) / len(times_s), sum(slowest_s) / len(slowest_s), gap_s)
+        return RequestTimes(sum(times_s) / len(times_s), sum(slowest_s) / len(slowest_s), gap_s)
 
     def _simulation(self, change: Mapping[str, Any]) -> Simulation:
         from penstock.deploy.forecast import simulation_of
@@ -277,7 +277,7 @@ def _advice(change: Mapping[str, Any]) -> str:
     return " ".join([*flags, *([f"without {', '.join(without)}"] if without else [])])
 
 
-def _gain(gain: Gain) -> str:
+def _gain(gain: Prediction) -> str:
     before, after = gain.before, gain.after
     return (
         f"Simulated, a request would take {after.mean_s:.2g} s instead of {before.mean_s:.2g} s in the mean, "

@@ -52,7 +52,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class RequestTimes:
     """Request times: the mean, the mean of the slowest tenth, and the longest gap between two tokens."""
 
     mean_s: float
@@ -61,11 +61,11 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class Prediction:
     """The simulator's prediction for a change."""
 
-    before: Outlook
-    after: Outlook
+    before: RequestTimes
+    after: RequestTimes
 
     @property
     def share(self) -> float:
@@ -88,7 +88,7 @@ class Finding:
     """`lost_s` as a share of the time of all requests."""
     evidence: str
     change: Mapping[str, Any]
-    gain: Gain | None
+    gain: Prediction | None
 
 
 class Verdict(StrEnum):
@@ -105,7 +105,7 @@ class Diagnosis:
     summary: str
 
 
-Predict = Callable[[Mapping[str, Any]], Gain | None]
+Predict = Callable[[Mapping[str, Any]], Prediction | None]
 """Returns what a change of settings would gain, or None if that can't be simulated."""
 
 

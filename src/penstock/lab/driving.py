@@ -1,6 +1,6 @@
 """The loop that sends a workload: starts each job when it is due and collects the records.
 
-`client.send` (HTTP) and `in_process.drive` (the Python API) call it, each with a function that sends one job.
+`client.send` (HTTP) and `in_process.drive_model` (the Python API) call it, each with a function that sends one job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import PenstockError
 
 
-class Ask(Protocol):
+class SendJob(Protocol):
     """A function that sends one job and fills in its record while the answer arrives. Cancelling the call ends the request.
 
     `texts`: alternating user and assistant messages, with the job's own prompt last; empty for a prompt of token ids. `now_ns`:
@@ -28,7 +28,7 @@ class Ask(Protocol):
 
 async def drive(
     workload: Workload,
-    ask: Ask,
+    send: SendJob,
     *,
     pace: Pace | None,
     warm_up: WarmUp | None,
@@ -36,11 +36,11 @@ async def drive(
     keeps_text: bool,
     max_s: float | None = None,
 ) -> Sent:
-    """Send every job with `ask` and wait until the last has ended. A failed request becomes a record, and the run goes on.
+    """Send every job with `send` and wait until the last has ended. A failed request becomes a record, and the run goes on.
 
     The run ends early, with the records so far, after `max_s` seconds or if its task is cancelled (Ctrl-C in `asyncio.run`).
     """
-    driving = _Driving(workload, ask, pace or Pace(), warm_up or WarmUp(), on_end or (lambda: None), keeps_text)
+    driving = _Driving(workload, send, pace or Pace(), warm_up or WarmUp(), on_end or (lambda: None), keeps_text)
     try:
         async with asyncio.timeout(max_s):
             await driving.run()
@@ -53,10 +53,10 @@ async def drive(
 
 class _Driving:
     def __init__(
-        self, workload: Workload, ask: Ask, pace: Pace, warm_up: WarmUp, on_end: Callable[[], object], keeps_text: bool
+        self, workload: Workload, send: SendJob, pace: Pace, warm_up: WarmUp, on_end: Callable[[], object], keeps_text: bool
     ) -> None:
         self._jobs = workload.jobs
-        self._ask = ask
+        self._send = send
         self._warm_up = warm_up
         self._on_end = on_end
         self._keeps_text = keeps_text
@@ -67,7 +67,7 @@ class _Driving:
         self._last_ns = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        """An unexpected exception, here or in `ask`, which ends the run."""
+        """An unexpected exception, here or in `send`, which ends the run."""
         self._has_changed = asyncio.Event()
         self._said: dict[int, tuple[list[str], int]] = {}
         """Index of a job -> the conversation up to its answer, and the number of its next turns yet to begin."""
@@ -111,13 +111,13 @@ class _Driving:
         texts = [] if job.prompt is None else [*self._said_before(job), job.prompt]
         try:
             if job.cancelled_ns is None:
-                await self._ask(job, texts, record, self.now_ns)
+                await self._send(job, texts, record, self.now_ns)
             else:
                 left_ns = intended_ns + job.cancelled_ns - job.arrival_ns - self.now_ns()
                 if left_ns <= 0:
                     raise TimeoutError
                 async with asyncio.timeout(left_ns / NS_PER_S):
-                    await self._ask(job, texts, record, self.now_ns)
+                    await self._send(job, texts, record, self.now_ns)
         except TimeoutError:
             record.ended_ns, record.end = 0, End.CANCELLED
         except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """Sends a workload to a model in this process, with the same pacing and records as over HTTP.
 
-`penstock bench --in-process` calls `drive` with the Python API as `Ask`. The event loop runs beside the model's own threads.
+`penstock bench --in-process` calls `drive_model` with the Python API as `AskModel`. The event loop runs beside the model's own
+threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Progress:
     new_text: str
 
 
-class Ask(Protocol):
+class AskModel(Protocol):
     """A function that asks a model for exactly `num_output_tokens` and yields its progress. Closing it early ends the request.
 
     `prompt`: token ids, or alternating user and assistant messages that end with the user's. Raises PenstockError.
@@ -36,9 +37,9 @@ class Ask(Protocol):
     def __call__(self, prompt: Sequence[str] | Sequence[int], num_output_tokens: int) -> AsyncGenerator[Progress, None]: ...
 
 
-async def drive(
+async def drive_model(
     workload: Workload,
-    ask: Ask,
+    ask: AskModel,
     *,
     pace: Pace | None = None,
     warm_up: WarmUp | None = None,
@@ -48,7 +49,7 @@ async def drive(
     return await driving.drive(workload, partial(_ask, ask), pace=pace, warm_up=warm_up, on_end=on_end, keeps_text=keeps_text)
 
 
-async def _ask(ask: Ask, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
+async def _ask(ask: AskModel, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
     prompt = texts or job.prompt_token_ids
     if not prompt:
         raise PenstockError("A job has neither a text nor token ids.", remedy="Make texts with `lab.prompts.write_prompts`.")
