@@ -23,6 +23,16 @@ class WallClock:
     busy_ns = staticmethod(time.thread_time_ns)
 
 
+class StoppedClock:
+    """A clock that stands still, for callers that measure nothing."""
+
+    def now_ns(self) -> int:
+        return 0
+
+    def busy_ns(self) -> int:
+        return 0
+
+
 class VirtualClock:
     """A clock for simulations and tests. It moves only by `advance`."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.books import Abandoned
-from penstock.engine.core import BROKEN
+from penstock.engine.following import BROKEN
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.stepper import Stepper

@@ -11,32 +11,29 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from penstock.clock import Clock
-from penstock.engine.mask_turns import MaskTurns
+from penstock.clock import Clock, StoppedClock
+from penstock.engine.following import Following
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
 from penstock.sched.queue import KeyedHeap
 from penstock.sched.scheduler import Scheduler
-from penstock.types.errors import GrammarFailure, Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.sampling import Matcher
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 _logger = logging.getLogger(__name__)
 
-BROKEN = "what the grammar of this answer allows could not be found out; the server's log says why"
 DEADLINE_EXCEEDED = "deadline exceeded"
 LATE_DETAILS = {
     RejectReason.DEADLINE: DEADLINE_EXCEEDED,
     RejectReason.QUEUE_TIMEOUT: "it waited too long for its turn",
     RejectReason.FIRST_TOKEN_TIMEOUT: "its first token took too long",
 }
-BEHIND = " in the background"
-"""Appended to the tenant of background requests: their masks take no time from its other requests."""
+_STOPPED = StoppedClock()
 
 ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
 
@@ -124,7 +121,7 @@ class EngineCore:
         return plan
 
     def finish(
-        self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None, read_end: ReadEnd | None = None
+        self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock = _STOPPED, read_end: ReadEnd | None = None
     ) -> list[TokenEvent]:
         """Take over the result of a step. Return one event for each row that sampled or failed, in the order of the plan.
 
@@ -157,12 +154,12 @@ class EngineCore:
                 reason, stop_reason = read_end(event)
                 progress.end(self._requests[event.request_id], reason, stop_reason)
 
-    def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
+    def _follow(self, outcome: StepOutcome, clock: Clock) -> int:
         """Give sampled tokens to the grammars, and append tokens that they force. Return the nanoseconds it took."""
         scheduler, following = self.scheduler, self.following
-        began_ns = 0 if clock is None else clock.now_ns()
+        began_ns = clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
-        return 0 if clock is None else clock.now_ns() - began_ns
+        return clock.now_ns() - began_ns
 
     def settle_grammars(self, *, is_beside: bool) -> None:
         """Choose requests with slow grammar masks to sit out the next step. Call this after each `finish`. `is_beside`: a step
@@ -319,143 +316,6 @@ class EngineCore:
             waited_ns=result.timing.waited_ns,
             num_blocks_background=scheduler.num_background_blocks,
         )
-
-
-class Following:
-    """The grammar matchers of requests: they make masks of allowed tokens, and follow the sampled ones."""
-
-    def __init__(self) -> None:
-        self._matchers: dict[str, Matcher] = {}
-        self._new: dict[str, str] = {}
-        """Request id -> tenant, for requests that have not sampled yet."""
-        self._put_off: dict[str, Sequence[int]] = {}
-        """Request id -> tokens that its matcher gets once the request no longer sits out."""
-        self._failed: dict[str, tuple[str, str]] = {}
-        self.turns = MaskTurns()
-
-    def __bool__(self) -> bool:
-        """True while requests follow a grammar, or the time for the last step's masks is not charged to tenants."""
-        return bool(self._matchers or self.turns.made)
-
-    def add(self, request: Request) -> None:
-        assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
-        if request.matcher is not None:
-            self._matchers[request.request_id] = request.matcher
-            self._new[request.request_id] = request.tenant + BEHIND * request.background
-
-    def remove(self, request: Request) -> None:
-        if self._matchers.pop(request.request_id, None) is not None:
-            self._new.pop(request.request_id, None)
-            self._put_off.pop(request.request_id, None)
-            self._failed.pop(request.request_id, None)
-            self.turns.leave(request.request_id)
-
-    def is_in(self, plan: StepPlan) -> bool:
-        return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
-
-    def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
-        """Return request id -> mask of allowed tokens, for sampling requests with a grammar. All steps before must be
-        finished."""
-        masks = dict[str, bytes]()
-        self.turns.forgive([row.request_id for row in plan.rows])
-        began_ns = _busy_ns(clock)
-        for row in plan.rows:
-            name = row.request_id
-            if row.samples and name in self._matchers and name not in self._failed:
-                if name in self._put_off:
-                    self._accept(name, self._put_off.pop(name), lambda _: 0)
-                self._make_mask(name, plan.guesses.get(name, ()), masks)
-                ended_ns = _busy_ns(clock)
-                if name in self._new:
-                    self.turns.join(name, self._new.pop(name))
-                else:
-                    self.turns.note(name, ended_ns - began_ns, is_mask=True)
-                began_ns = ended_ns
-        return masks
-
-    def follow(
-        self,
-        events: list[TokenEvent],
-        max_forced: Callable[[str], int],
-        force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
-        clock: Clock | None,
-    ) -> None:
-        """Give sampled tokens to the matchers. A new request that sits out the next step gets its tokens later.
-
-        `force` appends tokens that the grammar forces. It returns the event that replaces the sampled one.
-        """
-        began_ns = _busy_ns(clock)
-        for idx, event in enumerate(events):
-            request_id = event.request_id
-            if event.finish_reason is not None or request_id not in self._matchers:
-                continue
-            if self.turns.is_put_off(request_id):
-                self._put_off[request_id] = event.token_ids
-                continue
-            if forced := self._accept(request_id, event.token_ids, max_forced):
-                events[idx] = force(event, forced)
-            ended_ns = _busy_ns(clock)
-            self.turns.note(request_id, ended_ns - began_ns, is_mask=False)
-            began_ns = ended_ns
-
-    def take_failed(self) -> list[tuple[str, str, str]]:
-        """Return, once each, the failed matchers: (request id, cause in words, cause as a `RejectReason` or "")."""
-        failed = [(request_id, *causes) for request_id, causes in self._failed.items()]
-        self._failed.clear()
-        return failed
-
-    def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
-        """Give tokens to a request's matcher. Return the forced tokens that follow, which the matcher has accepted too."""
-        matcher, forced = self._matchers[request_id], list[int]()
-        try:
-            matcher.accept(token_ids)
-            if next_ids := matcher.forced():
-                most = max_forced(request_id)
-                while next_ids and len(forced) < most:
-                    for token_id in next_ids[: most - len(forced)]:
-                        forced.append(token_id)
-                        matcher.accept((token_id,))
-                    next_ids = matcher.forced()
-        except BaseException as error:
-            self._fail(request_id, error)
-        return forced
-
-    def _make_mask(self, request_id: str, guesses: Sequence[int], masks: dict[str, bytes]) -> None:
-        try:
-            if request_id not in self._failed and (mask := _mask_of(self._matchers[request_id], guesses)) is not None:
-                masks[request_id] = mask
-        except BaseException as error:
-            self._fail(request_id, error)
-
-    def _fail(self, request_id: str, error: BaseException) -> None:
-        """Record a matcher's failure, which ends its request. A panic in Rust is not an `Exception`."""
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise error
-        if isinstance(error, GrammarFailure):
-            self._failed[request_id] = str(error), RejectReason.INVALID.value
-        else:
-            _logger.error("request %s: %s", request_id, BROKEN, exc_info=error)
-            self._failed[request_id] = BROKEN, ""
-
-
-def _mask_of(matcher: Matcher, guesses: Sequence[int]) -> bytes | None:
-    """Return the mask of a matcher, followed by those after each guess. None: any token is allowed everywhere."""
-    masks = [matcher.mask()]
-    if guesses:
-        trying = matcher.copy()
-        with suppress(GrammarFailure):  # a guess is not allowed, so those after it do not count
-            for token_id in guesses:
-                trying.accept((token_id,))
-                masks.append(trying.mask())
-        masks += masks[-1:] * (len(guesses) + 1 - len(masks))
-        size = max([0 if mask is None else len(mask) for mask in masks])
-        if size:
-            return b"".join([b"\xff" * size if mask is None else mask for mask in masks])
-    return masks[0]
-
-
-def _busy_ns(clock: Clock | None) -> int:
-    return 0 if clock is None else clock.busy_ns()
 
 
 def _last_event(request: Request, now_ns: int, detail: str = "", reject_reason: str = "") -> TokenEvent:
