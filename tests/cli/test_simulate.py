@@ -58,7 +58,7 @@ def test_with_a_model_the_memory_is_as_large_as_the_servers(tiny_model: Path) ->
 
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "experts_on_disk": True})
-    with pytest.raises(ConfigError, match="is no mixture of experts"):
+    with pytest.raises(ConfigError, match="is not a mixture of experts"):
         simulation_of(config, CostModel())
     with pytest.raises(ConfigError, match="--blocks says how large"):
         simulation_of(config, CostModel(), num_blocks=100)

@@ -257,7 +257,7 @@ def test_threads_are_counted_unless_named() -> None:
 def test_pinned_threads_have_all_cores() -> None:
     assert device.pinned_cpus(BackendConfig(), TWO_NODES) == ()
     assert device.pinned_cpus(BackendConfig(pin_threads=True), TWO_NODES) == (0, 1, 2, 3)
-    with pytest.raises(ConfigError, match=r"of the 4 cores that this server may use 3 would be taken.*--pin-threads"):
+    with pytest.raises(ConfigError, match=r"may use 4 cores, but would take 3: .*--pin-threads"):
         device.pinned_cpus(BackendConfig(pin_threads=True, threads=3), TWO_NODES)
 
 

@@ -109,7 +109,7 @@ def test_a_folder_that_can_not_be_written_is_refused(mixture: Path, tmp_path: Pa
 
 def test_a_setting_that_would_change_nothing_is_refused(mixture: Path, tmp_path: Path) -> None:
     dense = write_gguf(tmp_path / "dense.gguf", TinyLlama())
-    with pytest.raises(ConfigError, match="dense is no mixture of experts"):
+    with pytest.raises(ConfigError, match="dense is not a mixture of experts"):
         tokens_of(config_of(dense, tmp_path), dense, Resources())
     config = config_of(mixture, tmp_path)
     reference = replace(config, backend=BackendConfig(backend=Backend.REFERENCE))

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_as_by_a_server(config_alone: Path) -> None
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tmp_path: Path, config_alone: Path) -> None:
     config = Config(model=ModelConfig(experts_on_disk=True))
     dense = resolve(str(write_gguf(tmp_path / "tiny.gguf", TinyLlama())), tmp_path)
-    with pytest.raises(ConfigError, match="tiny is no mixture of experts"):
+    with pytest.raises(ConfigError, match="tiny is not a mixture of experts"):
         foresee(config, dense, is_gpu=False, memory_bytes=GIB)
     with pytest.raises(ConfigError, match="there are no weights of llama-3-8b"):
         foresee(config, resolve(str(config_alone), config_alone), is_gpu=False, memory_bytes=80 * GIB)

@@ -117,7 +117,7 @@ def test_the_longest_request_has_room_for_its_state() -> None:
         return plan_kv(replace(wanted, num_state_blocks=300), kv, is_exact=False, **sizes)
 
     assert planned(400).capacity.max_model_len == 99 * 16
-    with pytest.raises(NotEnoughMemory, match="and a request's recurrent state of 300 that are the least"):
+    with pytest.raises(NotEnoughMemory, match="and a request's recurrent state of 300"):
         planned(301)
 
 
@@ -206,7 +206,7 @@ def test_the_books_of_the_disk_tier_are_counted() -> None:
 
 def test_books_that_take_most_of_the_memory_are_refused_with_the_numbers() -> None:
     disk = KvConfig(kv_disk_size_bytes=1 << 40)
-    with pytest.raises(ConfigError, match=r"books of kv_disk_size 1 TiB, 5\d{6} blocks, take up to 2.39 GiB .* 668 MiB"):
+    with pytest.raises(ConfigError, match=r"index of kv_disk_size 1 TiB, 5\d{6} blocks, takes up to 2.39 GiB .* 668 MiB"):
         plan(disk, available_bytes=GIB)
     assert plan(disk).capacity.num_blocks > 2
 
@@ -237,9 +237,9 @@ def test_recurrent_state_is_counted() -> None:
 
 
 def test_fewer_than_two_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="less than the two blocks"):
+    with pytest.raises(ConfigError, match="less than the minimum: two blocks"):
         plan(KvConfig(kv_cache_memory_bytes=2 * BLOCK_BYTES - 1))
-    with pytest.raises(ConfigError, match="less than the two blocks"):
+    with pytest.raises(ConfigError, match="less than the minimum: two blocks"):
         plan(available_bytes=0)
 
 

@@ -77,8 +77,8 @@ class Deployment:
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
         check_pipelines(pipelines, self._by_name, self.routes, {*self.upstreams})
         self.update: Callable[[], Sequence[str]] | None = None
-        """Reads the configuration again and applies it, if the server can do so. Returns what has changed, in words. Blocks,
-        and raises PenstockError."""
+        """Rereads and applies the configuration, and returns the changes in words. None if the server can't. Blocks, and raises
+        PenstockError."""
         self._news = threading.Condition()
         """Guards the next four fields, and wakes the keeper."""
         self._has_news = False
@@ -178,10 +178,10 @@ class Deployment:
         return tuple(one.running for one in self.served if one.state is ModelState.LOADED and one.running is not None)
 
     def change(self, served: Sequence[ServedModel], splits: Sequence[Split] = ()) -> None:
-        """Serve these models from now on, the first one by default. Blocks until those that are new are loaded.
+        """Serve these models from now on, the first one by default. Blocks until the new models are loaded.
 
         Models that are not among them take no new requests, and are closed after their last one. Raises the errors of a load,
-        and ConfigError as the constructor. Then all stays as it was.
+        and ConfigError as the constructor. The deployment is then unchanged.
         """
         by_name = _names_of(served)
         check_splits(splits, [name for one in served for name in one.names])
@@ -325,7 +325,7 @@ class Deployment:
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             if served.state is ModelState.LOADED and served.is_broken:
-                _log.error("%s leaves: its engine failed, and could not be made anew", served.name)
+                _log.error("%s is unloaded: its engine failed and could not be restarted", served.name)
                 self._leave(served, UnloadReason.FAILED)
         for served in self._gone:
             if served.state is ModelState.LOADED:

@@ -29,8 +29,8 @@ def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
     cpus, count = cores.cpus, num_threads(backend, cores)
     if count != len(cpus):
         raise ConfigError(
-            f"pin_threads is set, and of the {counted(len(cpus), 'core')} that this server may use {count} would be taken: "
-            "it can't know which of them other processes use.",
+            f"pin_threads is set, and the server may use {counted(len(cpus), 'core')}, but would take {count}: "
+            "it can't know which ones other processes use.",
             remedy="Give the server as many cores as threads (taskset, or a container's cpuset), or leave out --pin-threads.",
         )
     return cpus

@@ -31,7 +31,7 @@ def check_experts(compute: Compute, model: LoadedModel) -> None:
         )
     if not model.num_expert_bytes:
         raise ConfigError(
-            f"experts_on_disk is set, and {model.name} is no mixture of experts.", remedy="Leave out --experts-on-disk."
+            f"experts_on_disk is set, and {model.name} is not a mixture of experts.", remedy="Leave out --experts-on-disk."
         )
 
 

@@ -46,7 +46,7 @@ class ModelFolder:
                 _log.error("%s is not served: %s", source.path, error)
                 continue
             self._num_found += 1
-            _log.info("%s was put into the folder of models: it is loaded when it is asked for", source.name)
+            _log.info("%s was added to the models folder: it is loaded on request", source.name)
         return found
 
     def _log_once(self, text: str, *values: object) -> None:

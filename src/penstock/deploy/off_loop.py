@@ -119,7 +119,7 @@ class OffLoop:
             line.leave(tenant, job)
             raise
         finally:
-            del job  # as below
+            del job  # breaks a reference cycle, as in `_Line.do`
 
     def _full(self, what: str) -> Rejected:
         self._count_rejected(RejectReason.QUEUE_FULL)

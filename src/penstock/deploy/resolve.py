@@ -498,7 +498,7 @@ def _check_text_settings(config: Config, model: LoadedModel) -> None:
     for item in settings_of(KvConfig):
         if item.field not in _KV_SETTINGS_OF_TEXTS and getattr(config.kv, item.field) != item.default:
             raise ConfigError(
-                f"{item.key} is a setting of the KV cache, and {why}: it has none.",
+                f"{item.key} is a setting of the KV cache, and {why}, without a KV cache.",
                 remedy=f"Leave {item.key} out; of several models set it in the tables [[models]] of those that have one.",
             )
     for key, is_set in (

@@ -164,7 +164,7 @@ class MemoryBudget:
                 self._stuck.append(_Stuck(name, share, is_held))
                 _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
 
-    def told_beside(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
+    def naming_holders(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
         """Return the error with a longer message, which says how much memory other models and stuck steps use."""
         with self._lock:
             holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]

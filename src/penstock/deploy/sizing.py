@@ -101,7 +101,7 @@ def plan_kv(
     elif budget_bytes > free_bytes:
         raise NotEnoughMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
-            f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
+            f"after the weights{' and the index of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
     found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact)
@@ -213,8 +213,8 @@ def _plan(
     if num_blocks < least:
         words = f" and a request's recurrent state of {wanted.num_state_blocks}" if wanted.num_state_blocks else ""
         raise NotEnoughMemory(
-            f"The KV cache gets {format_size(budget_bytes)}, which is less than the two blocks of "
-            f"{format_size(block_bytes)}{words} that are the least.",
+            f"The KV cache gets {format_size(budget_bytes)}, which is less than the minimum: two blocks of "
+            f"{format_size(block_bytes)}{words}.",
             remedy=f"Raise {growth}, or free some memory.",
         )
     wanted_len, most_blocks = wanted.max_model_len, wanted.most_blocks(wanted.max_model_len)
@@ -236,7 +236,7 @@ def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) 
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:
         raise NotEnoughMemory(
-            f"The books of kv_{tier}_size {format_size(size_bytes)}, {num_slots} blocks, take up to "
+            f"The index of kv_{tier}_size {format_size(size_bytes)}, {num_slots} blocks, takes up to "
             f"{format_size(num_bytes)} of memory, more than half of the {format_size(max(0, free_bytes))} that are free.",
             remedy=f"Lower --kv-{tier}-size, or raise --block-size.",
         )

@@ -49,7 +49,7 @@ class DraftModel:
         self._clock, self._timeout_s, self._vocab_size = clock, timeout_s, vocab_size
         self._free = list(range(self._capacity.num_blocks - 1, 0, -1))
         self._rows: OrderedDict[str, _Row] = OrderedDict()
-        """Those drafted longest ago first."""
+        """Least recently drafted first."""
         self._num_in_use = 0
         """How many rows, from the end of `_rows`, the last `read` was for."""
         self._known: set[str] = set()

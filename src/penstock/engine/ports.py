@@ -50,7 +50,7 @@ class BlockMemory(Protocol):
 
     @property
     def fd(self) -> int | None:
-        """An open file with all blocks, block 0 first, which other processes of this user can read. None: there is none."""
+        """An open file with all blocks, block 0 first, which other processes of this user can read, or None."""
         ...
 
     def content(self, block_id: int) -> memoryview: ...

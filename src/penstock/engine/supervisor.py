@@ -127,12 +127,12 @@ class Supervisor:
             if self._news.wait(self._delay_s()):  # closing
                 self._news.clear()
                 continue
-            _logger.warning("the engine is made anew, since %s", reason)
+            _logger.warning("restarting the engine, because %s", reason)
             self._restarts_ns.append(self._clock.now_ns())
             try:
                 self._put_in_place(self._make_engine(self._news.set))
             except Exception:
-                _logger.exception("the engine could not be made anew")
+                _logger.exception("the engine could not be restarted")
                 continue
             return True
         self._has_given_up = True

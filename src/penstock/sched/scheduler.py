@@ -146,11 +146,11 @@ class Scheduler:
 
     @property
     def drafting_ns(self) -> int | None:
-        """Time of the small model while the last step was planned. None: there is no such model."""
+        """Time that the draft model took while the last step was planned, or None without one."""
         return self._guessing.drafting_ns if self._guessing is not None and self._has_drafter else None
 
     def take_guesser_failure(self) -> PolicyError | None:
-        """Return why the guesser is asked no more, once."""
+        """Return the failure that turned the guesser off, once, or None."""
         if self._guessing is None:
             return None
         error, self._guessing.failure = self._guessing.failure, None
