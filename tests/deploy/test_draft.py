@@ -115,7 +115,7 @@ def test_a_model_that_failed_gets_a_new_one(large: Path, small: Path, monkeypatc
     def fail(*_: Any) -> None:
         raise ExecutorFailure("broken")
 
-    monkeypatch.setattr("penstock.deploy.build.open_draft", noted)
+    monkeypatch.setattr("penstock.deploy.engine_maker.open_draft", noted)
     running = start(large, config(small))
     good = answers(running)
     with monkeypatch.context() as broken:

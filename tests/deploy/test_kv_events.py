@@ -88,7 +88,7 @@ def test_another_engine_begins_with_an_empty_cache() -> None:
     events = KvEvents(Told())
     for _ in range(2):  # the second one after a failure of the first
         core = make_core(CAPACITY, observer=events)
-        events.watch(core.scheduler)
+        events.watch(core.scheduler, blocks=None)
         run_to_completion(core, HashExecutor(CAPACITY), Add(make_request("a", range(9), max_tokens=1)))
     first = told[: len(told) // 2]
     assert first == told[len(told) // 2 :]

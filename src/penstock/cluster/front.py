@@ -12,8 +12,9 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
 from penstock.config import Config, SharingConfig
 from penstock.deploy.adapters import Adapters
-from penstock.deploy.build import Lasting, load_text
+from penstock.deploy.build import load_text
 from penstock.deploy.factory import make_lasting
+from penstock.deploy.lasting import Lasting
 from penstock.deploy.resolve import aliases, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.running import RunningModel, ServedModel

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 from penstock.config import Config, KvConfig, Load, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.config.routing import Routing
 from penstock.config.units import format_size, nanoseconds
-from penstock.deploy.build import EngineTap, Lasting, build, seat_of
+from penstock.deploy.build import build
 from penstock.deploy.draft import DRAFT_REMEDY, with_draft
+from penstock.deploy.engine_maker import EngineTap, seat_of
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
+from penstock.deploy.lasting import Lasting
 from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
 from penstock.deploy.resolve import aliases, decide, resolve, served_names

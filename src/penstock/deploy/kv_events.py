@@ -13,6 +13,7 @@ from penstock.kv.changes import ContentLog
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.engine.blocks import Blocks
     from penstock.obs.kv_events import Publisher
     from penstock.sched.scheduler import Scheduler
     from penstock.types.stats import RequestStats, StepStats
@@ -27,8 +28,9 @@ class KvEvents:
         self._publisher = publisher
         self._log: ContentLog | None = None
 
-    def watch(self, scheduler: Scheduler) -> None:
+    def watch(self, scheduler: Scheduler, blocks: Blocks) -> None:
         """Publish the changes of a new engine, which is not started yet."""
+        del blocks
         index = scheduler.kv.prefix.index
         self._log = index.log = ContentLog(root_hash(b""), index.content_of)
         self._publisher.clear(scheduler.capacity.block_size)
