@@ -13,7 +13,8 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import Config, KvConfig
 from penstock.deploy.blueprint import Compute
-from penstock.deploy.resolve import check_state, decide
+from penstock.deploy.checks import check_state
+from penstock.deploy.resolve import decide
 from penstock.models import architectures
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel

@@ -14,9 +14,10 @@ from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.deploy import device
 from penstock.deploy.blueprint import Compute
+from penstock.deploy.checks import check_block_size
 from penstock.deploy.executor import _gpu_extras
 from penstock.deploy.policies import choose_policies
-from penstock.deploy.resolve import check_block_size, decide
+from penstock.deploy.resolve import decide
 from penstock.machine import Cores, find_cores
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError

@@ -17,6 +17,7 @@ from penstock.config import Config, Device
 from penstock.config.units import nanoseconds
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
+from penstock.deploy.checks import check_block_size, check_head_dim, check_state, check_weight_dtype
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.factory import find_source, plan_share
 from penstock.deploy.policies import admission_limits, choose_policies
@@ -72,7 +73,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
     Raises the ConfigError that the server would raise.
     """
     compute = resolve.decide(config, is_gpu=is_gpu)
-    resolve.check_block_size(compute)
+    check_block_size(compute)
     if is_gpu:
         from penstock.backends.cuda.memory import Usage
 
@@ -116,7 +117,7 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
     model = load_model(source, floats=compute.floats)
     if config.model.experts_on_disk:
         check_experts(compute, model)
-    resolve.check_weight_dtype(compute, model)
+    check_weight_dtype(compute, model)
     return _outline_of(config, compute, model)
 
 
@@ -304,9 +305,9 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
     from penstock.models.architectures import describe
 
     program = describe(model.spec)
-    resolve.check_block_size(compute)
-    resolve.check_head_dim(compute, model)
-    resolve.check_state(compute, model)
+    check_block_size(compute)
+    check_head_dim(compute, model)
+    check_state(compute, model)
     check_program(program)
 
 

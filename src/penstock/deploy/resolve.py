@@ -24,6 +24,7 @@ from penstock.config.setting import settings_of
 from penstock.config.units import nanoseconds
 from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
+from penstock.deploy.checks import check_block_size, check_cache, check_head_dim, check_state, check_weight_dtype
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.kv_events import plan_kv_events
@@ -33,10 +34,8 @@ from penstock.deploy.recorder import plan_recording, shown_settings
 from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.tiers import tier_folder
 from penstock.machine import address_space
-from penstock.models.program import KvShape
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ShortConvSpec
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
@@ -59,42 +58,25 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     """
     compute = decide(config)
     check_block_size(compute)
-    _check_cache(config.kv)
+    check_cache(config.kv)
     open_recorder = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
     loading = _loading(config, source, compute)
     _check_address_space(config, compute, loading)
     model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
     check_head_dim(compute, model)
     check_weight_dtype(compute, model)
-    plan: sizing.KvPlan | None = None
-    if model.encoder is not None:
+    adapters = adapter_room(config, model)
+    weight_bytes = num_memory_bytes(config, model)
+    if model.encoder is None:
+        plan = _plan_cache(config, compute, model, machine, adapters, weight_bytes)
+    else:
         compute, plan = plan_texts(config, compute, model)
     has_prefix_caching = config.kv.prefix_caching and model.encoder is None
     open_kv_events = plan_kv_events(config.server, config.kv.prefix_sharing, has_prefix_caching=has_prefix_caching)
     policies = choose_policies(config, is_one_pass=model.encoder is not None)
     policies.check(compute.max_rows, compute.max_step_tokens)
-    adapters = adapter_room(config, model)
-    if plan is None:
-        check_state(compute, model)
-        if config.model.experts_on_disk:
-            check_experts(compute, model)
-            check_disk(expert_folder(config), model)
-        available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
-        if compute.is_on_gpu:
-            sizing.check_adapter_room(adapters, available_bytes - sizing.RESERVE_BYTES)
-        else:
-            plan = plan_on_cpu(
-                config,
-                compute,
-                model.spec,
-                num_weight_bytes=num_memory_bytes(config, model),
-                available_bytes=available_bytes,
-                num_models=machine.num_models,
-                adapters=adapters,
-            )
     share = MemoryShare(num_adapter_bytes=adapters.num_bytes)
     if plan is not None and not compute.is_on_gpu:  # a GPU has memory of its own
-        weight_bytes = num_memory_bytes(config, model)
         share = replace(share, num_weight_bytes=weight_bytes, num_kv_bytes=plan.num_bytes, num_step_bytes=plan.num_step_bytes)
     names = served_names(config, source)
     blueprint = Blueprint(
@@ -304,73 +286,6 @@ def _check_kernels(backend: BackendConfig) -> None:
         )
 
 
-# --- checks of settings and model ---
-
-
-def check_block_size(compute: Compute) -> None:
-    """Raise ConfigError for a block size that the native kernels can't divide into tiles."""
-    size, tile = compute.block_size, native.KV_TILE
-    if compute.is_native and size % tile:
-        raise ConfigError(
-            f"block_size {size} is not a multiple of {tile}: the native backend keeps keys in tiles of {tile} positions.",
-            remedy=f"Set --block-size to {max(1, round(size / tile)) * tile}.",
-        )
-
-
-def check_head_dim(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError for attention heads that are too wide: the native kernels keep them on the stack."""
-    head_dim = max((KvShape.of(attention).padded().head_dim for attention in model.spec.attentions), default=0)
-    if compute.is_native and head_dim > native.LARGEST_HEAD_DIM:
-        raise ConfigError(
-            f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {native.LARGEST_HEAD_DIM}.",
-            remedy="Set --backend reference, which is slow, or take another model.",
-        )
-
-
-def check_state(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError if KV blocks are too small for recurrent state, which is stored in each block."""
-    needed = max((layer.mixer.kernel - 1 for layer in model.spec.layers if isinstance(layer.mixer, ShortConvSpec)), default=0)
-    if compute.block_size < needed:
-        raise ConfigError(
-            f"block_size {compute.block_size} is too small for {model.name}: its state covers {needed} positions.",
-            remedy=f"Set --block-size to {size}." if (size := -(-needed // 16) * 16) <= 256 else "Take another model.",
-        )
-
-
-def check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError if --weight-dtype would not change any weight."""
-    from penstock.models.formats import BLOCKS, WeightFormat
-
-    dtype = compute.options.weight_dtype
-    if dtype is None:
-        return
-    if not compute.is_on_gpu and (model.encoder is None or not compute.is_native):
-        raise ConfigError(
-            f"weight_dtype is {dtype}: on the CPU it is for models that read texts, which the native backend computes.",
-            remedy="Leave out --weight-dtype.",
-        )
-    quantised = {*BLOCKS, WeightFormat.F8_E4M3}
-    of_products = (tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output"))
-    if all(tensor.format in quantised for tensor in of_products):
-        raise ConfigError(
-            f"weight_dtype is {dtype}, and the weights of {model.name} are quantised already.",
-            remedy="Leave out --weight-dtype, or take the model in 16 bits.",
-        )
-
-
-def _check_cache(kv: KvConfig) -> None:
-    if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
-        raise ConfigError(
-            "prefix_sharing says who shares prefixes, and --no-prefix-caching keeps none.",
-            remedy="Leave out --prefix-sharing or --no-prefix-caching.",
-        )
-    if kv.kv_disk_path is not None and not kv.kv_disk_size_bytes:
-        raise ConfigError(
-            f"kv_disk_path is {kv.kv_disk_path}, and kv_disk_size is 0: nothing would be written there.",
-            remedy="Give --kv-disk-size, for example 10GiB, or leave out --kv-disk-path.",
-        )
-
-
 def _check_address_space(config: Config, compute: Compute, loading: Loading) -> None:
     space = address_space()
     if space is None or compute.is_on_gpu:
@@ -420,6 +335,29 @@ def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
         read_bytes=READ_BYTES * num_values,
         num_in_pool=lora.max_loras,
         num_in_memory=lora.max_cpu_loras,
+    )
+
+
+def _plan_cache(
+    config: Config, compute: Compute, model: LoadedModel, machine: Machine, adapters: sizing.AdapterRoom, weight_bytes: int
+) -> sizing.KvPlan | None:
+    """Return the plan of the KV cache, or None on a GPU, where it is measured once the weights are loaded."""
+    check_state(compute, model)
+    if config.model.experts_on_disk:
+        check_experts(compute, model)
+        check_disk(expert_folder(config), model)
+    available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
+    if compute.is_on_gpu:
+        sizing.check_adapter_room(adapters, available_bytes - sizing.RESERVE_BYTES)
+        return None
+    return plan_on_cpu(
+        config,
+        compute,
+        model.spec,
+        num_weight_bytes=weight_bytes,
+        available_bytes=available_bytes,
+        num_models=machine.num_models,
+        adapters=adapters,
     )
 
 
