@@ -220,7 +220,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
     facts, refusals = read_facts(source), list[Refusal]()
     model, outline, expected, num_draft_bytes = None, None, None, 0
-    with _check("weights", refusals):
+    with _refusing("weights", refusals):
         settings = config.model
         pooling = cast("Pooling | None", settings.pooling)
         model = load_model(source, served_len=settings.max_model_len, task=settings.task, pooling=pooling)
@@ -232,22 +232,22 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     free_bytes = available_memory_bytes()
     if model is not None:
         compute = resolve.decide(config, is_gpu=False)
-        with _check("sampling", refusals):
+        with _refusing("sampling", refusals):
             model = obeying(model, config.model.generation_config)
-        with _check("backend", refusals):
+        with _refusing("backend", refusals):
             _check_backend(compute, model)
         outline = _outline_of(config, compute, model)
-        with _check("disk", refusals):
+        with _refusing("disk", refusals):
             if config.model.experts_on_disk:
                 check_experts(compute, model)
                 check_disk(resolve.expert_folder(config), model)
-        with _check("memory", refusals):
+        with _refusing("memory", refusals):
             if model.encoder is None:
                 expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
             else:
                 resolve.plan_texts(config, compute, model)
         if expected is not None and config.scheduler.speculation_model is not None:
-            with _check("draft model", refusals):
+            with _refusing("draft model", refusals):
                 num_draft_bytes = plan_share(config, source, Resources(), free_bytes).num_draft_bytes
     return Appraisal(
         facts=facts,
@@ -261,12 +261,12 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
 
 @contextmanager
-def _check(name: str, refusals: list[Refusal]) -> Iterator[None]:
+def _refusing(check: str, refusals: list[Refusal]) -> Iterator[None]:
     """Run the block as one check. Append an error that ends it to `refusals`."""
     try:
         yield
     except PenstockError as error:
-        refusals.append(Refusal(check=name, cause=error.message, remedy=error.remedy))
+        refusals.append(Refusal(check=check, cause=error.message, remedy=error.remedy))
 
 
 def _check_text(
@@ -277,12 +277,12 @@ def _check_text(
     from penstock.text.tokenizer import load_tokenizer
 
     tokenizer: Tokenizer | None = None
-    with _check("tokenizer", refusals):
+    with _refusing("tokenizer", refusals):
         if model is None:
             tokenizer = load_tokenizer(_tokenizer_source(source))
         else:
             tokenizer = load_tokenizer(model.tokenizer_source, special_tokens=model.special_tokens, ends=model.ends)
-    with _check("chat template", refusals):
+    with _refusing("chat template", refusals):
         template = choose_chat_template(config.model.chat_template, facts.chat_templates)
         if template is not None:
             ChatTemplate(template, special_tokens={} if tokenizer is None else tokenizer.special_tokens)
