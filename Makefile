@@ -22,7 +22,7 @@ LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-cluster test-monitoring test-image bench lint format docs docs-site clean
+.PHONY: help install install-locked lock wheels test-wheels serve pull test test-slow test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-cluster test-monitoring test-image bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,7 +93,11 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 # xdist would start the files with the most tests first, so that a file of one long test runs last, beside an idle worker.
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED_TEST)  ## larger forms of what `make test` checks: more requests, examples and cycles (minutes)
+	@$(BIN)/penstock pull smollm2:135m
+	$(BIN)/pytest -n 2 -m slow $(ARGS)
 
 test-page: $(INSTALLED_TEST)  ## the page at / in headless Chromium (apt install chromium chromium-driver), and its pictures in the docs
 	PENSTOCK_PICTURES=docs/images $(BIN)/pytest tests/page $(ARGS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +23,15 @@ def imported(path: Path) -> Iterator[Path]:
         folders = [path.parents[level - 1]] if level else [TESTS, path.parent]
         for folder in folders:
             found = (folder / (name.removeprefix("tests.").replace(".", "/") + ".py") for name in names)
-            yield from (file for file in found if file != path and file.is_file() and TESTS in file.parents)
+            yield from (file for file in found if file != path and file in files_of_tests())
 
 
+@functools.cache
+def files_of_tests() -> frozenset[Path]:
+    return frozenset(TESTS.rglob("*.py"))
+
+
+@functools.cache
 def is_shared_wrongly(file: Path) -> bool:
     if file.name == "conftest.py":
         return False
@@ -34,8 +42,15 @@ def is_shared_wrongly(file: Path) -> bool:
 
 
 def test_what_is_imported_lies_in_support() -> None:
-    files = [*TESTS.rglob("*.py"), *(TESTS.parent / "benchmarks").rglob("*.py")]
-    found = {file: path for path in files for file in imported(path) if is_shared_wrongly(file)}
+    files = [*files_of_tests(), *(TESTS.parent / "benchmarks").rglob("*.py")]
+    names = {file.stem for file in files_of_tests() if is_shared_wrongly(file)} - {"__init__"}
+    found = {
+        file: path
+        for path in files
+        if not names.isdisjoint(re.findall(r"\w+", path.read_text(encoding="utf-8")))  # few, and to parse takes longer
+        for file in imported(path)
+        if is_shared_wrongly(file)
+    }
     assert not found, "\n".join(f"{path} imports {file}: move what they share to tests/support" for file, path in found.items())
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
@@ -134,14 +136,18 @@ def test_attention_that_reads_another_shape_is_refused() -> None:
         replace(program, kv_shapes=(KvShape(1, 20), *SHAPES[1:]))
 
 
+@cache
+def model_and_logits(dtype: KvDtype) -> tuple[LoadedModel, NDArray[np.float32]]:
+    """A model whose keys and values can have this type, and what the reference computes of 70 tokens."""
+    model = make_model(make_spec(WIDE if dtype is KvDtype.INT4 else LAYERS))
+    return model, open_executor(model, "reference", kv_dtype=dtype).forward_logits(TOKENS[:70])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", list(KvDtype))
-def test_native_logits_are_those_of_the_reference(model: LoadedModel, dtype: KvDtype, variant: str) -> None:
-    if dtype is KvDtype.INT4:
-        model = make_model(make_spec(WIDE))
-    wanted, found = (
-        open_executor(model, backend, kv_dtype=dtype).forward_logits(TOKENS[:70]) for backend in ("reference", variant)
-    )
+def test_native_logits_are_those_of_the_reference(dtype: KvDtype, variant: str) -> None:
+    model, wanted = model_and_logits(dtype)
+    found = open_executor(model, variant, kv_dtype=dtype).forward_logits(TOKENS[:70])
     assert np.sqrt(np.mean((found - wanted) ** 2)) / np.sqrt(np.mean(wanted**2)) < (0.12 if dtype is KvDtype.INT4 else 0.03)
 
 

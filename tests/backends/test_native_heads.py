@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
@@ -32,6 +35,16 @@ def model_of(folder: Path, head_dim: int, **changes: object) -> LoadedModel:
     return load_hf_directory(write_hf(folder / "model", shape, dtype="bf16"))
 
 
+@cache
+def model_and_logits(head_dim: int, dtype: KvDtype) -> tuple[LoadedModel, NDArray[np.float32]]:
+    """A model, and what the reference computes of `TOKENS`."""
+    changes = {"has_qkv_bias": head_dim == 100, "num_kv_heads": 4 if head_dim == 80 else 2}
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_of(Path(folder), head_dim, **changes)
+    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=dtype, **sizes_of(CAPACITY))
+    return model, reference.forward_logits(TOKENS)
+
+
 def native(model: LoadedModel, **options: object) -> NativeExecutor:
     return NativeExecutor(model, architectures.describe(model.spec), num_threads=2, **sizes_of(CAPACITY), **options)  # type: ignore[arg-type]
 
@@ -44,11 +57,9 @@ def native(model: LoadedModel, **options: object) -> NativeExecutor:
         *((head_dim, KvDtype.INT4) for head_dim in (32, 64, 96, 128)),
     ],
 )
-def test_heads_of_any_width_are_as_in_the_reference(tmp_path: Path, head_dim: int, dtype: KvDtype, variant: str) -> None:
-    model = model_of(tmp_path, head_dim, has_qkv_bias=head_dim == 100, num_kv_heads=4 if head_dim == 80 else 2)
+def test_heads_of_any_width_are_as_in_the_reference(head_dim: int, dtype: KvDtype, variant: str) -> None:
+    model, wanted = model_and_logits(head_dim, dtype)
     found = native(model, kv_dtype=dtype, variant=variant, poison=True).forward_logits(TOKENS)
-    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=dtype, **sizes_of(CAPACITY))
-    wanted = reference.forward_logits(TOKENS)
     error = np.sqrt(np.mean((found - wanted) ** 2)) / np.sqrt(np.mean(wanted**2))
     assert error < TOLERANCE[dtype]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import gguf
 import numpy as np
 import pytest
@@ -553,21 +555,22 @@ def attention_of(
     softcap: float = 0.0,
     sinks: F32 | None = None,
 ) -> F32:
-    """Causal attention of one whole sequence, in float64."""
-    length = len(q)
-    qh = q.reshape(length, heads, head_dim).astype(np.float64)
-    kh = np.repeat(k.reshape(length, kv_heads, head_dim).astype(np.float64), heads // kv_heads, axis=1)
-    vh = np.repeat(v.reshape(length, kv_heads, head_dim).astype(np.float64), heads // kv_heads, axis=1)
-    scores = np.einsum("qhd,khd->hqk", qh, kh) * head_dim**-0.5
+    """Causal attention in float64 of the last `len(q)` positions of a sequence, whose keys and values are all there."""
+    qh = q.reshape(len(q), heads, head_dim).astype(np.float64).transpose(1, 0, 2)
+    kh, vh = (
+        np.repeat(x.reshape(len(x), kv_heads, head_dim).astype(np.float64), heads // kv_heads, axis=1).transpose(1, 0, 2)
+        for x in (k, v)
+    )
+    scores = qh @ kh.transpose(0, 2, 1) * head_dim**-0.5
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    distance = np.arange(length)[:, None] - np.arange(length)[None, :]
+    distance = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))[None, :]
     seen = (distance >= 0) & ((distance < window) if window else True)
     scores = np.where(seen, scores, -np.inf)
     of_sinks = np.full((heads, 1, 1), -np.inf) if sinks is None else sinks[:, None, None].astype(np.float64)
     top = np.maximum(scores.max(-1, keepdims=True), of_sinks)
     p = np.exp(scores - top)
-    return np.einsum("hqk,khd->qhd", p / (p.sum(-1, keepdims=True) + np.exp(of_sinks - top)), vh).reshape(length, -1)
+    return (p / (p.sum(-1, keepdims=True) + np.exp(of_sinks - top)) @ vh).transpose(1, 0, 2).reshape(len(q), -1)
 
 
 def rounded_queries(q: F32, heads: int, head_dim: int) -> F32:
@@ -629,38 +632,58 @@ def test_attention_of_samples_alone_is_theirs_among_all(variant: str, num_thread
 
 KV_FORMATS = pytest.mark.parametrize("kv_format", list(KvFormat), ids=lambda kv_format: kv_format.name.lower())
 SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16), (4, 2, 128), (2, 1, 256), (2, 1, 96)]
-CASES = [(kind, *shape) for kind in KvFormat for shape in SHAPES if kind is not KvFormat.INT4 or shape[-1] % 32 == 0]
+OPTIONS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "window": {"window": 19},
+    "softcap": {"softcap": 5.0},
+    "block32": {"block_size": 32},
+    "block48": {"block_size": 48},
+}
+# An option concerns positions and pairs of a query and a head, never the columns of a head.
+CASES = [
+    (name, kind, *shape)
+    for name in OPTIONS
+    for kind in KvFormat
+    for shape in (SHAPES if name == "plain" else [(8, 1, 32)])
+    if kind is not KvFormat.INT4 or shape[-1] % 32 == 0
+]
+CHUNKS = [*[7] * 12, 64, *[7] * 8, 64, *[7] * 4, 4]
+"""Sizes of 300 tokens' chunks: they begin anywhere in a block, and a long one reaches over the end of the first segment."""
 
 
-@pytest.mark.parametrize(("kv_format", "heads", "kv_heads", "head_dim"), CASES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"window": 19}, {"softcap": 5.0}, {"block_size": 32}, {"block_size": 48}],
-    ids=["plain", "window", "softcap", "block32", "block48"],
-)
+def attention_inputs(heads: int, kv_heads: int, head_dim: int) -> list[F32]:
+    rng = np.random.default_rng(heads * head_dim)
+    return [random_rows(rng, sum(CHUNKS), n * head_dim) for n in (heads, kv_heads, kv_heads)]
+
+
+@cache
+def attention_in_float64(kv_format: KvFormat, heads: int, kv_heads: int, head_dim: int, name: str) -> F32:
+    """The values that every variant is to compute of `attention_inputs`."""
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    options = {key: value for key, value in OPTIONS[name].items() if key != "block_size"}
+    return attention_of(*rounded(*attention_inputs(**shape), **shape, kv_format=kv_format), **shape, **options)
+
+
+@pytest.mark.parametrize(("name", "kv_format", "heads", "kv_heads", "head_dim"), CASES)
 def test_attention_in_shuffled_blocks_whole_and_in_chunks(
-    variant: str, heads: int, kv_heads: int, head_dim: int, options: dict[str, float], kv_format: KvFormat
+    variant: str, name: str, heads: int, kv_heads: int, head_dim: int, kv_format: KvFormat
 ) -> None:
     """Longer than one segment of 256; unwritten memory is NaN; chunks of any size give the bits of the whole."""
-    length = 300
-    rng = np.random.default_rng(heads * head_dim)
-    q, k, v = (random_rows(rng, length, n * head_dim) for n in (heads, kv_heads, kv_heads))
-    table = (1 + rng.permutation(55)).astype(np.int32)[None, :20]
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    made = {"kv_format": kv_format, **shape, **options}
+    q, k, v = attention_inputs(heads, kv_heads, head_dim)
+    length = len(q)
+    table = (1 + np.random.default_rng(length).permutation(55)).astype(np.int32)[None, :20]
+    made = {"kv_format": kv_format, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **OPTIONS[name]}
     whole = attention_probe(q, k, v, variant, **made).run(range(length), query_lens=[length], block_tables=table)
-    oracle_options = {name: value for name, value in options.items() if name != "block_size"}
-    seen = rounded(q, k, v, **shape, kv_format=kv_format)
-    error = np.abs(whole - attention_of(*seen, **shape, **oracle_options))
+    error = np.abs(whole - attention_in_float64(kv_format, heads, kv_heads, head_dim, name))
     # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those of 8 bits by up to 1/240 of the largest.
     assert error.max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert error.mean() < (5e-4 if kv_format is KvFormat.INT16 else 1.5e-3)
-    for chunk in (7, 64):
-        probe = attention_probe(q, k, v, variant, **made)
-        for begin in range(0, length, chunk):
-            tokens = range(begin, min(begin + chunk, length))
-            part = probe.run(tokens, query_lens=[len(tokens)], context_lens=[begin], block_tables=table)
-            assert (part == whole[begin : begin + chunk]).all(), (chunk, begin)
+    probe, begin = attention_probe(q, k, v, variant, **made), 0
+    for chunk in CHUNKS:
+        tokens = range(begin, begin + chunk)
+        part = probe.run(tokens, query_lens=[chunk], context_lens=[begin], block_tables=table)
+        assert (part == whole[begin : begin + chunk]).all(), (chunk, begin)
+        begin += chunk
 
 
 SINKS = np.array([-30.0, -1.0, 0.0, 3.0, 6.0, 30.0], np.float32)
@@ -907,8 +930,14 @@ def int8_scales(v: F32) -> NDArray[np.float64]:
     return ((wanted.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize("values", VALUE_SIZES)
-@pytest.mark.parametrize(("of_queries", "window", "common"), [(1, 0, 0), (30, 0, 0), (1, 300, 0), (1, 0, 1000)])
+@pytest.mark.parametrize(
+    ("values", "of_queries", "window", "common"),
+    [
+        *((values, 1, 0, 0) for values in VALUE_SIZES),
+        *((values, *scores) for values in ("alike", "of all sizes") for scores in ((30, 0, 0), (1, 300, 0), (1, 0, 1000))),
+        ("nothing in the first segment", 1, 300, 0),  # whose end some windows see, and others do not
+    ],
+)
 def test_rounding_costs_at_most_a_step_of_every_weight(
     variant: str, values: str, of_queries: float, window: int, common: float
 ) -> None:
@@ -1016,20 +1045,24 @@ def test_long_attention_split_over_threads_gives_the_same_bits(
     variant: str, window: int, sinks: F32 | None, kv_format: KvFormat
 ) -> None:
     """One decode, or a few queries, that see six segments: one thread computes them in turn, several divide them."""
-    length, num_blocks = 1500, 100
+    length, num_blocks, num_queries = 1500, 100, 6
     rng = np.random.default_rng(13)
     q, k, v = (random_rows(rng, length, n * 32) for n in (6, 2, 2))
     table = (1 + rng.permutation(num_blocks - 1)).astype(np.int32)[None]
+    # What is stored of a token does not depend on what it sees. With a row for each block it sees little: all of these tokens'
+    # attention to each other would take portable kernels seconds.
+    num_stored = length - num_queries
+    of_blocks = [min(16, num_stored - begin) for begin in range(0, num_stored, 16)]
     results = []
     for num_threads in (1, 2, 3):
         shape = {"heads": 6, "kv_heads": 2, "head_dim": 32, "num_blocks": num_blocks, "window": window}
         probe = attention_probe(q, k, v, variant, num_threads=num_threads, kv_format=kv_format, sinks=sinks, **shape)
-        probe.run(range(length - 6), query_lens=[length - 6], block_tables=table)
-        chunk = probe.run(range(length - 6, length - 1), query_lens=[5], context_lens=[length - 6], block_tables=table)
+        probe.run(range(num_stored), query_lens=of_blocks, block_tables=table[0, : len(of_blocks), None])
+        chunk = probe.run(range(num_stored, length - 1), query_lens=[5], context_lens=[num_stored], block_tables=table)
         decode = probe.run([length - 1], query_lens=[1], context_lens=[length - 1], block_tables=table)
         results.append(np.concatenate([chunk, decode]))
-    seen = rounded(q, k, v, heads=6, kv_heads=2, head_dim=32, kv_format=kv_format)
-    expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=32, window=window, sinks=sinks)[length - 6 :]
+    of_q, *stored = rounded(q, k, v, heads=6, kv_heads=2, head_dim=32, kv_format=kv_format)
+    expected = attention_of(of_q[num_stored:], *stored, heads=6, kv_heads=2, head_dim=32, window=window, sinks=sinks)
     assert np.abs(results[0] - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()

@@ -103,8 +103,8 @@ def possible_tokens(logits, params, history, num_prompt, mask=None) -> set[int]:
     result = set()
     for d in (-EDGE, 0.0, EDGE):
         moved = replace(params, top_p=params.top_p * (1 + d) if params.top_p < 1 else 1.0, min_p=params.min_p * (1 - abs(d)))
-        u = uniform(params.seed, len(history))
-        result |= {draw(*narrow(changed, moved), min(max(u + e, 0.0), 1.0)) for e in (-EDGE, 0.0, EDGE)}
+        u, candidates = uniform(params.seed, len(history)), narrow(changed, moved)
+        result |= {draw(*candidates, min(max(u + e, 0.0), 1.0)) for e in (-EDGE, 0.0, EDGE)}
     return result
 
 
@@ -156,7 +156,7 @@ def test_greedy_takes_the_first_of_equals_wherever_they_lie(vocab_size):
 def test_top_p_over_a_flat_distribution_keeps_thousands(top_p):
     """More candidates than the first look takes in."""
     logits = np.random.default_rng(0).normal(0, 0.1, 20000).astype(np.float32)
-    for seed in range(40):
+    for seed in range(20):
         params = SamplingParams(top_p=top_p, seed=seed)
         assert run_native(logits, params, [0], 1)[0] in possible_tokens(logits, params, [0], 1)
 

@@ -48,26 +48,30 @@ def chi_square_limit(degrees: int) -> float:
     return degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
+PARAMS: list[dict[str, float]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.2},
+    {"top_k": 12, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
+]
+
+
 @pytest.mark.parametrize("draw", [draw_reference, draw_native])
 @pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.6},
-        {"temperature": 1.7},
-        {"top_k": 7},
-        {"top_p": 0.8},
-        {"min_p": 0.2},
-        {"top_k": 12, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
-    ],
+    ("varies", "params"),
+    # Parameters change what is drawn from, the position only the number that draws.
+    [*(("seed", params) for params in PARAMS), *(("position", params) for params in (PARAMS[0], PARAMS[-1]))],
 )
-@pytest.mark.parametrize("varies", ["seed", "position"])
 def test_draws_follow_the_distribution(draw: Draw, params: dict[str, float], varies: str):
     logits = np.random.default_rng(5).normal(0, 1.2, VOCAB_SIZE).astype(np.float32)
     if varies == "seed":
         tokens = (draw(logits, SamplingParams(seed=i, **params), 9) for i in range(NUM_DRAWS))
     else:
-        tokens = (draw(logits, SamplingParams(seed=77, **params), 1 + i) for i in range(NUM_DRAWS))
+        of_one_seed = SamplingParams(seed=77, **params)
+        tokens = (draw(logits, of_one_seed, 1 + i) for i in range(NUM_DRAWS))
     counts = Counter(tokens)
     expected = expected_probabilities(logits, SamplingParams(**params))
     assert set(counts) <= set(expected)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -176,12 +177,18 @@ def same_bits(found: F32, expected: F32) -> bool:
     )
 
 
+@cache
+def exact_product(name: str) -> tuple[Numbers, F32]:
+    """Numbers of a kind, and their product."""
+    numbers = KINDS[name](np.random.default_rng(3))
+    with np.errstate(all="ignore"):
+        return numbers, exact_sums(*numbers)
+
+
 @with_tiles
 @pytest.mark.parametrize("name", KINDS)
 def test_a_product_of_bf16_is_two_chains_of_fused_multiply_adds(variant: str, name: str) -> None:
-    a, b, c = KINDS[name](np.random.default_rng(3))
-    with np.errstate(all="ignore"):
-        expected = exact_sums(a, b, c)
+    (a, b, c), expected = exact_product(name)
     assert same_bits(multiplied(*tiles_of(a, b, c), variant).view(np.float32), expected)
     assert len(np.unique(expected)) > 60 or name in {"any bits", "infinite", "no numbers"}
 

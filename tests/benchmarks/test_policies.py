@@ -1,6 +1,7 @@
 """The comparison of orders, small and over made-up lengths: what docs/orders.md claims of the real ones holds here too."""
 
 import random
+from dataclasses import replace
 
 import policies
 import predicted_lengths
@@ -11,19 +12,22 @@ from penstock.lab.workload import Job
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch):
+    """Fewer requests, with shorter answers, than in the benchmarks. Those with deadlines are less patient, too."""
     rng = random.Random(0)
     trace = [
-        Job(arrival_ns=0, num_prompt_tokens=rng.randint(20, 600), num_output_tokens=1 + min(400, int(rng.expovariate(1 / 60))))
+        Job(arrival_ns=0, num_prompt_tokens=rng.randint(20, 600), num_output_tokens=1 + min(130, int(rng.expovariate(1 / 20))))
         for _ in range(500)
     ]
-    outputs = [(1 + min(900, int(rng.expovariate(1 / mean))), label) for label, mean in ((0, 60), (1, 260), (2, 500)) * 400]
+    short = [replace(job, num_prompt_tokens=1 + job.num_prompt_tokens // 20) for job in trace]
+    outputs = [(1 + min(150, int(rng.expovariate(1 / mean))), label) for label, mean in ((0, 10), (1, 43), (2, 83)) * 400]
     rng.shuffle(outputs)
     monkeypatch.setattr(policies, "read_azure", lambda traces: trace)
-    monkeypatch.setattr(predicted_lengths, "read_azure", lambda traces: trace)
+    monkeypatch.setattr(predicted_lengths, "read_azure", lambda traces: short)
     monkeypatch.setattr(predicted_lengths, "read_predictions", lambda traces, skip, count: outputs[skip : skip + count])
-    monkeypatch.setattr(policies, "NUM_JOBS", 400)
+    monkeypatch.setattr(policies, "NUM_JOBS", 250)
     monkeypatch.setattr(predicted_lengths, "NUM_JOBS", 400)
-    monkeypatch.setattr(policies, "SPAN_S", 150.0)
+    monkeypatch.setattr(policies, "SPAN_S", 70.0)
+    monkeypatch.setattr(policies, "PATIENCE_S", (2.5, 15.0))
     monkeypatch.setattr(policies, "EDF_LOADS", (0.7, 1.3))
     monkeypatch.setattr(predicted_lengths, "LOADS", (1.3,))
 

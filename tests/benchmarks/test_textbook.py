@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import textbook
 
+from penstock.lab.workload_choice import WorkloadChoice
+
 
 def report_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, dict[str, list]]:  # type: ignore[type-arg]
     monkeypatch.setattr(textbook, "LOADS", (0.9,))
+    monkeypatch.setattr(textbook, "WorkloadChoice", partial(WorkloadChoice, output_tokens="80~0.8"))
     textbook.main(["--requests", "40", *words])
     report: dict[str, dict[str, list]] = json.loads(capsys.readouterr().out.splitlines()[-1])  # type: ignore[type-arg]
     return report

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from penstock.backends.native import probe_peaks
+from support.cli.serve import Served
+from support.cli.serve import serving as serve
 from support.tiny_models import TinyLlama, write_gguf
 
 Result = subprocess.CompletedProcess[str]
 Penstock = Callable[..., Result]
+Serving = Callable[..., AbstractContextManager[Served]]
+
+_probe_once = functools.cache(probe_peaks)
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +55,19 @@ def penstock(environment: dict[str, str], tmp_path: Path) -> Penstock:
         )
 
     return run
+
+
+@pytest.fixture
+def serving(environment: dict[str, str], tmp_path: Path) -> Serving:
+    """Runs `penstock serve ARGUMENTS` with the reference backend while a block runs."""
+
+    def run(*arguments: str | Path, env: Mapping[str, str] | None = None) -> AbstractContextManager[Served]:
+        return serve({**environment, **(env or {})}, *arguments, cwd=tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets commands in this process share one probe of the machine's peaks, which takes a second or more."""
+    monkeypatch.setattr("penstock.backends.native.probe_peaks", _probe_once)

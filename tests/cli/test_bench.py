@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from click.testing import CliRunner
 
 from penstock.cli import bench
 from penstock.types.errors import PenstockError
+from support.cli.serve import Served
 from support.lab.canned import DONE, CannedServer, event, plain, stream, token, usage
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
+Serving = Callable[..., AbstractContextManager[Served]]
 FEW = ("--requests", "6", "--input-tokens", "4-8", "--output-tokens", "2-3")
 
 
@@ -152,6 +155,7 @@ def test_an_error_in_a_run_does_not_lose_those_before_it(serve, tmp_path: Path, 
         return run_one(*args, **options)
 
     monkeypatch.setattr(bench, "_run", fail_third)
+    monkeypatch.setattr("penstock.lab.plots.is_installed", lambda: False)  # to draw takes most of the time
     files = ("--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
     done = CliRunner().invoke(bench.bench, ["--url", serve().url, *FEW, "--repeat", "3", *files])
     assert str(done.exception) == "The third run failed."
@@ -259,19 +263,12 @@ def test_a_model_in_this_process_is_asked_without_http(penstock: Penstock, tiny_
 
 
 def test_a_server_of_our_own_is_measured_with_exact_lengths(
-    penstock: Penstock, environment: dict[str, str], tiny_model: Path, tmp_path: Path
+    penstock: Penstock, serving: Serving, tiny_model: Path, tmp_path: Path
 ) -> None:
     """End to end: what the client asks for is what the server counts."""
-    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), "--backend", "reference", "--port", "0"]
-    with (
-        (tmp_path / "log").open("w") as log,
-        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=log, env=environment) as server,
-    ):
-        try:
-            url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
-            done = penstock("bench", "--url", url, *FEW, "--tokenizer", tiny_model, "--cache", tmp_path, "--json", "a.json")
-        finally:
-            server.terminate()
+    with serving(tiny_model) as server:
+        words = ("--url", server.url, *FEW, "--tokenizer", tiny_model, "--cache", tmp_path)
+        done = penstock("bench", *words, "--json", "a.json")
     assert done.returncode == 0, done.stderr
     assert "estimated" not in done.stderr
     (run,) = json.loads((tmp_path / "a.json").read_text())["runs"]

@@ -30,16 +30,17 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@click.command(cls=GroupedCommand)
+@model_argument
+@config_options(*ALL)
+@click.pass_obj
+def _command(made: list[Config], **values: Any) -> None:
+    made.append(config_from(values))
+
+
 def _invoke(*arguments: str, env: dict[str, str] | None = None) -> tuple[Result, Config | None]:
     made: list[Config] = []
-
-    @click.command(cls=GroupedCommand)
-    @model_argument
-    @config_options(*ALL)
-    def command(**values: Any) -> None:
-        made.append(config_from(values))
-
-    result = CliRunner().invoke(command, arguments, env=env, standalone_mode=True)
+    result = CliRunner().invoke(_command, arguments, env=env, obj=made, standalone_mode=True)
     return result, made[0] if made else None
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from support.cli.serve import serving
+from support.cli.serve import Served
 
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+Serving = Callable[..., AbstractContextManager[Served]]
 POLICY = '''
 from penstock.sched.policies.base import Eviction, Order, Victim
 
@@ -42,18 +45,17 @@ BODY = {"prompt": "in the", "max_tokens": 3, "temperature": 0, "ignore_eos": Tru
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """The folder in which commands run."""
     (tmp_path / "my_policy.py").write_text(POLICY)
     return tmp_path
 
 
-def test_a_file_of_settings_names_a_class_and_its_arguments(
-    environment: dict[str, str], tiny_model: Path, folder: Path
-) -> None:
+def test_a_file_of_settings_names_a_class_and_its_arguments(serving: Serving, tiny_model: Path, folder: Path) -> None:
     (folder / "penstock.toml").write_text(
         f'model = "{tiny_model}"\npreset = "vllm"\npolicy = "./my_policy.py:Noted"\nvictim = "./my_policy.py:Oldest"\n'
         '[policy_args]\npath = "noted"\ntenants = {quick = 1}\n'
     )
-    with serving(environment, "--config", "penstock.toml", cwd=folder) as served:
+    with serving("--config", "penstock.toml") as served:
         usage = served.post("/v1/completions", BODY)["usage"]
         assert usage["completion_tokens"] == 3
         code, error = served.end()
@@ -61,8 +63,8 @@ def test_a_file_of_settings_names_a_class_and_its_arguments(
     assert (folder / "noted").read_text() == f"{usage['prompt_tokens']} tokens\n"
 
 
-def test_one_that_fails_while_it_runs_is_named_in_the_log(environment: dict[str, str], tiny_model: Path, folder: Path) -> None:
-    with serving(environment, tiny_model, "--policy", "./my_policy.py:Broken", cwd=folder) as served:
+def test_one_that_fails_while_it_runs_is_named_in_the_log(serving: Serving, tiny_model: Path, folder: Path) -> None:
+    with serving(tiny_model, "--policy", "./my_policy.py:Broken") as served:
         assert served.refusal("/v1/completions", BODY)[0] in (500, 503)
         _, error = served.end()
     assert "The order './my_policy.py:Broken' failed in key: ZeroDivisionError" in error
@@ -81,7 +83,7 @@ def test_one_that_fails_while_it_runs_is_named_in_the_log(environment: dict[str,
     ],
 )
 def test_a_start_that_can_not_succeed_says_why(
-    penstock: Callable[..., subprocess.CompletedProcess[str]], tiny_model: Path, folder: Path, arguments: list[str], says: str
+    penstock: Penstock, tiny_model: Path, folder: Path, arguments: list[str], says: str
 ) -> None:
     result = penstock("serve", tiny_model, "--backend", "reference", *arguments)
     assert result.returncode == 1
@@ -90,7 +92,7 @@ def test_a_start_that_can_not_succeed_says_why(
     assert says in result.stderr
 
 
-def test_a_table_of_arguments_is_one_of_toml(penstock: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_a_table_of_arguments_is_one_of_toml(penstock: Penstock) -> None:
     result = penstock("serve", "--policy-args", "weight: 2")
     assert result.returncode == 2
     assert "is not an inline table of TOML, such as {weight = 2}" in " ".join(result.stderr.split())

@@ -26,15 +26,16 @@ Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
 Briefly = Callable[..., Result]
 
-SHORT = ("--requests", "60", "--input-tokens", "20-60", "--output-tokens", "5-9")
+SHORT = ("--requests", "30", "--input-tokens", "20-60", "--output-tokens", "5-9")
 
 
 @pytest.fixture
-def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Briefly:
-    """Runs `penstock plan ARGUMENTS` in this process. Workloads are not repeated, which would take most of the time."""
+def briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probed_once: None) -> Briefly:
+    """Runs `penstock plan ARGUMENTS` in this process. Workloads are hardly repeated, which would take most of the time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("penstock.lab.plan.MOST_REQUESTS", 1)
+    for name, most in {"MOST_REQUESTS": 1, "MOST_TOKENS": 1000, "MOST_FLEET_TOKENS": 1000, "_FILLS": 2}.items():
+        monkeypatch.setattr(f"penstock.lab.plan.{name}", most)
     return lambda *arguments: CliRunner().invoke(plan, [*map(str, arguments)])
 
 
@@ -85,7 +86,7 @@ def test_this_machine_is_probed_and_without_slos_there_is_arithmetic(briefly: Br
 
 def test_settings_of_the_server_change_the_plan(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     rates = []
-    for flags in ((), ("--max-num-seqs", "1")):
+    for flags in ((), ("--max-num-seqs", "4")):
         result = briefly(tiny_model, *SHORT, "--slo", "ttft=20ms", "--hardware", "L4", "--json", "plan.json", *flags)
         assert result.exit_code == 0, result.output
         rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
@@ -104,7 +105,7 @@ def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:
 
 def test_right_guesses_meet_a_latency_that_no_single_step_meets(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     save_cost(tmp_path / "cost.json", SavedCost(cost=CostModel(), source="profile"))
-    answers = ("--requests", "60", "--input-tokens", "20", "--output-tokens", "9", "--slo", "tpot=2.5ms", "--goal", "90%")
+    answers = ("--requests", "30", "--input-tokens", "20", "--output-tokens", "9", "--slo", "tpot=2.5ms", "--goal", "90%")
     rates = []
     for flags in ((), ("--acceptance", "1")):
         result = briefly(tiny_model, *answers, "--cost", "cost.json", "--json", "plan.json", *flags)
@@ -129,13 +130,13 @@ def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
     assert "lie outside of the range that the cost model was fitted to" in result.stdout
 
 
-def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+def test_step_times_of_this_machine_are_not_taken_for_another(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     saved = SavedCost(cost=CostModel(), source="profile", machine={"cpu": cpu_name()})
     save_cost(tmp_path / "cost.json", saved)
-    result = penstock("plan", tiny_model, *SHORT, "--cost", "cost.json", "--hardware", "c7i.4xlarge")
-    assert result.returncode == 1
-    assert "cost.json has the step times of this machine, and c7i.4xlarge is another one" in result.stderr
-    assert penstock("plan", tiny_model, *SHORT, "--cost", "cost.json").returncode == 0
+    result = briefly(tiny_model, *SHORT, "--cost", "cost.json", "--hardware", "c7i.4xlarge")
+    assert isinstance(result.exception, ConfigError)
+    assert "cost.json has the step times of this machine, and c7i.4xlarge is another one" in str(result.exception)
+    assert briefly(tiny_model, *SHORT, "--cost", "cost.json").exit_code == 0
 
 
 def test_each_machine_has_step_times_of_its_own_source_with_their_error(
@@ -209,8 +210,8 @@ def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(
         (("--kv-disk-size", "1GiB", "--hardware", "c7i.4xlarge"), "not simulated"),
         (("--hardware", " , "), "names no hardware"),
         (("--hardware-table", "absent.csv"), "can't be read as a table"),
-        (("--workload", "absent.csv"), "absent.csv"),
-        (("--cost", "absent.json"), "absent.json"),
+        (("--workload", "absent.csv", "--hardware", "L4"), "absent.csv"),
+        (("--cost", "absent.json", "--hardware", "L4"), "absent.json"),
         (("--cost", "absent.json", "--hardware", "L4,H100"), "--cost L4=absent.json; the others are estimated"),
         (("--cost", "H200=absent.json", "--hardware", "L4,H100"), "'H200=absent.json' is not a file for one of L4, H100"),
         (("--beside", "vllm", "--hardware", "L4"), "--beside compares highest rates"),
@@ -229,7 +230,7 @@ def test_mistakes_are_named(penstock: Penstock, tiny_model: Path, arguments: tup
 
 
 def test_a_model_that_is_not_here_is_not_fetched(penstock: Penstock) -> None:
-    result = penstock("plan")
+    result = penstock("plan", "--hardware", "L4")
     assert result.returncode == 1
     assert "penstock pull smollm2:135m" in result.stderr
 
@@ -240,15 +241,51 @@ def test_the_table_of_hardware_is_listed(penstock: Penstock) -> None:
     assert re.search(r"RTXPRO6000 .* LLMServingSim, AIConfigurator ", result.stdout)
 
 
+def example_of_the_page() -> tuple[list[str], str]:
+    """The words after `penstock`, and what the page shows below them."""
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- begin example -->\n```console\n\$ penstock (.*?)\n(.*?)```\n<!-- end example -->", page, re.DOTALL)
+    assert found is not None
+    return shlex.split(found[1]), without_workload(found[2])
+
+
+def without_workload(text: str) -> str:
+    return re.sub(r"^Workload .*\n", "", text, flags=re.MULTILINE)
+
+
+def in_line(text: str) -> str:
+    return re.sub(r" {2,}", "  ", text)
+
+
+def after(shown: str, printed: str) -> str:
+    """The part of `printed` after the lines that are shown, some of which are left out."""
+    for part in re.split(r"^ +\.\.\.\n", shown, flags=re.MULTILINE):
+        assert part in printed, "its lines stand together, and after those before"
+        printed = printed.partition(part)[2]
+    return printed
+
+
+@pytest.mark.model
+def test_the_default_model_has_the_arithmetic_that_the_page_shows(penstock: Penstock) -> None:
+    words, shown = example_of_the_page()
+    while "--slo" in words:
+        begin = words.index("--slo")
+        del words[begin : begin + 2]
+    result = penstock(*words, "--cache", default_cache_dir())
+    assert result.returncode == 0, result.stderr
+    head, answered, _ = shown.partition("\nHighest rate: ")
+    _, is_there, arithmetic = shown.partition("\nArithmetic\n")
+    assert answered
+    assert is_there
+    printed = after(head, without_workload(result.stdout))
+    rest = after(is_there + in_line(arithmetic), in_line(printed))  # with SLOs the names are padded for a longer one
+    assert rest.strip().startswith("For the highest rate, replicas and cost, give SLOs")
+
+
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_is_planned_as_its_page_shows(penstock: Penstock) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
-    shown = re.search(r"<!-- begin example -->\n```console\n\$ penstock (.*?)\n(.*?)```\n<!-- end example -->", page, re.DOTALL)
-    assert shown is not None
-    result = penstock(*shlex.split(shown[1]), "--cache", default_cache_dir())
+    words, shown = example_of_the_page()
+    result = penstock(*words, "--cache", default_cache_dir())
     assert result.returncode == 0, result.stderr
-    rest = re.sub(r"^Workload .*\n", "", result.stdout, flags=re.MULTILINE)
-    for part in re.split(r"^ +\.\.\.\n", re.sub(r"^Workload .*\n", "", shown[2], flags=re.MULTILINE), flags=re.MULTILINE):
-        assert part in rest, "its lines stand together, and after those before"
-        rest = rest.partition(part)[2]
-    assert not rest.strip()
+    assert not after(shown, without_workload(result.stdout)).strip()

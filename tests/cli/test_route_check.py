@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,14 +46,23 @@ never_matching = ["(?i)secret"]
 WIDTH = 64
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("small", "large", "vectors")):
+        write_gguf(folder / f"{name}.gguf", TinyLlama(hidden_size=WIDTH, seed=seed))
+    return folder
+
+
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def check(
+    capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
     """Runs the command on a config file's text; gives the lines that it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLOUD_KEY", "sk-never-shown")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    for seed, name in enumerate(("small", "large", "vectors")):
-        write_gguf(tmp_path / f"{name}.gguf", TinyLlama(hidden_size=WIDTH, seed=seed))
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     write_route(tmp_path)
 
     def run(text: str, *words: str, code: int = 0) -> list[str]:

@@ -143,7 +143,8 @@ def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Pat
         "    def __init__(self, *, weight: int = 1):\n        self.weight = weight\n\n"
         "    def key(self, request, now_ns):\n        return (-self.weight * request.num_prompt_tokens,)\n"
     )
-    words = ("--blocks", "400", "--workload", "chat", "--requests", "60", "--max-num-seqs", "2", "--load", "1")
+    lengths = ("--input-tokens", "300~1.5", "--output-tokens", "40~0.8")
+    words = ("--blocks", "400", *lengths, "--requests", "60", "--max-num-seqs", "2", "--load", "1")
     own = ("--policy", "./mine.py:LongFirst", "--policy-args", "{weight = 2}")
     out = simulate(*words, *own, "--without", "policy")
     assert re.search(r"[1-9]\d* of 60 requests get their first or last token at another time", out)

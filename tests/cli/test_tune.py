@@ -6,11 +6,11 @@ import asyncio
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from penstock.cli.bench import loaded
 from penstock.cli.tune import _Simulator, tune
@@ -21,9 +21,11 @@ from penstock.lab.records import End
 from penstock.lab.tune import DEFAULT
 from penstock.lab.workload import Job, Workload
 from penstock.types.errors import PenstockError
-from support.cli.serve import serving
+from support.cli.serve import Served
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
+Serving = Callable[..., AbstractContextManager[Served]]
+Tune = Callable[..., Result]
 
 TIGHT = ("--input-tokens", "10-400", "--output-tokens", "5-20", "--rate", "8", "--slo", "itl=30ms", "--slo", "ttft=5s")
 """The default spends more than that on a chunk of a prompt."""
@@ -37,27 +39,22 @@ def cost(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def tune_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probed_once: None) -> Tune:
+    """Runs `penstock tune ARGUMENTS` in this process. It searches two settings alone, which help where the limits are tight."""
+    some = {"slo_itl": ("20ms",), "max_num_batched_tokens": (128,)}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("penstock.lab.tune.SPACE", some)
+    return lambda *arguments: CliRunner().invoke(tune, [*map(str, arguments), "--slices", "18", "--finalists", "1"])
+
+
 def test_what_it_writes_is_what_the_server_serves_and_its_metrics_say_so(
-    penstock: Penstock, environment: dict[str, str], tiny_model: Path, tmp_path: Path, cost: Path
+    tune_some: Tune, serving: Serving, tiny_model: Path, tmp_path: Path, cost: Path
 ) -> None:
-    words = (
-        tiny_model,
-        *TIGHT,
-        "--requests",
-        "540",
-        "--slices",
-        "18",
-        "--finalists",
-        "1",
-        "--cost",
-        cost,
-        "--block-size",
-        "32",
-        "--threads",
-        "1",
-    )
-    done = penstock("tune", *words, "--output", "tuned.toml")
-    assert done.returncode == 0, done.stderr
+    words = (tiny_model, *TIGHT, "--requests", "216", "--cost", cost, "--block-size", "32", "--threads", "1")
+    done = tune_some(*words, "--output", "tuned.toml")
+    assert done.exit_code == 0, done.output
     assert "over the default." in done.stdout
     assert "real engine" not in done.stdout
     told = re.search(r"hash of these settings is ([0-9a-f]{12}),", done.stdout)
@@ -68,11 +65,12 @@ def test_what_it_writes_is_what_the_server_serves_and_its_metrics_say_so(
     assert "\nblock_size = 32\n" in text
     assert '\ndevice = "cpu"\nthreads = 1\n' in text
     assert re.search(r"^(slo_itl = 0\.0\d+|max_num_batched_tokens = \d+)$", text, re.MULTILINE)
-    with serving(environment, "--config", tmp_path / "tuned.toml") as served:
+    with serving("--config", tmp_path / "tuned.toml") as served:
         assert f'penstock_settings_info{{hash="{told[1]}",model="tiny"}} 1.0' in served.get("/metrics").decode()
 
 
 def test_nothing_is_written_if_the_default_is_as_good(penstock: Penstock, tiny_model: Path, tmp_path: Path, cost: Path) -> None:
+    """All settings are searched."""
     some = ("--input-tokens", "4-8", "--output-tokens", "2-3", "--rate", "1", "--requests", "36", "--slices", "18")
     done = penstock("tune", tiny_model, *some, "--slo", "ttft=5s", "--cost", cost, "--output", "tuned.toml")
     assert done.returncode == 0, done.stderr
@@ -82,19 +80,19 @@ def test_nothing_is_written_if_the_default_is_as_good(penstock: Penstock, tiny_m
 
 
 def test_the_best_runs_on_the_real_engine_beside_the_default(
-    penstock: Penstock, tiny_model: Path, tmp_path: Path, cost: Path
+    tune_some: Tune, tiny_model: Path, tmp_path: Path, cost: Path
 ) -> None:
     """A tiny model's steps take no time, so it is open whether the settings help; if they do not, there is no file."""
-    some = ("--requests", "108", "--speed", "20", "--slices", "18", "--finalists", "1", "--max-tokens", "20", "--verify")
-    done = penstock("tune", tiny_model, *TIGHT, *some, "--cost", cost, "--output", "tuned.toml")
-    assert done.returncode == 0, done.stderr
+    some = ("--requests", "108", "--speed", "20", "--max-tokens", "20", "--verify")
+    done = tune_some(tiny_model, *TIGHT, *some, "--cost", cost, "--output", "tuned.toml")
+    assert done.exit_code == 0, done.output
     _, verified = done.stdout.split("On the real engine")
     assert re.search(r"slo_itl|max_num_batched_tokens|long_prefill", verified)
     assert ("keep the default" in verified) != (tmp_path / "tuned.toml").exists()
 
 
 def test_the_real_engine_has_the_settings_that_are_written(
-    monkeypatch: pytest.MonkeyPatch, penstock: Penstock, tiny_model: Path, cost: Path
+    monkeypatch: pytest.MonkeyPatch, tune_some: Tune, tiny_model: Path, cost: Path
 ) -> None:
     """They may be in the environment, as they are here."""
     asked: list[dict[str, object]] = []
@@ -107,26 +105,13 @@ def test_the_real_engine_has_the_settings_that_are_written(
 
     monkeypatch.setattr("penstock.cli.bench.loaded", loaded)
     monkeypatch.setenv("PENSTOCK_THREADS", "1")
-    words = [
-        str(tiny_model),
-        *TIGHT,
-        "--requests",
-        "108",
-        "--slices",
-        "18",
-        "--finalists",
-        "1",
-        "--cost",
-        str(cost),
-        "--verify",
-    ]
-    done = CliRunner().invoke(tune, words)
+    done = tune_some(tiny_model, *TIGHT, "--requests", "108", "--cost", cost, "--verify")
     assert isinstance(done.exception, PenstockError)
     assert "Simulated, on slices" in done.output
     assert (asked[0]["device"], asked[0]["threads"]) == ("cpu", 1)
 
 
-def test_each_slice_has_noise_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+def test_each_slice_has_noise_of_its_own(tiny_model: Path, tmp_path: Path, probed_once: None) -> None:
     cost = tmp_path / "noisy.json"
     noise = (Residuals(1e12, (0.5, 1.0, 1.5)),)
     save_cost(cost, SavedCost(cost=CostModel(residuals=noise), source="profile", model="tiny", date="2026-11-22"))
@@ -151,12 +136,12 @@ def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) 
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (("--requests", "20"), "too few for 24 slices"),
+        (("--requests", "20", "--hardware", "c7i.4xlarge"), "too few for 24 slices"),
         (("--hardware", "L4", "--verify", "--slo", "ttft=1s"), "The real engine is on this machine"),
-        (("--max-tokens", "5", "--slo", "ttft=1s"), "The longest answer has 128 tokens"),
-        ((), "Goodput needs SLOs"),
+        (("--max-tokens", "5", "--slo", "ttft=1s", "--hardware", "c7i.4xlarge"), "The longest answer has 128 tokens"),
+        (("--hardware", "c7i.4xlarge"), "Goodput needs SLOs"),
         (("--output", "no/where.toml"), "can't be written"),
-        (("--device", "cuda", "--slo", "ttft=1s"), "does not run cuda"),
+        (("--device", "cuda", "--slo", "ttft=1s", "--hardware", "c7i.4xlarge"), "does not run cuda"),
     ],
 )
 def test_what_can_not_be_is_told(penstock: Penstock, tiny_model: Path, words: tuple[str, ...], cause: str) -> None:

@@ -1,7 +1,8 @@
 """A cluster of processes while replicas are killed, stopped, delayed and made to hang, and while its front is killed.
 
-`make test` runs it for some seconds, `make test-cluster` for CHAOS_S=25, or for ten minutes: CHAOS_S=600. In a run of less
-than a minute, more happens in less time. One line of JSON says what happened.
+`make test-slow` runs it for some seconds, `make test-cluster` for CHAOS_S=25, or for ten minutes: CHAOS_S=600. In a run of
+less than a minute, more happens in less time. One line of JSON says what happened. `test_cluster.py` has replicas in threads
+that are lost in the same ways, one at a time.
 """
 
 from __future__ import annotations
@@ -212,6 +213,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 async def test_answers_are_right_whatever_dies(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         chaos = Chaos(tmp_path)

@@ -164,10 +164,11 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_move_to_the_replica_that_takes_them(pool, apart: None) -> None:
     with cluster(WaitingExecutor(), WaitingExecutor(), slo_itl_ns=1) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
-        assert [stream(made, prompt) for prompt in PROMPTS] == [oracle(prompt) for prompt in PROMPTS]
+        some = PROMPTS[:3]
+        assert [stream(made, prompt) for prompt in some] == [oracle(prompt) for prompt in some]
         assert list(pool.map(partial(text_of, made), PROMPTS)) == [oracle(prompt) for prompt in PROMPTS]
         num_ended = {name: num_answers(replica.running) for name, replica in made.replicas.items()}
-        assert sorted(num_ended.values()) == [0, 2 * len(PROMPTS)]
+        assert sorted(num_ended.values()) == [0, len(some) + len(PROMPTS)]
         headers = {"X-Request-Id": "one"}
         response = httpx.post(made.server.url + URL, json={"prompt": "y" * 100, "temperature": 0}, headers=headers, timeout=60)
         assert response.json()["choices"][0]["text"] == oracle("y" * 100)
@@ -185,7 +186,7 @@ def test_answers_move_to_the_replica_that_takes_them(pool, apart: None) -> None:
 
 def test_choices_grammars_scores_and_beams_are_right_where_answers_move(apart: None) -> None:
     bodies = [
-        *({"prompt": prompt, "n": 3, "seed": 5, "temperature": 0.9, "logprobs": 2} for prompt in PROMPTS[:3]),
+        *({"prompt": prompt, "n": 3, "seed": 5, "temperature": 0.9, "logprobs": 2} for prompt in PROMPTS[:2]),
         {"prompt": PROMPTS[0], "n": 2, "use_beam_search": True, "max_tokens": 6},
         {"prompt": PROMPTS[1], "prompt_logprobs": 1, "max_tokens": 6},
         {"prompt": PROMPTS[2], "structured_outputs": {"json": SCHEMA}, "max_tokens": 60},
@@ -322,7 +323,14 @@ def test_an_abort_is_not_lost_with_its_replica(pool) -> None:
             assert replica is lost or not replica.running.engine.load().num_running
 
 
-def test_a_request_that_ends_each_replica_ends_itself(pool) -> None:
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front has a beat each tenth of a second, and replicas too."""
+    monkeypatch.setattr(fleet_module, "SILENCE_NS", 1_000_000_000)
+    monkeypatch.setattr("penstock.cluster.replica.BEAT_S", 0.1)
+
+
+def test_a_request_that_ends_each_replica_ends_itself(pool, quick_redials: None) -> None:
     with cluster(num_replicas=2) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
         for replica in made.replicas.values():
@@ -447,11 +455,15 @@ def test_what_no_replica_computes_ends_in_time(pool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("limit", ["queue_timeout", "first_token_timeout", "request_timeout"])
-def test_limits_of_time_hold_without_a_replica(limit: str, pool) -> None:
-    with cluster(GatedExecutor(), **{f"{limit}_s": 1.0}) as made:
+def test_limits_of_time_hold_without_a_replica(limit: str, pool, quick_beats: None) -> None:
+    with cluster(GatedExecutor(), **{f"{limit}_s": 30.0}) as made:
+        clock = made.fleet.clock = JumpingClock()
         answer = pool.submit(post, made, PROMPTS[0])
         working(made)
         made.replicas["r0"].kill()
+        wait_until(lambda: made.fleet.num_replicas == 0)
+        assert not answer.done()
+        clock.offset_ns = 31_000_000_000
         response = answer.result(30)
         assert response.status_code == 408, response.text
 
@@ -485,7 +497,7 @@ def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("greeting", [b"", encode(Greeting(FORMAT, b""))], ids=["from the start", "after its greeting"])
 def test_a_silent_front_is_lost(greeting: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its machine or the network has gone, so that no end of the connection is told."""
-    for name, value in (("FRONT_SILENCE_S", 0.3), ("BEAT_S", 0.05), ("REDIAL_S", 0.01)):
+    for name, value in (("FRONT_SILENCE_S", 0.1), ("BEAT_S", 0.02), ("REDIAL_S", 0.01)):
         monkeypatch.setattr(f"penstock.cluster.replica.{name}", value)
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         listener.settimeout(30)
@@ -498,19 +510,17 @@ def test_a_silent_front_is_lost(greeting: bytes, monkeypatch: pytest.MonkeyPatch
                 connection.sendall(struct.pack("<I", len(greeting)) + greeting)
 
 
-def test_a_front_that_has_nothing_to_send_is_heard(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr("penstock.cluster.replica.FRONT_SILENCE_S", 2.0)
+def test_a_front_that_has_nothing_to_send_is_heard(monkeypatch: pytest.MonkeyPatch, caplog, quick_beats: None) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.FRONT_SILENCE_S", 0.5)
     with cluster(num_replicas=1) as made:
-        end_ns = made.front.clock.now_ns() + 4_000_000_000
+        end_ns = made.front.clock.now_ns() + 1_000_000_000
         wait_until(lambda: made.front.clock.now_ns() > end_ns)
         assert made.fleet.num_replicas == 1
         assert "was lost" not in caplog.text
 
 
-def test_a_front_that_stood_still_does_not_take_its_replicas_for_lost(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_front_that_stood_still_does_not_take_its_replicas_for_lost(caplog, quick_beats: None) -> None:
     """As after SIGSTOP, or a pause of its virtual machine: the clock jumps, and nothing was read meanwhile."""
-    monkeypatch.setattr(fleet_module, "SILENCE_NS", 2_000_000_000)
-    monkeypatch.setattr("penstock.cluster.replica.BEAT_S", 0.5)
     with cluster(num_replicas=2) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
         clock = made.fleet.clock = JumpingClock()
@@ -588,18 +598,20 @@ def test_nonsense_and_crowds_at_the_replicas_port_do_no_harm() -> None:
         crowd = [socket.create_connection(("127.0.0.1", made.port)) for _ in range(MAX_STRANGERS + 10)]
         assert text_of(made, "Hello") == oracle("Hello")
         wait_until(lambda: len(made.fleet._replicas) == MAX_STRANGERS + 1)
-        assert sum(is_closed(stranger) for stranger in crowd) == 10
+        wait_until(lambda: sum(map(is_closed, crowd)) == 10)
+        assert text_of(made, "Hello") == oracle("Hello")
+        assert sum(map(is_closed, crowd)) == 10, "the others are still there"
         for stranger in crowd:
             stranger.close()
 
 
 def is_closed(stranger: socket.socket) -> bool:
     """Return whether the front has closed the connection, after its greeting if it sent one."""
-    stranger.settimeout(0.05)
+    stranger.setblocking(False)
     try:
         while stranger.recv(4096):
             pass
-    except TimeoutError:
+    except BlockingIOError:
         return False
     except ConnectionResetError:
         pass
@@ -661,7 +673,9 @@ def test_a_replica_that_is_refused_dials_less_and_less_often(monkeypatch: pytest
     assert pauses_s == [0.01, 0.02, 0.04, 0.07, 0.07, 0.07]
 
 
-def test_replicas_stay_when_a_beat_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_replicas_stay_when_a_beat_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quick_beats: None
+) -> None:
     with cluster(num_replicas=1) as made:
         wait_until(lambda: made.fleet.num_replicas == 1)
         monkeypatch.setattr(made.fleet, "_look_after_waiting", lambda now_ns: 1 / 0)
@@ -688,7 +702,7 @@ def test_no_token_is_lost_when_an_observer_fails(method: str, monkeypatch: pytes
         assert calls
 
 
-def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool) -> None:
+def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool, quick_redials: None) -> None:
     """It gets a token or two from each replica, and then the connection is lost."""
     with cluster(*(SlowExecutor(CAPACITY, model=PRINTABLE_MODEL) for _ in range(2))) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)

@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from penstock.lab.doctor import RULES, Gain, Outlook, Verdict, diagnose
+from penstock.cli.doctor import predictor_of
+from penstock.lab.doctor import RULES, Diagnosis, Prediction, RequestTimes, Verdict, diagnose
+from penstock.lab.evidence import Evidence
 from penstock.types.request import WaitTimes
-from support.doctor.illnesses import HEALTHY, SEEN, UNSEEN, greedy_key, slow_tier, window_too_long
-from support.doctor.stage import SECOND_NS, Stage, poisson
+from support.doctor.illnesses import (
+    HEALTHY,
+    SEEN,
+    UNSEEN,
+    greedy_key,
+    prompts_beside_streams,
+    slow_tier,
+    small_kv_cache,
+    too_few_rows,
+    window_too_long,
+)
+from support.doctor.stage import SECOND_NS, Stage, Workshop, poisson
 
 ILL = {**SEEN, **UNSEEN}
 
 
+@functools.cache
+def evidence_of(stage: Callable[[], Stage | Workshop]) -> Evidence:
+    """Return a stage's evidence. Some stages are judged in several ways, and staged once."""
+    return stage().evidence
+
+
+@functools.cache
+def diagnosis_of(stage: Callable[[], Stage | Workshop]) -> Diagnosis:
+    evidence = evidence_of(stage)
+    return diagnose(evidence, predictor_of(evidence).gain)
+
+
 @pytest.mark.parametrize("name", ILL)
 def test_the_cause_is_named(name: str) -> None:
-    diagnosis = ILL[name]().diagnose()
+    diagnosis = diagnosis_of(ILL[name])
     assert diagnosis.verdict is Verdict.ILL
     assert name in [finding.rule.name for finding in diagnosis.findings[:2]]
+
+
+@pytest.mark.parametrize("stage", [too_few_rows, small_kv_cache])
+def test_the_simulator_sees_the_gain(stage: Callable[[], Stage]) -> None:
+    first = diagnosis_of(stage).findings[0]
+    assert first.gain is not None
+    assert first.gain.after.mean_s < 0.9 * first.gain.before.mean_s
+
+
+def test_the_simulator_sees_shorter_gaps() -> None:
+    first = diagnosis_of(prompts_beside_streams).findings[0]
+    assert first.gain is not None
+    assert first.gain.after.gap_s < 0.3 * first.gain.before.gap_s
+
+
+def test_a_small_model_that_guesses_does_not_hinder_the_simulator() -> None:
+    evidence = evidence_of(too_few_rows)
+    settings = {**evidence.settings, "speculation_model": "small"}
+    assert predictor_of(replace(evidence, settings=settings)).gain({"max_num_seqs": 8}) is not None
 
 
 @pytest.mark.parametrize("stage", HEALTHY)
@@ -34,13 +78,13 @@ def names(stage: Stage) -> list[str]:
 
 
 def test_a_full_kv_cache_is_not_taken_for_a_reserved_one_when_its_load_has_ended() -> None:
-    visitors = poisson(20, 4, prompt=[100, 300], answer=[100, 200])
-    assert names(Stage(visitors, blocks=60, until_s=200))[0] == "small KV cache"
+    visitors = poisson(10, 4, prompt=[100, 300], answer=[100, 200])
+    assert names(Stage(visitors, blocks=60, until_s=100))[0] == "small KV cache"
 
 
 def test_of_two_keys_with_as_much_load_neither_is_greedy() -> None:
-    keys = [poisson(40, 1.5, seed, prompt=50, answer=[60, 120], tenant=f"key {seed}") for seed in (1, 2)]
-    stage = Stage([visitor for key in keys for visitor in key], {"max_num_seqs": 1}, until_s=40)
+    keys = [poisson(14, 1.5, seed, prompt=50, answer=[60, 120], tenant=f"key {seed}") for seed in (1, 2)]
+    stage = Stage([visitor for key in keys for visitor in key], {"max_num_seqs": 1}, until_s=14)
     assert 0.5 < stage.evidence.largest_share < 0.6
     assert names(stage) == ["few rows"]
 
@@ -59,7 +103,7 @@ def test_clients_do_not_keep_the_server_waiting_for_more_than_all_of_the_time() 
 
 
 def test_refused_clients_are_not_said_to_come_back_early() -> None:
-    stage = Stage(poisson(20, 30, prompt=[100, 300], answer=[100, 200]), {"max_queue": 8}, until_s=20)
+    stage = Stage(poisson(10, 30, prompt=[100, 300], answer=[100, 200]), {"max_queue": 8}, until_s=10)
     assert stage.evidence.num_refused > 2 * stage.evidence.num_ended
     assert "refusals" in names(stage)
 
@@ -73,7 +117,7 @@ def test_refusals_that_a_keys_own_limit_asks_for_are_no_illness() -> None:
 
 def test_a_tier_is_slow_if_computing_would_take_less() -> None:
     [rule] = [rule for rule in RULES if rule.name == "slow tier"]
-    evidence = slow_tier().evidence
+    evidence = evidence_of(slow_tier)
     loading_s = evidence.parts_s["loading"]
     assert rule.lost_s(evidence) == loading_s > 0
 
@@ -96,14 +140,14 @@ def test_a_tier_that_is_slower_than_computing_is_named() -> None:
 
 @pytest.mark.parametrize(("gap_s", "is_advised"), [(1.0, False), (0.5, True)])
 def test_a_setting_without_a_gain_is_not_advised(gap_s: float, is_advised: bool) -> None:
-    gain = Gain(Outlook(1.0, 1.0, 1.0), Outlook(1.0, 1.0, gap_s))
-    found = diagnose(window_too_long().evidence, lambda _: gain).findings[0]
+    gain = Prediction(RequestTimes(1.0, 1.0, 1.0), RequestTimes(1.0, 1.0, gap_s))
+    found = diagnose(evidence_of(window_too_long), lambda _: gain).findings[0]
     assert found.rule.name == "batch window"
     assert (bool(found.change), found.gain) == ((True, gain) if is_advised else (False, None))
 
 
 def greedy(**changes: object) -> list[str]:
-    return [one.rule.name for one in diagnose(replace(greedy_key().evidence, **changes)).findings]
+    return [one.rule.name for one in diagnose(replace(evidence_of(greedy_key), **changes)).findings]
 
 
 def test_the_key_that_asks_is_not_told_that_it_is_greedy() -> None:
@@ -115,6 +159,6 @@ def test_the_key_that_asks_is_not_told_that_it_is_greedy() -> None:
 
 @pytest.mark.parametrize("sight", [{"num_now": 4}, {"num_refused": 500, "num_calls": 500}])
 def test_a_background_hides_nobody_who_waits_or_is_refused(sight: dict[str, float]) -> None:
-    evidence = replace(greedy_key().evidence, visits=[], num_background=3, num_ended=0, num_refused=0, num_now=0, num_calls=0)
+    evidence = replace(evidence_of(greedy_key), visits=[], num_background=3, num_ended=0, num_refused=0, num_now=0, num_calls=0)
     assert diagnose(evidence).verdict is Verdict.HEALTHY
     assert diagnose(replace(evidence, **sight)).verdict is Verdict.UNKNOWN

@@ -33,7 +33,7 @@ def found(server: RealServer) -> list[str]:
 
 @pytest.mark.usefixtures("weights")
 def test_a_window_that_is_too_long(tmp_path: Path) -> None:
-    with serving(tmp_path, "--preset", "dynamic", "--batch-window", "500ms") as server:
+    with serving(tmp_path, "--preset", "dynamic", "--batch-window", "200ms") as server:
         ask(server, [f"{nth} is" for nth in range(6)], 3)
         assert found(server)[0] == "batch window"
 
@@ -41,7 +41,7 @@ def test_a_window_that_is_too_long(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("weights")
 def test_one_row_for_eight_clients(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-num-seqs", "1") as server:
-        ask(server, [f"{nth} is" for nth in range(16)], 20, at_once=8)
+        ask(server, [f"{nth} is" for nth in range(16)], 8, at_once=8)
         assert found(server)[0] == "few rows"
 
 

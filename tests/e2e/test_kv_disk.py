@@ -16,15 +16,16 @@ import pytest
 from penstock.storage.block_file import FILE_NAME
 from support.e2e.process import COMPLETIONS, RealServer, penstock, serving, stream, stream_async, until
 
-SIZES = ("--kv-cache-memory", "12MB", "--max-model-len", "700", "--kv-disk-size", "200MB", "--kv-headroom", "0")
+SIZES = ("--kv-cache-memory", "6MB", "--max-model-len", "350", "--kv-disk-size", "200MB", "--kv-headroom", "0")
 SMALL = (*SIZES, "--speculation", "off")
-"""Sixty blocks: two or three of these stories at a time. With guesses they would end sooner."""
-NUM_STORIES = 8
+"""Thirty blocks: two or three of these stories at a time. With guesses they would end sooner. Answers are so much longer than
+what an admission keeps free for them that running requests are preempted."""
+NUM_STORIES = 6
 
 
 def story(idx: int, *, max_tokens: int = 90) -> dict[str, object]:
-    """About 230 tokens, of which only the first are common."""
-    text = f"Chapter {idx}. " + f"The {idx}th keeper of the lighthouse wrote a letter to the harbour master. " * 12
+    """About 115 tokens, of which only the first are common."""
+    text = f"Chapter {idx}. " + f"The {idx}th keeper of the lighthouse wrote a letter to the harbour master. " * 6
     return {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
@@ -42,34 +43,37 @@ def expected(server: RealServer) -> list[list[int]]:
     return answers(server)
 
 
+def moved(server: RealServer, direction: str) -> float:
+    return server.metric("kv_disk_blocks_total", direction=direction)
+
+
 @pytest.fixture
 def small(weights: None, tmp_path: Path) -> Iterator[RealServer]:
     with serving(tmp_path, *SMALL, "--kv-disk-path", str(tmp_path)) as running:
         yield running
 
 
-def moved(server: RealServer, direction: str) -> float:
-    return server.metric("kv_disk_blocks_total", direction=direction)
-
-
-def test_swapped_is_not_swapped(small: RealServer, expected: list[list[int]]) -> None:
+def test_swapped_is_not_swapped(small: RealServer, tmp_path: Path, expected: list[list[int]]) -> None:
+    """Also with a file that is removed meanwhile."""
     assert answers(small) == expected
     assert answers(small) == expected
+    assert small.metric("preemptions_total") > 0
     assert moved(small, "spilled") > 0
     assert moved(small, "loaded") > 0
+    (tmp_path / FILE_NAME).unlink()
+    assert answers(small) == expected
+    assert small.is_ready()
     code, _ = small.end()
     assert code == 0
 
 
-@pytest.mark.parametrize("damage", ["removed", "emptied", "overwritten"])
+@pytest.mark.parametrize("damage", ["emptied", "overwritten"])
 def test_a_file_that_is_damaged_makes_no_wrong_token(
     small: RealServer, tmp_path: Path, expected: list[list[int]], damage: str
 ) -> None:
     file = tmp_path / FILE_NAME
     assert answers(small) == expected
-    if damage == "removed":
-        file.unlink()
-    elif damage == "emptied":
+    if damage == "emptied":
         os.truncate(file, 0)
     else:
         with file.open("r+b") as data:
@@ -77,9 +81,8 @@ def test_a_file_that_is_damaged_makes_no_wrong_token(
                 data.seek(position)
                 data.write(b"damage")
     assert answers(small) == expected
-    if damage != "removed":
-        assert small.metric("kv_disk_failures_total", reason="corrupt") > 0
-        assert "will be computed again" in small.log.read_text()
+    assert small.metric("kv_disk_failures_total", reason="corrupt") > 0
+    assert "will be computed again" in small.log.read_text()
     assert httpx.get(f"{small.url}/health").status_code == 200
 
 
@@ -109,9 +112,12 @@ def test_a_session_goes_on_after_a_restart(weights: None, tmp_path: Path, expect
         second.end()
 
 
-def test_what_is_killed_in_the_middle_of_a_swap_starts_again(weights: None, tmp_path: Path, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("num_kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_killed_in_the_middle_of_a_swap_starts_again(
+    weights: None, tmp_path: Path, expected: list[list[int]], num_kills: int
+) -> None:
     folder = ("--kv-disk-path", str(tmp_path))
-    for turn in range(3):
+    for turn in range(num_kills):
         with serving(tmp_path, *SMALL, *folder) as server:
             asyncio.run(_kill_while_busy(server, range(turn * NUM_STORIES, (turn + 1) * NUM_STORIES)))
     with serving(tmp_path, *SMALL, *folder) as last:
@@ -126,6 +132,6 @@ async def _kill_while_busy(server: RealServer, stories: range) -> None:
     """Without a warning, as soon as some blocks have been spilled, while others are on their way."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         tasks = [asyncio.create_task(stream_async(client, COMPLETIONS, story(idx))) for idx in stories]
-        await asyncio.to_thread(until, lambda: moved(server, "spilled") >= 20, timeout_s=60.0)
+        await asyncio.to_thread(until, lambda: moved(server, "spilled") >= 10, timeout_s=60.0)
         server.process.kill()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,10 +21,10 @@ MAX_WAIT_S = 10.0
 
 
 @contextlib.contextmanager
-def crowd(server: RealServer) -> Iterator[list[socket.socket]]:
+def crowd(server: RealServer, size: int = NUM_IDLE) -> Iterator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
         address = ("127.0.0.1", server.port)
-        yield [stack.enter_context(socket.create_connection(address, timeout=TIMEOUT_S)) for _ in range(NUM_IDLE)]
+        yield [stack.enter_context(socket.create_connection(address, timeout=TIMEOUT_S)) for _ in range(size)]
 
 
 def check_served(server: RealServer) -> None:
@@ -77,7 +77,8 @@ def test_descriptors_that_are_gone_unforeseen_do_not_fill_the_log(weights: None,
         _, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, hard))
         start_s = time.monotonic()
-        with crowd(server):
+        # Each takes the place of one that has been idle for half a second, so that a larger crowd takes longer.
+        with crowd(server, 120):
             check_served(server)
         check_served(server)
         assert 1 <= num_warnings(server) <= 2 + (time.monotonic() - start_s)

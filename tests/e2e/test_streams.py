@@ -48,7 +48,7 @@ def call(number: int, *, salt: str) -> tuple[str, dict[str, Any]]:
     if number % 4 == 0:
         question = QUESTIONS[number // 4]
         return CHAT, {**common, "messages": [{"role": "user", "content": question}], "max_tokens": 16}
-    sentences = [SENTENCES[(number + i) % len(SENTENCES)] for i in range(1 + 5 * number % 23)]
+    sentences = [SENTENCES[(number + i) % len(SENTENCES)] for i in range(1 + 5 * number % 11)]
     prompt = f"{ascii_letters[number]}. " + " ".join(sentences)
     return COMPLETIONS, {**common, "prompt": prompt, "max_tokens": 3 + number % 9}
 

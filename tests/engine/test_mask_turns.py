@@ -19,7 +19,7 @@ from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from support.hash_matcher import HashMatcher
 
-MODEL = HashModel(vocab_size=90)
+MODEL = HashModel(vocab_size=30)
 CAPACITY = Capacity(num_blocks=1000, block_size=16, max_rows=48, max_step_tokens=64, max_model_len=6000)
 US = 1_000
 SLOW_NS = 5 * STEP_NS
@@ -253,7 +253,7 @@ def test_rows_of_one_schema_do_not_sit_out(apart, num_plain):
     bench.turn(*rows)
     bench.run(40)
     bench.sat_out.steps.clear()
-    bench.run(200)
+    bench.run(3 * len(SCHEMA_NS))
     assert not bench.sat_out.names
 
 
@@ -300,7 +300,7 @@ def test_a_long_prompt_beside_slow_masks_of_many_tenants_waits_for_one_too(depth
     bench.run(50)
     came_ns = bench.clock.now_ns()
     bench.turn()
-    bench.turn(make_request("new", [3 + idx % 80 for idx in range(640)], max_tokens=1))
+    bench.turn(make_request("new", [3 + idx % 25 for idx in range(640)], max_tokens=1))
     bench.until("new")
     assert bench.driver.outcomes["new"].last.at_ns - came_ns <= SLOW_NS + (10 + depth) * STEP_NS
 

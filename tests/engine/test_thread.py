@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import VirtualClock, WallClock
@@ -139,7 +139,6 @@ def test_the_plans_are_those_of_any_other_driver_of_the_core(depth):
     assert plans == driver.plans
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_every_request_ends_once_with_a_prefix_of_the_right_answer(data):
     executor = HashExecutor(TINY, depth=data.draw(st.integers(1, 2)), seed=data.draw(st.integers(0, 3)))

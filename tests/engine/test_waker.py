@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.bridge import EventWaker, make_waker
+from support.work_time import others_are_no_garbage
 
 MEANS = ["loop", *(["event"] if sys.platform == "linux" else [])]
 
@@ -66,13 +67,14 @@ def test_nothing_stays_open_when_the_loop_is_closed(make):
         make(asyncio.get_running_loop(), is_called.set)()
         await is_called.wait()
 
-    asyncio.run(use())
-    gc.collect()
-    before = num_open()
-    for _ in range(5):
+    with others_are_no_garbage():
         asyncio.run(use())
-    gc.collect()
-    assert num_open() == before
+        gc.collect()
+        before = num_open()
+        for _ in range(5):
+            asyncio.run(use())
+        gc.collect()
+        assert num_open() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="eventfd is Linux'")

@@ -125,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=30)
+TestPoolMachine.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("rests", [False, True])

@@ -227,4 +227,4 @@ class GroupedPoolMachine(RuleBasedStateMachine):
 
 
 TestGroupedPoolMachine = GroupedPoolMachine.TestCase
-TestGroupedPoolMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=30)
+TestGroupedPoolMachine.settings = settings(stateful_step_count=30)

@@ -709,4 +709,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=3 * settings.default.max_examples, stateful_step_count=30)
+TestManagerMachine.settings = settings(stateful_step_count=30)

@@ -304,4 +304,4 @@ class RestingPoolMachine(RuleBasedStateMachine):
 
 
 TestRestingPool = RestingPoolMachine.TestCase
-TestRestingPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRestingPool.settings = settings(stateful_step_count=40)

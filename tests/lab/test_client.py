@@ -807,7 +807,7 @@ def test_a_server_that_does_not_count_or_is_far_away_is_not_asked_to(serve, monk
 
 def test_waiting_costs_no_cpu(serve):
     def respond(_):
-        time.sleep(0.5)
+        time.sleep(0.2)
         yield GOOD
 
     server = serve(respond)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.types.plan import StepShape
 from support.lab.fitting import steps
 
 
+@functools.cache
 def saved() -> SavedCost:
     fitted = fit(steps(), are_in_order=True)
     return SavedCost(

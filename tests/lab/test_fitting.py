@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -9,10 +10,16 @@ import numpy as np
 import pytest
 
 from penstock.lab.cost_model import CostModel, cold_share
-from penstock.lab.fitting import fit, nonnegative
+from penstock.lab.fitting import Fit, fit, nonnegative
 from penstock.lab.steps import MeasuredStep
 from penstock.types.plan import StepShape
 from support.lab.fitting import COST, shapes, steps
+
+
+@functools.cache
+def fitted_steps() -> Fit:
+    """Return the fit to the usual steps, which takes half a second."""
+    return fit(steps())
 
 
 def misses(cost: CostModel) -> list[float]:
@@ -21,7 +28,7 @@ def misses(cost: CostModel) -> list[float]:
 
 
 def test_times_of_other_steps_are_told() -> None:
-    fitted = fit(steps())
+    fitted = fitted_steps()
     assert float(np.median(misses(fitted.cost))) < 0.01
     assert max(misses(fitted.cost)) < 0.06
     assert fitted.cost.host_step_ns == pytest.approx(COST.host_step_ns, rel=0.1)
@@ -34,7 +41,7 @@ def test_times_of_other_steps_are_told() -> None:
 
 def test_reads_in_steps_of_few_tokens_have_a_price_of_their_own() -> None:
     cost = replace(COST, narrow_read_ns=80.0)
-    measured = [MeasuredStep(shape, cost.duration_ns(shape), group=idx) for idx, shape in enumerate(shapes(200))]
+    measured = [MeasuredStep(shape, cost.duration_ns(shape), group=idx % 20) for idx, shape in enumerate(shapes(200))]
     fitted = fit(measured).cost
     assert fitted.narrow_read_ns == pytest.approx(80, rel=0.1)
     assert fitted.decode_read_ns == pytest.approx(100, rel=0.1)
@@ -45,7 +52,9 @@ def test_a_fit_onto_another_keeps_its_proportions_and_its_range() -> None:
     base = replace(fit(steps(noise=0.0)).cost, residuals=())
     slower = replace(base.scaled(1.1), step_ns=1.1 * base.step_ns + 2e5, sample_ns=1.1 * base.sample_ns + 4e4)
     served = [shape for shape in shapes(400, seed=3) if max(context_len for _, context_len in shape.rows) < 1000]
-    measured = [MeasuredStep(shape, slower.duration_ns(shape), host_ns=70_000, group=idx) for idx, shape in enumerate(served)]
+    measured = [
+        MeasuredStep(shape, slower.duration_ns(shape), host_ns=70_000, group=idx % 20) for idx, shape in enumerate(served)
+    ]
     fitted = fit(measured, base=base)
     far = StepShape(((1, 8000),) * 4, 4)
     assert fitted.cost.duration_ns(far) == pytest.approx(slower.duration_ns(far), rel=0.01)
@@ -86,7 +95,7 @@ def test_each_part_pays_for_its_own_work() -> None:
             "attention": 700 * counts.num_decode_reads + 90 * counts.num_prefill_reads,
             "sampling": 40_000 * counts.num_samples,
         }
-        return MeasuredStep(shape, sum(parts.values()) + 100_000 + 3_000 * counts.num_rows, parts, group=idx)
+        return MeasuredStep(shape, sum(parts.values()) + 100_000 + 3_000 * counts.num_rows, parts, group=idx % 20)
 
     fitted = fit([measured(idx, shape) for idx, shape in enumerate(shapes(150))])
     assert fitted.cost.decode_read_ns == pytest.approx(700, rel=0.02)
@@ -152,7 +161,7 @@ def test_what_a_long_step_leaves_cold_is_told() -> None:
         cold_ns = round(3e6 * cold_share(coldness, num_tokens))
         measured.append(replace(step, coldness=coldness, execute_ns=step.execute_ns + cold_ns))
     assert fit(measured).cost.cold_ns == pytest.approx(3e6, rel=0.1)
-    assert fit(steps()).cost.cold_ns == 0
+    assert fitted_steps().cost.cold_ns == 0
 
 
 def test_noise_that_lasts_is_told() -> None:
@@ -164,12 +173,13 @@ def test_noise_that_lasts_is_told() -> None:
 
 
 def test_the_range_is_told() -> None:
-    fitted = fit(steps()).cost.fitted
+    cost = fitted_steps().cost
+    fitted = cost.fitted
     assert fitted is not None
     assert fitted.max_rows == 40
     assert 1500 < fitted.max_context_len <= 2200
     assert COST.counts(StepShape(((1, 5000),), 1)).max_context_len == 5001
-    assert fit(steps()).cost.outside(COST.counts(StepShape(((1, 5000),), 1)))
+    assert cost.outside(COST.counts(StepShape(((1, 5000),), 1)))
 
 
 @pytest.mark.parametrize("count", [0, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ needs_matplotlib = pytest.mark.skipif(not plots.is_installed(), reason=f"plots a
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@functools.cache
 def sweep() -> Result:
     some = ((rate, random_records(int(rate), 120, tenants="ab")) for rate in (5.0, 10.0, 20.0))
     slos = parse_slos(["ttft=150ms", "tpot=25ms"])

@@ -307,7 +307,7 @@ def test_the_recording_is_what_the_executor_saw(tmp_path: Path) -> None:
     assert isinstance(steps[0], StepDone)
 
 
-NUM_MUTANTS = 400
+NUM_MUTANTS = 200
 NUM_LINES = 40
 """Lines of the recording that is damaged. They are enough for requests to come, run and end."""
 _NUMBERS = (b"-1", b"0", b"1", b"99999999999999999999", b"1e300", b"NaN", b"null", b'""', b"[]", b"{}", b"true", b"1.5")

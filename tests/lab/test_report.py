@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -20,6 +21,7 @@ from support.bench_records import random_records, record, result_of, run_of
 EVIL = "<script>alert('x')</script> | [a](http://evil.example) \x1b[31m `b`"
 
 
+@functools.cache
 def hostile() -> Result:
     """Every text that comes from elsewhere is hostile."""
     records = random_records(0, 200, tenants=(EVIL, "b"))
@@ -36,6 +38,7 @@ def hostile() -> Result:
     return result_of(run)
 
 
+@functools.cache
 def sweep() -> Result:
     some = ((rate, random_records(int(rate), 120)) for rate in (5.0, 10.0, 20.0))
     return result_of(*(run_of(records, load=Load("rate", rate), slos=parse_slos(["ttft=150ms"])) for rate, records in some))

@@ -76,8 +76,7 @@ def test_with_a_depth_of_two_the_step_of_who_came_meanwhile_is_the_one_after_the
     assert (second.ended_ns, outcome.duration_ns) == (last_ns, last_ns + cost((1, 34)))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("order", ["fcfs", "sjf", "fair"])
+@pytest.mark.parametrize(("order", "depth"), [("fcfs", 1), ("sjf", 2), ("fair", 1)])
 def test_a_preempted_output_has_its_length_and_runs_repeat(order: str, depth: int) -> None:
     """Sixteen requests that need six times the memory."""
     jobs = [Job(arrival_ns=idx * MS, num_prompt_tokens=60, num_output_tokens=20 + 25 * idx) for idx in range(16)]

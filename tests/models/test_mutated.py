@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.models.gguf import load_gguf
@@ -36,6 +36,8 @@ from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 TINY = TinyLlama(num_layers=1, intermediate_size=64, is_tied=False)
 MAX_WEIGHT_BYTES = 1 << 27
+# Directories of all formats share most of what reads them, so each of them gets half of the examples.
+in_each_directory = settings(bounded, max_examples=settings().max_examples // 2)
 
 
 def loads_or_is_refused(load: Callable[[], LoadedModel]) -> None:
@@ -94,7 +96,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@bounded
+@in_each_directory
 @given(data=st.data())
 def test_config_json(directory: Path, data: st.DataObject) -> None:
     file = directory / "config.json"
@@ -105,7 +107,7 @@ def test_config_json(directory: Path, data: st.DataObject) -> None:
         assert refused is None or refused.remedy
 
 
-@bounded
+@in_each_directory
 @given(data=st.data())
 def test_header_of_safetensors(directory: Path, data: st.DataObject) -> None:
     """Types, shapes and offsets that are wrong, too large, overlapping or missing; of quantised matrices, too."""
@@ -116,7 +118,7 @@ def test_header_of_safetensors(directory: Path, data: st.DataObject) -> None:
         loads_or_is_refused(load_directory(directory))
 
 
-@bounded
+@in_each_directory
 @given(data=st.data())
 def test_bytes_of_safetensors(directory: Path, data: st.DataObject) -> None:
     """Cut, or overwritten in the header and in the body: NaN and infinite scales, groups that are none, other zero points."""

@@ -670,7 +670,7 @@ class Witness:
                 self.tokens_ns[row.request_id].append(driver.clock.now_ns())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     data=st.data(),
     order=st.sampled_from(["fcfs", "sjf", "srpf", "priority", "fair"]),

@@ -80,7 +80,7 @@ def test_a_pause_without_steps_lasts_as_the_last_state():
     assert later.desired_replicas == 1
 
 
-@pytest.mark.parametrize("pause_s", [1, 7, 29, 31, 40, 200, 299, 301, 335, 5000])
+@pytest.mark.parametrize("pause_s", [1, 7, 29, 31, 40, 200, 299, 301, 335, 1000])
 def test_a_long_idleness_is_as_if_it_had_been_watched(pause_s):
     """Its seconds are counted when it ends, and most of them are left out then."""
     watched, alone = Server(drain_rate=2.0), Server(drain_rate=2.0)
@@ -149,10 +149,10 @@ def test_down_only_after_the_long_window():
 
 
 def test_a_noisy_load_does_not_flap():
-    """Utilisation between 0.5 and 1.3 of the target from one second to the next, for an hour."""
+    """Utilisation between 0.5 and 1.3 of the target from one second to the next, for four of the long windows."""
     rng = random.Random(1)
     server = Server()
-    for _ in range(3600):
+    for _ in range(4 * DOWN_S):
         server.run(1, num_running=rng.randint(4, 10))
     changes = sum(before != after for before, after in zip(server.desired, server.desired[1:], strict=False))
     assert changes <= 2

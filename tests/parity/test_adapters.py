@@ -20,7 +20,7 @@ from penstock.types.kv_dtype import KvDtype
 from support.parity.adapter_cases import ADAPTERS_DIR, RANKED, SETTINGS, TRAINED, load_logits, write_ranked, write_tiny_adapter
 from support.parity.compare import CLEAR_MARGIN, MIN_CLEAR_SHARE, compare_greedy, summarise_greedy
 from support.parity.executors import find_model
-from support.parity.golden import FloatArray, GreedyCase, TextCase, load_greedy
+from support.parity.golden import FloatArray, GreedyCase, first_steps, load_greedy
 from support.parity.tiny import case_token_ids, kept_positions, write_case
 from support.parity.tiny_cases import CASES
 from support.parity.tiny_runs import MAX_RELATIVE_RMS
@@ -131,13 +131,6 @@ def test_the_model_s_own_answers_are_not_the_adapters(native: dict[str, Adapted]
     """The same executor without the adapter fails the test above."""
     base = Adapted(native[name].executor, BASE)
     assert summarise_greedy([compare_greedy(base, case) for case in greedy_of(name)[:3]]).mismatches
-
-
-def first_steps(case: GreedyCase, num: int) -> GreedyCase:
-    """The case with so many steps alone: the reference backend is slow."""
-    text, end = case.text, case.prompt_len + num
-    text = TextCase(text.name, text.token_ids[:end], text.logprobs_f32[: end - 1], text.logprobs_bf16[: end - 1])
-    return GreedyCase(text, case.prompt_len, case.top_ids[:num], case.top_logits[:num])
 
 
 @pytest.mark.model

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.clock import VirtualClock
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
@@ -28,7 +30,7 @@ from support.parity.tiny import FloatArray, weights_sha256
 from support.parity.tiny_mutated import MAX_EXAMPLES
 from support.parity.tiny_mutated import MAX_RELATIVE_RMS as MAX_MUTATED_RMS
 from support.parity.tiny_runs import MAX_RELATIVE_RMS
-from support.parity.tiny_settings import MIN_RELATIVE_RMS, variants
+from support.parity.tiny_settings import MIN_RELATIVE_RMS, variants, with_float_weights
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +47,26 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMode
     return get
 
 
-def states_of(model: LoadedModel, of: list[Text], backend: str = "reference") -> list[FloatArray]:
-    """The answers to texts that share steps."""
+@contextmanager
+def reading(model: LoadedModel, backend: str) -> Iterator[Callable[[list[Text]], list[FloatArray]]]:
+    """A function that returns the answers to texts that share steps."""
     capacity = text_capacity(min(64, model.spec.max_model_len), max_step_tokens=64)
+    width, numbers, clock = model.spec.result_width, count(), VirtualClock()
     with closing(BACKENDS[backend](model, architectures.describe(model.spec), **sizes_of(capacity))) as executor:
         core = make_core(executor.capacity, enable_prefix_caching=False)
-        requests = [make_text(f"r{i}", text.token_ids, second_at=text.second_at) for i, text in enumerate(of)]
-        outcomes = run_to_completion(core, executor, *map(Add, requests))
-    width = model.spec.result_width
-    return [np.frombuffer(outcomes[f"r{i}"].last.states, "<f4").reshape(-1, width) for i in range(len(of))]
+
+        def read(of: list[Text]) -> list[FloatArray]:
+            requests = [make_text(f"r{next(numbers)}", text.token_ids, second_at=text.second_at) for text in of]
+            outcomes = run_to_completion(core, executor, *map(Add, requests), clock=clock)
+            states = [outcomes[request.request_id].last.states for request in requests]
+            return [np.frombuffer(state, "<f4").reshape(-1, width) for state in states]
+
+        yield read
+
+
+def states_of(model: LoadedModel, of: list[Text], backend: str = "reference") -> list[FloatArray]:
+    with reading(model, backend) as read:
+        return read(of)
 
 
 def relative_rms(found: list[FloatArray], expected: list[FloatArray]) -> float:
@@ -72,9 +85,10 @@ def test_answers_equal_those_of_transformers(load: Callable[[str], LoadedModel],
     model, expected = load(name), load_states(case.golden or name)
     if case.gguf is not None and not case.has_head:  # embeddings of GGUF files have the length 1
         expected = [rows / np.linalg.norm(rows) for rows in expected]
-    together = states_of(model, texts(case), backend)
+    with reading(model, backend) as read:
+        together = read(texts(case))
+        alone = [read([text])[0] for text in texts(case)]
     assert relative_rms(together, expected) < MAX_RELATIVE_RMS[backend]
-    alone = [states_of(model, [text], backend)[0] for text in texts(case)]
     assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
     assert model.encoder is not None
     assert model.encoder.width == expected[0].shape[1]
@@ -104,7 +118,7 @@ def settings_of(model: LoadedModel) -> Iterator[tuple[str, LoadedModel]]:
 @pytest.mark.parametrize("name", [name for name, case in ENCODERS.items() if not case.golden and case.is_mutated])
 def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], name: str) -> None:
     """A reader that forgets one would fail the comparison with transformers."""
-    model, of = load(name), texts(ENCODERS[name])[:2]
+    model, of = with_float_weights(load(name)), texts(ENCODERS[name])[:2]
     expected = states_of(model, of)
     moved = {setting: relative_rms(states_of(other, of), expected) for setting, other in settings_of(model)}
     assert len(moved) > 10

@@ -32,6 +32,7 @@ from support.parity.golden import (
     FloatArray,
     GreedyCase,
     IntArray,
+    first_steps,
     load_greedy,
     load_last_logits,
     load_manifest,
@@ -48,8 +49,9 @@ TEXTS = load_texts()
 TRACES_DIR = Path(os.environ.get("TRACES") or Path(__file__).resolve().parents[3] / "shared" / "traces")
 BY_NAME = {case.name: case for case in CASES}
 NUM_TOKENS = max(sum(len(case.text.token_ids) for case in CASES), max(len(text.token_ids) for text in TEXTS))
-WINDOWS = ("sonnet-0", "sonnet-4", "sharegpt-0", "sharegpt-5", "sharegpt-10")
+WINDOWS = ("sonnet-4", "sharegpt-5")
 REFERENCE_CASES = ("encyclopedia", "fibonacci")
+REFERENCE_STEPS = 24
 REFERENCE_LOGIT_TOLERANCE = 0.25
 """The reference backend differs from transformers' float32 only by its bfloat16 cache: 0.116 at the 99.9th percentile."""
 
@@ -122,7 +124,7 @@ def test_windows_hold_the_tokens_that_the_reference_scored(windows: list[Window]
 
 
 def test_native_perplexity_of_sonnets_and_chats_is_close_to_bf16(native: ParityExecutor, windows: list[Window]) -> None:
-    """Some of the windows; `make test-parity` takes all, and a limit of one percent."""
+    """Two of the windows; `make test-parity` takes all, and a limit of one percent."""
     chosen = [window for window in windows if window.name in WINDOWS]
     golden = load_window_sums()
     ours = sum(-float(window_logprobs(native, window).sum(dtype=np.float64)) for window in chosen)
@@ -156,7 +158,8 @@ def test_native_free_running_text_follows_the_reference_to_the_first_unclear_ste
 def test_native_decodes_in_a_batch_what_its_own_forward_pass_chooses(
     native: ParityExecutor, native_outputs: list[IntArray]
 ) -> None:
-    pairs = zip(CASES, native_outputs, strict=True)
+    """Every third of them."""
+    pairs = list(zip(CASES, native_outputs, strict=True))[::3]
     assert [line for case, ids in pairs if (line := own_path_mismatch(native, case, ids))] == []
 
 
@@ -170,6 +173,7 @@ def test_native_logits_have_the_references_shape(native: ParityExecutor, name: s
 
 @pytest.mark.parametrize("case", [BY_NAME[name] for name in REFERENCE_CASES], ids=lambda case: case.name)
 def test_reference_gives_the_references_logits(reference: ParityExecutor, case: GreedyCase) -> None:
+    case = first_steps(case, REFERENCE_STEPS)
     comparison = compare_greedy(reference, case)
     assert comparison.mismatches == []
     assert np.abs(comparison.margin_errors).max() < REFERENCE_LOGIT_TOLERANCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from penstock.models.weights import LoadedModel
 from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 from support.answer_bench import Answer, Bench, answer_of
 from support.parity.encoder_cases import ENCODERS
@@ -34,11 +36,12 @@ from support.parity.tiny import (
     write_case,
 )
 from support.parity.tiny_cases import CASES
-from support.parity.tiny_runs import BLOCK_SIZE, MAX_RELATIVE_RMS, make, runs
+from support.parity.tiny_runs import BLOCK_SIZE, COPIES, MAX_RELATIVE_RMS, make, runs
 
 MAX_TOP_ERROR = {KvDtype.BF16: 4, KvDtype.INT8: 8}
 """Largest error of a log-probability among the likeliest, in those root mean squares."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, logprobs=NUM_TOP)
+SHORT = SamplingParams(temperature=0.0, max_tokens=2, logprobs=NUM_TOP)
 
 
 LEAST_SAVED = MIN_SAVED_BLOCKS * BLOCK_SIZE + MARK_TOKENS
@@ -105,33 +108,41 @@ def test_what_a_backend_does_not_compute_it_refuses_by_name(load: LoadCase) -> N
 def test_the_core_answers_as_transformers_however_it_schedules(
     load: LoadCase, name: str, backend: str, kv_dtype: KvDtype
 ) -> None:
-    """Alone, beside others in chunks of five, from the prefix cache, and preempted: the same to the bit."""
+    """Copies are scheduled as their originals, so they answer alone."""
     case = CASES[name]
     with closing(make(load(name), backend, kv_dtype, case.num_tokens)) as executor:
         bench = Bench(executor, prompts(case), (GREEDY, GREEDY))
-        picked = range(len(bench.prompts))
-        alone = bench.alone(picked)
-        assert bench.run(bench.requests(picked), max_step_tokens=5, max_rows=len(picked)) == alone
-
-        again = bench.requests([*picked, *picked])
-        for number, request in enumerate(again):
-            request.request_id, request.arrival_ns = str(number), number
-        outcomes = bench.outcomes(again, caching=True, max_rows=1)
-        cached = [outcome.last.num_cached_tokens for outcome in outcomes[len(picked) :]]
-        if executor.capacity.num_state_blocks:  # hits end where a state was saved, and short prompts save none
-            assert [bool(num) for num in cached] == [len(prompt) > LEAST_SAVED for prompt in bench.prompts]
-        else:
-            part = BLOCK_SIZE if executor.capacity.has_state else 1  # with states in KV blocks no hit ends inside a block
-            assert cached == [(len(prompt) - 1) // part * part for prompt in bench.prompts]
-        assert [answer_of(outcome) for outcome in outcomes] == alone * 2
-
-        requests = bench.requests(picked[:-1])
-        num_blocks = 1 + -(-(max(PROMPT_LENS) + NUM_STEPS) // BLOCK_SIZE)  # those of the longest and no more
-        num_blocks += 2 * executor.capacity.num_state_blocks
-        reckless = make_policies("penstock", reserve="prompt")
-        assert bench.run(requests, policies=reckless, num_blocks=num_blocks) == alone[:-1]
-        assert sum(request.num_preemptions for request in requests) >= 1
+        alone = bench.alone(range(len(bench.prompts)))
+        if name not in COPIES:
+            check_schedules(bench, executor.capacity, alone)
     check_answers(case, golden_of(name), alone, MAX_TOP_ERROR[kv_dtype] * MAX_RELATIVE_RMS[backend])
+
+
+def check_schedules(bench: Bench, capacity: Capacity, alone: list[Answer]) -> None:
+    """Alone, beside others in chunks of five, from the prefix cache, and preempted: the same to the bit."""
+    picked = range(len(bench.prompts))
+    assert bench.run(bench.requests(picked), max_step_tokens=5, max_rows=len(picked)) == alone
+
+    short = replace(bench, sampling=(SHORT, SHORT))  # a prefix shows in the first tokens after it
+    again = short.requests([*picked, *picked])
+    for number, request in enumerate(again):
+        request.request_id, request.arrival_ns = str(number), number
+    outcomes = short.outcomes(again, caching=True, max_rows=1)
+    cached = [outcome.last.num_cached_tokens for outcome in outcomes[len(picked) :]]
+    if capacity.num_state_blocks:  # hits end where a state was saved, and short prompts save none
+        assert [bool(num) for num in cached] == [len(prompt) > LEAST_SAVED for prompt in bench.prompts]
+    else:
+        part = BLOCK_SIZE if capacity.has_state else 1  # with states in KV blocks no hit ends inside a block
+        assert cached == [(len(prompt) - 1) // part * part for prompt in bench.prompts]
+    begun = [(token_ids[: SHORT.max_tokens], entries[: SHORT.max_tokens]) for token_ids, entries in alone]
+    assert [answer_of(outcome) for outcome in outcomes] == begun * 2
+
+    requests = bench.requests(picked[:-1])
+    num_blocks = 1 + -(-(max(PROMPT_LENS) + NUM_STEPS) // BLOCK_SIZE)  # those of the longest and no more
+    num_blocks += 2 * capacity.num_state_blocks
+    reckless = make_policies("penstock", reserve="prompt")
+    assert bench.run(requests, policies=reckless, num_blocks=num_blocks) == alone[:-1]
+    assert sum(request.num_preemptions for request in requests) >= 1
 
 
 def check_answers(case: TinyCase, golden: TinyGolden, answers: list[Answer], max_error: float) -> None:

@@ -23,7 +23,11 @@ from support.parity.tiny_cases import CASES
 from support.parity.tiny_settings import (
     MIN_RELATIVE_RMS,
     variants,
+    with_float_weights,
 )
+
+SHORT = 20
+"""Tokens of the text by which nearly every setting shows. The few others need all of it, which takes twice as long."""
 
 
 def logits_of(model: LoadedModel, token_ids: list[int]) -> FloatArray:
@@ -44,12 +48,15 @@ def logits_of(model: LoadedModel, token_ids: list[int]) -> FloatArray:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.golden])
 def test_each_setting_changes_the_logits(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    model = load_model(catalog.resolve(str(write_case(case, tmp_path / name)), tmp_path))
-    token_ids = case_token_ids(case)
-    expected = logits_of(model, token_ids)
+    model = with_float_weights(load_model(catalog.resolve(str(write_case(case, tmp_path / name)), tmp_path)))
+    whole = case_token_ids(case)
+    texts = [(token_ids, logits_of(model, token_ids)) for token_ids in (whole[:SHORT], whole)]
     moved: dict[str, float] = {}
     for setting, spec in variants(model.spec):
-        error = logits_of(replace(model, spec=spec), token_ids) - expected
-        moved[setting] = float(np.sqrt((error**2).mean()) / expected.std())
-    assert len(moved) > 10
+        for token_ids, expected in texts:
+            error = logits_of(replace(model, spec=spec), token_ids) - expected
+            moved[setting] = float(np.sqrt((error**2).mean()) / expected.std())
+            if moved[setting] > MIN_RELATIVE_RMS:
+                break
+    assert len(moved) > 5
     assert {setting: rms for setting, rms in moved.items() if not rms > MIN_RELATIVE_RMS} == {}

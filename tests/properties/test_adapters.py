@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import VirtualClock
@@ -35,7 +35,6 @@ class BothWorkers(LateWorker):
             worker.run(count)
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(
     engine=st.one_of(engines(has_adapters=True), engines(has_adapters=True, has_lower_tier=True)),
     workload=workloads(has_adapters=True),

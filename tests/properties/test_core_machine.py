@@ -351,7 +351,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=40)
+TestCoreMachine.settings = settings(max_examples=settings.default.max_examples, stateful_step_count=40)
 
 
 def test_a_running_request_that_is_told_again_has_overtaken_nobody() -> None:

@@ -82,7 +82,7 @@ def check_pool(driver: Driver) -> None:
     assert 0 <= drawn.waste < 1
 
 
-@settings(max_examples=4 * settings.default.max_examples)
+@settings(max_examples=settings.default.max_examples)
 @given(engine=engines(has_lower_tier=True), workload=workloads())
 def test_what_is_told_agrees_with_who_was_there(engine: Engine, workload: Workload) -> None:
     core, executor = engine.make()

@@ -1,4 +1,4 @@
-"""Ten thousand tenants, each of whom is heard of once: what is remembered of them is bounded by pool, rows and settings."""
+"""Thousands of tenants, each of whom is heard of once: what is remembered of them is bounded by pool, rows and settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Iterator, Sized
 from types import FunctionType, ModuleType
 
+import pytest
+
+from penstock.admission import tenants
 from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
-from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock
 from penstock.engine.ports import ObserverGroup
-from penstock.kv.prefix_cache import MAX_REMEMBERED
+from penstock.kv import prefix_cache
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.sched.policies.fair import FairShares
@@ -28,7 +30,7 @@ NUM_TENANTS = 10_000
 AT_ONCE = 50
 CAPACITY = Capacity(num_blocks=120, block_size=4, max_rows=24, max_step_tokens=96, max_model_len=64)
 MAX_ACCOUNTS = 4096
-"""That `FairShares` keeps of those who do not wait."""
+"""That `FairShares` keeps by default of those who do not wait."""
 MAX_PREDICTED = 256
 """That `OnlinePredictor` knows."""
 
@@ -46,14 +48,21 @@ def containers(*roots: object) -> Iterator[Sized]:
                 todo.append(other)
 
 
-def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> None:
+@pytest.mark.parametrize("part", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_tenants_leave_no_more_behind_than_what_is_bounded(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the tenants shows it where the limits are a quarter, too."""
+    num_tenants, max_accounts = NUM_TENANTS // part, MAX_ACCOUNTS // part
+    max_tenants, max_remembered = tenants.MAX_TENANTS // part, prefix_cache.MAX_REMEMBERED // part
+    monkeypatch.setattr(tenants, "MAX_TENANTS", max_tenants)
+    monkeypatch.setattr(prefix_cache, "MAX_REMEMBERED", max_remembered)
     rng, clock = random.Random(5), VirtualClock()
-    policies = make_policies(order="fair", predictor="online", eviction="tenant-fair")
+    settings = {"order": {"max_tenants": max_accounts}}
+    policies = make_policies(order="fair", predictor="online", eviction="tenant-fair", settings=settings)
     admission = Admission(AdmissionLimits(tenant_max_concurrent=5, tenant_tokens_per_minute=60_000), CAPACITY)
-    metrics, journal = Metrics("m"), Journal(1000)
+    metrics, journal = Metrics("m"), Journal(1000 // part)
     core = make_core(CAPACITY, observer=ObserverGroup([metrics, admission]), policies=policies, journal=journal)
     executor = HashExecutor(CAPACITY)
-    for start in range(0, NUM_TENANTS, AT_ONCE):
+    for start in range(0, num_tenants, AT_ONCE):
         requests = []
         for number in range(start, start + AT_ONCE):
             tenant, prompt = f"tenant-{number}", [rng.randrange(200) for _ in range(rng.randint(4, 20))]
@@ -72,14 +81,14 @@ def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> Non
     order, predictor = policies.order, policies.predictor
     assert isinstance(order, FairShares)
     assert isinstance(predictor, OnlinePredictor)
-    assert MAX_PREDICTED < MAX_ACCOUNTS / 2 < len(order._accounts) <= MAX_ACCOUNTS + 1
+    assert MAX_PREDICTED < max_accounts / 2 < len(order._accounts) <= max_accounts + 1
     assert (order._waiting, order._serving, order._decoding, order._joined) == ({}, {}, {}, set())
     assert len(predictor._tenants) == MAX_PREDICTED
-    assert 0 < len(admission._tenants._accounts) <= MAX_TENANTS
+    assert 0 < len(admission._tenants._accounts) <= max_tenants
     assert not admission._tenants.entered
-    assert 0 < len(kv.prefix._roots) <= MAX_REMEMBERED
-    assert 0 < len(kv.prefix._evicted_ns) <= 8 * MAX_REMEMBERED
+    assert 0 < len(kv.prefix._roots) <= max_remembered
+    assert 0 < len(kv.prefix._evicted_ns) <= 8 * max_remembered
     assert not kv.tables
     assert not kv.prefix.leaders
     largest = max(containers(core, admission, metrics, journal), key=len)
-    assert 1000 < len(largest) < NUM_TENANTS, "whatever kept one entry of each tenant, or of each request, would have as many"
+    assert 1000 < len(largest) < num_tenants, "whatever kept one entry of each tenant, or of each request, would have as many"

@@ -22,26 +22,11 @@ def check(driver: Driver) -> None:
     driver.core.check()
 
 
-@settings(max_examples=6 * settings.default.max_examples)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
-def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
-    _, _, requests, outcomes = run(engine, workload)
+def test_every_answer_is_that_of_the_oracle_and_all_blocks_are_free_at_the_end(engine: Engine, workload: Workload) -> None:
+    core, executor, requests, outcomes = run(engine, workload)
     check_answers(engine, requests, outcomes)
-
-
-@settings(max_examples=2 * settings.default.max_examples)
-@given(engine=engines(), workload=workloads())
-def test_every_answer_is_that_of_the_oracle_where_slow_masks_make_requests_sit_out(engine: Engine, workload: Workload) -> None:
-    clock = VirtualClock()
-    requests = workload.requests(clock)
-    outcomes = run_to_completion(*engine.make(), later=workload.script(requests), clock=clock, after_turn=check)
-    check_answers(engine, requests, outcomes)
-
-
-@settings(max_examples=2 * settings.default.max_examples)
-@given(engine=engines(), workload=workloads())
-def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, workload: Workload) -> None:
-    core, executor, _, _ = run(engine, workload)
     kv = core.scheduler.kv
     assert not core.has_work
     assert kv.pool.num_available == kv.num_total_blocks
@@ -52,7 +37,14 @@ def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, worklo
     assert last <= engine.capacity.max_rows
 
 
-@settings(max_examples=2 * settings.default.max_examples)
+@given(engine=engines(), workload=workloads())
+def test_every_answer_is_that_of_the_oracle_where_slow_masks_make_requests_sit_out(engine: Engine, workload: Workload) -> None:
+    clock = VirtualClock()
+    requests = workload.requests(clock)
+    outcomes = run_to_completion(*engine.make(), later=workload.script(requests), clock=clock, after_turn=check)
+    check_answers(engine, requests, outcomes)
+
+
 @given(engine=engines(), workload=workloads(has_early_ends=False))
 def test_the_same_input_gives_the_same_plans(engine: Engine, workload: Workload) -> None:
     histories = []

@@ -1,4 +1,4 @@
-"""Ten thousand requests, some cancelled, some hopeless, some whose client leaves: each ends once, and nothing is left behind.
+"""Thousands of requests, some cancelled, some hopeless, some whose client leaves: each ends once, and nothing is left behind.
 
 The whole engine (inbox, core, output stage, door) over the hash executor, under a virtual clock: no thread, no sleeping.
 """
@@ -25,7 +25,7 @@ from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 
-NUM_REQUESTS = 10_000
+NUM_REQUESTS = [2_000, pytest.param(10_000, marks=pytest.mark.slow)]
 CAPACITY = Capacity(num_blocks=120, block_size=8, max_rows=24, max_step_tokens=96, max_model_len=160)
 STEP_NS = 1_000_000
 CANCELLED, HOPELESS, LEAVING = 0.05, 0.02, 0.01
@@ -63,11 +63,11 @@ class Fate:
 class Town:
     """An engine without thread, its clients, and what they were told."""
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, depth: int, max_queue: int) -> None:
         self.rng = random.Random(seed)
         self.clock = VirtualClock()
         self.metrics = Metrics("m")
-        self.admission = Admission(AdmissionLimits(max_queue=NUM_REQUESTS, kv_headroom=0), CAPACITY)
+        self.admission = Admission(AdmissionLimits(max_queue=max_queue, kv_headroom=0), CAPACITY)
         observer = ObserverGroup([self.metrics, self.admission])
         self.core = make_core(CAPACITY, observer=observer)
         self.executor = SlowExecutor(self.clock, depth)
@@ -137,20 +137,21 @@ class Town:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_one_of_ten_thousand_ends_exactly_once_and_leaves_nothing_behind(depth: int) -> None:
-    town = Town(seed=7, depth=depth)
-    town.run(NUM_REQUESTS)
+@pytest.mark.parametrize("num_requests", NUM_REQUESTS)
+def test_every_one_of_thousands_ends_exactly_once_and_leaves_nothing_behind(num_requests: int, depth: int) -> None:
+    town = Town(seed=7, depth=depth, max_queue=num_requests)
+    town.run(num_requests)
 
     assert town.ends.keys() == town.fates.keys()
-    assert len(town.ends) + sum(town.refused.values()) == NUM_REQUESTS
+    assert len(town.ends) + sum(town.refused.values()) == num_requests
     reasons = Counter(chunk.finish_reason for chunk in town.ends.values())
-    assert reasons[FinishReason.LENGTH] > 0.6 * NUM_REQUESTS
-    assert reasons[FinishReason.ABORT] > 0.03 * NUM_REQUESTS
+    assert reasons[FinishReason.LENGTH] > 0.6 * num_requests
+    assert reasons[FinishReason.ABORT] > 0.03 * num_requests
     assert reasons[FinishReason.ERROR] == reasons[FinishReason.REJECTED] == 0
     # Of the hopeless, nobody got a whole answer, and those whom the door could tell were told there.
     hopeless = [name for name, fate in town.fates.items() if fate.deadline_ns is not None]
     assert all(town.ends[name].reject_reason == RejectReason.DEADLINE for name in hopeless)
-    assert town.refused[RejectReason.DEADLINE] > 0.01 * NUM_REQUESTS
+    assert town.refused[RejectReason.DEADLINE] > 0.01 * num_requests
 
     town.core.check()
     kv = town.core.scheduler.kv

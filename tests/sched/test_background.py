@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.sched.background import PAUSE_NS, Share
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, GateDecision, GateView, StepLimits, StepRecord
@@ -64,8 +64,11 @@ def finish(driver: Driver, *requests: Request) -> None:
 
 
 def play(engine: Engine, workload: Workload, *, with_job: bool) -> tuple[list[list[tuple[object, ...]]], list[int]]:
-    """Return the rows of other requests in each turn, and how often each was preempted."""
-    core, executor = engine.make()
+    """Return the rows of other requests in each turn, and how often each was preempted.
+
+    Without guesses: what they cost is learned from all rows.
+    """
+    core, executor = replace(engine, capacity=replace(engine.capacity, checks_guesses=False)).make()
     driver, others, history = Driver(core, executor), [], []
     requests = [request for request in workload.requests() if with_job or not request.background]
     script = workload.script(requests)
@@ -87,7 +90,6 @@ def play(engine: Engine, workload: Workload, *, with_job: bool) -> tuple[list[li
     return history, [request.num_preemptions for request in others]
 
 
-@settings(max_examples=3 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
 def test_others_are_planned_as_if_there_was_no_job(engine: Engine, workload: Workload) -> None:
     """In each step: without a cache, whose content differs, and a budget of time, which learns from all rows."""
@@ -105,7 +107,6 @@ def with_room_for_all(engine: Engine, workload: Workload, **policies: object) ->
     return engine, replace(workload, salts=tuple(salts))
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
 def test_others_find_and_wait_for_prompts_as_if_there_was_no_job(engine: Engine, workload: Workload) -> None:
     """Also with two steps in flight."""

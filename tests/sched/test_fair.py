@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.sched.policies.fair import FairShares
@@ -102,6 +102,7 @@ def check_differences(driver: Driver, requests: dict[str, Request], bound: int) 
             assert high - low <= bound, f"{f} and {g} differ by {high - low}, more than {bound}"
 
 
+@settings(max_examples=2 * settings.default.max_examples // 5)  # each has up to 120 requests
 @given(
     capacity=capacities(),
     a=jobs,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.sched.policies.base import Order, StepRecord
@@ -206,6 +206,10 @@ arrivals = st.lists(
 )
 
 
+half = settings(max_examples=settings.default.max_examples // 2)
+"""Half of the usual examples: each is a whole run."""
+
+
 def serve(order: Order, script: Sequence[Arrival]) -> list[Request]:
     requests = [arrival.request(f"r{idx}") for idx, arrival in enumerate(script)]
     later: dict[int, list[Add]] = {}
@@ -227,11 +231,13 @@ def serve(order: Order, script: Sequence[Arrival]) -> list[Request]:
     ],
     ids=lambda value: type(value).__name__,
 )
+@half
 @given(script=arrivals)
 def test_nobody_is_overtaken_by_who_came_so_much_later(order: Order, bound_ns: int, script: list[Arrival]) -> None:
     check_overtaking(serve(order, script), bound_ns)
 
 
+@half
 @given(script=arrivals)
 def test_deadlines_overtake_those_without_for_a_limited_time(script: list[Arrival]) -> None:
     requests = serve(EarliestDeadlineFirst(max_slack_ns=PATIENCE), script)
@@ -239,6 +245,7 @@ def test_deadlines_overtake_those_without_for_a_limited_time(script: list[Arriva
     check_overtaking(requests, PATIENCE)
 
 
+@half
 @given(script=arrivals)
 def test_within_a_tenant_nobody_is_overtaken(script: list[Arrival]) -> None:
     requests = serve(FairShares(), script)

@@ -2,7 +2,16 @@
 
 import pytest
 
+from penstock.serve.http import acceptor
 from support.server import harness
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_ends():
+    """Let a server look often whether its last connections are closed: most tests end one or more servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptor, "_POLL_S", 0.002)
+        yield
 
 
 @pytest.fixture

@@ -53,7 +53,8 @@ async def ask(server, data=GET):
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost"], ids=["nothing", "a line", "half a head"])
-async def test_who_has_no_request_leaves_for_others(sent, caplog):
+async def test_who_has_no_request_leaves_for_others(sent, caplog, monkeypatch):
+    set_waits(monkeypatch, grace_s=0.1)
     with narrow() as server:
         async with crowd(server, 3 * MOST, sent):
             for _ in range(3):
@@ -108,12 +109,13 @@ async def test_if_all_are_busy_a_request_is_told_503_and_a_probe_is_answered():
         assert (await ask(server, post()))[0] == 200
 
 
-@pytest.fixture
-def certificate(tmp_path):
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
     """The paths of a key and of its certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
-    key, paper = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    folder = tmp_path_factory.mktemp("tls")
+    key, paper = folder / "key.pem", folder / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=x"]
     subprocess.run([*command, "-days", "9", "-keyout", key, "-out", paper], check=True, capture_output=True)
     return str(key), str(paper)
@@ -200,7 +202,7 @@ async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
 
 async def test_who_takes_an_answer_by_drops_is_cut_off(monkeypatch):
     """The rate is the one that requests need."""
-    set_waits(monkeypatch, look_every_s=0.01, write_timeout_s=0.5)
+    set_waits(monkeypatch, look_every_s=0.01, write_timeout_s=0.2)
     with narrow() as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
         client.connect(("127.0.0.1", server.port))
@@ -208,7 +210,7 @@ async def test_who_takes_an_answer_by_drops_is_cut_off(monkeypatch):
         await until(lambda: any(is_written(connection) for connection in server.server.acceptor.connections))
         for _ in range(50):
             client.recv(1 << 10)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.04)
             if not server.server.acceptor.connections:
                 return
     pytest.fail("it was never cut off")
@@ -217,8 +219,9 @@ async def test_who_takes_an_answer_by_drops_is_cut_off(monkeypatch):
 @pytest.mark.parametrize(
     ("has_handshake", "sent"), [(False, b""), (True, b""), (True, GET[:-2] + b"Connection: close\r\n\r\n")]
 )
-async def test_a_silent_crowd_with_tls_leaves_for_others(certificate, has_handshake, sent):
+async def test_a_silent_crowd_with_tls_leaves_for_others(certificate, has_handshake, sent, monkeypatch):
     """Before the handshake, after it, and after the answer: without the good-bye that TLS wants."""
+    set_waits(monkeypatch, grace_s=0.1)
     key, paper = certificate
     config = ServerConfig(port=0, max_connections=MAX, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
     trust = ssl.create_default_context(cafile=paper)

@@ -226,16 +226,21 @@ async def test_a_prompt_has_no_billing_line():
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "count"),
+    ("path", "asked", "brief", "count"),
     [
-        ("/v1/chat/completions", lambda system: {"messages": [{"role": "system", "content": system}, *HI]}, "prompt_tokens"),
-        ("/v1/responses", lambda system: {"instructions": system, "input": "hi"}, "input_tokens"),
+        (
+            "/v1/chat/completions",
+            lambda system: {"messages": [{"role": "system", "content": system}, *HI]},
+            {"max_tokens": 2},
+            "prompt_tokens",
+        ),
+        ("/v1/responses", lambda system: {"instructions": system, "input": "hi"}, {"max_output_tokens": 2}, "input_tokens"),
     ],
 )
-async def test_other_apis_leave_out_the_billing_line_too(client, path, asked, count):
+async def test_other_apis_leave_out_the_billing_line_too(client, path, asked, brief, count):
     """Proxies translate Claude Code's requests."""
     told = ["Be brief.", f"{billing_line(1)}\nBe brief.", f"{billing_line(2)}Be brief."]
-    usages = [(await client.post(path, json=asked(system))).json()["usage"] for system in told]
+    usages = [(await client.post(path, json=asked(system) | brief)).json()["usage"] for system in told]
     assert len({usage[count] for usage in usages}) == 1
     cached = [usage[f"{count}_details"]["cached_tokens"] for usage in usages]
     assert cached[0] == 0

@@ -285,7 +285,7 @@ TOKENS += [b'name="file"', b'name="purpose"', b'; filename="a"', b"batch", b"\x0
 
 
 @given(st.lists(st.sampled_from(TOKENS) | st.binary(max_size=6), max_size=14), st.integers(1, 64))
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_no_form_breaks_the_server(jobs, tokens, at_once):
     data = b"".join(tokens)
     pieces = (data[nth : nth + at_once] for nth in range(0, len(data), at_once))

@@ -19,7 +19,7 @@ from penstock.text import fim
 from support.server.fuzz import JSON, TEXT, as_json
 from support.server.harness import SPECIAL_TOKENS, make_client, make_runtime
 
-SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(suppress_health_check=list(HealthCheck))
 SCHEMAS = st.recursive(
     st.sampled_from(
         [{}, True, {"type": "integer"}, {"type": "string", "maxLength": 3}, {"enum": ["a", 1, None]}, {"const": "é"}]

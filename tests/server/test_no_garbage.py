@@ -22,6 +22,7 @@ from penstock import fast_json
 from penstock.calls.call import Call
 from penstock.machine import is_free_threaded
 from support.server.harness import GatedExecutor, LiveServer, wait_until
+from support.work_time import others_are_no_garbage
 
 COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
@@ -113,6 +114,17 @@ KINDS = {
     "client leaves with requests behind": leaves_with_requests_behind,
     "overdue": overdue,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others_are_frozen() -> Iterator[None]:
+    """Keep the collector from what is there already, so that it looks through what requests leave alone.
+
+    Modules and other tests have hundreds of thousands of objects, and it looks through all of them several times in each test.
+    """
+    gc.collect()
+    with others_are_no_garbage():
+        yield
 
 
 @contextmanager

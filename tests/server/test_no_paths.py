@@ -64,7 +64,9 @@ async def answers_of(client: httpx.AsyncClient, running: RunningModel) -> dict[s
     """The text and the headers of every GET route, and of requests that are refused, by what was asked."""
     app = create_app(deployment_of(running), ServerConfig())
     paths = {route.path for route in app.routes if isinstance(route, Route) and "GET" in (route.methods or ())}
-    asks = [("GET", re.sub(r"\{.*?\}", name, path), None) for path in sorted(paths) for name in ("tiny", "crimson", "nothing")]
+    named = {re.sub(r"\{.*?\}", name, path) for path in paths for name in ("tiny", "crimson", "nothing")}
+    brief = {"/debug/trace": "/debug/trace?seconds=0.01"}  # by default it watches for 5 s
+    asks = [("GET", brief.get(path, path), None) for path in sorted(named)]
     asks += [
         ("GET", f"{path}?model={name}", None) for path in ("/props", "/slots", "/kv", "/load") for name in ("red", "mauve")
     ]

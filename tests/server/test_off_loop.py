@@ -10,7 +10,7 @@ from datetime import datetime
 import httpx
 import pytest
 
-from penstock.calls.run import MAX_TEXT_CHARS
+from penstock.calls import run
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
@@ -380,16 +380,16 @@ async def test_a_template_that_never_ends_holds_up_nobody_else(monkeypatch):
         return await asyncio.gather(*chats), num_probes
 
     with running() as server:
-        server.runtime.chat_template = ChatTemplate(endless, special_tokens={}, max_s=0.3)
+        server.runtime.chat_template = ChatTemplate(endless, special_tokens={}, max_s=0.2)
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             answers, num_probes = await answers_of([CHAT, "/tokenize"])
             assert num_probes > 5
             for answer in answers:
-                assert "more than 0.3 s" in check(answer, 400, "invalid_request_error", "messages")["message"]
-            monkeypatch.setattr(off_loop, "MAX_RENDER_S", 1.0)
+                assert "more than 0.2 s" in check(answer, 400, "invalid_request_error", "messages")["message"]
+            monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.6)
             answers, _ = await answers_of([CHAT, "/tokenize"] * 8)
     refused = [answer for answer in answers if answer.status_code != 400]
-    assert len(refused) >= 16 - 4  # at most three end in a second, and one is being rendered: the others were in the queue
+    assert len(refused) >= 16 - 4  # at most three end in that time, and one is being rendered: the others were in the queue
     for answer in refused:
         check(answer, 429, "overloaded")
 
@@ -473,21 +473,28 @@ async def test_too_many_long_texts_are_a_429(held, monkeypatch):
             assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
 
 
+@pytest.fixture
+def few_chars(monkeypatch):
+    """A limit of texts that takes less time than the real one: as that one, beyond the toy's context, and large work."""
+    monkeypatch.setattr(run, "MAX_TEXT_CHARS", LARGE_SIZE + 1)
+    return run.MAX_TEXT_CHARS
+
+
 @pytest.mark.parametrize(("path", "fields"), [("/tokenize", {}), (COMPLETIONS, {"truncate_prompt_tokens": 5})])
-async def test_texts_have_a_limit(client, path, fields):
+async def test_texts_have_a_limit(client, few_chars, path, fields):
     error = check(
-        await client.post(path, json={"prompt": "a" * (MAX_TEXT_CHARS + 1), **fields}), 400, "context_length_exceeded", "prompt"
+        await client.post(path, json={"prompt": "a" * (few_chars + 1), **fields}), 400, "context_length_exceeded", "prompt"
     )
-    assert str(MAX_TEXT_CHARS) in error["message"]
-    assert (await client.post(path, json={"prompt": "a" * MAX_TEXT_CHARS, **fields})).status_code == 200
+    assert str(few_chars) in error["message"]
+    assert (await client.post(path, json={"prompt": "a" * few_chars, **fields})).status_code == 200
 
 
-async def test_a_long_context_raises_the_limit_of_texts():
-    runtime = make_runtime(capacity=replace(CAPACITY, max_model_len=2 * MAX_TEXT_CHARS))
+async def test_a_long_context_raises_the_limit_of_texts(few_chars):
+    runtime = make_runtime(capacity=replace(CAPACITY, max_model_len=2 * few_chars))
     try:
         async with make_client(runtime) as client:
-            answer = await client.post("/tokenize", json={"prompt": "a" * (MAX_TEXT_CHARS + 1)})
-            assert answer.json()["count"] == MAX_TEXT_CHARS + 1
+            answer = await client.post("/tokenize", json={"prompt": "a" * (few_chars + 1)})
+            assert answer.json()["count"] == few_chars + 1
     finally:
         runtime.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import threading
 from dataclasses import replace
@@ -43,11 +42,8 @@ def get(server: LiveServer, response_id: str) -> dict:
 
 
 def ended(server: LiveServer, response_id: str) -> dict:
-    for _ in range(600):
-        if (found := get(server, response_id))["status"] not in ("queued", "in_progress"):
-            return found
-        asyncio.run(asyncio.sleep(0.05))
-    raise AssertionError(found)
+    wait_until(lambda: get(server, response_id)["status"] not in ("queued", "in_progress"))
+    return get(server, response_id)
 
 
 def test_a_conversation_goes_on_after_a_restart(config: ServerConfig) -> None:

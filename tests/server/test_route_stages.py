@@ -277,13 +277,14 @@ async def play(house: House, name: str, text: str, num_let: int, *, leaves: bool
             gate.let_one()
         if settles or not leaves:  # then it has arrived
             await until(lambda: gate.has_waiting or task.done())
+        is_in_time = task.done()  # as an upstream's whole answer, which passes the gate twice
         if leaves:
             client.has_left.set()
         else:
             await asyncio.sleep(HALF_S if num_let else 2 * HALF_S)
         gate.set_open(True)
         await asyncio.wait_for(task, 20)
-        if name in HELD_BACK and not leaves and client.is_whole and '"error"' not in client.text:
+        if (is_in_time or name in HELD_BACK) and not leaves and client.is_whole and '"error"' not in client.text:
             house.outcomes.add((name, "answered"))
         else:
             house.outcomes.add((name, check_answer(client, leaves=leaves, is_streamed=is_streamed)))
@@ -332,10 +333,11 @@ async def nothing_stays(house: House, app: Any) -> None:
 STAGES = st.integers(0, MOST_LET_THROUGH)
 
 
+@pytest.mark.parametrize("num_examples", [6, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "deadline"])
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_stays_behind_at_any_stage(house: House, name: str, leaves: bool) -> None:
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_nothing_stays_behind_at_any_stage(house: House, name: str, leaves: bool, num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(STAGES, st.sampled_from([EASY, HARD]), st.booleans(), st.booleans())
     @example(0, EASY, False, True)
     @example(MOST_LET_THROUGH, HARD, True, True)

@@ -16,7 +16,7 @@ from penstock.serve.vllm.tokenize import TokenizeBody
 from support.server.fuzz import JSON, TEXT, as_json
 from support.server.harness import CLASSIFIER, EMBEDDER, LATE, RERANKER, NarrowExecutor, make_client, make_text_runtime
 
-SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TEXTS = TEXT | st.lists(TEXT.filter(bool), min_size=1, max_size=3) | st.lists(TEXT, max_size=3)
 IDS = st.lists(st.integers(-1, 260), max_size=5)
 DOCUMENTS = st.lists(TEXT.filter(bool) | st.fixed_dictionaries({"text": TEXT.filter(bool)}), min_size=1, max_size=3)

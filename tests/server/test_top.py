@@ -262,7 +262,7 @@ def other():
 
     def start(body: bytes) -> str:
         servers.append(http.server.HTTPServer(("127.0.0.1", 0), type("Handler", (Other,), {"body": body})))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}"
 
     yield start

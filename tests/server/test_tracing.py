@@ -235,7 +235,7 @@ def test_an_upstream_is_told_that_a_request_is_not_traced(collector):
 def test_a_collector_that_takes_nothing_costs_its_traces_and_no_answer(collector, is_there, monkeypatch, caplog):
     from penstock.obs import otlp
 
-    monkeypatch.setattr(otlp, "TIMEOUT_S", 3.0)  # so that it tries again
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 1.5)  # so that it tries again, after about a second
     collector.status = 400
     url = collector.url if is_there else "http://127.0.0.1:9"
     with running(config=ServerConfig(port=0, shutdown_timeout_s=0.0, otlp_endpoint=url)) as server:

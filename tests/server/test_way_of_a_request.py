@@ -18,13 +18,10 @@ NOT_TRACED = {"serve/app.py", "backends/native/executor.py", "native/engine.cpp"
 
 @pytest.fixture(scope="module")
 def ways() -> dict[str, str]:
-    """The traces as printed, by the name of the body. In processes of their own: threads of other tests would be in them."""
-    script = ROOT / "tests" / "server" / "trace_request.py"
-
-    def printed(name: str) -> str:
-        return subprocess.run([sys.executable, script, name], capture_output=True, text=True, check=True, timeout=120).stdout
-
-    return {name: printed(name) for name in MAX_ENTERED}
+    """The traces as printed, by the name of the body. In a process of their own: threads of other tests would be in them."""
+    command = [sys.executable, ROOT / "tests" / "server" / "trace_request.py", *MAX_ENTERED]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    return dict(zip(MAX_ENTERED, printed.split("\n\n"), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.serve.app import create_app
+from penstock.serve.jobs import webhooks
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
 from support.server.harness import LiveServer, make_runtime, wait_until
@@ -46,10 +47,15 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "LOOKED_EACH_S", 0.01)
+
+
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     server = Receiver()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
     server.shutdown()
@@ -92,7 +98,7 @@ def test_openai_s_client_reads_what_ended(runtime, config: ServerConfig, receive
 
 
 def test_an_event_is_sent_until_it_is_accepted(runtime, config: ServerConfig, receiver: Receiver, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.serve.jobs.webhooks.FIRST_PAUSE_S", 0)
+    monkeypatch.setattr(webhooks, "FIRST_PAUSE_S", 0)
     receiver.statuses = [500, 302]
     with LiveServer(runtime, config) as server:
         begin_batch(server, LINE)
@@ -101,7 +107,7 @@ def test_an_event_is_sent_until_it_is_accepted(runtime, config: ServerConfig, re
 
 
 def test_an_event_outlives_the_server(config: ServerConfig, receiver: Receiver, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.serve.jobs.webhooks.FIRST_PAUSE_S", 0)
+    monkeypatch.setattr(webhooks, "FIRST_PAUSE_S", 0)
     receiver.statuses = [503] * 100
     for nth in range(2):
         runtime = make_runtime()

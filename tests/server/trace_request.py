@@ -1,5 +1,5 @@
 """Which files of `src` does one streamed chat request enter? Run `python tests/server/trace_request.py` from the root; with
-`schema` behind it, the request asks for an answer that follows a JSON schema.
+`schema` behind it, the request asks for an answer that follows a JSON schema, and `chat schema` traces both.
 
 A live server over the hash executor answers one request to warm up and three that are traced, each with a profile function in
 every thread until all work for it is done. Prints the files in the order in which a request enters them, with the number of
@@ -67,12 +67,14 @@ def trace(body: dict[str, object]) -> Trace:
     return found
 
 
+def show(found: Trace) -> str:
+    files = found.files()
+    lines = [f"{number:3} {file:48} {num:3} functions" for number, (file, num) in enumerate(files.items(), 1)]
+    return "\n".join([*lines, f"{len(files)} files, {len(found.calls)} functions, {found.calls.total()} calls"])
+
+
 def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else "chat"
-    found = trace(BODIES[name])
-    for number, (file, num_functions) in enumerate(found.files().items(), 1):
-        print(f"{number:3} {file:48} {num_functions:3} functions")
-    print(f"{len(found.files())} files, {len(found.calls)} functions, {found.calls.total()} calls")
+    print("\n\n".join([show(trace(BODIES[name])) for name in sys.argv[1:] or ["chat"]]))
 
 
 if __name__ == "__main__":

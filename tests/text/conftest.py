@@ -1,5 +1,6 @@
 """Small vocabularies that tests of `penstock.text` share, each of a real kind."""
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -47,7 +48,8 @@ def count_pairs(words: list[list[str]]) -> dict[tuple[str, str], int]:
     return counts
 
 
-def train_pieces(corpus: str, num_pieces: int) -> list[str]:
+@cache
+def train_pieces(corpus: str, num_pieces: int) -> tuple[str, ...]:
     """Pieces of a BPE training, most frequent pair first, across word borders where they are frequent."""
     words = [list("▁" + word) for word in corpus.split()]
     pieces: list[str] = []
@@ -59,7 +61,7 @@ def train_pieces(corpus: str, num_pieces: int) -> list[str]:
             for at in range(len(word) - 1):
                 if word[at : at + 2] == [left, right]:
                     word[at : at + 2] = [left + right]
-    return list(dict.fromkeys(pieces))
+    return tuple(dict.fromkeys(pieces))
 
 
 def make_sentencepiece_vocab(**changes) -> GgufVocab:

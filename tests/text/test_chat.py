@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,12 @@ def make(source: str, **options) -> ChatTemplate:
     return ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, **options)
 
 
+kept = lru_cache(maxsize=2)(make)
+"""Most of the time goes into starting a process, so the next test of the same template finds it running."""
+
+
 def render(source: str, messages=HELLO, /, **options) -> str:
-    return make(source).render(messages, **options)
+    return kept(source).render(messages, **options)
 
 
 def rejection(source: str, messages=HELLO, /, **options) -> Rejected:
@@ -159,25 +164,29 @@ def test_no_messages_are_rejected():
     assert rejection(CHATML, []).param == "messages"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{{ namespace(__class__=1) }}",
-        "{% set ns = namespace() %}{% set ns._x = 1 %}",
-        "{{ raise_exception.__globals__.os }}",
-        "{{ dict.__subclasses__() }}",
-        "{{ lipsum() }}",
-        "{{ range.__call__.__globals__ }}",
-        "{% include 'x' %}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ ('%s' | attr('format')).__globals__.os }}",
-    ],
+ESCAPES = (
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='x') }}",
+    "{{ namespace(__class__=1) }}",
+    "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    "{{ raise_exception.__globals__.os }}",
+    "{{ dict.__subclasses__() }}",
+    "{{ lipsum() }}",
+    "{{ range.__call__.__globals__ }}",
+    "{% include 'x' %}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ ('%s' | attr('format')).__globals__.os }}",
 )
-def test_templates_stay_in_their_sandbox(source):
-    rejection(source)
+
+
+@pytest.mark.parametrize("number", range(len(ESCAPES)), ids=ESCAPES)
+def test_templates_stay_in_their_sandbox(number):
+    """One process tries all of them, each when the first message has its number."""
+    tries = (f"{{% if messages[0].content == '{idx}' %}}{escape}{{% endif %}}" for idx, escape in enumerate(ESCAPES))
+    source = "".join(tries) + "ok"
+    assert render(source) == "ok"
+    rejection(source, [{"role": "user", "content": str(number)}])
 
 
 @pytest.mark.parametrize(
@@ -341,10 +350,10 @@ class TestTheProcess:
 
     def test_time_in_which_it_has_no_core_does_not_count(self):
         inner = "{% for b in range(200) %}{% if ('ab' * 2000)|upper == b %}{% endif %}{% endfor %}"
-        work = "{% for a in range(200) %}" + inner + "{% endfor %}ok"
-        template = make(work, max_s=1.0)
+        work = "{% for a in range(100) %}" + inner + "{% endfor %}ok"
+        template = make(work, max_s=0.5)
         pid = template.pid
-        timers = [threading.Timer(0.05, os.kill, [pid, signal.SIGSTOP]), threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])]
+        timers = [threading.Timer(0.05, os.kill, [pid, signal.SIGSTOP]), threading.Timer(0.8, os.kill, [pid, signal.SIGCONT])]
         for timer in timers:
             timer.start()
         assert template.render(HELLO) == "ok"
@@ -436,18 +445,15 @@ PROMPTS = {
 @pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
 def test_templates_that_are_built_in_write_the_prompts_of_their_families(name):
     source = choose_chat_template(name, {})
-    assert make(source).render(TURNS) == PROMPTS[name]
+    template = make(source)
+    assert template.render(TURNS) == PROMPTS[name]
+    names = {"s": "system", "a": "assistant", "u": "user"}
+    for roles in ("s", "sau", "us", "su"):
+        text = template.render([{"role": names[role], "content": f"[{role}]"} for role in roles])
+        assert [text.count(f"[{role}]") for role in roles] == [1] * len(roles), f"a message of {roles} is left out"
     bare = ChatTemplate(source, special_tokens={})  # a model without these tokens
     assert bare.render(TURNS) == PROMPTS[name].replace("<s>", "").replace("</s>", "")
     assert choose_chat_template(name, {name: "the model's"}) == "the model's"
-
-
-@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
-@pytest.mark.parametrize("roles", ["s", "sau", "us", "su"])
-def test_templates_that_are_built_in_leave_no_message_out(name, roles):
-    names = {"s": "system", "a": "assistant", "u": "user"}
-    text = make(BUILTIN_TEMPLATES[name]).render([{"role": names[role], "content": f"[{role}]"} for role in roles])
-    assert [text.count(f"[{role}]") for role in roles] == [1] * len(roles)
 
 
 def test_doubled_braces_in_a_model_s_instructions_for_calls_are_made_single(tmp_path, caplog):
@@ -466,8 +472,9 @@ def test_doubled_braces_in_a_model_s_instructions_for_calls_are_made_single(tmp_
     assert choose_chat_template(str(path), {}) == wrong  # a template that somebody chose stays as it is
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-@pytest.mark.parametrize("begin", ["", "\n", "{% macro say(x) %}{{ x }}{% endmacro %}\n"])
+@pytest.mark.parametrize(
+    ("begin", "end"), [("", ""), ("\n", "\n"), ("{% macro say(x) %}{{ x }}{% endmacro %}\n", "\n\n"), ("", "\n")]
+)
 def test_a_template_for_tools_is_taken_where_there_are_some(begin, end):
     plain = begin + "{% for m in messages %}{{ m.content }}{% endfor %}" + end
     with_tools = begin + "{{ tools | tojson }}{{ messages[0].content }}" + end

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from datetime import UTC, datetime
+from functools import lru_cache
 
 import pytest
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
@@ -28,6 +29,12 @@ QWEN = (
 QWEN_TEXTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
+@lru_cache(maxsize=2)
+def template_of(source: str, special: tuple[tuple[str, str | tuple[str, ...]], ...]) -> ChatTemplate:
+    """Starting its process takes long, so the next test of the same template finds it running."""
+    return ChatTemplate(source, special_tokens=dict(special))
+
+
 class Chat:
     """A tokenizer and a chat template."""
 
@@ -35,7 +42,7 @@ class Chat:
         self.tokenizer = tokenizer
         self.dialect = find_dialect(source)
         special = {"bos_token": "", "eos_token": ""} | tokenizer.special_tokens
-        self.template = ChatTemplate(source, special_tokens=special)
+        self.template = template_of(source, tuple(sorted(special.items())))
         self.control = ControlTokens(tokenizer, source, self.dialect)
         self.num_renderings = 0
 

@@ -10,26 +10,26 @@ from support.doctor.stage import SECOND_NS, Stage, Visitor, Workshop, poisson, s
 
 
 def window_too_long() -> Stage:
-    return Stage(poisson(40, 2, prompt=60, answer=[5, 20]), {"preset": "dynamic", "batch_window": 1.0})
+    return Stage(poisson(20, 2, prompt=60, answer=[5, 20]), {"preset": "dynamic", "batch_window": 1.0})
 
 
 def too_few_rows() -> Stage:
-    return Stage(poisson(40, 3, prompt=50, answer=[60, 120]), {"max_num_seqs": 1}, until_s=40)
+    return Stage(poisson(12, 3, prompt=50, answer=[60, 120]), {"max_num_seqs": 1}, until_s=12)
 
 
 def small_kv_cache() -> Stage:
-    return Stage(poisson(40, 4, prompt=[100, 300], answer=[100, 200]), blocks=60, until_s=40)
+    return Stage(poisson(14, 4, prompt=[100, 300], answer=[100, 200]), blocks=60, until_s=14)
 
 
 def thrash() -> Stage:
-    visitors = poisson(30, 3, prompt=[60, 100], answer=[150, 300])
-    return Stage(visitors, {"reserve": "chunk", "max_num_seqs": 16}, blocks=60, until_s=40)
+    visitors = poisson(11, 3, prompt=[60, 100], answer=[150, 300])
+    return Stage(visitors, {"reserve": "chunk", "max_num_seqs": 16}, blocks=60, until_s=15)
 
 
 def greedy_key() -> Stage:
-    flood = [Visitor(at_s=0.1 * nth, prompt=200, answer=150, tenant="scraper") for nth in range(200)]
-    others = poisson(30, 1, prompt=60, answer=[20, 60], tenant="people")
-    return Stage([*flood, *others], {"max_num_seqs": 8}, until_s=30)
+    flood = [Visitor(at_s=0.1 * nth, prompt=200, answer=150, tenant="scraper") for nth in range(100)]
+    others = poisson(15, 1, prompt=60, answer=[20, 60], tenant="people")
+    return Stage([*flood, *others], {"max_num_seqs": 8}, until_s=15)
 
 
 def prompts_beside_streams() -> Stage:
@@ -50,8 +50,8 @@ def noisy_neighbour() -> Stage:
 
 
 def early_retries() -> Stage:
-    visitors = [Visitor(at_s=0.1 * nth, prompt=100, answer=200, returns_after_s=0.05) for nth in range(100)]
-    return Stage(visitors, {"max_queue": 4, "max_num_seqs": 8}, until_s=15)
+    visitors = [Visitor(at_s=0.1 * nth, prompt=100, answer=200, returns_after_s=0.05) for nth in range(60)]
+    return Stage(visitors, {"max_queue": 4, "max_num_seqs": 8}, until_s=9)
 
 
 def chunk_too_small() -> Stage:
@@ -78,8 +78,8 @@ def date_at_the_start() -> Stage:
 
 
 def endless_answers() -> Stage:
-    visitors = poisson(60, 0.5, prompt=50, answer=[20, 40])
-    endless = [Visitor(at_s=5 + 8 * nth, prompt=50, answer=5000, max_tokens=2048 - 50) for nth in range(6)]
+    visitors = poisson(30, 0.5, prompt=50, answer=[20, 40])
+    endless = [Visitor(at_s=5 + 8 * nth, prompt=50, answer=5000, max_tokens=2048 - 50) for nth in range(3)]
     return Stage([*visitors, *endless])
 
 
@@ -114,15 +114,15 @@ def padded_batches() -> Stage:
 
 def reserved_memory() -> Stage:
     """Clients allow 1,500 tokens, answers have 60, and an admission reserves all of them."""
-    visitors = poisson(40, 4, prompt=[50, 100], answer=[40, 80], max_tokens=1500)
-    return Stage(visitors, {"reserve": "no-evict"}, blocks=200, until_s=40)
+    visitors = poisson(20, 4, prompt=[50, 100], answer=[40, 80], max_tokens=1500)
+    return Stage(visitors, {"reserve": "no-evict"}, blocks=200, until_s=20)
 
 
 def starved_requests() -> Stage:
     """Short prompts keep coming, and longer ones wait for them."""
-    short = poisson(40, 9, prompt=[30, 60], answer=[20, 40])
-    long = poisson(35, 0.5, seed=2, prompt=[300, 400], answer=[100, 200])
-    return Stage([*short, *long], {"policy": "sjf", "max_num_seqs": 2}, until_s=40)
+    short = poisson(14, 9, prompt=[30, 60], answer=[20, 40])
+    long = poisson(12, 0.5, seed=2, prompt=[300, 400], answer=[100, 200])
+    return Stage([*short, *long], {"policy": "sjf", "max_num_seqs": 2}, until_s=14)
 
 
 def background_beside_people() -> Stage:
@@ -169,7 +169,7 @@ def light_load() -> Stage:
 
 
 def half_load() -> Stage:
-    return Stage(poisson(40, 4, prompt=[50, 200], answer=[20, 80]))
+    return Stage(poisson(20, 4, prompt=[50, 200], answer=[20, 80]))
 
 
 def bursts_that_drain() -> Stage:

@@ -32,8 +32,8 @@ MAX_GAP_S = 5.0
 MODEL = DEFAULT_MODEL
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-GOOD = {"prompt": "The lighthouse keeper wrote in his diary that", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-"""A request that takes some sixty steps: long enough for others to come and go meanwhile."""
+GOOD = {"prompt": "The lighthouse keeper wrote in his diary that", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+"""A request of some thirty steps: long enough for others to come and go meanwhile."""
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -79,10 +79,11 @@ class GatedExecutor(HashExecutor):
         self.gate = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
         self.closes = 0
+        self._is_open = False
 
     def collect(self, ticket):
         self.entered.release()
-        assert self.gate.acquire(timeout=TIMEOUT_S)
+        assert self._is_open or self.gate.acquire(timeout=TIMEOUT_S)
         return super().collect(ticket)
 
     def close(self) -> None:
@@ -93,7 +94,8 @@ class GatedExecutor(HashExecutor):
         assert self.entered.acquire(timeout=TIMEOUT_S)
 
     def open_for_good(self) -> None:
-        self.gate.release(1_000_000)
+        self._is_open = True
+        self.gate.release()  # for the step that may be waiting
 
 
 class Rig:

@@ -40,7 +40,7 @@ def steps(count: int = 300, noise: float = 0.02, seed: int = 1) -> list[Measured
             shape,
             round(COST.duration_ns(shape) * rng.uniform(1 - noise, 1 + noise)),
             host_ns=round(COST.host_ns(len(shape.rows), has_prefill=max(shape.rows)[0] > 1) * rng.uniform(0.9, 1.1)),
-            group=idx % 60,
+            group=idx % 20,
         )
         for idx, shape in enumerate(shapes(count))
     ]

@@ -76,6 +76,13 @@ class GreedyCase:
         return self.top_logits[:, 0] - self.top_logits[:, 1]
 
 
+def first_steps(case: GreedyCase, num: int) -> GreedyCase:
+    """The case with so many steps alone: the reference backend is slow."""
+    text, end = case.text, case.prompt_len + num
+    text = TextCase(text.name, text.token_ids[:end], text.logprobs_f32[: end - 1], text.logprobs_bf16[: end - 1])
+    return GreedyCase(text, case.prompt_len, case.top_ids[:num], case.top_logits[:num])
+
+
 @dataclass(frozen=True, slots=True)
 class WindowSums:
     """The figures that are stored of a window whose text is not."""

@@ -20,15 +20,23 @@ RUNS = [("reference", KvDtype.BF16), ("native", KvDtype.BF16), ("native", KvDtyp
 
 BLOCK_SIZE = 16
 
+COPIES = {name for name, case in CASES.items() if case.golden and CASES[case.golden].architecture == case.architecture}
+"""Cases that have the settings and values of another one in another file. Once loaded they are the same model."""
+
 
 def runs(is_through_core: bool) -> list[tuple[str, str, KvDtype]]:
-    """Cases by backend and type of KV. Through the core the reference backend runs those alone that native does not compute."""
+    """Cases by backend and type of KV.
+
+    Copies need no KV of 8 bits. Through the core the reference backend runs those alone that native does not compute.
+    """
     return [
         (name, backend, kv_dtype)
         for name, case in CASES.items()
         for refused in [case.refused_by or {}]
         for backend, kv_dtype in RUNS
-        if backend not in refused and not (is_through_core and backend == "reference" and "native" not in refused)
+        if backend not in refused
+        and not (is_through_core and backend == "reference" and "native" not in refused)
+        and not (name in COPIES and kv_dtype is KvDtype.INT8)
     ]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from penstock.models.formats import WeightFormat
+from penstock.models.weights import LoadedModel
 from penstock.types import model_spec
 from penstock.types.model_spec import ModelSpec, PlainMlp, Rotation
 from support.parity.tiny_runs import MAX_RELATIVE_RMS
@@ -113,13 +115,28 @@ def other_values(name: str, value: Any, kind: Any) -> Iterator[Any]:
         yield IF_ABSENT[name]
 
 
+def with_float_weights(model: LoadedModel) -> LoadedModel:
+    """The model with its weights as the reference backend computes with them, so that not every variant converts them."""
+    weights = {
+        name: replace(tensor, format=WeightFormat.F32, stored=tensor.dequantize(), scales=None, order=None, column_order=None)
+        for name, tensor in model.weights.items()
+    }
+    return replace(model, weights=weights)
+
+
 def variants(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
-    """The spec with one setting changed, of the model or of one layer."""
+    """The spec with one setting changed, of the model or of one layer: the first of those that have an equal mixer or MLP."""
     found = list(settings(spec))
+    seen: list[tuple[str, Any, Any]] = []
     for number, layer in enumerate(spec.layers):
         for name, changed in settings(layer):
             if getattr(layer.mixer, "latent", None) and name in NOT_OF_LATENTS:
                 continue
+            part = name.partition(".")[0]
+            change = (name, getattr(layer, part), getattr(changed, part))
+            if change in seen:
+                continue
+            seen.append(change)
             layers = (*spec.layers[:number], changed, *spec.layers[number + 1 :])
             found.append((f"layers.{number}.{name}", replace(spec, layers=layers)))
     meaningless = MEANT_FOR[spec.ending is None]

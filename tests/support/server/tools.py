@@ -1,6 +1,7 @@
 """Helpers that `server/test_tools.py` shares with other tests."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from penstock.testing import HashExecutor, HashModel
 from support.server.harness import CAPACITY, CHAT_TEMPLATE, END_ID, VOCAB_SIZE, make_runtime, make_tokenizer
@@ -40,6 +41,12 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome", "day
 CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
+@cache
+def ids_of(text: str) -> tuple[int, ...]:
+    """The tokens of a whole answer with this text. Cached, since a model asks for them at each token."""
+    return (*make_tokenizer().encode(text, add_special_tokens=False), END_ID)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scripted(HashModel):
     """Says a text, as far as masks let it: else the first token that they allow."""
@@ -48,7 +55,7 @@ class Scripted(HashModel):
     text: str = ""
 
     def sample(self, value, sampling, num_generated, mask=None):
-        ids = [*make_tokenizer().encode(self.text, add_special_tokens=False), END_ID]
+        ids = ids_of(self.text)
         token_id = ids[min(num_generated, len(ids) - 1)]
         if mask is None or mask[token_id // 8] >> token_id % 8 & 1:
             return token_id
