@@ -85,7 +85,7 @@ serve: $(INSTALLED)  ## install, fetch MODEL and serve it on http://127.0.0.1:80
 	@$(NOTE_PYTHON)
 	@exec $(BIN)/penstock serve $(MODEL) $(ARGS)
 
-test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and types, run all tests (15 to 30 minutes on two free cores)
+test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and types, run all but slow tests (10 to 20 minutes on two free cores)
 	@$(NOTE_PYTHON)
 	@$(BIN)/penstock pull smollm2:135m
 	$(BIN)/ruff check .
