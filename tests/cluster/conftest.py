@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.cluster import models, replica
+from penstock.cluster import models
 from penstock.serve.http import acceptor
 from support.chat_templates import one_process_for_each_template
 
@@ -17,9 +17,3 @@ def quick() -> Iterator[None]:
         patch.setattr(acceptor, "_POLL_S", 0.002)  # of a server that ends
         patch.setattr(models, "LOOK_S", 0.005)  # for replicas that have come
         yield
-
-
-@pytest.fixture
-def quick_redials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that has lost its front dials again soon. One that waits for that is asked to leave in vain."""
-    monkeypatch.setattr(replica, "REDIAL_S", 0.02)

@@ -23,8 +23,6 @@ TINY = TinyLlama()
 NAMES = ("red", "green", "team/blue")
 PROMPTS = ("in the beginning", "the end of it")
 
-pytestmark = pytest.mark.usefixtures("quick_redials")
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -330,7 +330,7 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cluster.replica.BEAT_S", 0.1)
 
 
-def test_a_request_that_ends_each_replica_ends_itself(pool, quick_redials: None) -> None:
+def test_a_request_that_ends_each_replica_ends_itself(pool) -> None:
     with cluster(num_replicas=2) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
         for replica in made.replicas.values():
@@ -673,6 +673,17 @@ def test_a_replica_that_is_refused_dials_less_and_less_often(monkeypatch: pytest
     assert pauses_s == [0.01, 0.02, 0.04, 0.07, 0.07, 0.07]
 
 
+def test_a_replica_that_waits_to_dial_again_leaves_at_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.REDIAL_S", 3600.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    alone = ThreadedReplica(port, "r0")
+    wait_until(lambda: "can't be reached yet" in caplog.text)
+    alone.call(alone.replica.leave)
+    wait_until(lambda: alone.has_ended)
+    alone.kill()
+
+
 def test_replicas_stay_when_a_beat_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quick_beats: None
 ) -> None:
@@ -702,7 +713,7 @@ def test_no_token_is_lost_when_an_observer_fails(method: str, monkeypatch: pytes
         assert calls
 
 
-def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool, quick_redials: None) -> None:
+def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool) -> None:
     """It gets a token or two from each replica, and then the connection is lost."""
     with cluster(*(SlowExecutor(CAPACITY, model=PRINTABLE_MODEL) for _ in range(2))) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)

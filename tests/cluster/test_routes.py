@@ -24,8 +24,6 @@ from support.tiny_models import TinyLlama, write_gguf
 
 AUTO = Routing(routes=(RouteConfig(name="auto", by=FallbackConfig(models=("small", "large"))),))
 
-pytestmark = pytest.mark.usefixtures("quick_redials")
-
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:

@@ -20,8 +20,6 @@ from support.server.harness import wait_until
 from support.site import ThreadCrew, site
 from support.tiny_models import TinyLlama, write_gguf
 
-pytestmark = pytest.mark.usefixtures("quick_redials")
-
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:

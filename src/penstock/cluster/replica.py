@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -85,7 +86,7 @@ class Replica:
         self._chunks: list[OutputChunk] = []
         self._nonce = b""
         """Sent to the front, which must prove with it that it knows the secret. Empty once it has."""
-        self._is_leaving = False
+        self._leaving = asyncio.Event()
         self._giver: BlockServer | None = None
         """None: no front was reached yet, or this replica gives no blocks."""
         self._fetcher = Fetcher(secret)
@@ -98,7 +99,7 @@ class Replica:
         """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
         loop = asyncio.get_running_loop()
         is_told = False
-        while not self._is_leaving:
+        while not self._leaving.is_set():
             self._is_lost.clear()
             self._fetcher.forget_closed()
             try:
@@ -107,7 +108,7 @@ class Replica:
                 if not is_told:
                     _log.warning("the front at %s:%d can't be reached yet: %s", host, port, error)
                 is_told = True
-                await asyncio.sleep(REDIAL_S)
+                await self._pause(REDIAL_S)
                 continue
             is_told = False
             try:
@@ -115,8 +116,7 @@ class Replica:
             finally:
                 link.close("it ends")
             await self._end_all()
-            if not self._is_leaving:
-                await asyncio.sleep(self._pause_s)
+            await self._pause(self._pause_s)
         while self._requests or self._preparing:
             await self._wait_for_end()
         if self._giver is not None:
@@ -125,9 +125,14 @@ class Replica:
 
     def leave(self) -> None:
         """End once the requests in flight have ended. One that still comes is refused, and the front sends it elsewhere."""
-        self._is_leaving = True
+        self._leaving.set()
         self._running.engine.drain()
         self._report()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before dialling again, unless the replica leaves."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), seconds)
 
     async def _beat_until_lost(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +149,7 @@ class Replica:
                 self._heard_s = now_s
             elif now_s - self._heard_s > FRONT_SILENCE_S:
                 link.close(f"it has sent nothing for {FRONT_SILENCE_S:g} s")
-            if self._is_leaving and not self._requests and not self._preparing:
+            if self._leaving.is_set() and not self._requests and not self._preparing:
                 link.close("it leaves")
 
     async def _end_all(self) -> None:
@@ -166,7 +171,7 @@ class Replica:
             told, self._pause_s = "was lost", REDIAL_S
         else:  # it will probably refuse again
             told, self._pause_s = "did not take this replica", min(2 * self._pause_s, MAX_REDIAL_S)
-        if not self._is_leaving:
+        if not self._leaving.is_set():
             _log.warning("the front at %s %s: %s", link.peer, told, cause)
         self._link = None
         self._is_lost.set()
