@@ -40,7 +40,7 @@ TOLERANCE = {KvDtype.INT8: 0.03, KvDtype.BF16: 0.015}
 SIZES = {"small": (3, 40, 12, 22, 26), "of DeepSeek": (5, 512, 64, 128, 128), "many heads": (50, 64, 10, 16, 32)}
 """Heads, columns of a latent, of what rotates, of keys and of values."""
 LENGTHS = {"small": 530, "of DeepSeek": 270, "many heads": 270}
-"""Tokens of which logits are compared. Large sizes have two segments: with three, portable kernels would take ten seconds."""
+"""How many tokens have their logits compared. Large sizes span two segments: three take portable kernels ten seconds."""
 SLOW = {("of DeepSeek", KvDtype.INT8, "portable"), ("many heads", KvDtype.BF16, "portable")}
 """Seconds each. Portable kernels compute these sizes and these types in other pairs, too."""
 

@@ -258,7 +258,7 @@ def in_line(text: str) -> str:
 
 
 def after(shown: str, printed: str) -> str:
-    """The part of `printed` after the lines that are shown, some of which are left out."""
+    """Return what is printed after the lines that are shown, where `...` stands for any lines."""
     for part in re.split(r"^ +\.\.\.\n", shown, flags=re.MULTILINE):
         assert part in printed, "its lines stand together, and after those before"
         printed = printed.partition(part)[2]

@@ -24,7 +24,7 @@ NUM_STORIES = 6
 
 
 def story(idx: int, *, max_tokens: int = 90) -> dict[str, object]:
-    """About 115 tokens, of which only the first are common."""
+    """A prompt of about 115 tokens. All stories begin with the same few."""
     text = f"Chapter {idx}. " + f"The {idx}th keeper of the lighthouse wrote a letter to the harbour master. " * 6
     return {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 

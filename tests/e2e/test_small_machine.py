@@ -45,7 +45,7 @@ def ask(url: str, number: int, num_prompt_tokens: int, num_answer_tokens: int) -
     ("group", "most_prompt_tokens"), [(512, 700), (1024, 150)], indirect=["group"], ids=["512MiB", "1024MiB"]
 )
 def test_eight_clients_at_once_on_one_core(weights: None, group: ControlGroup, most_prompt_tokens: int, tmp_path: Path) -> None:
-    """With 512 MiB the prompts fill the KV cache, which takes its memory as it fills."""
+    """With 512 MiB the prompts fill the KV cache, so that all of its memory is used."""
     with serving(tmp_path, prefix=group.prefix) as server:
         assert "1 thread" in server.log.read_text()
         assert server.metric("memory_bytes") < group.limit_bytes, "the KV cache may grow beyond the limit"

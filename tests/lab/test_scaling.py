@@ -39,13 +39,12 @@ S, MS = 1_000_000_000, 1_000_000
 START_S, SLO_S, RATE = 10, 5, 1.6
 PARTS = ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns")
 COST = CostModel(**{part: 4 * getattr(CostModel(), part) for part in PARTS})
-SCALING = Scaling(least=1, most=6, start_ns=START_S * S)
 GROUP = Simulation(
     capacity=Capacity(num_blocks=2049, block_size=16, max_rows=32, max_step_tokens=512, max_model_len=16_384),
     make_policies=make_policies,
     cost=COST,
     make_router=LeastWork,
-    scaling=SCALING,
+    scaling=Scaling(least=1, most=6, start_ns=START_S * S),
 )
 SMALL = replace(
     GROUP,
@@ -90,18 +89,17 @@ def check_whole(outcome: Outcome, num_jobs: int) -> None:
 
 
 def test_a_ramp_is_followed_up_and_down_and_first_tokens_are_in_time() -> None:
-    most = 4
-    steps = [(1 + 0.2 * step, 12.0) for step in range(12)]
-    workload = staged([*steps, *((load, 6.0) for load, _ in reversed(steps)), (0.2, 450.0)])
-    outcome = replace(GROUP, scaling=replace(SCALING, most=most)).run(workload)
+    steps = [(1 + 0.2 * step, 15.0) for step in range(19)]
+    workload = staged([*steps, *((load, 7.0) for load, _ in reversed(steps)), (0.2, 420.0)])
+    outcome = GROUP.run(workload)
     assert numbers(outcome)[0] == 1
-    assert max(numbers(outcome)) == most
+    assert max(numbers(outcome)) == 6
     assert numbers(outcome)[-1] == 1
     check_steady(outcome)
     check_whole(outcome, len(workload.jobs))
     assert num_late(outcome, after_s=60) == 0
     assert outcome.scaled is not None
-    assert outcome.scaled.replica_ns < 0.8 * most * outcome.duration_ns
+    assert outcome.scaled.replica_ns < 0.8 * 6 * outcome.duration_ns
 
 
 def test_a_spike_is_served_in_time_after_a_minute() -> None:

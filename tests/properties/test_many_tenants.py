@@ -30,7 +30,7 @@ NUM_TENANTS = 10_000
 AT_ONCE = 50
 CAPACITY = Capacity(num_blocks=120, block_size=4, max_rows=24, max_step_tokens=96, max_model_len=64)
 MAX_ACCOUNTS = 4096
-"""That `FairShares` keeps by default of those who do not wait."""
+"""Default limit of `FairShares` for the accounts of tenants without waiting requests."""
 MAX_PREDICTED = 256
 """That `OnlinePredictor` knows."""
 

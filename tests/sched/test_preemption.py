@@ -81,7 +81,7 @@ def run(policies: Policies, memory: float) -> Run:
 
 
 def reserve_victim_and_memory() -> Iterator[tuple[str, str, float]]:
-    """Every two policies meet in the least memory. With `no-evict` there are no victims: the last test below."""
+    """In the least memory, each pair of policies is tried. `no-evict` has no victims: see the last test."""
     reserves = [reserve for reserve in RESERVES if reserve != "no-evict"]
     yield from product(reserves, VICTIMS, [0.25])
     yield from zip(cycle(reserves), VICTIMS, repeat(0.5))

@@ -682,12 +682,12 @@ def test_a_disk_that_fails_for_a_while_holds_up_batches_alone(tmp_path, monkeypa
 
 
 ROOM = 125_000
-"""For the lines and answers of a batch of 150, of 160 and 600 bytes each, or for a part of them beside another file."""
+"""Bytes for a batch of 150 lines and their answers (160 and 600 bytes each), but not for all of it beside another file."""
 
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """An executor of few rows, and answers that are written often, so that few are on their way when there is no more room."""
+    """An executor of few rows. Answers are written often, so that few are unwritten when the room ends."""
     monkeypatch.setattr(module, "GATHERED_S", 0.01)
     return HashExecutor(replace(CAPACITY, max_rows=8), model=PRINTABLE_MODEL)
 

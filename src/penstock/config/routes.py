@@ -117,7 +117,7 @@ def answerers_of(by: By) -> tuple[str, ...]:
 
 
 def generators_of(by: By) -> list[str]:
-    """Return the models that write for a route: those that may answer, and its judge or verifier."""
+    """Return the models that generate text for a route: those that may answer, and its judge or verifier."""
     judge = by.judge if isinstance(by, EnsembleConfig) else by.verifier if isinstance(by, VerifierConfig) else None
     return [*dict.fromkeys((*answerers_of(by), *filter(None, (judge,))))]
 

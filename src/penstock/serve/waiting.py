@@ -261,7 +261,7 @@ class _AdapterLooks:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._looks: dict[str, asyncio.Task[tuple[ServedModel, AdapterRef] | None]] = {}
-        """Searches by name, including those that wait for a thread."""
+        """Adapter name -> the search for it, which may still wait for a thread."""
         self._turns = asyncio.Semaphore(MAX_LOOK_THREADS)
         self._num_asking = 0
         self._num_asking_bytes = 0

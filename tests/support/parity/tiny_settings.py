@@ -125,7 +125,7 @@ def with_float_weights(model: LoadedModel) -> LoadedModel:
 
 
 def variants(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
-    """The spec with one setting changed, of the model or of one layer: the first of those that have an equal mixer or MLP."""
+    """Yield the spec with one setting of the model or of a layer changed. Where mixers or MLPs are equal, only the first is."""
     found = list(settings(spec))
     seen: list[tuple[str, Any, Any]] = []
     for number, layer in enumerate(spec.layers):
