@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_costs, read_model
+from penstock.cli.files import check_writable
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -82,7 +83,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     which runs the real scheduler with these settings.
     """
     from penstock.config.units import parse_share
-    from penstock.lab import plan_report
+    from penstock.lab import plan_report, plots
     from penstock.lab.acceptance import acceptance_of
     from penstock.lab.figures import parse_slos
     from penstock.lab.plan import Requirements, plan_briefly
@@ -109,13 +110,17 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     )
     in_turn = replace(asked, router="round-robin")
     config = config_from(values)
-    machines = find_machines(values["hardware"], values["hardware_table"])
-    saved = read_costs(values["cost"], machines)
     if values["presets"] and not asked.slos:
         raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
     others = {name: _with(config, name) for name in values["presets"]}
+    if values["json_path"] is not None:
+        check_writable(values["json_path"])
+    if values["folder"] is not None:
+        plots.require()
     workload = make_workload(choice)
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
+    machines = find_machines(values["hardware"], values["hardware_table"])  # last: this one is probed
+    saved = read_costs(values["cost"], machines)
     some, outlines = list["Sized"](), dict[bool, "Outline"]()
     for hardware in machines:
         if len(machines) > 1 and sys.stderr.isatty():

@@ -101,12 +101,13 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     slos = parse_slos(values["slo"])
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
-    simulator, tokenizer = _Simulator(values, choice.seed), _tokenizer(values)
-    values["device"] = simulator.device
+    tokenizer = _tokenizer(values)
     workload = make_workload(choice, None if tokenizer is None else counter_of(tokenizer))
     longest = max(job.num_output_tokens for job in workload.jobs)
     if values["max_tokens"] is not None and values["max_tokens"] < longest:
         raise ConfigError(f"The longest answer has {longest} tokens.", remedy="Raise --max-tokens, or cut answers.")
+    simulator = _Simulator(values, choice.seed)  # last: the machine is probed
+    values["device"] = simulator.device
     tuned = search(
         simulator.evaluate,
         workload,
