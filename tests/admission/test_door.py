@@ -476,6 +476,24 @@ def test_a_tenants_calls_on_their_way_in_count_too():
     assert refusal(door, make_load(num_running=1, num_rows_free=7)) is None
 
 
+def test_the_prompt_of_several_choices_is_counted_once():
+    one, four = make_door(tenant_tokens_per_minute=3000), make_door(tenant_tokens_per_minute=3000)
+    for door, num_choices in ((one, 1), (four, 4)):
+        place = door.decide(Ask(num_token_ids=1000, num_requests=num_choices, max_new_tokens=16), make_load(), 0)
+        requests = [make_request(f"{nth}", 1000, max_tokens=16, shares_prompt=nth > 0) for nth in range(num_choices)]
+        door.enter(place, requests, 0)
+        door.leave(place)
+    assert one._num_prefill_tokens == four._num_prefill_tokens == 1000
+    load = make_load(num_running=8, num_rows_free=0)
+    assert four._num_blocks_demanded(load) == one._num_blocks_demanded(load) + 3, "16 tokens of each answer"
+    for nth in range(4):
+        end(four, 0, f"{nth}", 16, num_prompt_tokens=1000, num_cached_tokens=nth and 992, shares_prompt=nth > 0)
+    refused = refusal(four, load, num_token_ids=2000, num_requests=2)
+    assert refused is not None
+    assert "with 1936 left" in refused.detail
+    assert four.lengths.computed_share == 1.0, "what later choices find is no hit of a new prompt"
+
+
 class TestExpectations:
     def test_the_predicted_length_is_that_of_answers_that_ended(self):
         door = make_door()

@@ -305,8 +305,8 @@ def test_the_prompt_of_a_beam_search_counts_once_and_its_tokens_have_no_gaps() -
     metrics = Metrics("m")
     beams = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER, num_logprobs=None)
     searched = SamplingParams(temperature=0.0, beams=beams, logprobs=3)
-    requests = [Request(f"{idx}", (1,) * 50, searched, 0, parent_id=f"search {idx // 2}") for idx in range(4)]
-    requests += [Request(f"n{idx}", (1,) * 50, SamplingParams(), 0, parent_id="both") for idx in range(2)]
+    requests = [Request(f"{idx}", (1,) * 50, searched, 0, shares_prompt=idx % 2 > 0) for idx in range(4)]
+    requests += [Request(f"n{idx}", (1,) * 50, SamplingParams(), 0, shares_prompt=idx > 0) for idx in range(2)]
     metrics.on_tokens(requests, ())
     metrics.on_finish(make_end(is_beam=True))
     metrics.on_finish(make_end())
@@ -314,6 +314,14 @@ def test_the_prompt_of_a_beam_search_counts_once_and_its_tokens_have_no_gaps() -
     assert metrics.num_computed_prompt_tokens == 4 * 50
     buckets, _sum = metrics.tpot_ns.snapshot()
     assert buckets[-1] == ("+Inf", 1.0)
+
+
+def test_a_key_is_told_the_prompt_of_several_choices_once(metrics):
+    metrics.tenants = frozenset({"key"})
+    for nth in range(3):
+        metrics.on_finish(make_end(tenant="key", shares_prompt=nth > 0))
+    assert value(metrics, "tenant_tokens_total", tenant="key", kind="prompt") == 50
+    assert value(metrics, "tenant_tokens_total", tenant="key", kind="generation") == 15
 
 
 # Batches: how large, why no larger, and what that costs

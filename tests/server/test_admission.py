@@ -74,6 +74,20 @@ async def test_the_key_names_the_tenant():
         runtime.close()
 
 
+async def test_choices_and_beams_take_their_prompt_from_the_tenants_tokens_once():
+    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=400))
+    prompt = [*range(100)]
+    body = {"prompt": prompt, "n": 3, "max_tokens": 4, "ignore_eos": True}
+    try:
+        async with make_client(runtime) as client:
+            for fields in ({}, {"use_beam_search": True}):
+                assert (await client.post("/v1/completions", json=body | fields)).status_code == 200
+            refused = await client.post("/v1/completions", json=body | {"prompt": [prompt] * 3, "n": 1})
+            check(refused, 429, "overloaded", "tenant_tokens")
+    finally:
+        runtime.close()
+
+
 @pytest.mark.parametrize("trusts", [False, True])
 async def test_with_keys_the_tenant_header_counts_only_if_it_is_trusted(trusts):
     runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))

@@ -139,8 +139,7 @@ class Admission:
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
         view = place.view
         if not view.ask.num_token_ids:
-            prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs
-            self.lengths.on_prompt(view.ask.num_chars, sum(prompts.values()))
+            self.lengths.on_prompt(view.ask.num_chars, sum([_num_prompt_tokens(request) for request in requests]))
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
@@ -151,7 +150,8 @@ class Admission:
             return
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
-            num_prefill_tokens = round(self.lengths.computed_share * request.num_prompt_tokens)
+            num_prompt_tokens = _num_prompt_tokens(request)
+            num_prefill_tokens = round(self.lengths.computed_share * num_prompt_tokens)
             expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
             entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
@@ -160,8 +160,7 @@ class Admission:
                 entry.num_adapter_blocks = self._outlook(request.adapter).likely_pages
             self._backlog.enter(request.request_id, entry)
             if place.account is not None:
-                num_tokens = request.num_prompt_tokens + num_new_tokens
-                self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
+                self._tenants.enter(request.tenant, request.request_id, num_prompt_tokens + num_new_tokens, now_ns)
 
     def leave(self, place: Place) -> None:
         if place.view.ask.background:
@@ -208,13 +207,13 @@ class Admission:
             return
         self.drain.on_finish(stats)
         self._backlog.on_finish(stats.request_id)
+        num_prompt_tokens = _num_prompt_tokens(stats)
         if self._tenants.entered:
             # A request cut off before it began has cost nothing.
-            num_prompt_tokens = 0 if stats.first_scheduled_ns is None else stats.num_prompt_tokens
-            num_tokens = num_prompt_tokens + stats.num_generated_tokens
+            num_tokens = stats.num_generated_tokens + (0 if stats.first_scheduled_ns is None else num_prompt_tokens)
             self._tenants.on_finish(stats.request_id, num_tokens, stats.ended_ns - stats.arrival_ns)
         if stats.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
+            self.lengths.on_end(num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
     def _is_telling(self, entry: Entry) -> bool:
         """Return whether the expected time to first token was long enough for its error to matter."""
@@ -348,6 +347,11 @@ class Admission:
             self._promises.settle(promise)
         spacing_ns = view.ns_per_request
         return self._promises.make(view.ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks)
+
+
+def _num_prompt_tokens(request: Request | RequestStats) -> int:
+    """Return the prompt tokens that this request adds to those of its call, as `DoorView` counts them."""
+    return 0 if request.shares_prompt else request.num_prompt_tokens
 
 
 # The checks, in the order in which they run. Each returns why a call is refused, or None.

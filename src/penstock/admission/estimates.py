@@ -101,8 +101,10 @@ class Lengths:
             self._tokens_per_char.add(num_tokens, num_chars)
 
     def on_end(self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int) -> None:
+        """Learn from an answer. Without prompt tokens, as for later choices of a prompt, only its length counts."""
         self._output_tokens.add(num_generated_tokens)
-        self._cached_share.add(num_cached_tokens, num_prompt_tokens)
+        if num_prompt_tokens:
+            self._cached_share.add(num_cached_tokens, num_prompt_tokens)
 
     def prompt_tokens(self, num_chars: int) -> int:
         return round(num_chars * self._tokens_per_char.value)

@@ -578,6 +578,7 @@ def make_requests(
                     arrival_ns=terms.arrival_ns,
                     waits=waits,
                     parent_id=f"{engine_id}.{prompt_index}",
+                    shares_prompt=nth > 0,
                     priority=terms.priority,
                     background=terms.background,
                     deadline_ns=terms.deadline_ns,

@@ -354,4 +354,5 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         background=request.background,
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
+        shares_prompt=request.shares_prompt,
     )

@@ -179,7 +179,7 @@ class Metrics:
         self.tenant_requests: Counter[tuple[str, str]] = Counter()
         """By tenant and outcome: ended, rejected."""
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()
-        """By tenant and kind: prompt, generation."""
+        """By tenant and kind: prompt, generation. As in a call's usage, a prompt with several choices counts once."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float
@@ -321,13 +321,10 @@ class Metrics:
     def _count_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         for gap_ns in gaps_ns:
             self.itl_ns.observe(gap_ns)
-        searches: set[str] = set()
         for request in first:
             self._count_first_token(request)
-            # All hypotheses of a beam search start at once, and its prompt was computed once.
-            if request.sampling.beams is None or request.parent_id not in searches:
+            if request.sampling.beams is None or not request.shares_prompt:  # all beams start with one computed prompt
                 self._count_prompt(request)
-                searches.add(request.parent_id)
 
     def _count_first_token(self, request: Request) -> None:
         if request.background:  # it waits for as long as others run
@@ -393,7 +390,7 @@ class Metrics:
         is_rejected = bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED
         self.tenant_requests[stats.tenant, "rejected" if is_rejected else "ended"] += 1
         if stats.first_token_ns is not None:
-            self.tenant_tokens[stats.tenant, "prompt"] += stats.num_prompt_tokens
+            self.tenant_tokens[stats.tenant, "prompt"] += 0 if stats.shares_prompt else stats.num_prompt_tokens
             self.tenant_tokens[stats.tenant, "generation"] += stats.num_generated_tokens
 
     def _observe_parts(self, parts_ns: Mapping[str, int]) -> None:

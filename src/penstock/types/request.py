@@ -52,6 +52,8 @@ class Request:
     arrival_ns: int
     parent_id: str = ""
     """Shared by the requests of one call: the beams of a search, the texts of a list."""
+    shares_prompt: bool = False
+    """Another request of its call counts their common prompt, for limits and metrics: it is a later choice or beam."""
     priority: int = 0  # lower is served first (as in vLLM)
     background: bool = False
     """Runs in what other requests leave, whatever their classes."""
