@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.admission.ask import TenantLimits
 from penstock.admission.tenants import MAX_TENANTS, Demand, Tenants
 from penstock.types.errors import RejectReason
 
@@ -106,6 +107,29 @@ def test_newcomers_share_an_account_when_all_are_busy():
     tenants.on_finish("shared", 1, SECOND)
     assert tenants.refusal(demand("newer")) is None
     assert len(tenants._accounts) <= MAX_TENANTS + 1
+
+
+def test_a_few_busy_tenants_do_not_keep_idle_ones_from_being_forgotten():
+    tenants = Tenants(1, None)
+    for idx in range(16):
+        tenants.enter(f"busy{idx}", f"r{idx}", 1, 0)
+    for idx in range(MAX_TENANTS - 16):
+        assert tenants.refusal(demand(f"idle{idx}")) is None
+    tenants.enter("new", "shared", 1, 0)
+    assert tenants.refusal(demand("newer")) is None
+    assert tenants.refusal(demand("busy0")) is not None
+
+
+def test_calls_with_other_limits_do_not_refill_a_bucket():
+    """Tenants that share an account, or a trusted X-Tenant that is a key's name."""
+    tenants, limits = Tenants(None, 600), TenantLimits(requests_per_minute=1)
+    other = Demand("a", limits, 1, 100, 0)
+    assert tenants.refusal(other) is None
+    tenants.hold(other)
+    tenants.enter("a", "r", 600, 0)
+    for _ in range(2):
+        assert tenants.refusal(demand()).reason is RejectReason.TENANT_TOKENS
+        assert tenants.refusal(other).reason is RejectReason.TENANT_REQUESTS
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30), st.integers(1, 400), st.integers(0, 400)), max_size=40))

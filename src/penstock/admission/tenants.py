@@ -16,9 +16,9 @@ from penstock.admission.ask import Refusal, TenantLimits
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
-"""Most accounts. Beyond it the longest idle tenant is forgotten. If none is idle, new tenants share an account."""
+"""Most accounts. Beyond it the longest idle account is forgotten. If none is found, new tenants with equal limits share one."""
 OTHERS = ""
-"""The account of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
+"""The name of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
 
 
@@ -61,7 +61,8 @@ class Tenants:
     def __init__(self, max_concurrent: int | None, tokens_per_minute: int | None) -> None:
         """Default limits for tenants without their own. None means unlimited."""
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
-        self._accounts: OrderedDict[str, Account] = OrderedDict()
+        self._accounts: OrderedDict[tuple[str, TenantLimits], Account] = OrderedDict()
+        """By tenant and limits, the longest unused first. New limits get new buckets, so no call can refill those of others."""
         self.entered: dict[str, tuple[Account, int]] = {}
         """Request id -> (its account, its predicted tokens)."""
         self._duration_ns = 0.0
@@ -69,12 +70,12 @@ class Tenants:
         """Guards what the end of a request writes: its account's `num_left` and `num_correction_tokens`, and `_duration_ns`."""
 
     def refusal(self, demand: Demand) -> Refusal | None:
-        account = self._account(demand.tenant, demand.now_ns, demand.limits or self._default)
+        account = self._account(demand.tenant, demand.limits, demand.now_ns)
         return self._too_many(account, demand) or self._too_often(account) or self._too_fast(account, demand)
 
     def hold(self, demand: Demand) -> Account:
         """Charge a call's requests to its tenant together, until `release`. After that each counts by itself (`enter`)."""
-        account = self._account(demand.tenant, demand.now_ns, demand.limits or self._default)
+        account = self._account(demand.tenant, demand.limits, demand.now_ns)
         account.level_requests -= 1
         self._move(account, demand, 1)
         return account
@@ -86,8 +87,9 @@ class Tenants:
         account.num_entering += sign * demand.num_requests
         account.num_entering_tokens += sign * demand.num_tokens
 
-    def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int) -> None:
-        account = self._account(tenant, now_ns, None)
+    def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int, *, limits: TenantLimits | None = None) -> None:
+        """Charge a request's predicted tokens. `limits` as in `Demand`."""
+        account = self._account(tenant, limits, now_ns)
         account.num_entered += 1
         account.level_tokens -= num_tokens
         self.entered[request_id] = account, num_tokens
@@ -143,16 +145,15 @@ class Tenants:
         )
         return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
 
-    def _account(self, tenant: str, now_ns: int, limits: TenantLimits | None) -> Account:
-        """Return the tenant's account, with its buckets refilled. `limits` of None changes no limits."""
-        account = self._accounts.get(tenant)
+    def _account(self, tenant: str, limits: TenantLimits | None, now_ns: int) -> Account:
+        """Return the tenant's account under these limits, with its buckets refilled."""
+        limits = limits or self._default
+        account = self._accounts.get((tenant, limits))
         if account is None:
-            account = self._open(tenant, now_ns, limits or self._default)
+            account = self._open(tenant, limits, now_ns)
         else:
-            self._accounts.move_to_end(tenant)
+            self._accounts.move_to_end((tenant, limits))
         self._refill(account, now_ns)
-        if limits is not None and limits != account.limits:
-            _change(account, limits)
         return account
 
     def _refill(self, account: Account, now_ns: int) -> None:
@@ -166,34 +167,22 @@ class Tenants:
         account.level_requests = min(account.level_requests + most * passed_ns / _MINUTE_NS, most)
         account.looked_ns = now_ns
 
-    def _open(self, tenant: str, now_ns: int, limits: TenantLimits) -> Account:
+    def _open(self, tenant: str, limits: TenantLimits, now_ns: int) -> Account:
         if len(self._accounts) >= MAX_TENANTS and not self._forget_one(now_ns):
             tenant = OTHERS
-        fresh = Account(limits, looked_ns=now_ns)
-        _change(fresh, limits)
-        return self._accounts.setdefault(tenant, fresh)
+        fresh = Account(limits, level_tokens=limits.tokens_per_minute or 0, level_requests=limits.requests_per_minute or 0)
+        fresh.looked_ns = now_ns
+        return self._accounts.setdefault((tenant, limits), fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
-        """Remove an account that is idle with full buckets, if one of the oldest is."""
-        for tenant, account in list(islice(self._accounts.items(), 16)):
+        """Remove an account that is idle with full buckets, if one of the oldest is. Otherwise try others the next time."""
+        for key, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits
-            has_tokens = account.level_tokens >= (limits.tokens_per_minute or 0) or limits.tokens_per_minute is None
-            has_requests = account.level_requests >= (limits.requests_per_minute or 0) or limits.requests_per_minute is None
+            has_tokens = limits.tokens_per_minute is None or account.level_tokens >= limits.tokens_per_minute
+            has_requests = limits.requests_per_minute is None or account.level_requests >= limits.requests_per_minute
             if has_tokens and has_requests and not account.num_running:
-                del self._accounts[tenant]
+                del self._accounts[key]
                 return True
+            self._accounts.move_to_end(key)
         return False
-
-
-def _change(account: Account, limits: TenantLimits) -> None:
-    """Apply new limits: a new bucket starts full, and a smaller one is cut to its size."""
-    before, account.limits = account.limits, limits
-    if limits.tokens_per_minute is not None:
-        is_new = before.tokens_per_minute is None or before is limits
-        account.level_tokens = limits.tokens_per_minute if is_new else min(account.level_tokens, limits.tokens_per_minute)
-    if limits.requests_per_minute is not None:
-        is_new = before.requests_per_minute is None or before is limits
-        account.level_requests = (
-            limits.requests_per_minute if is_new else min(account.level_requests, limits.requests_per_minute)
-        )
