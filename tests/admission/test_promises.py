@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.estimates import GRACE_NS, MAX_PER_CLAIM, MIN_SHARE, SPREAD, Promises
+from penstock.admission.estimates import GRACE_NS, MAX_PER_CLAIM, MAX_SHARED_PLACES, MIN_SHARE, SPREAD, Promises
 
 SECOND = 1_000_000_000
 LONGEST_NS = 600 * SECOND
 
 
-def make(promises: Promises, claim: bytes, now_s: float = 0.0, wait_s: float = 2.0, places_per_s: float = 4.0) -> float:
+def make(
+    promises: Promises, claim: bytes, now_s: float = 0.0, wait_s: float = 2.0, places_per_s: float = 4.0, tenant: str = ""
+) -> float:
     """Seconds from now until this client is to come back."""
-    return promises.make(claim, int(now_s * SECOND), int(wait_s * SECOND), int(SECOND / places_per_s), LONGEST_NS) / SECOND
+    now_ns, wait_ns, ns_per_request = int(now_s * SECOND), int(wait_s * SECOND), int(SECOND / places_per_s)
+    return promises.make(claim, now_ns, wait_ns, ns_per_request, LONGEST_NS, tenant=tenant) / SECOND
 
 
 def find(promises: Promises, claim: bytes, now_s: float, *, is_retry: bool = False):
@@ -117,6 +121,15 @@ def test_who_asks_again_and_again_does_not_push_everyone_elses_time_out():
     assert make(promises, b"other") <= 2.0 + MAX_PER_CLAIM * SPREAD / 4
 
 
+def test_a_tenant_with_many_different_calls_pushes_only_its_own_times_out():
+    promises = Promises()
+    waits = [make(promises, b"%d" % idx, places_per_s=1.0, tenant="many") for idx in range(600)]
+    assert waits[:400] == pytest.approx([2.0 + idx * SPREAD for idx in range(400)])
+    assert waits[-1] == 600
+    others = [make(promises, b"other %d" % idx, places_per_s=1.0, tenant=f"other {idx}") for idx in range(3)]
+    assert others == pytest.approx([2.0 + (MAX_SHARED_PLACES + idx) * SPREAD for idx in range(3)])
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 5), st.floats(0, 3), st.booleans()), max_size=60))
 def test_no_promise_outlives_its_grace(moves):
     promises, now_s = Promises(), 0.0
@@ -124,10 +137,11 @@ def test_no_promise_outlives_its_grace(moves):
         now_s += gap_s
         found = find(promises, bytes([claim]), now_s, is_retry=is_retry)
         if found is None:
-            make(promises, bytes([claim]), now_s=now_s, wait_s=wait_s)
+            make(promises, bytes([claim]), now_s=now_s, wait_s=wait_s, tenant=str(claim % 2))
         else:
             assert is_retry or found.due_ns <= now_s * SECOND
             promises.settle(found)
     assert promises.num_due(int((now_s + 10_000) * SECOND)) == 0
     assert not promises._by_claim
     assert not promises._later
+    assert not promises._lines

@@ -346,8 +346,10 @@ class Admission:
             return wait_ns
         if promise is not None:
             self._promises.settle(promise)
-        spacing_ns = view.ns_per_request
-        return self._promises.make(view.ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks)
+        ask, spacing_ns = view.ask, view.ns_per_request
+        return self._promises.make(
+            ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks, tenant=ask.tenant
+        )
 
 
 def _num_prompt_tokens(request: Request | RequestStats) -> int:

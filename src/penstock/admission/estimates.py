@@ -39,6 +39,8 @@ MAX_PROMISES = 8192
 """Most refused calls for which places are kept."""
 MAX_PER_CLAIM = 8
 """Most places kept for equal calls, so that one impatient client does not delay everyone else."""
+MAX_SHARED_PLACES = 64
+"""Future places of a tenant that delay other tenants. Its further ones delay only its own calls."""
 MIN_SHARE = 0.1
 """Least share of refused calls that are assumed to return."""
 
@@ -260,12 +262,21 @@ class Backlog:
             self.num_prefill_tokens -= entry.num_prefill_tokens
 
 
+@dataclass(slots=True)
+class _Line:
+    """A tenant's future places."""
+
+    num_places: int = 0
+    last_due_ns: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Promise:
     claim: bytes | None
     due_ns: int
     expires_ns: int
     num_blocks: int = 0
+    tenant: str = ""
     has_come: bool = False
     """The client returned in time before, so its next return is taken as certain."""
     is_over: bool = False
@@ -278,13 +289,15 @@ class Promise:
 class Promises:
     """Promises to refused calls: each gets a time at which to return (`Retry-After`), and a place then. Runs on the event loop.
 
-    Each call's time comes after the previous one's. The place is kept for `GRACE_NS` plus a tenth of the wait. A returning call
-    is recognised by its claim, derived from the body. The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic
-    Management 4.1, 1999).
+    Each call's time comes after those of its tenant's earlier calls, and of `MAX_SHARED_PLACES` calls of each other tenant. The
+    place is kept for `GRACE_NS` plus a tenth of the wait. A returning call is recognised by its claim, derived from the body.
+    The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
     """
 
     def __init__(self) -> None:
-        self._later: deque[Promise] = deque()
+        self._later: list[tuple[int, Promise]] = []
+        """A heap by `due_ns`."""
+        self._lines: dict[str, _Line] = {}
         self._due: list[Promise] = []
         self._by_claim: dict[bytes, deque[Promise]] = {}
         self._last_due_ns = 0
@@ -299,18 +312,24 @@ class Promises:
         max_wait_ns: int,
         *,
         num_blocks: int = 0,
+        tenant: str = "",
     ) -> int:
         """Promise a refused call a place. Return the nanoseconds after which it should return."""
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
             return ahead[0].due_ns - now_ns
-        spacing_ns = 0.25e9 if ns_per_request is None else SPREAD * self._return_share * ns_per_request
-        due_ns = max(now_ns + wait_ns, self._last_due_ns + int(spacing_ns))
+        spacing_ns = int(0.25e9 if ns_per_request is None else SPREAD * self._return_share * ns_per_request)
+        line = self._lines.get(tenant) or _Line()
+        shared_due_ns = max(now_ns + wait_ns, self._last_due_ns + spacing_ns)
+        due_ns = max(shared_due_ns, line.last_due_ns + spacing_ns)
         if due_ns - now_ns > max_wait_ns or len(self._later) >= MAX_PROMISES:
             return min(due_ns - now_ns, max_wait_ns)
-        self._last_due_ns = due_ns
-        promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_blocks)
-        self._later.append(promise)
+        if line.num_places < MAX_SHARED_PLACES:
+            self._last_due_ns = shared_due_ns
+        line.num_places, line.last_due_ns = line.num_places + 1, due_ns
+        self._lines[tenant] = line
+        promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_blocks, tenant)
+        heappush(self._later, (due_ns, promise))
         if claim is not None:
             self._by_claim.setdefault(claim, deque()).append(promise)
         return due_ns - now_ns
@@ -347,8 +366,12 @@ class Promises:
         return round(self._return_share * sum(not promise.is_over for promise in self._due))
 
     def _advance(self, now_ns: int) -> None:
-        while self._later and self._later[0].due_ns <= now_ns:
-            promise = self._later.popleft()
+        while self._later and self._later[0][0] <= now_ns:
+            _, promise = heappop(self._later)
+            line = self._lines[promise.tenant]
+            line.num_places -= 1
+            if not line.num_places:
+                del self._lines[promise.tenant]
             if not promise.is_over:
                 heappush(self._due, promise)
         while self._due and (self._due[0].is_over or self._due[0].expires_ns <= now_ns):
