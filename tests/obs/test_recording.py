@@ -355,6 +355,28 @@ def test_the_queue_is_bounded_by_rows_and_prompts(tmp_path: Path, monkeypatch: p
     recorder.close()
 
 
+def test_a_request_whose_end_is_lost_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "POLL_S", 1e6)
+    recorder = make_recorder(tmp_path / "r", max_told_rows=100)
+    writer = recorder._writer
+    recorder.on_queued(make_request("a"), 0)
+    recorder.on_step(step_stats(0, [RowPlan("a", 0, 1, (), 1)] * 100))
+    recorder.on_queued(make_request("b"), 0)
+    recorder.on_finish(ended("a", 5))
+    recorder._settle()
+    assert (writer._lives, writer._numbers) == ({}, {})
+    recorder.on_step(step_stats(1, [RowPlan("b", 0, 1, (), 1)] * 100))
+    recorder.on_finish(ended("b", 5))
+    recorder._settle()
+    assert (writer._lives, writer._numbers, len(recorder._lost_ends)) == ({}, {}, 0)
+    assert recorder.num_lost == 3
+    recorder.on_queued(make_request("hangs"), 0)
+    recorder.on_engine()
+    recorder._settle()
+    assert (writer._lives, writer._numbers) == ({}, {})
+    recorder.close()
+
+
 def test_a_part_has_as_much_news_as_repetition(tmp_path: Path) -> None:
     path = tmp_path / "r"
     recorder = make_recorder(path, max_bytes=NUM_PARTS * (recording.LINE_BYTES + 4000))

@@ -163,6 +163,8 @@ class Recorder:
         """Rows that the writer has taken. Written by its thread."""
         self.num_lost = 0
         """Dropped reports. Written by the engine thread."""
+        self._lost_ends: deque[str] = deque()
+        """Ids of requests whose ends were dropped, for the writer to forget."""
         start_ns = clock.now_ns()
         header = {
             "kind": "header",
@@ -195,7 +197,8 @@ class Recorder:
         self._tell(1 + len(stats.rows), _Writer.step, stats)
 
     def on_finish(self, stats: RequestStats) -> None:
-        self._tell(1, _Writer.finish, stats)
+        if not self._tell(1, _Writer.finish, stats) and len(self._lost_ends) < self._max_told_rows:
+            self._lost_ends.append(stats.request_id)
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
         self._tell(1, _Writer.turn, parts_ns)
@@ -204,12 +207,14 @@ class Recorder:
         """Record that the engine was restarted: it has no requests, and counts its steps from 0."""
         self._tell(1, _Writer.restart)
 
-    def _tell(self, num_rows: int, *told: object) -> None:
-        if self._num_rows_told - self._num_rows_taken < self._max_told_rows:
-            self._num_rows_told += num_rows
-            self._told.append((num_rows, *told))
-        else:
+    def _tell(self, num_rows: int, *told: object) -> bool:
+        """Queue a report. Return False if it was dropped, since the queue is full."""
+        if self._num_rows_told - self._num_rows_taken >= self._max_told_rows:
             self.num_lost += 1
+            return False
+        self._num_rows_told += num_rows
+        self._told.append((num_rows, *told))
+        return True
 
     # For any thread.
 
@@ -241,11 +246,14 @@ class Recorder:
 
     def _settle(self) -> None:
         told, writer = self._told, self._writer
+        num_lost_ends = len(self._lost_ends)  # before the queue's length, so that the loop writes all that came before them
         for _ in range(len(told)):
             writer.turn_over_if_full()
             num_rows, write, *arguments = told.popleft()
             write(writer, *arguments)
             self._num_rows_taken += num_rows
+        for _ in range(num_lost_ends):
+            writer.forget(self._lost_ends.popleft())
         writer.note_lost(self.num_lost)
         writer.flush()
 
@@ -322,16 +330,10 @@ class _Writer:
         self._say(line)
 
     def finish(self, stats: RequestStats) -> None:
-        name = stats.request_id
-        life = self._lives.pop(name, None)
-        number = self._numbers.pop(name, None)
+        life = self._lives.get(stats.request_id)
+        number = self.forget(stats.request_id)
         if number is None:
             number = self._refused(stats)
-        else:
-            self._ended[name] = number
-            if len(self._ended) > MAX_ENDED:
-                self._ended.popitem(last=False)
-        self._next_context.pop(number, None)
         first_ns = stats.first_token_ns
         line: dict[str, object] = {
             "kind": "end",
@@ -354,6 +356,17 @@ class _Writer:
                 tokens = (*request.prompt_token_ids[begin:], *request.output_token_ids)
                 line["blocks"], _ = self._ids.chain(parent, tokens)
         self._say(line)
+
+    def forget(self, name: str) -> int | None:
+        """Forget an ended request. Return its number, or None if it is not in the recording."""
+        self._lives.pop(name, None)
+        number = self._numbers.pop(name, None)
+        if number is not None:
+            self._next_context.pop(number, None)
+            self._ended[name] = number
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        return number
 
     def step(self, stats: StepStats) -> None:
         self._end_step({})
@@ -383,7 +396,8 @@ class _Writer:
 
     def restart(self) -> None:
         self._end_step({})
-        self._next_context.clear()
+        for requests in (self._lives, self._numbers, self._next_context):
+            requests.clear()
         self._say({"kind": "restart"})
 
     def note_lost(self, num_lost: int) -> None:
