@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.admission.ask import Ask, DoorView, TenantLimits
-from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
+from penstock.admission.door import DEFAULT_RETRY_AFTER_S, UNAVAILABLE_RETRY_AFTER_S, Admission, AdmissionLimits
 from penstock.admission.estimates import Margin
 from penstock.testing import make_request
 from penstock.types.errors import Rejected, RejectReason
@@ -78,7 +78,7 @@ def enter(door: Admission, name: str, now_ns: int = 0, num_prompt: int = 10, ten
 def test_an_engine_that_takes_nothing_is_said_before_anything_else(reason):
     with pytest.raises(Rejected) as refused:
         make_door().decide(Ask(), FULL, 0, refuses_with=reason)
-    assert (refused.value.reason, refused.value.retry_after_s) == (reason, RESTART_RETRY_AFTER_S)
+    assert (refused.value.reason, refused.value.retry_after_s) == (reason, UNAVAILABLE_RETRY_AFTER_S)
 
 
 def test_an_idle_server_takes_every_call():

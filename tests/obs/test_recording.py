@@ -307,7 +307,7 @@ def test_a_new_engine_is_told(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = make_recorder(tmp_path / "r", max_told_rows=0)
+    recorder = make_recorder(tmp_path / "r", max_queued_rows=0)
     serve(recorder, [make_request("a", max_tokens=2)])
     recorder.close()
     (lost,) = open_recording(tmp_path / "r").events()
@@ -343,21 +343,21 @@ def test_parts_are_turned_over_within_the_size(tmp_path: Path) -> None:
 
 def test_the_queue_is_bounded_by_rows_and_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "POLL_S", 1e6)  # the writer sleeps until the end
-    recorder = make_recorder(tmp_path / "r", max_told_rows=100)
+    recorder = make_recorder(tmp_path / "r", max_queued_rows=100)
     rows = [RowPlan("a", 0, 1, (), 1)] * 40
     for idx in range(5):
         recorder.on_step(step_stats(idx, rows))
-    assert (len(recorder._told), recorder.num_lost) == (3, 2)
+    assert (len(recorder._queue), recorder.num_lost) == (3, 2)
     recorder._settle()
     for idx in range(5):
         recorder.on_queued(make_request(f"b{idx}", 160), 0)
-    assert (len(recorder._told), recorder.num_lost) == (3, 4), "the writer took the first three"
+    assert (len(recorder._queue), recorder.num_lost) == (3, 4), "the writer took the first three"
     recorder.close()
 
 
 def test_a_request_whose_end_is_lost_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "POLL_S", 1e6)
-    recorder = make_recorder(tmp_path / "r", max_told_rows=100)
+    recorder = make_recorder(tmp_path / "r", max_queued_rows=100)
     writer = recorder._writer
     recorder.on_queued(make_request("a"), 0)
     recorder.on_step(step_stats(0, [RowPlan("a", 0, 1, (), 1)] * 100))
@@ -503,7 +503,7 @@ def test_a_disk_that_is_full_ends_the_recording_alone(
     recorder.close()
     recorder.on_turn({})
     assert "the recording ends here, it can't be written: [Errno 28]" in caplog.text
-    assert not recorder._told
+    assert not recorder._queue
     monkeypatch.undo()
     make_recorder(tmp_path / "r").close()  # nobody holds the file
 

@@ -24,8 +24,9 @@ MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
 DEFAULT_RETRY_AFTER_S = 10.0
 """`Retry-After` before anything was measured."""
-RESTART_RETRY_AFTER_S = 5.0
-"""`Retry-After` while the engine does not run: about as long as a restart takes."""
+UNAVAILABLE_RETRY_AFTER_S = 5.0
+"""`Retry-After` while the engine takes no requests: about as long as its restart takes. If it drains instead, another server
+may answer by then."""
 
 LEAST_SHARE = 0.75
 """No first token is assumed to come sooner than this share of its expected time."""
@@ -113,7 +114,7 @@ class Admission:
         Background calls are always admitted, and no other call waits for them.
         """
         if refuses_with is not None:
-            raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
+            raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=UNAVAILABLE_RETRY_AFTER_S)
         if ask.background:
             return Place(self._view(ask, load, now_ns, is_expected=True), None)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)

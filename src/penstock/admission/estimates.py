@@ -1,7 +1,7 @@
 """Estimates for admission: durations of steps, lengths of answers, requests not ended, and returns of refused calls.
 
-Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; those of
-`Lengths` have either. `Backlog` has a lock: requests also end on the event loop, if the engine refuses or forgets them.
+The event loop writes `Promises`, the engine thread `Pace`, `DrainMeter` and `Margin`. Both write `Lengths`, each its own
+fields. `Backlog` has a lock: requests also end on the event loop, if the engine refuses or forgets them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ FORMAT = "penstock-recording"
 VERSION = 1
 NUM_PARTS = 4
 """Files that share the size limit: FILE, and FILE.1 to FILE.3 with older parts."""
-MAX_TOLD_ROWS = 1 << 19
+MAX_QUEUED_ROWS = 1 << 19
 """Queue limit in rows of about 128 bytes: 64 MB, or minutes of steps. A report costs one extra row, four prompt tokens cost
 one."""
 CLOSE_TIMEOUT_S = 10.0
@@ -148,16 +148,16 @@ class Recorder:
         block_size: int,
         about: Mapping[str, object],
         has_tenant_names: bool = False,
-        max_told_rows: int = MAX_TOLD_ROWS,
+        max_queued_rows: int = MAX_QUEUED_ROWS,
     ) -> None:
         """Open the file and start the thread. `about` describes model, machine and settings, for the file's first line.
 
         `max_bytes` limits all parts together. Raises ConfigError or OSError if the file can't be written.
         """
-        self._told: deque[tuple[Any, ...]] = deque()
+        self._queue: deque[tuple[Any, ...]] = deque()
         """Size in rows, a method of the writer, and its arguments."""
-        self._max_told_rows = max_told_rows
-        self._num_rows_told = 0
+        self._max_queued_rows = max_queued_rows
+        self._num_rows_queued = 0
         """Rows ever queued. Written by the engine thread."""
         self._num_rows_taken = 0
         """Rows that the writer has taken. Written by its thread."""
@@ -188,32 +188,32 @@ class Recorder:
     # For the engine thread.
 
     def on_queued(self, request: Request, now_ns: int) -> None:
-        self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
+        self._enqueue(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
         """Do nothing: admissions and preemptions show in the rows of a step."""
 
     def on_step(self, stats: StepStats) -> None:
-        self._tell(1 + len(stats.rows), _Writer.step, stats)
+        self._enqueue(1 + len(stats.rows), _Writer.step, stats)
 
     def on_finish(self, stats: RequestStats) -> None:
-        if not self._tell(1, _Writer.finish, stats) and len(self._lost_ends) < self._max_told_rows:
+        if not self._enqueue(1, _Writer.finish, stats) and len(self._lost_ends) < self._max_queued_rows:
             self._lost_ends.append(stats.request_id)
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        self._tell(1, _Writer.turn, parts_ns)
+        self._enqueue(1, _Writer.turn, parts_ns)
 
     def on_engine(self) -> None:
         """Record that the engine was restarted: it has no requests, and counts its steps from 0."""
-        self._tell(1, _Writer.restart)
+        self._enqueue(1, _Writer.restart)
 
-    def _tell(self, num_rows: int, *told: object) -> bool:
+    def _enqueue(self, num_rows: int, *report: object) -> bool:
         """Queue a report. Return False if it was dropped, since the queue is full."""
-        if self._num_rows_told - self._num_rows_taken >= self._max_told_rows:
+        if self._num_rows_queued - self._num_rows_taken >= self._max_queued_rows:
             self.num_lost += 1
             return False
-        self._num_rows_told += num_rows
-        self._told.append((num_rows, *told))
+        self._num_rows_queued += num_rows
+        self._queue.append((num_rows, *report))
         return True
 
     # For any thread.
@@ -240,16 +240,16 @@ class Recorder:
         except Exception:
             _logger.exception("the recording ends here")
         finally:
-            self._max_told_rows = 0
-            self._told.clear()
+            self._max_queued_rows = 0
+            self._queue.clear()
             self._parts.close()
 
     def _settle(self) -> None:
-        told, writer = self._told, self._writer
+        queue, writer = self._queue, self._writer
         num_lost_ends = len(self._lost_ends)  # before the queue's length, so that the loop writes all that came before them
-        for _ in range(len(told)):
+        for _ in range(len(queue)):
             writer.turn_over_if_full()
-            num_rows, write, *arguments = told.popleft()
+            num_rows, write, *arguments = queue.popleft()
             write(writer, *arguments)
             self._num_rows_taken += num_rows
         for _ in range(num_lost_ends):

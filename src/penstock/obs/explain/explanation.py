@@ -34,7 +34,7 @@ STEP = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PauseTold:
+class ExplainedPause:
     """One preemption of a request, as an explanation shows it."""
 
     began_ns: int
@@ -134,7 +134,7 @@ class Explanation:
     rested_ns: int
     """The part of `decode_ns` in background steps."""
     longest_gap: Gap | None
-    pauses: Sequence[PauseTold]
+    pauses: Sequence[ExplainedPause]
     route: Route | None = None
     """None unless a cluster computed it."""
     first_step: int | None = None
@@ -267,9 +267,9 @@ def _some(parts_ns: dict[str, int]) -> dict[str, int]:
     return {name: part_ns for name, part_ns in parts_ns.items() if part_ns > 0}
 
 
-def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
+def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> ExplainedPause:
     until = pause.ended or end
-    return PauseTold(
+    return ExplainedPause(
         began_ns=pause.began.at_ns - arrival_ns,
         reason=pause.reason,
         is_swap=pause.is_swap,

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from penstock import fast_json
 from penstock.calls.in_flight import InFlight, Told
-from penstock.obs.explain.explanation import END_WORDS, Explanation, PauseTold, gap_cause, summary
+from penstock.obs.explain.explanation import END_WORDS, ExplainedPause, Explanation, gap_cause, summary
 from penstock.obs.explain.lives import Gap
 from penstock.serve.errors import ApiError, shorten
 from penstock.serve.paging import read_count
@@ -277,7 +277,7 @@ def _gap(gap: Gap) -> LongestGap:
     return told
 
 
-def _pause(pause: PauseTold) -> Preemption:
+def _pause(pause: ExplainedPause) -> Preemption:
     return {
         "after_ms": _ms(pause.began_ns),
         "because": pause.reason.value,
