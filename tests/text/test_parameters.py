@@ -350,6 +350,12 @@ def test_strict_strings_may_have_lengths_an_enum_or_other_types_beside_them():
     assert "1" not in texts_of(Tool("f", {"properties": {"a": {"type": "string", "enum": ["x", 1]}}}), "<parameter=a>")
 
 
+def test_an_integer_of_an_enum_is_a_number():
+    schema = only({"type": ["number", "string"], "enum": [1, 2.5, "auto"]})
+    for value in (1, 2.5, "auto"):
+        assert arguments_of("qwen3_coder", schema, call_of(("a", value))) == {"a": value}
+
+
 def test_a_string_ends_with_its_tag_and_has_its_length():
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2, "maxLength": 3}}}
     assert "<" in texts_of(Tool("f", schema), "<parameter=a>xy")
@@ -365,7 +371,7 @@ def test_a_string_ends_with_its_tag_and_has_its_length():
         ("5", {"integer"}, "5"),
         ("5", {"number"}, "5"),
         ("5", {"string", "null"}, '"5"'),
-        ("5", {"string", "number"}, "5"),
+        ("5", {"string", "number", "integer"}, "5"),
         ("null", {"string", "null"}, "null"),
         ("None", {"null"}, "null"),
         ("True", {"boolean"}, "true"),
@@ -392,7 +398,11 @@ def test_a_value_is_of_a_type_that_is_allowed(text, types, expected):
         ({"type": ["string", "null"]}, {"string", "null"}),
         ({"type": 3}, ANY_TYPE),
         ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
-        ({"const": 1.5}, {"number"}),
+        ({"const": 1.5}, {"number", "integer"}),
+        ({"type": ["number", "string"]}, {"number", "integer", "string"}),
+        ({"type": ["number", "string"], "enum": [1, 2, "auto"]}, {"integer", "string"}),
+        ({"type": ["integer", "string"], "enum": [1, 1.5, "auto"]}, {"integer", "string"}),
+        ({"type": "integer", "anyOf": [{"type": "number"}, {"type": "string"}]}, {"integer"}),
         ({"anyOf": [{"type": "string"}, {"const": {}}]}, {"string", "object"}),
         ({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {"string"}),
         ({"$ref": "#/$defs/a"}, {"array"}),

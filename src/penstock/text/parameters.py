@@ -63,7 +63,7 @@ class Tags:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]], depth: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows. `root` has the definitions to which it refers.
+    """Return the types that a schema allows: "number" comes with "integer". `root` has the definitions to which it refers.
 
     `known` caches their types for this root: definitions that refer to others twice would take exponential time.
     """
@@ -72,10 +72,10 @@ def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
     allowed = ANY_TYPE
     told = schema.get("type")
     if isinstance(told, str | list):
-        allowed &= {told} if isinstance(told, str) else {name for name in told if isinstance(name, str)}
+        allowed &= _with_integers({told} if isinstance(told, str) else {name for name in told if isinstance(name, str)})
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        allowed &= {_NAMES.get(type(value), "") for value in values}
+        allowed &= _with_integers({_NAMES.get(type(value), "") for value in values})
     if isinstance(ref := schema.get("$ref"), str):
         if ref not in known:
             known[ref] = ANY_TYPE  # for recursive definitions
@@ -87,6 +87,10 @@ def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         allowed &= types_of(part, root, known, depth + 1)
     return allowed
+
+
+def _with_integers(types: set[str]) -> set[str]:
+    return types | {"integer"} if "number" in types else types
 
 
 def _referred(root: Mapping[str, Any], ref: str) -> Any:
@@ -113,7 +117,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
             found = _NAMES[type(json.loads(bare, parse_constant=_refuse))]
         except (ValueError, RecursionError):
             found = ""
-        if found and ("string" not in types or (found != "string" and types & {found, *(["number"] * (found == "integer"))})):
+        if found and ("string" not in types or (found != "string" and found in types)):
             return bare
     return _json(text)
 
