@@ -1,6 +1,7 @@
 """Grammars in GBNF: answers as their rules have them, read in any way there is, and errors with their places."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -94,10 +95,18 @@ CHAIN = ['root ::= s0 root | "x"\n']
 CHAIN += [f's{nth} ::= s{nth + 1} t{nth} | s{nth} "y"\nt{nth} ::= [a-z]+\n' for nth in range(350)]
 
 
+def zigzag(num: int) -> str:
+    """A chain of rules with every second link in the other half, so a pass in either direction follows one link."""
+    names = [f"{chr(97 + nth // 676)}{chr(97 + nth // 26 % 26)}{chr(97 + nth % 26)}" for nth in range(num)]
+    chain = ['aaa::="a"|root "b"', *(f"{name}::={before}?" for before, name in pairwise(names))]
+    return "\n".join([f"root::={names[-1]}", *chain[::2], *chain[1::2]])
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "root ::= " + "[a-z] | root " * 1_200,
+        zigzag(1_450),
         'root ::= r0 root | ""\n' + "".join(f"r{nth} ::= r{nth + 1} r{nth + 1}\n" for nth in range(700)) + 'r700 ::= "a"',
         "root ::= ((((([a-y]*)*)*)*)* [b-z]*)* root?",
         'root ::= (x "c")* root?\nx ::= ' + " ".join("[ab]" for _ in range(1_500)),

@@ -13,11 +13,12 @@ Other rules are followed character by character, with slower masks.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.types.errors import wrong
 
@@ -29,6 +30,8 @@ MAX_CHECKS = 12
 """Most calls of llguidance to find terminals."""
 CHECK_FUEL = 100_000
 """Limit of each such call in llguidance's units: up to 20 ms."""
+MAX_PASSES = 32
+"""Most passes over the rules to find what can follow each. One takes up to 20 ms. Grammars of large JSON schemas need 11."""
 MAX_TERMINAL_DEPTH = 150
 """Most rules nested in a terminal: llguidance recurses for each."""
 
@@ -49,7 +52,7 @@ _NAMED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "f": "\f", "v": "\v", "b":
 _NAMED |= {character: character for character in "\\\"'[]^-?*+.(){}|/$&~# "}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Node:
     """A node in the syntax tree of a GBNF rule."""
 
@@ -247,6 +250,8 @@ class _Writer:
         """Texts that become terminals. Outside terminals, other texts are written character by character."""
         self._bits: dict[str, int] = {}
         """Characters and classes as regexes, with a bit for each."""
+        self._num_passes = MAX_PASSES
+        """Passes over the rules that are left."""
         if "root" not in self._terminals:  # else the whole grammar is one terminal, and nothing follows it
             self._texts = {text for node in rules.values() for text in _all("text", node)}
             try:
@@ -282,8 +287,9 @@ class _Writer:
         """Turn terminals back into rules until none loses an answer. Raises `_TooLargeError`."""
         checker = _Checker()
         begins = self._begins()
+        begin = functools.cache(lambda node: self._begin(node, begins))
         while True:
-            behind = self._behind(begins)
+            behind = self._behind(begin)
             by_mask: dict[int, list[str]] = {}
             for part, mask in behind.items():
                 if mask:
@@ -311,13 +317,24 @@ class _Writer:
     def _begins(self) -> dict[str, tuple[bool, int]]:
         """Return, for each rule, whether it can be empty, and a bit set (`_bits`) of the characters it can begin with."""
         begins = dict.fromkeys(self._rules, (False, 0))
-        names, before = list(self._rules), None
-        while before != begins:
-            before = dict(begins)
-            names.reverse()  # from both ends in turn, even a long chain of rules is done in a few passes
-            for name in names:
-                begins[name] = self._begin(self._rules[name], begins)
+
+        def visit(name: str) -> None:
+            begins[name] = self._begin(self._rules[name], begins)
+
+        self._repeat(visit, list(self._rules), begins)
         return begins
+
+    def _repeat(self, visit: Callable[[str], None], names: list[str], found: Mapping[Any, Any]) -> None:
+        """Visit the rules until nothing that is `found` changes. Raises `_TooLargeError`."""
+        before = None
+        while before != found:
+            if not self._num_passes:
+                raise _TooLargeError
+            self._num_passes -= 1
+            before = dict(found)
+            names.reverse()  # from both ends in turn, most long chains of rules are done in a few passes
+            for name in names:
+                visit(name)
 
     def _begin(self, node: _Node, begins: dict[str, tuple[bool, int]]) -> tuple[bool, int]:
         if node.kind == "char":
@@ -333,7 +350,7 @@ class _Writer:
                 mask, may_miss = mask | part_mask, part_may_miss
         return may_miss or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
 
-    def _behind(self, begins: dict[str, tuple[bool, int]]) -> dict[_Part, int]:
+    def _behind(self, begin: Callable[[_Node], tuple[bool, int]]) -> dict[_Part, int]:
         """Return, for each terminal that is not inside another, a bit set (`_bits`) of the characters that can follow it."""
         behind: dict[_Part, int] = {}
 
@@ -342,19 +359,15 @@ class _Writer:
                 behind[node.kind, node.text] = behind.get((node.kind, node.text), 0) | mask
                 return
             if node.kind == "repeat" and not re.fullmatch(r"\?|\{([01],)?[01]\}", node.text):
-                mask |= self._begin(node, begins)[1]
+                mask |= begin(node)[1]
             for part in reversed(node.parts):
                 walk(part, mask)
                 if node.kind in ("all", "text"):
-                    may_miss, begin = self._begin(part, begins)
-                    mask = begin | (mask if may_miss else 0)
+                    may_miss, part_mask = begin(part)
+                    mask = part_mask | (mask if may_miss else 0)
 
-        names, before = [name for name in self._rules if name not in self._terminals], None
-        while before != behind:
-            before = dict(behind)
-            names.reverse()
-            for name in names:
-                walk(self._rules[name], behind.get(("name", name), 0))
+        names = [name for name in self._rules if name not in self._terminals]
+        self._repeat(lambda name: walk(self._rules[name], behind.get(("name", name), 0)), names, behind)
         return {part: mask for part, mask in behind.items() if part[0] != "name" or part[1] in self._terminals}
 
 
