@@ -18,6 +18,7 @@ from penstock.search.documents import MAX_BYTES, Block, Unreadable, find, read
 from penstock.search.index import Changes, Reader, create, update
 from penstock.search.passages import MAX_CHARS, cut
 from penstock.types.errors import ConfigError
+from support.work_time import thread_s
 
 WORDS = ("red", "green", "blue", "cat", "dog")
 
@@ -254,6 +255,17 @@ def test_headings_are_those_of_markdown_and_not_in_code() -> None:
     assert passages_of("# no heading\nmake", "a.txt") == [("", "# no heading\nmake")]
     assert passages_of("# Ask\n## Why?\n## How?\nSo.") == [("", "Ask > Why?"), ("Ask > How?", "So.")]
     assert passages_of("```\n# open") == [("", "```\n# open")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.md", "# a" + " " * 20_000 + "b"), ("a.html", "<nav>" * 8_000 + "</p>" * 8_000 + "</nav>")]
+)
+def test_a_document_takes_no_long_time(name: str, text: str) -> None:
+    assert thread_s(lambda: passages_of(text, name)) < 0.5
+
+
+def test_the_first_end_tag_of_a_kind_ends_what_is_not_visible() -> None:
+    assert passages_of("<nav>a<script>b<nav>c</script>d</nav>e", "a.html") == [("", "e")]
 
 
 def test_a_pdf_that_can_not_be_read_is_left_out(tmp_path: Path) -> None:

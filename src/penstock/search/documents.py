@@ -12,31 +12,11 @@ from typing import NamedTuple
 MAX_BYTES = {".txt": 64 << 20, ".md": 64 << 20, ".rst": 64 << 20, ".html": 8 << 20, ".htm": 8 << 20, ".pdf": 64 << 20}
 """Kinds of files, and their largest size."""
 _FENCE = re.compile(r"\s{0,3}(```|~~~)")
-_HEADING = re.compile(r"(#{1,6})\s+(.*?)\s*#*\s*$")
+_HEADING = re.compile(r"(#{1,6})\s(.*)")
 _UNSEEN = frozenset({"script", "style", "template", "title", "nav", "noscript"})
 _INLINE = frozenset(
-    [
-        *(
-            "a",
-            "abbr",
-            "b",
-            "bdi",
-            "bdo",
-            "cite",
-            "code",
-            "del",
-            "dfn",
-            "em",
-            "font",
-            "i",
-            "img",
-            "ins",
-            "kbd",
-            "label",
-            "mark",
-        ),
-        *("q", "s", "samp", "small", "span", "strong", "sub", "sup", "time", "u", "var", "wbr"),
-    ]
+    {"a", "abbr", "b", "bdi", "bdo", "cite", "code", "del", "dfn", "em", "font", "i", "img", "ins"}
+    | {"kbd", "label", "mark", "q", "s", "samp", "small", "span", "strong", "sub", "sup", "time", "u", "var", "wbr"}
 )
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 
@@ -104,8 +84,8 @@ def _markdown(text: str) -> Iterator[Block]:
             if part := "\n".join(lines).strip():
                 yield Block(part)
             lines.clear()
-            if heading and heading.group(2):
-                yield Block(heading.group(2), len(heading.group(1)))
+            if heading and (title := heading.group(2).strip().rstrip("#").rstrip()):
+                yield Block(title, len(heading.group(1)))
         else:
             lines.append(line)
     if part := "\n".join(lines).strip():  # a fence without an end
@@ -121,13 +101,15 @@ class _Page(HTMLParser):
         self._parts: list[str] = []
         self._level = 0
         self._unseen: list[str] = []
+        """Different tags of open elements without visible text. The first end tag of a kind ends it."""
         self._is_kept = 0
         """Depth of elements whose white space counts."""
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         del attrs
         if tag in _UNSEEN:
-            self._unseen.append(tag)
+            if tag not in self._unseen:
+                self._unseen.append(tag)
         elif tag == "br":
             self._parts.append("\n")
         elif tag in ("td", "th"):
