@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from penstock.cli.index import index
 from penstock.llm import LLM
 from penstock.search.index import Reader
+from penstock.types.errors import ConfigError
 from support.parity.encoder_cases import ENCODERS, write_encoder
 
 TEXT = "Red is a colour."
@@ -41,3 +42,10 @@ def test_passages_are_embedded_as_passages_and_a_second_run_reads_what_is_new(en
     reader.close()
     assert scores[0] == pytest.approx(1.0, abs=1e-5)
     assert scores[1] < 0.9999
+
+
+def test_a_folder_without_documents_is_an_error(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "documents").mkdir()
+    words = [str(tmp_path / "documents"), "-o", str(tmp_path / "a.index"), "--embedder", str(encoder)]
+    with pytest.raises(ConfigError, match="No text was found in"):
+        CliRunner().invoke(index, words, catch_exceptions=False)

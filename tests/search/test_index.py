@@ -89,6 +89,15 @@ def test_what_can_not_be_read_is_named_and_what_was_read_of_it_stays(folder: Pat
     assert asked(Reader(tmp_path / "a.index"), "cat") == [["The cat sleeps."]]
 
 
+def test_a_deleted_file_is_gone_though_one_whose_name_begins_its_own_is_unreadable(folder: Path, tmp_path: Path) -> None:
+    (folder / "pets.txt.md").write_text("The dog barks.")
+    run(tmp_path / "a.index", folder)
+    (folder / "pets.txt").write_bytes(b"\xff\xfe cat")
+    (folder / "pets.txt.md").unlink()
+    assert run(tmp_path / "a.index", folder).num_gone == 1
+    assert "dog" not in str(asked(Reader(tmp_path / "a.index"), "dog", num=9))
+
+
 SLOW_UPDATE = """
 import sys, time
 from pathlib import Path
@@ -150,15 +159,31 @@ def test_two_updates_at_once_end_as_one_would(tmp_path: Path) -> None:
 
 def test_an_index_stays_with_its_embedding_model(folder: Path, tmp_path: Path) -> None:
     run(tmp_path / "a.index", folder)
-    with pytest.raises(ConfigError, match="is an index by the embedder toy, not other"):
+    with pytest.raises(ConfigError, match="was made with the embedder toy, not other"):
         create(tmp_path / "a.index", folder, "other")
-    with pytest.raises(ConfigError, match="is an index by the folder"):
+    with pytest.raises(ConfigError, match="was made from the folder"):
         create(tmp_path / "a.index", tmp_path, "toy")
     (folder / "new.txt").write_text("new")
     with pytest.raises(ConfigError, match="has vectors of 5 numbers, not 3"):
         list(update(tmp_path / "a.index", folder, lambda texts: np.ones((len(texts), 3), np.float32)))
     with pytest.raises(ConfigError, match="vectors of 5 numbers, not 2"):
         Reader(tmp_path / "a.index").nearest(np.ones((1, 2), np.float32), 1)
+
+
+def test_nothing_is_added_to_another_database(folder: Path, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.index") as base:
+        base.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        with pytest.raises(ConfigError, match="is not an index"):
+            create(tmp_path / "a.index", folder, "toy")
+        assert base.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("about",)]
+        assert base.execute("SELECT * FROM about").fetchall() == []
+        base.execute("DROP TABLE about")
+        base.execute("CREATE TABLE other (key TEXT)")
+        base.commit()
+        with pytest.raises(ConfigError, match="can't be written as an index"):
+            create(tmp_path / "a.index", folder, "toy")
+        assert base.execute("SELECT name FROM sqlite_master").fetchall() == [("other",)]
+    base.close()
 
 
 @pytest.mark.parametrize("content", [None, b"no database, but long enough to be looked at as one", b""])
@@ -198,8 +223,10 @@ def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(
 def test_odd_names_and_texts_stop_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / os.fsdecode(b"bad\xff.txt")).write_text("red")
     monkeypatch.setattr("penstock.search.index.read", lambda path, data: [Block("\ud800 " + data.decode())])
+    (folder / os.fsdecode(b"bad\xff")).mkdir()
+    (folder / os.fsdecode(b"bad\xff") / "a.txt").write_text("red")
     changes = run(tmp_path / "a.index", folder)
-    assert changes.unreadable == {"bad?.txt": "its name is not UTF-8"}
+    assert changes.unreadable == dict.fromkeys(("bad?.txt", "bad?/a.txt"), "its name is not UTF-8")
     assert asked(Reader(tmp_path / "a.index"), "cat") == [["? The cat sleeps."]]
 
 
@@ -207,7 +234,10 @@ def test_what_is_too_large_is_not_read(folder: Path, tmp_path: Path, monkeypatch
     monkeypatch.setitem(MAX_BYTES, ".txt", 1 << 20)
     with (folder / "huge.txt").open("wb") as file:
         file.truncate(1 << 40)
-    assert "it has more than 1 MiB" in run(tmp_path / "a.index", folder).unreadable["huge.txt"]
+    (folder / "deep.txt").mkdir()
+    os.mkfifo(folder / "pipe.txt")
+    changes = run(tmp_path / "a.index", folder)
+    assert changes.unreadable == {"huge.txt": "it has more than 1 MiB", "pipe.txt": "it is not a file"}
 
 
 def test_a_folder_that_can_not_be_listed_is_not_gone(folder: Path, tmp_path: Path) -> None:

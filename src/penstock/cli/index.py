@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.types.errors import counted
+from penstock.types.errors import ConfigError, counted
 
 if TYPE_CHECKING:  # with NumPy
     from penstock.search.index import F32
@@ -51,3 +51,5 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
         f"{reader.num_passages:,} passages."
     )
     reader.close()
+    if not reader.num_passages:
+        raise ConfigError(f"No text was found in {folder}.", remedy="Name a folder with .txt, .md, .rst, .html or .pdf files.")

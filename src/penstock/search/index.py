@@ -64,31 +64,29 @@ class Changes:
 
 
 def create(path: Path, folder: Path, embedder: str) -> None:
-    """Create an index of a folder, or check that it is one, by this embedding model. Raises ConfigError."""
+    """Create an index of a folder, or check that the file is one made with this embedding model. Raises ConfigError."""
     wanted = {"format": FORMAT, "embedder": embedder, "folder": str(folder.resolve())}
     with _opened(path) as base:
-        base.executescript(_SCHEMA)
-        with base:
-            base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", wanted.items())
+        if base.execute("SELECT 1 FROM sqlite_master").fetchone() is None:  # nothing is added to another database
+            with base:
+                base.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
+                base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", wanted.items())
         found = _about(base, path)
-        for key in ("embedder", "folder"):
+        for key, how in (("embedder", "with the embedder"), ("folder", "from the folder")):
             if found[key] != wanted[key]:
                 raise ConfigError(
-                    f"{path} is an index by the {key} {found[key]}, not {wanted[key]}.", remedy="Name another file with -o."
+                    f"{path} was made {how} {found[key]}, not {wanted[key]}.", remedy="Name another file with -o."
                 )
 
 
 def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
-    """Make an index that was created one of the files in this folder. Yields what has changed so far. Raises ConfigError."""
-    changes, kept = Changes(), list[str]()
-
-    def leave_out(name: str, why: str) -> None:
-        changes.unreadable[_printable(name)] = why
-        kept.append(name)
+    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write. Raises ConfigError."""
+    changes, unlisted = Changes(), list[str]()
 
     def on_error(error: OSError) -> None:
         name = os.path.relpath(error.filename, folder)
-        leave_out("" if name == "." else name + "/", f"it can't be listed: {error.strerror}")
+        unlisted.append("" if name == "." else name + "/")
+        changes.unreadable[_printable(unlisted[-1])] = f"it can't be listed: {error.strerror}"
 
     with _opened(path) as base:
         known = dict(base.execute("SELECT path, digest FROM files"))
@@ -96,12 +94,12 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
         pending: list[tuple[str, bytes, list[Passage]]] = []
         for file in find(folder, on_error):
             name = file.relative_to(folder).as_posix()
-            try:
-                digest, passages = _read(file, known.get(_printable(name)))
-            except (Unreadable, OSError) as error:
-                leave_out(name, str(error))
-                continue
             seen.add(name)
+            try:
+                digest, passages = _read(file, name, known.get(name))
+            except (Unreadable, OSError) as error:
+                changes.unreadable[_printable(name)] = str(error)
+                continue
             if passages is None:
                 changes.num_same += 1
                 continue
@@ -113,7 +111,7 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
                 yield changes
         _write(base, path, pending, embed)
         changes.num_new += len(pending)
-        gone = [name for name in known.keys() - seen if not name.startswith(tuple(kept))]
+        gone = [name for name in known.keys() - seen if not name.startswith(tuple(unlisted))]
         with base:
             for name in gone:
                 base.execute("DELETE FROM passages WHERE path = ?", (name,))
@@ -122,13 +120,14 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
         yield changes
 
 
-def _read(file: Path, digest_before: bytes | None) -> tuple[bytes, list[Passage] | None]:
+def _read(file: Path, name: str, digest_before: bytes | None) -> tuple[bytes, list[Passage] | None]:
     """Return a hash of a file, and its passages unless it is as before. Raises Unreadable and OSError."""
-    if _printable(file.name) != file.name:
+    if _printable(name) != name:
         raise Unreadable("its name is not UTF-8")
-    most = MAX_BYTES[file.suffix.lower()]
-    if not file.is_file() or file.stat().st_size > most:
-        raise Unreadable(f"it has more than {most >> 20} MiB, or is not a file")
+    if not file.is_file():
+        raise Unreadable("it is not a file")
+    if file.stat().st_size > (most := MAX_BYTES[file.suffix.lower()]):
+        raise Unreadable(f"it has more than {most >> 20} MiB")
     data = file.read_bytes()
     digest = hashlib.blake2b(data, digest_size=16).digest()
     return digest, None if digest == digest_before else [*cut(read(file, data))]
