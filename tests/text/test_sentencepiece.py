@@ -13,6 +13,7 @@ from penstock.text.gguf_vocab import build_backend, merges_from_scores
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
+from support.work_time import thread_s
 
 
 @dataclasses.dataclass
@@ -185,3 +186,9 @@ def test_a_file_s_own_merges_are_used_if_it_has_some(vocab):
 def test_missing_scores_are_refused(vocab):
     with pytest.raises(ModelError, match="0 scores"):
         load_tokenizer(dataclasses.replace(vocab, scores=[]))
+
+
+def test_a_long_piece_takes_no_long_time():
+    scores = {"a": 0.0, "b": 0.0, "ab": -1.0, "ab" * 100_000: -2.0}
+    assert thread_s(lambda: merges_from_scores(scores)) < 0.5
+    assert merges_from_scores(scores) == [("a", "b")]

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.text import vocabulary
 from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
-from penstock.text.vocabulary import MAX_TEXTS, ByteTable, TextTable
+from penstock.text.vocabulary import MAX_TEXTS, ByteTable, Spelling, TextTable, byte_of_piece, piece_decoder
 
 NUM_TOKENS = 40_000
 
@@ -106,3 +106,11 @@ def test_texts_stay_right_beyond_what_is_kept(rounds: int) -> None:
         for token_id in range(3 * MAX_TEXTS):
             assert texts[token_id] == (None if token_id % 3 == 0 else str(token_id))
             assert len(texts) <= MAX_TEXTS
+
+
+@pytest.mark.parametrize(
+    ("piece", "byte"), [("<0xAB>", 0xAB), ("<0x0a>", 0x0A), ("<0x-A>", None), ("<0x A>", None), ("<0xA>", None), ("a", None)]
+)
+def test_only_two_hexadecimal_digits_are_a_byte(piece: str, byte: int | None) -> None:
+    assert byte_of_piece(piece) == byte
+    assert piece_decoder(Spelling.SENTENCEPIECE)(piece) == (piece.encode() if byte is None else bytes([byte]))

@@ -241,8 +241,11 @@ def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return BPE merges (left, right), best score first. `scores`: piece -> score, in order of token id."""
     ranked: list[tuple[float, int, str, str]] = []
+    lengths = {*map(len, scores)}
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
+            if cut not in lengths or len(piece) - cut not in lengths:  # else a long piece would take quadratic time
+                continue
             left, right = piece[:cut], piece[cut:]
             if left in scores and right in scores:
                 ranked.append((-score, -cut, left, right))

@@ -7,6 +7,7 @@ for bytes without a piece. WordPiece's write `##` before a piece that continues 
 
 from __future__ import annotations
 
+import re
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import tokenizers
 from tokenizers import processors
 
 SPACE_MARK = "\u2581"
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_TEXTS = 4096
 """Most tokens cached as text: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
 
@@ -42,12 +44,8 @@ def byte_level_alphabet() -> dict[str, int]:
 
 def byte_of_piece(piece: str) -> int | None:
     """Return 0xAB for the SentencePiece piece `<0xAB>`, or None for any other piece."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return int(piece[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    found = _BYTE_PIECE.fullmatch(piece)
+    return None if found is None else int(found[1], 16)
 
 
 def piece_decoder(spelling: Spelling) -> Callable[[str], bytes]:
