@@ -75,7 +75,7 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
 
 
 _OF_JSON = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG, GrammarKind.TOOLS})
-_LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)')
+_LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)')
 _OF_RULES = frozenset({GrammarKind.GRAMMAR, GrammarKind.LARK, GrammarKind.GBNF})
 _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX_LARK_CHARS)
 
@@ -131,9 +131,10 @@ class Grammar:
     def _sum_of_lengths(self, *, are_all: bool) -> int:
         """Return the sum of the lengths in its schemas. Unless `are_all`, those of tools that are not strict do not count."""
         of_other = 0 if self.other is None else self.other._sum_of_lengths(are_all=are_all)
-        is_read = self.kind in _OF_JSON and len(self.source) <= MAX_SOURCE_CHARS  # else compiling refuses it
-        written = _LENGTH.findall(self.source) if is_read else ()
-        if not are_all and sum(map(float, written)) <= json_schema.MAX_LENGTHS:
+        if self.kind not in _OF_JSON or len(self.source) > MAX_SOURCE_CHARS:  # compiling refuses a longer one
+            return of_other
+        is_exact = are_all or "\\u" in self.source  # such an escape may be part of a keyword
+        if not is_exact and sum(map(float, _LENGTH.findall(self.source))) <= json_schema.MAX_LENGTHS:
             return of_other  # nearly always, and cheap enough for an event loop
         try:
             value = json.loads(self.source)
