@@ -2,7 +2,8 @@
 
 A SQLite database has the unanswered lines, and the lengths of the answer files. One transaction updates both after answers were
 written. Bytes beyond these lengths, left by a killed process or a full disk, are cut off. So each line has one answer.
-It also counts how often the server failed while a line was under way, so that no line takes it down for ever.
+It also counts how often the server failed while a line was under way, so that a line that crashes the server is given up after
+a few attempts.
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ class Lines:
     def take(self, after: int, most: int, most_bytes: int) -> list[Line]:
         """Return the next lines behind the place `after` that have no answer: one, or as many as `most_bytes` allow.
 
-        Raises BadLines if the file is another one than at the beginning.
+        Raises BadLines if the file changed since the batch was opened.
         """
         query = (
             "SELECT place, start, size, coalesce(num_failures, 0) FROM lines LEFT JOIN asked USING (place) "

@@ -71,7 +71,7 @@ _OF_KEY = "owner >= ? AND owner < ?"
 
 
 class Event(NamedTuple):
-    """Something that ended, to be told to whoever waits for it."""
+    """The end of a batch or response, to be delivered to a webhook."""
 
     number: int
     kind: str
@@ -171,7 +171,8 @@ class Store:
     def __init__(self, folder: Path, *, max_bytes: int, notes_events: bool = False) -> None:
         """Open or make a folder. Raises ConfigError.
 
-        `max_bytes`: most bytes in the files of one owner. `notes_events`: keep what has ended until it was told.
+        `max_bytes`: most bytes in the files of one owner. `notes_events`: queue an event for each batch or response that ends,
+        until it is delivered.
         """
         self.folder, self.max_bytes, self._notes_events = folder, max_bytes, notes_events
         self._files, self._lines = folder / "files", folder / "lines"
@@ -209,7 +210,7 @@ class Store:
             self._opened.close()
 
     def _tidy(self) -> None:
-        """Delete what no file and no unfinished batch has, and files that no API shows and no batch names."""
+        """Delete contents without a file or unfinished batch, and internal files that no batch refers to."""
         unfinished = self.unfinished()
         read = {batch.input_file for batch in unfinished}
         for row in self._base.execute("SELECT * FROM batches"):
@@ -284,7 +285,7 @@ class Store:
         return num, found
 
     def upload(self, owner: Owner) -> Upload:
-        """Return what writes a new file, to be closed. Raises NoRoom."""
+        """Return an `Upload`, which the caller closes. Raises NoRoom."""
         with self._guard:
             self._check_number(owner)
         file_id = new_id("file-")
@@ -292,7 +293,7 @@ class Store:
 
     @contextmanager
     def uploading(self, owner: Owner) -> Iterator[Upload]:
-        """Yield what writes a new file. Unless it is kept, nothing is left of it. Raises NoRoom."""
+        """Yield an `Upload`. Its file is deleted at the end of the block unless `keep` was called. Raises NoRoom."""
         upload = self.upload(owner)
         try:
             yield upload
