@@ -6,7 +6,6 @@ describes them and the model answers in the generic format.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from penstock.text.parameters import Tags
+from penstock.text.parameters import Tags, json_text
 
 NAME_CHARS = "A-Za-z0-9_.-"
 """Characters of a tool's name."""
@@ -50,7 +49,7 @@ class Way:
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
         before, middle, after = self.parts
-        return before + name + middle + (self.parameter.written if self.parameter else _json)(arguments) + after
+        return before + name + middle + (self.parameter.written if self.parameter else json_text)(arguments) + after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,22 +389,22 @@ def for_template(
         names = {call.call_id: call.name for message in messages for call in message.calls}
         if dialect.tools.has_one_call:
             messages = _one_by_one(messages)
-        told = [_told(message, names, dialect) for message in messages]
+        converted = [_as_template_message(message, names, dialect) for message in messages]
         if not tools:
-            return told, {}
+            return converted, {}
         if dialect.has_tools_in_system:
-            return _with_system(told, {"tools": _json([tool["function"] for tool in tools])}), {
+            return _with_system(converted, {"tools": json_text([tool["function"] for tool in tools])}), {
                 dialect.tools_variable: list(tools)
             }
-        return told, {dialect.tools_variable: list(tools)}
-    told = []
+        return converted, {dialect.tools_variable: list(tools)}
+    converted = []
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
         if is_result:
             results = [f"<tool_response>\n{message.content}\n</tool_response>" for message in group]
-            told.append({"role": "user", "content": "\n".join(results)})
+            converted.append({"role": "user", "content": "\n".join(results)})
         else:
-            told += [_told_plainly(message, dialect) for message in group]
-    return _with_text(told, _instructions(tools), dialect) if tools else told, {}
+            converted += [_as_plain_message(message, dialect) for message in group]
+    return _with_text(converted, _instructions(tools), dialect) if tools else converted, {}
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
@@ -430,31 +429,31 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
-def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
+def _as_template_message(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
     """Return a message in the form for a template that supports tools."""
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
-        told["name"] = message.name
+        fields["name"] = message.name
     if message.calls:
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": _template_id(call.call_id, dialect),
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _json(call.arguments) if dialect.takes_text_arguments else dict(call.arguments),
+                    "arguments": json_text(call.arguments) if dialect.takes_text_arguments else dict(call.arguments),
                 },
             }
             for call in message.calls
         ]
     if message.role == "tool":
-        told["tool_call_id"] = _template_id(message.call_id, dialect)
+        fields["tool_call_id"] = _template_id(message.call_id, dialect)
         if message.name is None and message.call_id in names:
-            told["name"] = names[message.call_id]
-    return told | _told_reasoning(message, dialect)
+            fields["name"] = names[message.call_id]
+    return fields | _reasoning_field(message, dialect)
 
 
-def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
+def _reasoning_field(message: Message, dialect: Dialect) -> dict[str, str]:
     """Return the field that has a message's reasoning. For gpt-oss, content beside a call is appended to the reasoning."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
@@ -464,21 +463,21 @@ def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
     return {"reasoning_content": message.reasoning}
 
 
-def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
+def _as_plain_message(message: Message, dialect: Dialect) -> dict[str, Any]:
     """Return a message in the form for a template without tools: calls are written into the content."""
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
-        told["name"] = message.name
+        fields["name"] = message.name
     if message.calls:
         way = dialect.tools.ways[0]
         calls = [way.written(call.name, call.arguments) for call in message.calls]
         text = way.begin + ("\n" if way.between is None else way.between).join(calls) + way.end
-        told["content"] = f"{message.content}\n{text}" if message.content else text
-    return told | _told_reasoning(message, dialect)
+        fields["content"] = f"{message.content}\n{text}" if message.content else text
+    return fields | _reasoning_field(message, dialect)
 
 
 def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    lines = "\n".join(_json(tool["function"]) for tool in tools)
+    lines = "\n".join(json_text(tool["function"]) for tool in tools)
     return (
         "You can call tools. These are their names, what they do, and the JSON schemas of their arguments:\n"
         f"<tools>\n{lines}\n</tools>\n"
@@ -520,7 +519,3 @@ def short_id(text: str, num_chars: int) -> str:
     import hashlib
 
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()[:num_chars]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

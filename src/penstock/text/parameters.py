@@ -58,7 +58,7 @@ class Tags:
     def written(self, arguments: Mapping[str, Any]) -> str:
         before, _, rest = self.text.partition("KEY")
         between, _, after = rest.partition("VALUE")
-        texts = {key: value if isinstance(value, str) else _json(value) for key, value in arguments.items()}
+        texts = {key: value if isinstance(value, str) else json_text(value) for key, value in arguments.items()}
         return "".join(f"{before}{key}{between}{text}{after}" for key, text in texts.items())
 
 
@@ -119,14 +119,15 @@ def as_json(text: str, types: frozenset[str]) -> str:
             found = ""
         if found and ("string" not in types or (found != "string" and found in types)):
             return bare
-    return _json(text)
+    return json_text(text)
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """Return a value as JSON for a prompt or an answer: on one line, not limited to ASCII."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -190,7 +191,7 @@ class ParameterReader:
         self._num_searched, self._is_in_string = 0, False
         self._of_value = self._types.get(key, ANY_TYPE)
         quote = '"' if self._of_value == {"string"} else ""
-        return last + num, f"{', ' if self._num_keys > 1 else '{'}{_json(key)}: {quote}"
+        return last + num, f"{', ' if self._num_keys > 1 else '{'}{json_text(key)}: {quote}"
 
     def _read_value(self, text: str) -> tuple[int, str]:
         is_string, close, has_lines = self._of_value == {"string"}, self._tags.close, self._tags.has_lines
@@ -199,14 +200,14 @@ class ParameterReader:
         if end >= 0:
             self._is_in_value = False
             value = text[first:end].removesuffix("\n") if has_lines else text[:end]
-            return end + len(close), f"{_json(value)[1:]}" if is_string else as_json(value, self._of_value)
+            return end + len(close), f"{json_text(value)[1:]}" if is_string else as_json(value, self._of_value)
         if not is_string or not text:
             return 0, ""
         last = len(text) - held_back(text, (f"\n{close}" if has_lines else close, close))
         if last <= first:
             return 0, ""
         self._is_at_start = False
-        return last, _json(text[first:last])[1:-1]
+        return last, json_text(text[first:last])[1:-1]
 
     def _find(self, text: str, close: str) -> int:
         """Return where a value ends, or -1. Texts end at the first mark, and JSON at the first outside of its strings."""
