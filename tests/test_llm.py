@@ -439,10 +439,8 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
     assert [str(error) for error in told] == ["The model is closed. Make another LLM."]
 
 
-def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_moment(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = LLM(path, **SETTINGS)
+def close_when_asked(model: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
+    """Close the model in another thread when work is next handed to its loop. That thread must wait until it is."""
     has_begun, ask = threading.Event(), model._loop.call_soon_threadsafe
     close = model._async.close
     monkeypatch.setattr(AsyncLLM, "close", lambda _: (has_begun.set(), close()))
@@ -455,8 +453,25 @@ def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_m
         return ask(*given)
 
     monkeypatch.setattr(model._loop, "call_soon_threadsafe", ask_late)
+    return closing
+
+
+def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_moment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LLM(path, **SETTINGS)
+    closing = close_when_asked(model, monkeypatch)
     with pytest.raises(PenstockError, match="The model is closed"):
         model.generate("in the", ENDLESS)
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+def test_a_stream_can_be_left_while_the_model_is_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLM(path, **SETTINGS)
+    for _ in model.stream("in the", ENDLESS):
+        closing = close_when_asked(model, monkeypatch)
+        break
     closing.join(20)
     assert not closing.is_alive()
 

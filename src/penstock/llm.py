@@ -434,8 +434,9 @@ class LLM(_Facts):
             while (output := self._wait(following())) is not None:
                 yield output
         finally:
-            if self._closer.alive:
-                asyncio.run_coroutine_threadsafe(outputs.aclose(), self._loop)
+            with self._asking:
+                if self._closer.alive:
+                    asyncio.run_coroutine_threadsafe(outputs.aclose(), self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Run `work` on the loop's thread and return its result. An interrupt such as Ctrl-C cancels `work`."""
