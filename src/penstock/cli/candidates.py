@@ -58,7 +58,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
     source = find_source(config)
     if not source.is_present:
         raise ConfigError(
-            f"The files of {source.name} are not here, but a plan needs their headers.",
+            f"The files of {source.name} are not here; their headers are needed.",
             remedy=f"Fetch them with `penstock pull {config.model.model}`, or name a folder with the model's config.json.",
         )
     outline = read_outline(config, source, is_gpu=is_gpu)
