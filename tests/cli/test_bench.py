@@ -165,6 +165,16 @@ def test_an_error_in_a_run_does_not_lose_those_before_it(serve, tmp_path: Path, 
     assert "<html" in (tmp_path / "a.html").read_text()
 
 
+def test_a_result_that_can_not_be_written_is_shown(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise PenstockError("The disk is full.")
+
+    monkeypatch.setattr("penstock.lab.results.write_result", fail)
+    done = CliRunner().invoke(bench.bench, ["--url", serve().url, *FEW, "--json", str(tmp_path / "a.json")])
+    assert str(done.exception) == "The disk is full."
+    assert "TTFT" in done.stdout
+
+
 def test_a_warm_up_of_everything_is_told(penstock: Penstock, serve) -> None:
     done = penstock("bench", "--url", serve().url, *FEW, "--warmup", "6")
     assert done.returncode == 1

@@ -125,6 +125,23 @@ def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, argumen
         raise result.exception or AssertionError(result.output)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("in.txt", "-o", "absent/out.npy"), "can't be written"),
+        (("in.jsonl",), "has no text in 'text'"),
+        (("empty.txt",), "has no text"),
+    ],
+)
+def test_wrong_files_are_named_before_the_model_is_loaded(
+    embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    monkeypatch.setattr("penstock.llm.start_model", None)
+    with pytest.raises(PenstockError, match=complaint):
+        raise embed(*arguments).exception or AssertionError
+
+
 def test_two_runs_do_not_write_one_output(embed: Embed, tmp_path: Path, vectors: np.ndarray) -> None:
     with (tmp_path / "in.txt.npy.part").open("ab") as part:
         fcntl.flock(part, fcntl.LOCK_EX)

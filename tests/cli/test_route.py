@@ -112,6 +112,7 @@ def test_scores_for_the_simulation_have_gains_tokens_and_results(
     assert len({one.gain for one in questions}) > 50
     assert all(isinstance(one.start_gain, float) for one in questions)
     bare = write(tmp_path / "bare.jsonl", 100, seed=1)
+    monkeypatch.setattr("penstock.cli.route.embed", None)  # before anything is embedded
     told = invoke("eval", bare, *KEYS, "--route", tmp_path / "r.json", "--scores", tmp_path / "other.jsonl")
     assert "line 1: it lacks the tokens of the two answers" in str(told.exception)
 

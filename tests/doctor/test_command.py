@@ -143,6 +143,12 @@ def test_a_server_that_is_not_there_can_not_be_judged() -> None:
     assert "can't be reached" in text
 
 
+def test_a_wrong_file_of_costs_is_told_before_a_server_is_watched() -> None:
+    code, text = doctor("http://127.0.0.1:1", "--cost", "absent.json")
+    assert code == 2
+    assert "absent.json can't be read as a cost model" in text
+
+
 def ask(url: str, count: int) -> None:
     for _ in range(count):
         body = {"model": MODEL_NAME, "prompt": "once upon a time", "max_tokens": 9}

@@ -6,7 +6,6 @@ The requests run as a batch of a server without a port. Its folder, OUT.job, is 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import sqlite3
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.files import check_writable, sha256_of
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, warn_of_unknown_variables
 from penstock.types.errors import PenstockError, counted
 
@@ -60,6 +60,7 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
 
     output = output or file.with_name(file.name + ".out.jsonl")
     errors, folder = output.with_name(output.name + ".errors.jsonl"), output.with_name(output.name + ".job")
+    check_writable(output)
     ended = _ended_before(file, folder)
     if ended is None:
         for path in (output, errors):
@@ -125,14 +126,9 @@ def _known(file: Path, store: Store) -> Batch | None:
     known = store.batches(OWNER, KIND, limit=1)
     if not known:
         return None
-    if (known[0].metadata or {}).get("sha256") != _digest(file):
+    if (known[0].metadata or {}).get("sha256") != sha256_of(file):
         raise PenstockError(f"{store.folder} is of another file.", remedy="Remove it, or name another --output.")
     return known[0]
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def _move_out(ended: Batch, folder: Path, output: Path, errors: Path) -> None:
@@ -207,6 +203,6 @@ def _batch_of(file: Path, store: Store, models: str) -> tuple[Batch, bool]:
         input_file=file_id,
         window_s=MAX_WINDOW_S,
         created_s=now_s,
-        metadata={"sha256": _digest(file), "models": models},
+        metadata={"sha256": sha256_of(file), "models": models},
     )
     return made, True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import bench_results
-from penstock.cli.files import check_writable
+from penstock.cli.files import output_file, plots_folder
 from penstock.cli.options import (
     FILE,
     FOLDER,
@@ -161,9 +161,9 @@ _bench_options = add_options(
     ),
     slo_option,
     click.option("--price-per-hour", type=click.FloatRange(0, min_open=True), help="Of the server, for the cost of tokens."),
-    click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result, which `bench compare` reads."),
-    click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a report that opens offline."),
-    click.option("--plots", type=FOLDER, metavar="DIR", help="Write plots as PNG."),
+    click.option("--json", "json_file", type=FILE, callback=output_file, help="Write the result, which `bench compare` reads."),
+    click.option("--html", "html_file", type=FILE, callback=output_file, help="Write a report that opens offline."),
+    click.option("--plots", type=FOLDER, callback=plots_folder, metavar="DIR", help="Write plots as PNG."),
 )
 
 
@@ -191,7 +191,6 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     warn_of_unknown_variables()
     slos, loads = parse_slos(values["slo"]), _loads(choice, values)
     check_exists(choice.workload)  # before a server is asked, or a model loaded
-    _check_files(values)
     runs: list[Run] = []
     is_interrupted = False
     try:
@@ -205,25 +204,16 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     finally:  # An error in one run must not lose earlier runs.
         if runs:
             result = Result(runs=runs)
-            if (path := values["json_file"]) is not None:  # first: an error in a table must not lose the result
-                write_result(result, path)
-            print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
-            bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
+            try:  # An error in a table must not lose the file, nor one of the disk the tables.
+                if (path := values["json_file"]) is not None:
+                    write_result(result, path)
+            finally:
+                print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
+                bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
     if is_interrupted:
         sys.exit(130)
     if not any(run.samples.is_ok.any() for run in runs):
         sys.exit(1)
-
-
-def _check_files(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError now if an output file can't be written or drawn, because the run may take hours."""
-    from penstock.lab import plots
-
-    for name in ("json_file", "html_file"):
-        if (path := values[name]) is not None:
-            check_writable(path)
-    if values["plots"] is not None:
-        plots.require()
 
 
 def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | None]:

@@ -73,15 +73,17 @@ def doctor(
     warn_of_unknown_variables()
     context = click.get_current_context()
     try:
+        if cost is not None:  # before a server is watched
+            from penstock.lab.cost_files import load_cost
+
+            fitted = load_cost(Path(cost)).cost
         if source is not None and not source.startswith(("http://", "https://")):
             evidence, predictor = _read_recording(Path(source))
         else:
             evidence = _watch(reader_of(source, port, api_key, model, cafile, insecure=insecure), seconds)
             predictor = predictor_of(evidence)
         if cost is not None:
-            from penstock.lab.cost_files import load_cost
-
-            predictor.cost = load_cost(Path(cost)).cost
+            predictor.cost = fitted
         diagnosis = diagnose(evidence, predictor.gain)
     except PenstockError as error:
         click.echo(f"error: {printable(str(error))}", err=True)

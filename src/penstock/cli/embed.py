@@ -6,7 +6,6 @@ Vectors are appended to OUT.part, and OUT.part.json names input, model and setti
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import re
 from collections.abc import Generator, Iterator
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from penstock.cli.files import check_writable, sha256_of
 from penstock.cli.options import (
     EPILOG,
     NOT_IN_THE_LAB,
@@ -82,24 +82,33 @@ def embed(
         _import_pyarrow()
     if output.exists():
         raise PenstockError(f"{output} is there already.", remedy="Remove it, or name another one with --output.")
+    check_writable(output)
+    num_texts = sum(1 for _ in _texts(file, field))
+    if not num_texts:
+        raise PenstockError(f"{file} has no text.", remedy="Name a file with a text in each line.")
     with LLM(model, **{key: values[key] for key in setting_keys(*_COMPONENTS) if key not in _NOT_HERE}) as llm:
         asked = {"prompt_name": prompt_name, "dimensions": dimensions, "truncate": truncate, "field": field}
-        about = {"input_sha256": _digest(file), "model": llm.fingerprint, "max_model_len": llm.max_model_len, **asked}
+        about = {"input_sha256": sha256_of(file), "model": llm.fingerprint, "max_model_len": llm.max_model_len, **asked}
         with _Part(output, about) as part:
-            _embed_all(llm, file, field, part, prompt_name, dimensions, truncate)
-            num_texts = part.write(output, file, field)
+            _embed_all(llm, file, field, num_texts, part, prompt_name, dimensions, truncate)
+            part.write(output, file, field)
     click.echo(f"{counted(num_texts, 'text')} in {output}")
 
 
 def _embed_all(
-    llm: LLM, file: Path, field: str, part: _Part, prompt_name: str | None, dimensions: int | None, truncate: bool
+    llm: LLM,
+    file: Path,
+    field: str,
+    num_texts: int,
+    part: _Part,
+    prompt_name: str | None,
+    dimensions: int | None,
+    truncate: bool,
 ) -> None:
     import numpy as np
     from tqdm import tqdm
 
-    num_texts, done = sum(1 for _ in _texts(file, field)), part.num_rows
-    if not num_texts:
-        raise PenstockError(f"{file} has no text.", remedy="Name a file with a text in each line.")
+    done = part.num_rows
     if done:
         click.echo(f"{counted(done, 'text')} were embedded before; resuming.", err=True)
     keep = -1 if truncate else None
@@ -176,8 +185,8 @@ class _Part:
         self._file.flush()
         self.num_rows += len(vectors)
 
-    def write(self, output: Path, file: Path, field: str) -> int:
-        """Convert the vectors to the final `output`, remove OUT.part, and return the number of texts."""
+    def write(self, output: Path, file: Path, field: str) -> None:
+        """Convert the vectors to the final `output`, and remove OUT.part."""
         import numpy as np
 
         vectors = np.memmap(self._path, np.float32, "r", shape=(self.num_rows, self._width))
@@ -196,7 +205,6 @@ class _Part:
         del vectors
         self._about_path.unlink()
         self._path.unlink()
-        return self.num_rows
 
 
 def _import_pyarrow() -> Any:
@@ -246,8 +254,3 @@ def _texts(file: Path, field: str) -> Generator[str]:
             if not isinstance(text, str) or not text:
                 raise PenstockError(f"{file}:{number} has no text in {field!r}.", remedy="Name the key with --field.")
             yield text
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from penstock.cli.files import check_folder
 from penstock.cli.options import (
     EPILOG,
     GroupedCommand,
@@ -60,7 +61,7 @@ def pack(is_check: bool, **values: Any) -> None:
         check_owner(packed.folder, packed.folder.stat())
     try:
         with packed.open(is_checked=True) as file:
-            print(f"{file.path}: {format_size(file.num_bytes)}, as they were written")
+            print(f"{file.path}: {format_size(file.num_bytes)}: checksums are right")
         return
     except FileNotFoundError:
         if is_check:
@@ -70,6 +71,7 @@ def pack(is_check: bool, **values: Any) -> None:
         if is_check:
             raise
         print(f"The weights are converted again: {error.message}", file=sys.stderr)
+    check_folder(packed.folder)
     _, _, executor = open_executor(config, source, uses_packed=False)
     assert isinstance(executor, NativeExecutor)
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_costs, read_model
-from penstock.cli.files import check_writable
+from penstock.cli.files import output_file, plots_folder
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 @click.option(
     "--goal", default="99%", show_default=True, metavar="SHARE", help="Share of the requests that must hold every SLO."
 )
-@click.option("--plots", "folder", type=FOLDER, metavar="FOLDER", help="Draw batch sizes and rates there, as PNG.")
+@click.option(
+    "--plots", "folder", type=FOLDER, callback=plots_folder, metavar="FOLDER", help="Draw batch sizes and rates, as PNG."
+)
 @hardware_options
 @click.option("--acceptance", metavar="FILE|CHANCE", help="Tokens guessed right: as in a recording, or the chance of each.")
 @click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, instead of the table's.")
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 @click.option(
     "--beside", "presets", multiple=True, metavar="PRESET", help="Plan a preset's policies, such as vllm, too. Repeatable."
 )
-@click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write the numbers there, too.")
+@click.option("--json", "json_path", type=FILE, callback=output_file, help="Write the numbers there, too.")
 @config_options(
     "model",
     "kv",
@@ -83,7 +85,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     which runs the real scheduler with these settings.
     """
     from penstock.config.units import parse_share
-    from penstock.lab import plan_report, plots
+    from penstock.lab import plan_report
     from penstock.lab.acceptance import acceptance_of
     from penstock.lab.figures import parse_slos
     from penstock.lab.plan import Requirements, plan_briefly
@@ -113,10 +115,6 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     if values["presets"] and not asked.slos:
         raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
     others = {name: _with(config, name) for name in values["presets"]}
-    if values["json_path"] is not None:
-        check_writable(values["json_path"])
-    if values["folder"] is not None:
-        plots.require()
     workload = make_workload(choice)
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
     machines = find_machines(values["hardware"], values["hardware_table"])  # last: this one is probed

@@ -12,6 +12,7 @@ import click
 
 from penstock import __version__
 from penstock.cli.candidates import size_of_outline
+from penstock.cli.files import output_file
 from penstock.cli.options import EPILOG, FILE, FOLDER, NOT_IN_THE_LAB, GroupedCommand, config_options, model_argument
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @model_argument
-@click.option("--fit", "fit_file", type=FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
+@click.option(
+    "--fit", "fit_file", type=FILE, callback=output_file, help="Fit the simulator's cost model, and write it to FILE."
+)
 @click.option("--from", "source", type=FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
 @click.option(
     "--onto", type=FILE, metavar="COST", help="With --from and --fit: keep the proportions and the range of this fit."
@@ -49,8 +52,15 @@ if TYPE_CHECKING:
 @click.option(
     "--link-latency-us", type=click.FloatRange(0), default=0.0, help="With --gpus: fixed time added to each transfer."
 )
-@click.option("--trace", type=FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
-@click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
+@click.option("--trace", type=FILE, callback=output_file, help="With --from: a trace for ui.perfetto.dev.")
+@click.option(
+    "--plot",
+    "plot_file",
+    type=FILE,
+    callback=output_file,
+    metavar="FILE.png",
+    help="Without --fit and --from: the roofline, as a plot.",
+)
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
 @config_options(
     "model",
@@ -182,17 +192,23 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import read_outline, require_answers
     from penstock.deploy.resolve import decide
-    from penstock.lab.plots import draw, require
+    from penstock.lab.plots import check_ending, draw, require
     from penstock.lab.step_table import figures_of, roofline_panel, shapes_of, step_lines
     from penstock.lab.steps import StepRunner, measure
 
-    if plot_file is not None:
-        require()  # before measuring for minutes
+    compute = decide(config)
+    backend = compute.options.backend
+    if plot_file is not None:  # before measuring for minutes
+        require()
+        check_ending(plot_file)
+        if backend != "native":
+            raise ConfigError(
+                f"The peaks of the {backend} backend are unknown, so there is no roof to draw.", remedy="Leave out --plot."
+            )
     source = locate(config)
-    outline = read_outline(config, source, is_gpu=decide(config).is_on_gpu)
+    outline = read_outline(config, source, is_gpu=compute.is_on_gpu)
     require_answers(outline.name, outline.spec, "a profile")
     blueprint, model, executor = open_executor(config, source)
-    backend = blueprint.compute.options.backend
     size = size_of_outline(outline, blueprint.compute.kv_dtype)
     try:
         runner = StepRunner(executor, model.spec.vocab_size)
@@ -206,8 +222,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     for line in step_lines(figures, peaks):
         print(line)
     if plot_file is not None:
-        if peaks is None:
-            raise ConfigError("The peaks of this backend are unknown, so there is no roof to draw.", remedy="Leave out --plot.")
+        assert peaks is not None, "the backend was checked"
         draw(f"Steps of {size.name}", [roofline_panel(figures, peaks, peaks.words)]).save(plot_file)
         print(f"drawn in {plot_file}")
 
@@ -283,7 +298,7 @@ def _save(path: Path, fitted: Fit, source: str, model: str, machine: dict[str, A
         errors=fitted.left_out,
         notes=notes,
     )
-    save_cost(path, saved)
     for line in fit_lines(fitted):
         print(line)
+    save_cost(path, saved)
     print(f"written to {path}")

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.files import check_writable, output_file, write_text
 from penstock.cli.options import (
     EPILOG,
+    FILE,
     GroupedCommand,
     add_options,
     config_options,
@@ -80,6 +82,8 @@ def fit(
     from penstock.routes.answers import read_answers
     from penstock.routes.unseen import fit_route
 
+    path = output or file.with_name(f"{file.name}.route.json")
+    check_writable(path)
     answers = read_answers(file, weak=weak, strong=strong, group=group)
     if len(answers) < LEAST_QUESTIONS:
         raise ConfigError(f"{file} has {len(answers)} questions.", remedy=f"A fit needs {LEAST_QUESTIONS}, better a thousand.")
@@ -104,7 +108,6 @@ def fit(
         some = None if starts is None else [starts[row] for row in rows]
         lines.append((f"{other}, fitted to {one}", part, gains_of(route, vectors[rows], part, some)))
     show(lines)
-    path = output or file.with_name(f"{file.name}.route.json")
     replace(found, digests={name: digest(name) for name in filter(None, (embedder, cascade))}).write(path)
     print(f"Wrote {path}.")
 
@@ -114,7 +117,7 @@ def fit(
 @click.option("--route", "path", type=click.Path(dir_okay=False, path_type=Path), help="What `fit` wrote.")
 @click.option("--confidence", metavar="KEY", help="Without a fit: key of the small model's confidence, from 0 to 1.")
 @click.option("--share", type=click.FloatRange(0, 1), help="Of a fit: calls for the large model.  [default: 0.5]")
-@click.option("--scores", type=click.Path(dir_okay=False, path_type=Path), help="Write the gains for `penstock simulate`.")
+@click.option("--scores", type=FILE, callback=output_file, help="Write the gains for `penstock simulate`.")
 def evaluate(
     file: Path,
     weak: str,
@@ -131,6 +134,7 @@ def evaluate(
     the `usage` of both answers to each question, under the key of their results.
     """
     from penstock.routes.answers import read_answers
+    from penstock.routes.scores import read_usage, scores_text
 
     if (path is None) == (confidence is None):
         raise ConfigError("A route is judged by its fit, or by a confidence.", remedy="Give --route or --confidence.")
@@ -138,11 +142,10 @@ def evaluate(
         raise ConfigError("--share has no effect with --confidence.", remedy="Leave it out: all levels are printed.")
     answers = read_answers(file, weak=weak, strong=strong, confidence=confidence, group=group)
     check_gain(answers)
+    usage = [] if scores is None else read_usage(file, (weak, strong))
     told = _by_confidence(answers) if path is None else _by_fit(path, answers, 0.5 if share is None else share, weak, strong)
     if scores is not None:
-        from penstock.routes.scores import write_scores
-
-        write_scores(scores, file, (weak, strong), (answers.weak, answers.strong), told)
+        write_text(scores, scores_text(usage, (answers.weak, answers.strong), told))
 
 
 def _by_fit(path: Path, answers: Answers, share: float, weak: str, strong: str) -> dict[str, F64]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from penstock.cli.files import write_plots, write_text
+from penstock.cli.files import output_file, plots_folder, write_plots, write_text
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -37,11 +37,9 @@ if TYPE_CHECKING:
     from penstock.lab.simulation import Simulation
 
 _NO_EFFECT = (
-    *(
-        *NOT_IN_THE_LAB,
-        "kv_disk_path",
-        "gpu_memory_utilization",
-    ),
+    *NOT_IN_THE_LAB,
+    "kv_disk_path",
+    "gpu_memory_utilization",
     *(item.key for item in settings_of(BackendConfig) if item.key not in ("device", "steps_in_flight")),
     *(
         item.key
@@ -50,8 +48,6 @@ _NO_EFFECT = (
     ),
 )
 """Settings without effect in the simulation, which takes step times from the cost model."""
-
-
 _OUTPUTS = ("json_file", "html", "plots", "every_run")
 _OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
 """Options that can't be varied."""
@@ -122,9 +118,9 @@ class _Replicas(click.ParamType[_Bounds]):
 @slo_option
 @click.option("--price-per-hour", type=float, help="Price of the machine, for the cost of a million tokens.")
 @click.option("--every-run", is_flag=True, help="Show all figures of each simulation, where there are several.")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result, as of penstock bench.")
-@click.option("--html", type=FILE, metavar="FILE", help="Write one HTML file that opens offline.")
-@click.option("--plots", type=FOLDER, metavar="FOLDER", help="Write the plots as PNG.")
+@click.option("--json", "json_file", type=FILE, callback=output_file, help="Write the result, as of penstock bench.")
+@click.option("--html", type=FILE, callback=output_file, help="Write one HTML file that opens offline.")
+@click.option("--plots", type=FOLDER, callback=plots_folder, metavar="FOLDER", help="Write the plots as PNG.")
 @config_options("model", "kv", "scheduler", "admission", "backend", "server", without=_NO_EFFECT)
 def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
     """Simulate how a configuration of MODEL serves a workload: real scheduler and admission, modelled step times."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import find_machines, hardware_options, make_candidate, read_costs, read_model
-from penstock.cli.files import check_writable, write_text
+from penstock.cli.files import output_file, write_text
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -74,7 +74,7 @@ _COMPONENTS = ("model", "kv", "scheduler", "backend")
     help="Best candidates of the search to judge and verify.",
 )
 @click.option("--verify", is_flag=True, help="Run the best and the default on the real engine, here; in real time.")
-@click.option("--output", type=FILE, metavar="FILE.toml", help="Write the settings for serve.")
+@click.option("--output", type=FILE, callback=output_file, metavar="FILE.toml", help="Write the settings for serve.")
 @hardware_options
 @config_options(*_COMPONENTS, without=NOT_IN_THE_LAB)
 def tune(choice: WorkloadChoice, **values: Any) -> None:
@@ -96,8 +96,6 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
 
     warn_of_unknown_variables()
     output: Path | None = values["output"]
-    if output is not None:
-        check_writable(output)
     slos = parse_slos(values["slo"])
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")

@@ -43,6 +43,7 @@ Owner = tuple[str, str]
 """Names of an API key and of a tenant. Other owners see nothing of theirs. Limits are per key, since a client without a key may
 name any tenant."""
 
+_ANOTHER = "Name another folder (--jobs-dir, --output)."
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, name TEXT NOT NULL,
@@ -189,7 +190,7 @@ class Store:
                 self._base = opened.enter_context(closing(base))
                 (found,) = base.execute("PRAGMA user_version").fetchone()
                 if found not in (0, FORMAT):
-                    raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy="Name another --jobs-dir.")
+                    raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy=_ANOTHER)
                 (folder / "jobs.db").chmod(0o600)  # the folder may be open to others
                 base.execute("PRAGMA journal_mode = WAL")
                 base.execute("PRAGMA synchronous = FULL")
@@ -198,11 +199,9 @@ class Store:
                 sync(folder)
                 self._tidy()
             except BlockingIOError:
-                raise ConfigError(
-                    f"Another process has the jobs in {folder}.", remedy="Give each its own (--jobs-dir, --output)."
-                ) from None
+                raise ConfigError(f"Another process has the jobs in {folder}.", remedy=_ANOTHER) from None
             except (OSError, sqlite3.Error) as error:
-                raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy="Check --jobs-dir.") from None
+                raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy=_ANOTHER) from None
             self._opened = opened.pop_all()
 
     def close(self) -> None:

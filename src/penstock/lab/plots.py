@@ -97,10 +97,8 @@ class Plot:
         return self._written("svg")
 
     def save(self, path: Path) -> None:
-        kinds = {".png": self.png, ".svg": self.svg}
-        if path.suffix.lower() not in kinds:
-            raise ConfigError(f"A plot is written as .png or .svg, not as {path.name!r}.")
-        content = kinds[path.suffix.lower()]()
+        check_ending(path)
+        content = self._written(path.suffix.lower()[1:])
         try:
             path.write_bytes(content)
         except OSError as error:
@@ -113,6 +111,11 @@ class Plot:
         with _drawing():
             self._figure.savefig(into, format=kind, dpi=110, metadata=metadata)
         return into.getvalue()
+
+
+def check_ending(path: Path) -> None:
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"A plot is written as .png or .svg, not as {path.name!r}.")
 
 
 def is_installed() -> bool:

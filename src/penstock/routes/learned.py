@@ -98,6 +98,7 @@ class LearnedRoute:
         return float(np.interp(share, SHARES, self.thresholds))
 
     def write(self, path: Path) -> None:
+        """Write what `read_route` reads. Raises ConfigError."""
         value: dict[str, Any] = {"format": FORMAT, "embedder": self.embedder, "thresholds": self.thresholds}
         value["digests"] = {**self.digests}
         if self.quantiles is not None:
@@ -106,7 +107,10 @@ class LearnedRoute:
         if (cascade := self.cascade) is not None:
             about = {name: getattr(cascade, name) for name in ("starter", "window", "margin")}
             value["cascade"] = about | _told(cascade.fit)
-        path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error.strerror}.", remedy="Name another file.") from error
 
 
 def read_route(path: Path) -> LearnedRoute:

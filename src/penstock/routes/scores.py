@@ -59,28 +59,38 @@ def read_scores(path: Path, most: int | None = None) -> list[Question]:
     return found
 
 
-def write_scores(path: Path, answers: Path, keys: Sequence[str], results: Sequence[F64], scores: Mapping[str, F64]) -> None:
-    """Write the scores of the questions in the file `answers`, which has the `usage` of each answer. Raises ConfigError.
+def read_usage(answers: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the `usage` of both answers to each question of a file, and the question's prefix, as `scores_text` takes them.
 
-    `keys`: of the weak and the strong model there. `results`: of each, [questions]. `scores`: `gain`, `start_gain` or
-    `confidence` of the route, [questions].
+    `keys`: of the weak and the strong model there. Raises ConfigError, which names the line.
     """
-    lines = []
-    for idx, (number, value) in enumerate(read_objects(answers)):
-        told: dict[str, Any] = {name: round(float(values[idx]), 6) for name, values in scores.items()}
-        told |= {key: value[key] for key in ("prefix", "prefix_tokens") if key in value}
+    found = []
+    for number, value in read_objects(answers):
+        told: dict[str, Any] = {key: value[key] for key in ("prefix", "prefix_tokens") if key in value}
         try:
-            for kind, key, result in zip(KINDS, keys, results, strict=True):
-                usage: Any = value["usage"]
-                told[kind] = {"result": float(result[idx]), **_counts(usage[key])}
+            usage: Any = value["usage"]
+            found.append(told | {kind: _counts(usage[key]) for kind, key in zip(KINDS, keys, strict=True)})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{answers}, line {number}: it lacks the tokens of the two answers: {error}.",
                 remedy=f'Write the answers\' usage beside their results: "usage": {{"{keys[0]}": {{"prompt_tokens": 9, '
                 '"completion_tokens": 4}, ...}.',
             ) from error
-        lines.append(json.dumps(told))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return found
+
+
+def scores_text(usage: Sequence[Mapping[str, Any]], results: Sequence[F64], scores: Mapping[str, F64]) -> str:
+    """Return the content of a file for `read_scores`.
+
+    `usage`: from `read_usage`. `results`: of the weak and the strong model, [questions]. `scores`: `gain`, `start_gain` or
+    `confidence` of the route, [questions].
+    """
+    lines = []
+    for idx, told in enumerate(usage):
+        of_route = {name: round(float(values[idx]), 6) for name, values in scores.items()}
+        answers = {kind: {"result": float(result[idx]), **told[kind]} for kind, result in zip(KINDS, results, strict=True)}
+        lines.append(json.dumps({**of_route, **told, **answers}) + "\n")
+    return "".join(lines)
 
 
 def _question(value: Mapping[str, Any]) -> Question:
