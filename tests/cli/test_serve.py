@@ -156,6 +156,13 @@ def test_one_seed_makes_a_server_repeatable(serving: Serving, environment: dict[
     assert texts[0][0] != texts[0][1]
 
 
+def test_a_wrong_name_is_told_before_the_server_is_imported(penstock: Penstock) -> None:
+    told = penstock("serve", "no-such-model", "--port", "0", env={"PYTHONPROFILEIMPORTTIME": "1"}).stderr
+    assert "error: There is no model called 'no-such-model'" in told
+    assert "penstock.serve.http.listener" in told, "imports are listed"
+    assert "penstock.serve.answering" not in told
+
+
 def test_a_taken_port_is_told_at_once(penstock: Penstock, tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = penstock("serve", tiny_model, "--port", taken.getsockname()[1])

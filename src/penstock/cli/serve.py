@@ -45,6 +45,8 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
     """Answer HTTP requests for one MODEL or several: the OpenAI API, until Ctrl-C or SIGTERM."""
     configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
     config = configs[0]
+    from penstock.models import catalog
+    from penstock.models.cache import cache_dir
     from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
@@ -56,6 +58,8 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
     check_access(config.server, os.environ)
     raise_open_files_limit()
     connection_limit(config.server)  # raises before the model is loaded
+    for one in configs:
+        catalog.resolve(one.model.model, cache_dir(one.model.cache_dir))  # raises before the imports below, a second of work
     with (
         _hardly_collecting(),
         bind_socket(config.server.host, config.server.port) as listener,
