@@ -139,7 +139,7 @@ def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) 
         (("--requests", "20", "--hardware", "c7i.4xlarge"), "too few for 24 slices"),
         (("--hardware", "L4", "--verify", "--slo", "ttft=1s"), "The real engine is on this machine"),
         (("--max-tokens", "5", "--slo", "ttft=1s", "--hardware", "c7i.4xlarge"), "The longest answer has 128 tokens"),
-        (("--hardware", "c7i.4xlarge"), "Goodput needs SLOs"),
+        (("--workload", "absent.csv"), "Goodput needs SLOs"),
         (("--output", "no/where.toml"), "can't be written"),
         (("--device", "cuda", "--slo", "ttft=1s", "--hardware", "c7i.4xlarge"), "does not run cuda"),
     ],

@@ -96,7 +96,9 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
 
     warn_of_unknown_variables()
     output: Path | None = values["output"]
-    slos = parse_slos(values["slo"])
+    objective, slos = Objective(values["objective"]), parse_slos(values["slo"])
+    if objective is Objective.GOODPUT and not slos:
+        raise ConfigError("Goodput needs SLOs.", remedy="Give --slo ttft=2s, say.")
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
     tokenizer = _tokenizer(values)
@@ -109,7 +111,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     tuned = search(
         simulator.evaluate,
         workload,
-        Objective(values["objective"]),
+        objective,
         slos,
         num_slices=values["num_slices"],
         num_finalists=values["num_finalists"],

@@ -271,10 +271,9 @@ def tune(
 ) -> Tuned:
     """Search on a third of the slices, and compare the best settings on another third. The last third is for `verify`.
 
-    Raises ConfigError for too few slices, or goodput without SLOs.
+    Goodput needs `slos`. Raises ConfigError for too few slices.
     """
-    if objective is Objective.GOODPUT and not slos:
-        raise ConfigError("Goodput needs SLOs.", remedy="Give --slo ttft=2s, say.")
+    assert slos or objective is not Objective.GOODPUT
     if num_slices < 3 * MIN_SLICES:
         raise ConfigError(f"{num_slices} slices are too few.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
     slices = cut(workload, num_slices)
