@@ -175,6 +175,7 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
         ("[[models]]\nmodel='a'\nblock_size = 0", r"\[\[models\]\] 1: block_size: 0 is less than 1"),
         ("[[models]]\nmodel='a'\n[models.server]\nport = 1", "unknown key 'server'"),
         ("[server]\nport = 1", r"no tables such as \[server\]\. Put all keys at the top level"),
+        ("[[route]]\nname = 'a'", r"no tables such as \[route\]\. .* routes, upstreams"),
         ("host = ''", "host: '' is empty"),
         ("port = ", "is not TOML"),
     ],

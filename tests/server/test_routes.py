@@ -388,7 +388,7 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
         ("share = 0.3", "share = 3", "share is not a number from 0 to 1"),
         ("share = 0.3", "", "'share' is missing"),
         ('weak = "a"', "weak = 1", "'weak' is missing, or not a text"),
-        ('weak = "a"', 'week = "a"', "unknown key 'week'"),
+        ('weak = "a"', 'week = "a"', r"unknown key 'week'\. Did you mean weak\?"),
         (TABLE, TABLE + TABLE, "two routes are called 'auto'"),
         ("[[routes]]", "[routes]", "routes are tables"),
         ('weak = "a"', 'fallback = ["a", "b"]', "unknown key 'file'"),

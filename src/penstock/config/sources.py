@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from penstock.config.pipelines import PIPELINES, parse_pipelines
 from penstock.config.routes import ROUTES, parse_routes
 from penstock.config.routing import Routing
 from penstock.config.setting import Setting, settings_of
+from penstock.config.tables import check_keys
 from penstock.config.upstreams import UPSTREAMS, parse_upstreams
 from penstock.types.errors import ConfigError
 
@@ -84,7 +85,7 @@ def read_config_file(path: Path) -> ConfigFile:
     )
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
-        if key not in keys and isinstance(raw, dict):
+        if key not in keys and any(isinstance(one, dict) for one in (raw if isinstance(raw, list) else [raw])):
             raise ConfigError(
                 f"{path}: there are no tables such as [{key}].",
                 remedy="Put all keys at the top level: only models, routes, upstreams, pipelines and [policy_args] are tables.",
@@ -112,10 +113,9 @@ def parse_settings(raw: Mapping[str, object], settings: Sequence[Setting], *, pl
     Raises ConfigError for an unknown key and for a wrong value, with `place` before the message.
     """
     known = {item.key: item for item in settings}
+    check_keys(raw, known, place)
     values: dict[str, object] = {}
     for key, value in raw.items():
-        if key not in known:
-            raise ConfigError(f"{place}unknown key {key!r}.", remedy=_valid_keys(key, known))
         try:
             values[key] = _parse_value(known[key], value)
         except ValueError as error:
@@ -127,13 +127,6 @@ def _parse_value(item: Setting, raw: object) -> object:
     if not item.is_multiple:
         return item.parse(raw)
     return tuple(item.parse(entry) for entry in (raw if isinstance(raw, list | tuple) else [raw]))
-
-
-def _valid_keys(key: str, valid: Iterable[str]) -> str:
-    keys = list(valid)
-    close = difflib.get_close_matches(key.replace("-", "_"), keys, n=1)
-    hint = f"Did you mean {close[0]}? " if close else ""
-    return f"{hint}Valid keys: {', '.join(keys)}."
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, TypeVar
@@ -36,8 +37,10 @@ def parse_tables(tables: object, key: str, place: str, parse: Callable[[Table, s
 
 
 def check_keys(table: Table, known: Collection[str], place: str) -> None:
-    if unknown := table.keys() - {*known}:
-        raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(known)}.")
+    for key in sorted(table.keys() - {*known}):
+        close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{place}unknown key {key!r}.", remedy=f"{hint}Valid keys: {', '.join(known)}.")
 
 
 def text_of(table: Table, key: str, place: str) -> str:
