@@ -68,7 +68,7 @@ def test_a_folder_may_have_to_be_made() -> None:
         ("profile", "--from", "a.txt", "--trace", "absent/a.json"),
         ("route", "fit", "a.txt", "-o", "absent/a.json"),
         ("route", "eval", "a.txt", "--confidence", "sure", "--scores", "absent/a.jsonl"),
-        ("batch", "run", "a.txt", "-o", "absent/a.jsonl"),
+        ("batch", "run", "a.txt", "-o", "a.txt/a.jsonl"),
     ],
     ids=" ".join,
 )

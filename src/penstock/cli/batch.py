@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.files import check_writable, sha256_of
+from penstock.cli.files import check_folder, sha256_of
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, warn_of_unknown_variables
 from penstock.types.errors import PenstockError, counted
 
@@ -60,7 +60,7 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
 
     output = output or file.with_name(file.name + ".out.jsonl")
     errors, folder = output.with_name(output.name + ".errors.jsonl"), output.with_name(output.name + ".job")
-    check_writable(output)
+    check_folder(folder)
     ended = _ended_before(file, folder)
     if ended is None:
         for path in (output, errors):
