@@ -19,7 +19,10 @@ void sparse_of_rows(const float* x, int64_t width, int64_t first, int64_t end, f
     std::fill_n(out, width, 0.0f);
     for (int64_t row = first; row < end; ++row) {
         const float* const values = x + row * width;
-        for (int64_t i = 0; i < width; ++i) out[i] = values[i] <= out[i] ? out[i] : values[i];  // NaN stays NaN
+        for (int64_t i = 0; i < width; ++i) {
+            const bool is_next = (values[i] > out[i]) | (values[i] != values[i]);  // once out[i] is NaN it stays NaN
+            out[i] = is_next ? values[i] : out[i];
+        }
     }
     for (int64_t i = 0; i < width; ++i) {
         if (out[i] != 0.0f) out[i] = std::log1p(out[i]);

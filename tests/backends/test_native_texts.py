@@ -190,6 +190,20 @@ def test_integers_of_attention_hide_no_number_that_is_none(variant: str, name: s
     assert first.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("pool", [MeanRows, SparseRows])
+def test_pooling_hides_no_number_that_is_none(pool: type[MeanRows | SparseRows]) -> None:
+    """Whichever token of the text it comes from."""
+    plain = attention_case(2, 2, 16)
+    weights = {name: tensor.stored for name, tensor in plain.model.weights.items()}
+    weights["late"] = np.zeros((VOCAB_SIZE, 32), np.float32)
+    weights["late"][5, 17] = np.nan
+    ops = (*plain.program.ops[:-1], Embed("late", "late"), Add("y", "y", "late"), pool("pooled", "y"), States("pooled"))
+    case = Case(ops, dict(plain.program.buffers) | {"late": 32, "pooled": 32}, weights)
+    texts = [((3, 5), 0), ((5, 3), 0), ((3, 5, 4), 0), ((3, 6), 0)]
+    found = Steps(case.native()).run(texts)
+    assert [answer if isinstance(answer, str) else None for answer in found] == [NO_USABLE_STATE] * 3 + [None]
+
+
 HIDDEN, HEADS, INNER = 96, 3, 160
 
 
