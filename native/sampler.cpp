@@ -307,7 +307,11 @@ int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t
 
 // Step 1, on logits as the model gave them.
 void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch& scratch, SampleResult& result) {
+    result.logprob = -std::numeric_limits<float>::infinity();
+    result.rank = 1;
+    result.num_top = 0;
     const float max = fill_block_max(raw, vocab_size, scratch);
+    if (!std::isfinite(max)) return;
     const double log_total = std::log(fill_weights(raw, vocab_size, max, 1.0, kTiny, scratch));
     const auto logprob = [&](float x) { return static_cast<float>((static_cast<double>(x) - max) - log_total); };
     const float chosen = std::isnan(raw[result.token]) ? -std::numeric_limits<float>::infinity() : raw[result.token];
@@ -315,7 +319,6 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
     for (int i = 0; i < vocab_size; ++i) num_likelier += raw[i] > chosen ? 1 : 0;
     result.logprob = logprob(chosen);
     result.rank = num_likelier + 1;
-    result.num_top = 0;
     if (num_top == 0) return;
     collect_likeliest(raw, vocab_size, num_top, scratch);
     cut_to_likeliest(num_top, scratch.candidates);
@@ -329,13 +332,8 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
 }  // namespace
 
 void score_token(const float* logits, int vocab_size, int token, int num_top, SamplerScratch& scratch, SampleResult& result) {
-    result = {};
     result.token = token;
-    result.rank = 1;
-    result.logprob = -std::numeric_limits<float>::infinity();
-    if (std::isfinite(fill_block_max(logits, vocab_size, scratch))) {
-        fill_logprobs(logits, vocab_size, std::min(num_top, kMaxLogprobs), scratch, result);
-    }
+    fill_logprobs(logits, vocab_size, std::min(num_top, kMaxLogprobs), scratch, result);
 }
 
 bool wants_best_alone(const RowSampling& row) { return row.temperature == 0.0 && row.num_logprobs < 0 && !changes_logits(row); }

@@ -57,7 +57,8 @@ void each_number(RowSampling& row, const Visit& visit) {
 
 struct SampleResult {
     int32_t token = -1;    // -1: no logit was a number above -inf, or one was +inf: the model's output is broken
-    float logprob = 0.0f;  // this and what follows hold only if logprobs were asked for
+    // These hold only if logprobs were asked for. If no logit of the model is a number, or one is +inf: -inf, 1 and 0.
+    float logprob = 0.0f;
     int32_t rank = 0;      // tokens more likely, plus one
     int32_t num_top = 0;
     std::array<int32_t, kMaxLogprobs> top_ids{};
@@ -96,8 +97,7 @@ struct SamplerScratch {
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
                 int num_tokens, int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
 
-// How likely `token` was, of `logits` [vocab_size] as the model gave them, and which `num_top` were the most likely. Where no logit is a
-// number, or one is +inf, the log-probability is -inf and there is no most likely one.
+// How likely `token` was, of `logits` [vocab_size] as the model gave them, and which `num_top` were the most likely.
 void score_token(const float* logits, int vocab_size, int token, int num_top, SamplerScratch& scratch, SampleResult& result);
 
 // Whether a row is given the token of its largest logit, of those that its mask allows, and nothing else is asked of them:

@@ -191,5 +191,15 @@ def test_an_infinite_logit_is_no_answer(changes):
     assert run_native(logits, SamplingParams(logprobs=2, **changes), [0], 1)[0] == -1
 
 
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"top_k": 3}])
+def test_log_probabilities_beside_an_infinite_logit_that_may_not_be_drawn(changes):
+    """The draw is fine, and relative to the model's own logits nothing has a probability."""
+    params = SamplingParams(allowed_token_ids=(1, 2), logprobs=2, **changes)
+    logits = np.array([np.inf, 1, 2], np.float32)
+    expected = sample(logits, params, [0], 1)
+    assert run_native(logits, params, [0], 1) == (expected.token_id, -np.inf, 1, [])
+    assert (expected.logprobs.logprob, expected.logprobs.rank, expected.logprobs.top) == (-np.inf, 1, ())
+
+
 def test_a_row_of_nothing_is_told():
     assert run_native(np.full(100, np.nan, np.float32), SamplingParams(temperature=0.0, logprobs=2), [0], 1)[0] == -1
