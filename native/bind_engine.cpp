@@ -260,44 +260,6 @@ void check_step(const Engine& self, const Arrays& a, const Vector<int32_t>& logi
     }
 }
 
-// Checks the arrays that the sampler reads by slot.
-void check_sampling(const Engine& self, const Vector<int32_t>& slots, const Matrix<int32_t>& tokens,
-                    const Vector<int32_t>& num_tokens, const Vector<int32_t>& num_prompt_tokens) {
-    const size_t max_rows = static_cast<size_t>(self.shape().max_rows);
-    if (tokens.shape(0) < max_rows || num_tokens.size() < max_rows || num_prompt_tokens.size() < max_rows) {
-        throw std::invalid_argument("step arrays have fewer slots than the engine");
-    }
-    if (self.logits_width() != self.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
-    check_all(slots, self.shape().max_rows, "no such slot");
-    for (size_t i = 0; i < slots.size(); ++i) {
-        const int32_t slot = slots.data()[i], count = num_tokens.data()[slot], prompt = num_prompt_tokens.data()[slot];
-        if (prompt < 0 || prompt > count || count > static_cast<int64_t>(tokens.shape(1))) {
-            throw std::invalid_argument("a slot has more prompt than tokens, or more tokens than room");
-        }
-    }
-}
-
-void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>& query_start_loc,
-          const Vector<int32_t>& context_lens, const Vector<int32_t>& token_ids, const Vector<int32_t>& positions,
-          const Vector<int64_t>& slot_mapping, const Matrix<int32_t>& block_tables, const Vector<int32_t>& logit_tokens,
-          const Vector<int32_t>& logit_slots, const Matrix<int32_t>& tokens, const Vector<int32_t>& num_tokens,
-          const Vector<int32_t>& num_prompt_tokens, nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
-    const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
-    check_step(self, arrays, logit_tokens);
-    if (logit_slots.size() != logit_tokens.size() || out.size() != logit_tokens.size()) {
-        throw std::invalid_argument("step arrays disagree about the number of samples");
-    }
-    check_sampling(self, logit_slots, tokens, num_tokens, num_prompt_tokens);
-    StepInput in = make_input(arrays, logit_tokens);
-    in.logit_slots = logit_slots.data();
-    in.tokens = tokens.data();
-    in.tokens_stride = static_cast<int64_t>(tokens.shape(1));
-    in.num_prompt_of_slot = num_prompt_tokens.data();
-    nb::gil_scoped_release release;
-    self.run_step(in);
-    for (int i = 0; i < in.num_logits; ++i) out.data()[i] = self.samples()[i].token;
-}
-
 // Rows go on from their own blocks, or begin at position 0. `blocks`: [slots, num_state_blocks]
 std::vector<RowState> states_of(const Engine& self, const Arrays& a, const Matrix<int32_t>& blocks) {
     const int64_t num_blocks = self.recurrence().num_blocks();
@@ -623,9 +585,6 @@ void bind_engine(nb::module_& m) {
         .def("use_all_members", &Engine::use_all_members, "From now on all threads take part in every step, whether that pays or not: for tests.")
         .def("poison_buffers", &Engine::poison_buffers, "Fills all buffers with NaN, so that a test sees any use of what no step has written.")
         .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
-        .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,
-             "block_tables"_a, "logit_tokens"_a, "logit_slots"_a, "tokens"_a, "num_tokens"_a, "num_prompt_tokens"_a,
-             nb::arg("out").noconvert(), "Runs one step and writes the sampled tokens into `out`; -1 for a row without a finite logit.")
         .def("logits_step", &logits_step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a,
              "slot_mapping"_a, "block_tables"_a, "logit_tokens"_a, nb::arg("out").noconvert(), "adapter"_a = 0, "state_blocks"_a = nb::none(),
              "Runs one step without sampling, of rows with one adapter, and copies the logits of `logit_tokens` into `out`. `state_blocks`: of\n"

@@ -31,13 +31,13 @@ F32 = NDArray[np.float32]
 
 
 def open_engine(
-    inputs: F32, output: F32, *, num_threads: int, variant: str = "", num_blocks: int = 2, scale: float = 1.0, cap: float = 0.0
+    inputs: F32, output: F32, *, num_threads: int, variant: str = "", scale: float = 1.0, cap: float = 0.0
 ) -> Engine:
     """Its logits after token i are scale * inputs[i] @ output.T, both exact in bfloat16, and then capped."""
     engine = Engine(
         kv_shapes=[(1, 16)],
         vocab_size=len(output),
-        num_blocks=num_blocks,
+        num_blocks=2,
         block_size=16,
         max_rows=MAX_ROWS,
         max_step_tokens=MAX_ROWS,
@@ -72,11 +72,27 @@ def logits_of(engine: Engine, num_rows: int) -> F32:
     return out
 
 
+def planned(num_rows: int) -> RowTable:
+    """A step of the same rows: row i is in slot i, and its name is "i"."""
+    rows = RowTable(
+        num_blocks=2,
+        block_size=16,
+        max_rows=MAX_ROWS,
+        max_step_tokens=MAX_ROWS,
+        max_model_len=16,
+        vocab_size=VOCAB_SIZE,
+        window=0,
+    )
+    for token_id in range(num_rows):
+        assert rows.admit(AdmitRow(str(token_id), (token_id,), 1, (1,), 0, SamplingParams())) == token_id
+    rows.plan(tuple(RowPlan(str(token_id), 0, 1, (), True) for token_id in range(num_rows)))
+    return rows
+
+
 def tokens_of(engine: Engine, num_rows: int) -> list[int]:
-    each, ones = np.arange(num_rows, dtype=np.int32), np.ones(MAX_ROWS, np.int32)
-    out = np.full(num_rows, -9, np.int32)
-    engine.step(*arrays_of(num_rows), each, np.zeros((MAX_ROWS, 4), np.int32), ones, ones, out)
-    return [int(token) for token in out]
+    tokens, failed = planned(num_rows).run(engine)
+    assert tokens.keys().isdisjoint(failed)
+    return [tokens.get(str(row), (-1,))[0] for row in range(num_rows)]
 
 
 def greedy(logits: F32) -> list[int]:
@@ -158,21 +174,10 @@ def test_rows_that_want_more_of_their_logits_get_them_beside_others() -> None:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_masked_rows_get_the_largest_of_what_they_are_allowed(num_threads: int) -> None:
     """Beside rows without a mask, and whether or not they keep all their logits."""
-    engine = open_engine(*make_weights(), num_threads=num_threads, num_blocks=MAX_ROWS + 1)
-    rows = RowTable(
-        num_blocks=MAX_ROWS + 1,
-        block_size=16,
-        max_rows=MAX_ROWS,
-        max_step_tokens=MAX_ROWS,
-        max_model_len=16,
-        vocab_size=VOCAB_SIZE,
-        window=0,
-    )
+    engine, rows = open_engine(*make_weights(), num_threads=num_threads), planned(MAX_ROWS)
     rng = np.random.default_rng(5)
-    for token_id in range(MAX_ROWS):
-        slot = rows.admit(AdmitRow(str(token_id), (token_id,), 1, (token_id + 1,), 0, SamplingParams()))
-        engine.set_sampling(slot, RowSampling(temperature=0.0, num_logprobs=2 if token_id % 3 == 0 else -1))
-    rows.plan(tuple(RowPlan(str(token_id), 0, 1, (), True) for token_id in range(MAX_ROWS)))
+    for slot in range(MAX_ROWS):
+        engine.set_sampling(slot, RowSampling(temperature=0.0, num_logprobs=2 if slot % 3 == 0 else -1))
     allowed = rng.random((MAX_ROWS, VOCAB_SIZE)) < rng.choice([0.002, 0.1, 0.99], (MAX_ROWS, 1))
     allowed[7] = False
     allowed[9], allowed[9, 2_004] = False, True
@@ -195,13 +200,8 @@ def test_masked_rows_get_the_largest_of_what_they_are_allowed(num_threads: int) 
 
 def test_a_mask_is_brought_to_a_step_that_was_begun() -> None:
     engine = open_engine(*make_weights(), num_threads=1)
-    rows = RowTable(
-        num_blocks=2, block_size=16, max_rows=1, max_step_tokens=1, max_model_len=16, vocab_size=VOCAB_SIZE, window=0
-    )
-    rows.admit(AdmitRow("a", (3,), 1, (1,), 0, SamplingParams()))
-    rows.plan((RowPlan("a", 0, 1, (), True),))
-    with pytest.raises(ValueError, match="'a' has a mask that nobody expects"):
-        rows.restrict(engine, {"a": packed(np.ones(VOCAB_SIZE, np.bool_))})
+    with pytest.raises(ValueError, match="'0' has a mask that nobody expects"):
+        planned(1).restrict(engine, {"0": packed(np.ones(VOCAB_SIZE, np.bool_))})
 
 
 def packed(allowed: NDArray[np.bool_]) -> bytes:

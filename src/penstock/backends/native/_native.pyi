@@ -349,22 +349,6 @@ class Engine:
     def set_states(self, buffer: int, per_sample: bool) -> None: ...
     def poison_buffers(self) -> None: ...
     def set_sampling(self, slot: int, sampling: RowSampling) -> None: ...
-    def step(
-        self,
-        row_slots: I32,
-        query_start_loc: I32,
-        context_lens: I32,
-        token_ids: I32,
-        positions: I32,
-        slot_mapping: NDArray[np.int64],
-        block_tables: I32,
-        logit_tokens: I32,
-        logit_slots: I32,
-        tokens: I32,
-        num_tokens: I32,
-        num_prompt_tokens: I32,
-        out: I32,
-    ) -> None: ...
     def logits_step(
         self,
         row_slots: I32,
