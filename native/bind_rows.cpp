@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -51,7 +52,7 @@ struct RowFields {
 
 class NamedRows {
   public:
-    explicit NamedRows(const RowTableShape& shape) : table_(shape) {}
+    explicit NamedRows(const RowTableShape& shape) : table_(std::make_shared<RowTable>(shape)) {}
 
     int admit(nb::handle row) {
         const nb::object name = row.attr("request_id");
@@ -62,9 +63,10 @@ class NamedRows {
             to_ints(row.attr("block_ids"), scratch_);
             to_ints(row.attr("state_block_ids"), state_);
             to_ints(row.attr("state_source"), source_);
-            const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
-                                          to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_),
-                                          to_int(row.attr("second_at")), to_int(row.attr("adapter")), num_scored_of(row), state_, source_);
+            const int slot = table_->admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
+                                           to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_),
+                                           to_int(row.attr("second_at")), to_int(row.attr("adapter")), num_scored_of(row),
+                                           state_, source_);
             slots_[name] = slot;
             return slot;
         });
@@ -72,14 +74,15 @@ class NamedRows {
 
     void release(nb::handle name) {
         told(name, [&] {
-            table_.release(slot_of(name));
+            table_->release(slot_of(name));
             nb::del(slots_[name]);
             return 0;
         });
     }
 
     void plan(const nb::tuple& rows, const nb::tuple& saves, const nb::dict& guesses) {
-        table_.begin_step();
+        if (table_.use_count() > 1) throw std::invalid_argument("the step that was begun has not ended");
+        table_->begin_step();
         size_t num_guessed = 0;
         sampled_.clear();
         scored_.clear();
@@ -95,10 +98,10 @@ class NamedRows {
                 to_ints(nb::getattr(row, fields_.new_block_ids), scratch_);
                 const int64_t context_len = to_int(nb::getattr(row, fields_.context_len));
                 const int64_t query_len = to_int(nb::getattr(row, fields_.query_len));
-                table_.add_row(slot_of(name), context_len, query_len, scratch_, samples, guesses_);
+                table_->add_row(slot_of(name), context_len, query_len, scratch_, samples, guesses_);
                 return 0;
             });
-            if (const auto [first, count] = table_.scored_of_row(); count > 0) scored_.push_back({name, first, count});
+            if (const auto [first, count] = table_->scored_of_row(); count > 0) scored_.push_back({name, first, count});
             if (samples) sampled_.push_back(std::move(name));
         }
         if (num_guessed != guesses.size()) throw std::invalid_argument("a guess is of a row that is not in the step");
@@ -106,7 +109,7 @@ class NamedRows {
             const nb::object name = save.attr("request_id");
             told(name, [&] {
                 to_ints(save.attr("block_ids"), scratch_);
-                table_.add_save(slot_of(name), to_int(save.attr("position")), scratch_);
+                table_->add_save(slot_of(name), to_int(save.attr("position")), scratch_);
                 return 0;
             });
         }
@@ -122,14 +125,14 @@ class NamedRows {
             }
             ++num_found;
             told(sampled_[i], [&] {
-                const int sample = static_cast<int>(i), num_masks = table_.num_guesses(sample) + 1;
-                const auto num_bytes = static_cast<size_t>(table_.mask_words()) * sizeof(uint32_t);
+                const int sample = static_cast<int>(i), num_masks = table_->num_guesses(sample) + 1;
+                const auto num_bytes = static_cast<size_t>(table_->mask_words()) * sizeof(uint32_t);
                 if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_Size(mask)) != num_masks * num_bytes)
                     throw std::invalid_argument("has a mask that is not " + std::to_string(num_masks * num_bytes) + " bytes");
-                mask_.resize(static_cast<size_t>(table_.mask_words()));
+                mask_.resize(static_cast<size_t>(table_->mask_words()));
                 for (int guess = 0; guess < num_masks; ++guess) {
                     std::memcpy(mask_.data(), PyBytes_AsString(mask) + guess * num_bytes, num_bytes);
-                    table_.restrict(sample, guess, mask_.data());
+                    table_->restrict(sample, guess, mask_.data());
                 }
                 return 0;
             });
@@ -141,9 +144,9 @@ class NamedRows {
     // Begins a step, whose masks `restrict` brings before `run` ends it.
     void begin(Engine& engine) {
         require_fit(engine);
-        table_.expect_masks();
+        table_->expect_masks();
         nb::gil_scoped_release release;
-        engine.begin_step(table_.input());
+        engine.begin_step(table_->input(), table_);
     }
 
     nb::tuple run(Engine& engine) {
@@ -151,18 +154,18 @@ class NamedRows {
         nb::list failed;
         if (engine.is_in_step()) {
             nb::gil_scoped_release release;
-            engine.finish_step();
+            engine.finish_step(table_.get());
         } else {
             require_fit(engine);
-            const StepInput input = table_.input();
+            const StepInput input = table_->input();
             if (input.num_tokens == 0) return nb::make_tuple(tokens, failed);
             nb::gil_scoped_release release;
             engine.run_step(input);
         }
-        table_.append_sampled(engine.samples());
+        table_->append_sampled(engine.samples());
         for (size_t i = 0; i < sampled_.size(); ++i) {
-            const SampleResult* const drawn = engine.samples().data() + table_.logit_of(static_cast<int>(i));
-            const int num_drawn = table_.num_appended(static_cast<int>(i));
+            const SampleResult* const drawn = engine.samples().data() + table_->logit_of(static_cast<int>(i));
+            const int num_drawn = table_->num_appended(static_cast<int>(i));
             if (drawn->token < 0) {
                 failed.append(sampled_[i]);
             } else if (num_drawn == 1) {
@@ -177,9 +180,11 @@ class NamedRows {
     }
 
     nb::tuple read(Engine& engine) {
-        if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
-        if (!table_.is_one_pass() || !engine.has_states()) throw std::invalid_argument("the rows or the engine's program are not of texts");
-        const StepInput input = table_.input();
+        if (!table_->fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
+        if (!table_->is_one_pass() || !engine.has_states()) {
+            throw std::invalid_argument("the rows or the engine's program are not of texts");
+        }
+        const StepInput input = table_->input();
         nb::dict states;
         nb::list failed;
         if (input.num_tokens == 0) return nb::make_tuple(states, failed);
@@ -206,7 +211,9 @@ class NamedRows {
 
     nb::list sampled_logits() const {
         nb::list ranges;
-        for (int i = 0; i < table_.num_samples(); ++i) ranges.append(nb::make_tuple(table_.logit_of(i), table_.num_appended(i)));
+        for (int i = 0; i < table_->num_samples(); ++i) {
+            ranges.append(nb::make_tuple(table_->logit_of(i), table_->num_appended(i)));
+        }
         return ranges;
     }
 
@@ -217,7 +224,7 @@ class NamedRows {
     }
 
     nb::tuple arrays() const {
-        const StepInput in = table_.input();
+        const StepInput in = table_->input();
         const auto list = [](const auto* values, int count) {
             nb::list out;
             for (int i = 0; i < count; ++i) out.append(values[i]);
@@ -233,7 +240,7 @@ class NamedRows {
     void append(const std::vector<int>& tokens) {
         std::vector<SampleResult> samples(tokens.size());
         for (size_t i = 0; i < tokens.size(); ++i) samples[i].token = tokens[i];
-        table_.append_sampled(samples);
+        table_->append_sampled(samples);
     }
 
   private:
@@ -248,7 +255,7 @@ class NamedRows {
     }
 
     void require_fit(const Engine& engine) const {
-        if (!table_.fits(engine.shape()) || table_.num_state_blocks() != engine.recurrence().num_blocks()) {
+        if (!table_->fits(engine.shape()) || table_->num_state_blocks() != engine.recurrence().num_blocks()) {
             throw std::invalid_argument("the engine has not the shape of these rows");
         }
         if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
@@ -273,7 +280,7 @@ class NamedRows {
         }
     }
 
-    RowTable table_;
+    std::shared_ptr<RowTable> table_;  // a step that was begun has it, too
     RowFields fields_;
     nb::object padding_id_ = nb::module_::import_("penstock.types.plan").attr("PaddingId");
     nb::dict slots_;                   // request id -> slot

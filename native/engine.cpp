@@ -244,7 +244,8 @@ void Engine::abandon_step() {
         admit_masks();
         team_->finish();
     }
-    is_in_step_ = has_begun_ = false;
+    has_begun_ = false;
+    owner_.reset();
 }
 
 void Engine::run_step(const StepInput& input) {
@@ -252,15 +253,16 @@ void Engine::run_step(const StepInput& input) {
     compute();
 }
 
-void Engine::begin_step(const StepInput& input) {
+void Engine::begin_step(const StepInput& input, std::shared_ptr<const void> owner) {
     prepare(input, true);
     waited_ns_ = 0;
     has_begun_ = team_->try_begin(*account_, *this, planner_.last().num_tasks, planner_.strands_of_run());
-    is_in_step_ = true;
+    owner_ = std::move(owner);
 }
 
 void Engine::prepare(const StepInput& input, bool awaits_masks) {
-    if (is_in_step_) throw std::invalid_argument("the engine is in a step");
+    if (is_in_step()) throw std::invalid_argument("the engine is in a step");
+    if (input.num_tokens == 0) throw std::invalid_argument("a step computes at least one token");
     input_ = input;
     int64_t last_slot = 0;
     for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
@@ -282,8 +284,10 @@ void Engine::prepare(const StepInput& input, bool awaits_masks) {
     began_ns_ = now_ns(), began_ticks_ = ticks();
 }
 
-void Engine::finish_step() {
-    is_in_step_ = false;
+void Engine::finish_step(const void* owner) {
+    if (owner != owner_.get()) throw std::invalid_argument("other rows began the engine's step");
+    if (logits_.awaits_masks()) throw std::invalid_argument("the step waits for its masks");
+    const std::shared_ptr<const void> kept = std::move(owner_);
     compute();
 }
 

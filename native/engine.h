@@ -83,11 +83,12 @@ class Engine final : private Work {
     void run_step(const StepInput& input);
     // Begins a step whose masks are still to come: the other threads of the team compute its layers meanwhile. If another engine has the
     // team, this only plans the step, and `finish_step` waits. Once `input` points to the masks, call `admit_masks` and then
-    // `finish_step`, both on the thread that began it, before any other step.
-    void begin_step(const StepInput& input);
+    // `finish_step`, both on the thread that began it, before any other step. `owner` has the arrays of `input`, and is kept until the step
+    // ends. std::invalid_argument if the step that ends is another owner's, or waits for its masks.
+    void begin_step(const StepInput& input, std::shared_ptr<const void> owner);
     void admit_masks() { logits_.admit_masks(); }
-    void finish_step();
-    bool is_in_step() const { return is_in_step_; }
+    void finish_step(const void* owner);
+    bool is_in_step() const { return owner_ != nullptr; }
     // Ends a step that was begun, if there is one; its tokens have no meaning.
     void abandon_step();
     const std::vector<SampleResult>& samples() const { return logits_.samples(); }
@@ -195,8 +196,8 @@ class Engine final : private Work {
         int64_t since = 0, rows = 0, linear = 0, attention = 0, sampling = 0;  // in ticks
     };
     std::vector<MemberTimes> member_times_;
-    bool is_in_step_ = false;
-    bool has_begun_ = false;  // the team computes it
+    std::shared_ptr<const void> owner_;  // of the step that was begun and has not ended
+    bool has_begun_ = false;             // the team computes it
     int64_t began_ns_ = 0, began_ticks_ = 0;
     double ns_per_tick_ = 0.0;
     int64_t waited_ns_ = 0;

@@ -31,6 +31,7 @@ class Logits {
     void begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels, bool awaits_masks);
     // The masks that the input points to are those of the step.
     void admit_masks();
+    bool awaits_masks() const { return awaits_masks_.load(std::memory_order_relaxed); }
     // A task of the product. `epilogue` is that of an ordinary product into the logits. Null adapters: none changes it.
     void multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member,
                   const Adapters* adapters, int site);

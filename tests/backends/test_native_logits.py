@@ -204,6 +204,40 @@ def test_a_mask_is_brought_to_a_step_that_was_begun() -> None:
         planned(1).restrict(engine, {"0": packed(np.ones(VOCAB_SIZE, np.bool_))})
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_step_that_was_begun_ends_with_its_masks_and_its_rows(num_threads: int) -> None:
+    engine, rows, others = open_engine(*make_weights(), num_threads=num_threads), planned(9), planned(5)
+    expected = tokens_of(engine, 9)
+    with pytest.raises(ValueError, match="at least one token"):
+        planned(0).begin(engine)
+    rows.begin(engine)
+    with pytest.raises(ValueError, match="waits for its masks"):
+        rows.run(engine)
+    with pytest.raises(ValueError, match="other rows began"):
+        others.run(engine)
+    with pytest.raises(ValueError, match="is in a step"):
+        others.begin(engine)
+    with pytest.raises(ValueError, match="has not ended"):
+        rows.plan(())
+    rows.restrict(engine, {})
+    assert rows.run(engine)[0] == {str(row): (token,) for row, token in enumerate(expected)}
+    assert others.run(engine)[0] == {str(row): (token,) for row, token in enumerate(expected[:5])}
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_rows_of_a_step_that_was_begun_may_go_before_it_ends(num_threads: int) -> None:
+    engine = open_engine(*make_weights(), num_threads=num_threads)
+    expected = tokens_of(engine, MAX_ROWS)
+    for _ in range(20):
+        rows = planned(MAX_ROWS)
+        rows.begin(engine)
+        del rows
+        engine.abandon_step()
+        assert tokens_of(engine, MAX_ROWS) == expected
+    planned(MAX_ROWS).begin(engine)
+    del engine
+
+
 def packed(allowed: NDArray[np.bool_]) -> bytes:
     bits = np.zeros(-(-len(allowed) // 32) * 32, np.uint8)
     bits[: len(allowed)] = allowed
