@@ -282,6 +282,7 @@ void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<in
                  const std::optional<Matrix<int32_t>>& state_blocks) {
     const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
     check_step(self, arrays, logit_tokens);
+    if (self.logits_width() == 0) throw std::invalid_argument("the engine has no logits");
     if (out.shape(0) != logit_tokens.size() || static_cast<int64_t>(out.shape(1)) != self.logits_width()) {
         throw std::invalid_argument("`out` has not the shape of the logits");
     }

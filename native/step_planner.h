@@ -134,10 +134,12 @@ class StepPlanner {
 
     // How many members share a strand.
     int takers() const { return ceil_div(num_members_, num_strands()); }
-    // The program's; at least those with keys and values.
-    int num_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_); }
-    // Those whose weights multiply all tokens.
-    int num_token_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_ - num_gathered_attentions_); }
+    // The program's; at least those with keys and values, and 1.
+    int num_layers() const { return std::max({1, shape_.num_layers(), num_states_ + num_attentions_}); }
+    // Those whose weights multiply all tokens; at least 1.
+    int num_token_layers() const {
+        return std::max({1, shape_.num_layers(), num_states_ + num_attentions_ - num_gathered_attentions_});
+    }
     bool layer_fits_cache() const;
 
     void plan_strands();

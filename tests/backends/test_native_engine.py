@@ -84,8 +84,16 @@ def logits_of(engine: Engine, **changes: Any) -> NDArray[np.float32]:
     return out
 
 
-def test_a_step_computes_logits() -> None:
-    assert not logits_of(open_engine()).any()
+@pytest.mark.parametrize("sizes", [{}, {"kv_shapes": []}, {"kv_shapes": [], "team": Team(1)}])
+def test_a_step_computes_logits(sizes: dict[str, Any]) -> None:
+    """Without a layer, too."""
+    assert not logits_of(open_engine(**sizes)).any()
+
+
+def test_an_engine_without_logits_computes_none() -> None:
+    engine = Engine(**SIZES)
+    with pytest.raises(ValueError, match="no logits"):
+        engine.logits_step(*step_arrays(), np.zeros((2, 0), np.float32))
 
 
 @pytest.mark.parametrize(
