@@ -11,7 +11,6 @@ constexpr int kTasksPerMember = 6;  // of a stage: smaller tasks leave members i
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 constexpr int kEagerMembers = 8;       // have so many tasks each; of larger teams the others have fewer,
 constexpr int kTasksOfFurther = 2;     // since all take them from one counter, one after the other
-constexpr int kTextQueries = 256;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
 
 // Each strand reads all weights. So it needs enough tokens on average: `strand_tokens` if weights come from a cache that threads share,
 // which must hold a layer, since strands begin spread over one; else so many that reading counts for little.

@@ -187,6 +187,9 @@ struct AttentionTask {
     int32_t end_segment;
 };
 
+// The most queries of a task in a text: its keys and values are rounded for each task and head. Bits depend on it.
+constexpr int kTextQueries = 256;
+
 // Some queries of a text that share a KV head. The text was computed whole: its keys and values are rows of buffers.
 struct TextAttentionTask {
     const float *q, *k, *v;   // of the text's first token, at the first of these heads

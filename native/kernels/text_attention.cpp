@@ -244,7 +244,7 @@ PENSTOCK_INLINE TextScratch make_text_scratch(Parts& memory, int num_seen, int n
     s.count = static_cast<int>(whole(num_seen, kBlock));
     s.pairs = (head_dim + 1) / 2;
     s.value_cols = static_cast<int>(whole(head_dim, kVectors * kLanes));
-    const int64_t rows = whole(num_tokens, kBlock), count = s.count;
+    const int64_t rows = whole(num_tokens < kTextQueries ? num_tokens : kTextQueries, kBlock), count = s.count;
     s.keys = reinterpret_cast<uint8_t*>(memory.take(count * s.pairs));
     s.queries = reinterpret_cast<uint8_t*>(memory.take(rows * s.pairs));
     s.values = reinterpret_cast<uint8_t*>(memory.take(count / 2 * s.value_cols));
