@@ -1,11 +1,14 @@
 #include "blocks.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 
+#include "bf16.h"
 #include "codebooks.h"
+#include "f16.h"
 
 namespace penstock {
 
@@ -31,17 +34,6 @@ constexpr uint8_t kE2m1Twice[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128,
 // Unsigned q of 5 bits are moved to the middle of the range, where m is small and rounds well.
 constexpr int kShift5 = kZero8 - 16;
 
-float read_f16(const uint8_t* p) {
-    uint16_t h;
-    std::memcpy(&h, p, 2);
-    const uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
-    float size;
-    std::memcpy(&size, &magnitude, 4);
-    size *= 0x1p112f;  // mends the exponent, of subnormals too
-    if ((h & 0x7C00u) == 0x7C00u) size = NAN;
-    return h & 0x8000u ? -size : size;
-}
-
 uint64_t read_u64(const uint8_t* p) {
     uint64_t x;
     std::memcpy(&x, p, 8);
@@ -58,6 +50,12 @@ uint16_t read_u16(const uint8_t* p) {
     uint16_t x;
     std::memcpy(&x, p, 2);
     return x;
+}
+
+// A scale in f16; NaN unless it is finite.
+float read_scale(const uint8_t* p) {
+    const float scale = from_f16(read_u16(p));
+    return std::isfinite(scale) ? scale : NAN;
 }
 
 constexpr uint64_t kLow = 0x0F0F0F0F0F0F0F0Full;
@@ -80,38 +78,38 @@ void widen_5(const uint8_t* nibbles, uint32_t fifth, uint8_t* q) {
 }
 
 void decode_q4_0(const uint8_t* block, Group* g) {
-    g->d = read_f16(block);
+    g->d = read_scale(block);
     g->m = 0.0f;
     std::memcpy(g->q, block + 2, kHalf);
 }
 
 void decode_q4_1(const uint8_t* block, Group* g) {
-    g->d = read_f16(block);
-    g->m = read_f16(block + 2) + kZero4 * g->d;
+    g->d = read_scale(block);
+    g->m = read_scale(block + 2) + kZero4 * g->d;
     std::memcpy(g->q, block + 4, kHalf);
 }
 
 void decode_q5_0(const uint8_t* block, Group* g) {
-    g->d = read_f16(block);
+    g->d = read_scale(block);
     g->m = 0.0f;
     widen_5(block + 6, read_u32(block + 2), g->q);
 }
 
 void decode_q5_1(const uint8_t* block, Group* g) {
-    g->d = read_f16(block);
-    g->m = read_f16(block + 2) + 16.0f * g->d;
+    g->d = read_scale(block);
+    g->m = read_scale(block + 2) + 16.0f * g->d;
     widen_5(block + 8, read_u32(block + 4), g->q);
 }
 
 void decode_q8_0(const uint8_t* block, Group* g) {
-    g->d = read_f16(block);
+    g->d = read_scale(block);
     g->m = 0.0f;
     for (int i = 0; i < kGroup; ++i) g->q[i] = block[2 + i] ^ 0x80;
 }
 
 // The 8 six-bit scales and offsets of Q4_K and Q5_K; `zero` is what the group's q will have in the middle.
 void decode_scales_k(const uint8_t* block, float zero, Group* g) {
-    const float d = read_f16(block), e = read_f16(block + 2);
+    const float d = read_scale(block), e = read_scale(block + 2);
     const uint8_t* p = block + 4;
     for (int i = 0; i < 4; ++i) {
         const int s[2] = {p[i] & 63, (p[8 + i] & 15) | p[i] >> 6 << 4};
@@ -144,7 +142,7 @@ void decode_q5_k(const uint8_t* block, Group* g) {
 // 4 (q - 32) fits a byte; the others are rounded to an eighth of its step at most, or a quarter where both scales
 // are about as large, of different signs, and q is the lowest. docs/kernels.md has the error.
 void decode_q6_k(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block + 208);
+    const float d = read_scale(block + 208);
     for (int i = 0; i < 8; ++i) {
         const uint8_t *lower = block + i / 4 * 64 + i % 2 * kGroup, *upper = block + 128 + i / 4 * kGroup;
         const int lower_shift = i % 4 / 2 * 4, upper_shift = i % 4 * 2;
@@ -202,7 +200,7 @@ void refuse_block(Group* groups) {
 
 // Scales and offsets are of 16 columns: there is no group of 32 that has them exactly, so they are rounded, far below the error of 2 bits.
 void decode_q2_k(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block + 80), e = read_f16(block + 82);
+    const float d = read_scale(block + 80), e = read_scale(block + 82);
     if (std::isnan(d + e)) return refuse_block(groups);
     for (int i = 0; i < 8; ++i) {
         const uint8_t* q = block + 16 + i / 4 * kGroup;
@@ -219,7 +217,7 @@ void decode_q2_k(const uint8_t* block, Group* groups) {
 }
 
 void decode_q3_k(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block + 108);
+    const float d = read_scale(block + 108);
     if (std::isnan(d)) return refuse_block(groups);
     const uint8_t* const s = block + 96;
     for (int i = 0; i < 8; ++i) {
@@ -239,7 +237,7 @@ void decode_q3_k(const uint8_t* block, Group* groups) {
 void decode_iq4_nl(const uint8_t* block, Group* g) { decode_q4_0(block, g); }
 
 void decode_iq4_xs(const uint8_t* block, Group* g) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     const int upper = block[2] | block[3] << 8;
     for (int i = 0; i < 8; ++i) {
         const int s = (block[4 + i / 2] >> (i % 2 * 4) & 15) | (upper >> (2 * i) & 3) << 4;
@@ -290,7 +288,7 @@ void take_codes(const uint64_t (&codes)[4], uint8_t* q) {
 }
 
 void decode_q1_0(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     for (int i = 0; i < 4; ++i) {
         uint64_t codes[4];
         for (int j = 0; j < 4; ++j) codes[j] = in_every_byte(7) + 2 * spread_bits(block[2 + 4 * i + j]);
@@ -301,7 +299,7 @@ void decode_q1_0(const uint8_t* block, Group* groups) {
 }
 
 void decode_q2_0(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     for (int i = 0; i < 2; ++i) {
         uint64_t codes[4];
         for (int j = 0; j < 4; ++j) codes[j] = in_every_byte(7) + spread_pairs(read_u16(block + 2 + 8 * i + 2 * j));
@@ -314,7 +312,7 @@ void decode_q2_0(const uint8_t* block, Group* groups) {
 // A byte has five digits of base 3, as a fraction of 256: the first one is the whole part of 3 byte / 256. Its columns are 32 apart, in
 // the block's middle 16, and at its end, where they are four, 4.
 void decode_tq1_0(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block + 52);
+    const float d = read_scale(block + 52);
     uint8_t codes[kMaxBlockGroups * kGroup];
     const auto digits = [&](const uint8_t* bytes, int count, int num_digits, uint8_t* out) {
         for (int i = 0; i < count; ++i) {
@@ -336,7 +334,7 @@ void decode_tq1_0(const uint8_t* block, Group* groups) {
 }
 
 void decode_tq2_0(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block + 64);
+    const float d = read_scale(block + 64);
     for (int i = 0; i < 8; ++i) {
         uint64_t codes[4];
         for (int j = 0; j < 4; ++j) {
@@ -349,7 +347,7 @@ void decode_tq2_0(const uint8_t* block, Group* groups) {
 }
 
 void decode_iq1_s(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     for (int i = 0; i < 8; ++i) {
         const uint16_t rest = read_u16(block + 34 + 2 * i);
         uint64_t codes[4];
@@ -363,7 +361,7 @@ void decode_iq1_s(const uint8_t* block, Group* groups) {
 }
 
 void decode_iq2_xxs(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     for (int i = 0; i < 8; ++i) {
         const uint8_t* const entries = block + 2 + 8 * i;
         const uint32_t rest = read_u32(entries + 4);
@@ -376,7 +374,7 @@ void decode_iq2_xxs(const uint8_t* block, Group* groups) {
 }
 
 void decode_iq3_xxs(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     for (int i = 0; i < 8; ++i) {
         const uint8_t* const entries = block + 2 + 8 * i;
         const uint32_t rest = read_u32(block + 66 + 4 * i);
@@ -391,7 +389,7 @@ void decode_iq3_xxs(const uint8_t* block, Group* groups) {
 }
 
 void decode_iq3_s(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     for (int i = 0; i < 8; ++i) {
         const uint8_t *const entries = block + 2 + 8 * i, *const signs = block + 74 + 4 * i;
         const int ninth = block[66 + i], s = block[106 + i / 2] >> (i % 2 * 4) & 15;
@@ -431,7 +429,7 @@ void decode_iq1_m(const uint8_t* block, Group* groups) {
     const uint8_t* const s = block + 48;
     uint8_t of_block[2];  // four bits of each of four words
     for (int i = 0; i < 2; ++i) of_block[i] = static_cast<uint8_t>(s[4 * i + 1] >> 4 | (s[4 * i + 3] & 0xF0));
-    const float d = read_f16(of_block);
+    const float d = read_scale(of_block);
     if (std::isnan(d)) return refuse_block(groups);
     for (int i = 0; i < 8; ++i) {
         const int fields = read_u16(s + i / 2 * 2) >> (i % 2 * 6);
@@ -462,7 +460,7 @@ void decode_group_of_iq2(const uint64_t (&columns)[4], float d, uint8_t scales, 
 }
 
 void decode_iq2_xs(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     if (std::isnan(d)) return refuse_block(groups);
     for (int i = 0; i < 8; ++i) {
         uint64_t columns[4];
@@ -475,7 +473,7 @@ void decode_iq2_xs(const uint8_t* block, Group* groups) {
 }
 
 void decode_iq2_s(const uint8_t* block, Group* groups) {
-    const float d = read_f16(block);
+    const float d = read_scale(block);
     if (std::isnan(d)) return refuse_block(groups);
     for (int i = 0; i < 8; ++i) {
         const uint8_t *const entries = block + 2 + 4 * i, *const signs = block + 34 + 4 * i;
@@ -577,11 +575,11 @@ int64_t source_bytes(SourceFormat format, int rows, int cols) {
 void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, float* out) {
     if (const int bytes = float_bytes(format); bytes > 0) {
         for (int i = 0; i < cols; ++i, row += bytes) {
-            const uint32_t bits = format == SourceFormat::kF32 ? read_u32(row) : static_cast<uint32_t>(row[0] | row[1] << 8) << 16;
-            float value;
-            std::memcpy(&value, &bits, 4);
+            float value = format == SourceFormat::kF16   ? from_f16(read_u16(row))
+                          : format == SourceFormat::kF32 ? std::bit_cast<float>(read_u32(row))
+                                                         : from_bf16(read_u16(row));
             if (std::isnan(value)) value = NAN;
-            out[i] = scale * (format == SourceFormat::kF16 ? read_f16(row) : value);
+            out[i] = scale * value;
         }
         return;
     }

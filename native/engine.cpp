@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -20,10 +19,6 @@ namespace penstock {
 namespace {
 
 constexpr int kGatePanels = 24;  // most panels of up sums kept beside their gates'
-
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // A clock whose unit is only measured after a step: reading the system's in each thread for each stage takes 1 to 3 % of a short step.
 int64_t ticks() {
@@ -363,8 +358,8 @@ StepTimes Engine::times() const {
 
 void Engine::run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task) {
     const int begin = stage.first + task * stage.grain, end = std::min(begin + stage.grain, stage.end);
-    for (int row = begin; row < end; row += kRowsTogether) {
-        for (const RowOp& op : ops) run_row_op(op, row, std::min(row + kRowsTogether, end));
+    for (int row = begin; row < end; row += kRowsOfRowOp) {
+        for (const RowOp& op : ops) run_row_op(op, row, std::min(row + kRowsOfRowOp, end));
     }
 }
 

@@ -133,7 +133,7 @@ int Experts::add(const ExpertsLayer& layer, int64_t most_rows) {
     layers_.push_back({layer, other == layers_.end() ? workspaces_.back().get() : other->work});
     for (Scratch& scratch : scratch_) {
         for (auto* counts : {&scratch.places, &scratch.counts}) counts->resize(std::max(counts->size(), static_cast<size_t>(layer.num_experts)));
-        scratch.activated.resize(std::max(scratch.activated.size(), static_cast<size_t>(kRowsTogether) * layer.width));
+        scratch.activated.resize(std::max(scratch.activated.size(), static_cast<size_t>(kRowsOfRowOp) * layer.width));
     }
     return static_cast<int>(layers_.size()) - 1;
 }
@@ -297,8 +297,8 @@ void Experts::activate(const Layer& layer, const Stage& stage, int task, Scratch
     const int pairs = stage.end * shape.num_chosen, begin = task * stage.grain, stop = std::min(begin + stage.grain, pairs);
     const int64_t ld = rows_of_each(weights_.matrix(shape.inner), shape.num_experts), width = shape.width;
     const Activation& to = work->activated.view;
-    for (int first = begin; first < stop; first += kRowsTogether) {
-        const int end = std::min(first + kRowsTogether, stop);
+    for (int first = begin; first < stop; first += kRowsOfRowOp) {
+        const int end = std::min(first + kRowsOfRowOp, stop);
         float* const rows = scratch.activated.data() - first * width;  // that of pair 0, were it there
         for (int pair = first; pair < end; ++pair) {
             const float* const gate = floats_of(work->inner) + pair * ld;

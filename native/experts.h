@@ -67,7 +67,7 @@ class Experts {
     };
     struct Scratch {
         std::vector<int32_t> places, counts;  // of each expert: where its next pair is sorted to, and how many it has
-        Floats activated;                     // [kRowsTogether, width]
+        Floats activated;                     // [kRowsOfRowOp, width]
     };
 
     void score(const Layer& layer, const Stage& stage, int task, const float* x) const;

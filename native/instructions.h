@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-constexpr int kRowsTogether = 16;  // rows that go through one row operation after another: they stay in the first-level cache
+constexpr int kRowsOfRowOp = 16;  // rows that go through one row operation after another: they stay in the first-level cache
 constexpr int kExpertsTogether = 16;  // scores of a row in one piece of work
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -1,7 +1,5 @@
 #include "kv_memory.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <system_error>
 
@@ -9,10 +7,8 @@ namespace penstock {
 
 namespace {
 
-constexpr int kNice = 10;                        // a tenth of a core that others want
-constexpr int64_t kHugePage = int64_t{1} << 21;
 constexpr int64_t kSmallPage = 4096;
-constexpr int64_t kFirst = int64_t{192} << 20;   // 16,000 tokens of a small model
+constexpr int64_t kFirst = int64_t{192} << 20;  // 16,000 tokens of a small model
 constexpr int64_t kAhead = int64_t{32} << 20;
 
 // Takes the page if it is not there, and changes nothing that a step may be writing. Not by `madvise`: until that is done nobody can
@@ -48,7 +44,7 @@ void KvMemory::reach(int64_t end) {
 }
 
 void KvMemory::touch(const std::stop_token& stop) {
-    setpriority(PRIO_PROCESS, 0, kNice);  // on Linux of this thread alone; a wish
+    lower_priority();
     for (int64_t done = 0; done < bytes_; done += kHugePage) {
         {
             std::unique_lock lock(mutex_);

@@ -11,7 +11,7 @@ namespace penstock {
 namespace {
 
 constexpr int kPanelsTogether = 48;  // whose logits of a block of rows stay in the second-level cache; a multiple of every tile's panels
-constexpr int kTogether = kPanelsTogether * kPanel;
+constexpr int kLogitsTogether = kPanelsTogether * kPanel;
 
 }  // namespace
 
@@ -23,7 +23,7 @@ Logits::Logits(const EngineShape& shape, const KernelTable& kernels, int num_mem
 void Logits::expect_product(float scale, float cap) {
     scale_ = scale;
     cap_ = cap;
-    for (Floats& scratch : scratch_) scratch.resize(kernels_.task_rows(1) * size_t{kTogether});
+    for (Floats& scratch : scratch_) scratch.resize(kernels_.task_rows(1) * size_t{kLogitsTogether});
 }
 
 void Logits::begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels, bool awaits_masks) {
@@ -74,16 +74,16 @@ void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilo
         return change(epilogue.out + first * epilogue.ld + id, epilogue.ld, last - first, std::min(range.end * kPanel, w.rows) - id);
     }
     float* const scratch = scratch_[member].data();
-    epilogue.ld = kTogether;
+    epilogue.ld = kLogitsTogether;
     int piece = task / stage.row_blocks * ceil_div(stage.grain, kPanelsTogether);
     for (int panel = range.begin; panel < range.end; panel += kPanelsTogether, ++piece) {
         const int stop = std::min(panel + kPanelsTogether, range.end), id = panel * kPanel, count = std::min(stop * kPanel, w.rows) - id;
-        epilogue.out = scratch - (int64_t{first} * kTogether + id);
+        epilogue.out = scratch - (int64_t{first} * kLogitsTogether + id);
         kernels_.gemm(w, x, first, last, {panel, stop, stop < range.end ? stop : range.next}, epilogue, {});
         if (adapters) adapters->expand(site, first, last, panel, stop, epilogue.out, epilogue.ld);
-        change(scratch, kTogether, last - first, count);
+        change(scratch, kLogitsTogether, last - first, count);
         for (int row = first; row < last; ++row) {
-            float* const logits = scratch + (row - first) * kTogether;
+            float* const logits = scratch + (row - first) * kLogitsTogether;
             if (wants_best_[row]) {
                 if (const uint32_t* mask = mask_of(row)) apply_mask(logits, count, id, mask);
                 look_at(logits, count, id, best_[int64_t{row} * best_stride_ + piece]);

@@ -4,6 +4,7 @@
 #include <linux/magic.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
@@ -19,6 +20,7 @@
 #include <stdexcept>
 
 #include "bf16.h"
+#include "f16.h"
 
 namespace penstock {
 
@@ -32,7 +34,6 @@ constexpr bool kIsWatched = false;
 #endif
 
 constexpr size_t kMapFromBytes = kIsWatched ? SIZE_MAX : size_t{1} << 18;  // malloc keeps freed pieces of this size, once it has seen a few
-constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 27;  // of an arena; of what is not used less than a page is touched
 constexpr int64_t kDearPageNs = 1'000'000;       // a huge page takes 0.1 ms, 512 small ones 0.5 ms
 constexpr uintptr_t kFetchedBytes = 1 << 17;     // of one wish Linux reads as much as its read-ahead allows: 128 KiB, unless told otherwise
@@ -88,12 +89,6 @@ uint16_t to_f16(float x) {
     const uint32_t normal = (size + 0xC8000FFFu + (size >> 13 & 1u)) >> 13;   // exponent - 112, and rounding
     const uint32_t finite = size < 0x38800000u ? subnormal : normal;
     return static_cast<uint16_t>(sign | (size >= 0x47800000u ? 0x7C00u : finite));
-}
-
-float from_f16(uint16_t h) {
-    const uint32_t size = static_cast<uint32_t>(h & 0x7FFFu) << 13;
-    const uint32_t finite = bits_of(float_of(size) * 0x1p112f);  // mends the exponent, of subnormals too
-    return float_of((size >= 0x0F800000u ? size | 0x7F800000u : finite) | static_cast<uint32_t>(h & 0x8000u) << 16);
 }
 
 int bytes_of_group(WeightKind kind) { return kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup); }
@@ -220,7 +215,7 @@ float float_at(SourceFormat format, const uint8_t* source, int index) {
     }
     uint16_t bits;
     std::memcpy(&bits, source + 2 * static_cast<int64_t>(index), 2);
-    return format == SourceFormat::kF16 ? from_f16(bits) : float_of(static_cast<uint32_t>(bits) << 16);
+    return format == SourceFormat::kF16 ? from_f16(bits) : from_bf16(bits);
 }
 
 // One panel, each row by its largest weight; false if a weight is no finite number.
@@ -253,6 +248,8 @@ bool pack_rows8(PackedStorage& packed, const uint8_t* first, int panel) {
 }
 
 }  // namespace
+
+void lower_priority() { setpriority(PRIO_PROCESS, 0, 10); }
 
 void FreeMemory::operator()(uint8_t* memory) const {
     if (mapped_bytes > 0) {
@@ -346,7 +343,7 @@ void Arena::use_small_pages() {
 // Pages of which nothing was taken stay out of it.
 void Arena::end_chunk() {
     if (small_.empty() || small_.back().end != end_) return;
-    const int64_t unused = (end_ - next_) / static_cast<int64_t>(kHugePage) * static_cast<int64_t>(kHugePage);
+    const int64_t unused = (end_ - next_) / kHugePage * kHugePage;
     small_.back().end = end_ -= unused;
     small_bytes_ -= unused;
 }

@@ -16,6 +16,11 @@
 
 namespace penstock {
 
+constexpr int64_t kHugePage = int64_t{1} << 21;
+
+// Leaves this thread a tenth of a core that others want. On Linux of this thread alone; the system may refuse.
+void lower_priority();
+
 // Gives back what `allocate_aligned` gave.
 struct FreeMemory {
     size_t mapped_bytes = 0;  // 0: from malloc

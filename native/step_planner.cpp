@@ -36,8 +36,8 @@ int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)
 // Rows of a task of row operations: they are faster on four rows than on one, and on runs of eight or sixteen tokens.
 int grain_of_rows(int rows, int members) {
     const int even = grain_of(rows, tasks_for(members, kTasksPerMember));
-    if (even >= kRowsTogether) return even / kRowsTogether * kRowsTogether;
-    if (even >= kRowsTogether / 2) return kRowsTogether / 2;
+    if (even >= kRowsOfRowOp) return even / kRowsOfRowOp * kRowsOfRowOp;
+    if (even >= kRowsOfRowOp / 2) return kRowsOfRowOp / 2;
     return rows >= 4 * members ? 4 : even;
 }
 

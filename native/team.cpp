@@ -32,8 +32,6 @@ constexpr uint32_t kMaxTasks = 0xFFFF, kMaxStages = 0xFFFF;
 
 using Clock = std::chrono::steady_clock;
 
-int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
-
 uint64_t make_claim(uint32_t epoch, uint32_t total) { return static_cast<uint64_t>(epoch) << 32 | total << 16; }
 uint32_t epoch_of(uint64_t claim) { return static_cast<uint32_t>(claim >> 32); }
 uint32_t total_of(uint64_t claim) { return static_cast<uint32_t>(claim) >> 16; }
@@ -57,6 +55,8 @@ Form form_of(uint64_t word) {
 }
 
 }  // namespace
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
 Team::Team(int size, const std::vector<int>& cpus) : size_(size) {
     if (size < 1 || size > kMaxSize) throw std::invalid_argument("a team has at least one thread, and at most 65,535");

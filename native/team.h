@@ -26,6 +26,9 @@
 
 namespace penstock {
 
+// By the monotonic clock.
+int64_t now_ns();
+
 // The computation of a run. Members call it; it must not throw: no caller could catch it.
 class Work {
   public:

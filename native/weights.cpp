@@ -1,7 +1,5 @@
 #include "weights.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,7 +12,6 @@ namespace penstock {
 
 namespace {
 
-constexpr int kSettlerNice = 10;          // a tenth of a core that others want
 constexpr int kPackingTasksPerMember = 8;  // a member that loses its core delays the others by one of them
 constexpr int64_t kValuesPerTurn = 1 << 20;  // for each member: some milliseconds, for which other models wait
 constexpr int64_t kSmallestPage = 4096;
@@ -112,7 +109,7 @@ void Weights::settle() {
     if (arena_.small_bytes() == 0) return;
     try {
         settler_ = std::jthread([this](const std::stop_token& stop) {
-            setpriority(PRIO_PROCESS, 0, kSettlerNice);  // on Linux of this thread alone; a wish
+            lower_priority();
             try {
                 arena_.settle(stop);
             } catch (const std::bad_alloc&) {  // then the rest stays in small pages

@@ -9,7 +9,7 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int kTogether = 8;  // heads of tokens that are made integers side by side
+constexpr int kHeadsTogether = 8;  // heads of tokens that are made integers side by side
 constexpr int kMostItems = kLargestHeadDim / kGroup + 1;  // of a head: its value, then the groups of its key
 
 // Two columns of a key of 16 bits next to each other, those of the sixteen positions of its tile side by side.
@@ -70,7 +70,7 @@ struct Integers {
     alignas(64) int32_t largest[kMostItems][kLanes];  // bits of floats
     alignas(64) float inverse[kMostItems][kLanes];
     alignas(64) uint16_t scale[kMostItems][kLanes];
-    alignas(64) int8_t keys[kTogether][kLargestHeadDim], values[kTogether][kLargestHeadDim];
+    alignas(64) int8_t keys[kHeadsTogether][kLargestHeadDim], values[kHeadsTogether][kLargestHeadDim];
 
     // A value that is not finite makes its key NaN, and so whatever sees it: integers can't be NaN, and a NaN in bf16 would
     // reach queries that give it no weight.
@@ -122,23 +122,23 @@ void write_int8(const KvLayer& kv, const Head<kCentred>* heads, int count) {
     }
 }
 
-// One head of kTogether tokens in a row from a position on that is a multiple of that; `width` is from one token to the next.
+// One head of kHeadsTogether tokens in a row from a position on that is a multiple of that; `width` is from one token to the next.
 template <bool kCentred>
 void write_run_int8(const KvLayer& kv, const Head<kCentred>& first, int64_t width) {
     const int items = kv.key_groups() + 1;
-    Head<kCentred> heads[kTogether];
-    for (int i = 0; i < kTogether; ++i) {
+    Head<kCentred> heads[kHeadsTogether];
+    for (int i = 0; i < kHeadsTogether; ++i) {
         heads[i] = first;
         heads[i].k += i * width;
         heads[i].v += i * width;
     }
     Integers integers;
-    integers.round(kv, heads, kTogether, items);
+    integers.round(kv, heads, kHeadsTogether, items);
     for (int item = 0; item < items; ++item) {
-        memcpy(scales_of(first, item, items), integers.scale[item], kTogether * sizeof(uint16_t));
+        memcpy(scales_of(first, item, items), integers.scale[item], kHeadsTogether * sizeof(uint16_t));
     }
     for (int d = 0; d < kv.head_dim; d += kLanes) {
-        for (int i = 0; i < kTogether; i += 4) {
+        for (int i = 0; i < kHeadsTogether; i += 4) {
             if (kv.num_latent == 0) interleave_fours(first.values + i * kv.head_dim + 4 * d, integers.values[i] + d, kLargestHeadDim);
             transpose_fours(first.keys + d * kKvTile + 4 * i, 4 * kKvTile, integers.keys[i] + d, kLargestHeadDim, kKeyZero);
         }
@@ -210,25 +210,25 @@ PENSTOCK_INLINE void go_to_next_head(const KvLayer& kv, Head<kCentred>& h) {
 }
 
 PENSTOCK_INLINE bool is_run(const int64_t* slots) {
-    bool is = slots[0] % kTogether == 0;
-    for (int i = 1; i < kTogether; ++i) is &= slots[i] == slots[0] + i;
+    bool is = slots[0] % kHeadsTogether == 0;
+    for (int i = 1; i < kHeadsTogether; ++i) is &= slots[i] == slots[0] + i;
     return is;
 }
 
 template <bool kCentred>
 void write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre) {
     const int64_t width = int64_t{kv.num_kv_heads} * kv.head_dim;
-    Head<kCentred> heads[kTogether];  // the first `waiting` of them are yet to be written
+    Head<kCentred> heads[kHeadsTogether];  // the first `waiting` of them are yet to be written
     int waiting = 0;
     for (int64_t i = 0; i < count;) {
         Head<kCentred> head = first_head<kCentred>(kv, slots[i], k + i * width, v + i * width, centre);
-        const bool is_int8 = kv.format == KvFormat::kInt8, run = is_int8 && i + kTogether <= count && is_run(slots + i);
+        const bool is_int8 = kv.format == KvFormat::kInt8, run = is_int8 && i + kHeadsTogether <= count && is_run(slots + i);
         for (int h = 0; h < kv.num_kv_heads; ++h, go_to_next_head(kv, head)) {
             if (run) {
                 write_run_int8(kv, head, width);
             } else if (is_int8) {
                 heads[waiting++] = head;
-                if (waiting == kTogether) {
+                if (waiting == kHeadsTogether) {
                     write_int8(kv, heads, waiting);
                     waiting = 0;
                 }
@@ -238,7 +238,7 @@ void write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const fl
                 write_int16(kv, head);
             }
         }
-        i += run ? kTogether : 1;
+        i += run ? kHeadsTogether : 1;
     }
     if (waiting > 0) write_int8(kv, heads, waiting);
 }

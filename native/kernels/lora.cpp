@@ -11,7 +11,7 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int kRowsTogether = 4;
+constexpr int kLoraRows = 4;
 constexpr int32_t kWeightZero = 128;
 constexpr int kChunk = 64;                         // bytes of A: of eight ranks some columns
 constexpr int kGroupBytes = kRanks * kGroup;       // of eight ranks
@@ -187,7 +187,7 @@ PENSTOCK_INLINE void expand_rows(const LoraFactors& f, const LoraHidden& h, int6
 template <typename F>
 PENSTOCK_INLINE void for_rows(int row0, int row1, F f) {
     int row = row0;
-    for (; row + kRowsTogether <= row1; row += kRowsTogether) f.template operator()<kRowsTogether>(row);
+    for (; row + kLoraRows <= row1; row += kLoraRows) f.template operator()<kLoraRows>(row);
     switch (row1 - row) {
         case 1: return f.template operator()<1>(row);
         case 2: return f.template operator()<2>(row);

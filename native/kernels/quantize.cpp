@@ -10,7 +10,7 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int kRowsTogether = 4;
+constexpr int kQuantizeRows = 4;
 constexpr int kColsTogether = 2048;  // rows of more columns would leave the first-level cache between two passes
 
 // Below it the squares underflow, and without their sum every value would be an outlier.
@@ -258,7 +258,7 @@ void quantize_together(const Activation& a, int64_t row, const float* x, const f
 template <bool kNormed>
 void quantize_all(const Activation& a, int64_t row, int64_t end, const float* x, const float* norm, float eps) {
     if (a.cols <= kColsTogether) {
-        for (; row + kRowsTogether <= end; row += kRowsTogether) quantize_together<kNormed, kRowsTogether>(a, row, x, norm, eps);
+        for (; row + kQuantizeRows <= end; row += kQuantizeRows) quantize_together<kNormed, kQuantizeRows>(a, row, x, norm, eps);
     }
     for (; row < end; ++row) quantize_together<kNormed, 1>(a, row, x, norm, eps);
 }
