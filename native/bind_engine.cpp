@@ -35,13 +35,18 @@ using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void check_shape(SourceFormat format, int rows, int cols) {
     const int block = float_bytes(format) > 0 ? 1 : block_format(format).groups * kGroup;
-    if (rows <= 0 || cols <= 0 || cols % block != 0) throw std::invalid_argument("the columns are no whole number of blocks");
+    if (rows <= 0 || cols <= 0) throw std::invalid_argument("a matrix has at least one row and one column");
+    if (cols % block != 0) {
+        throw std::invalid_argument(std::to_string(cols) + " columns are not a multiple of the format's block of " +
+                                    std::to_string(block));
+    }
 }
 
 void check_source(SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
     check_shape(format, rows, cols);
-    if (static_cast<int64_t>(data.size()) != source_bytes(format, rows, cols)) {
-        throw std::invalid_argument("the data has not the size of such a matrix");
+    const auto expected = source_bytes(format, rows, cols), found = static_cast<int64_t>(data.size());
+    if (found != expected) {
+        throw std::invalid_argument("expected " + std::to_string(expected) + " bytes of data, got " + std::to_string(found));
     }
 }
 
@@ -59,7 +64,9 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
 
 void check_form(SourceFormat format, int rows, int cols, bool by_row) {
     check_shape(format, rows, cols);
-    if (by_row && (float_bytes(format) == 0 || cols % kGroup != 0 || cols > kMostRow8Cols)) throw std::invalid_argument("such a matrix has no form with a scale for each row");
+    if (by_row && (float_bytes(format) == 0 || cols % kGroup != 0 || cols > kMostRow8Cols)) {
+        throw std::invalid_argument("`by_row` needs float weights, a multiple of 32 columns and at most 8,192");
+    }
 }
 
 int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read,

@@ -56,7 +56,7 @@ class NamedRows {
 
     int admit(nb::handle row) {
         const nb::object name = row.attr("request_id");
-        return told(name, [&] {
+        return naming_request(name, [&] {
             if (slots_.contains(name)) throw std::invalid_argument("is admitted twice");
             std::vector<int32_t> tokens;
             to_ints(row.attr("token_ids"), tokens);
@@ -73,7 +73,7 @@ class NamedRows {
     }
 
     void release(nb::handle name) {
-        told(name, [&] {
+        naming_request(name, [&] {
             table_->release(slot_of(name));
             nb::del(slots_[name]);
             return 0;
@@ -91,7 +91,7 @@ class NamedRows {
             const bool samples = nb::cast<int>(nb::getattr(row, fields_.samples)) > 0;
             PyObject* const guessed = guesses.size() == 0 ? nullptr : PyDict_GetItemWithError(guesses.ptr(), name.ptr());
             if (guessed == nullptr && PyErr_Occurred()) throw nb::python_error();
-            told(name, [&] {
+            naming_request(name, [&] {
                 guesses_.clear();
                 if (guessed != nullptr) to_ints(guessed, guesses_);
                 num_guessed += guessed != nullptr;
@@ -107,7 +107,7 @@ class NamedRows {
         if (num_guessed != guesses.size()) throw std::invalid_argument("a guess is of a row that is not in the step");
         for (nb::handle save : saves) {
             const nb::object name = save.attr("request_id");
-            told(name, [&] {
+            naming_request(name, [&] {
                 to_ints(save.attr("block_ids"), scratch_);
                 table_->add_save(slot_of(name), to_int(save.attr("position")), scratch_);
                 return 0;
@@ -124,7 +124,7 @@ class NamedRows {
                 continue;
             }
             ++num_found;
-            told(sampled_[i], [&] {
+            naming_request(sampled_[i], [&] {
                 const int sample = static_cast<int>(i), num_masks = table_->num_guesses(sample) + 1;
                 const auto num_bytes = static_cast<size_t>(table_->mask_words()) * sizeof(uint32_t);
                 if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_Size(mask)) != num_masks * num_bytes)
@@ -270,9 +270,8 @@ class NamedRows {
         return static_cast<int>(PyLong_AsLong(slot));
     }
 
-    // Errors name the request.
     template <typename Function>
-    static int told(nb::handle name, Function function) {
+    static int naming_request(nb::handle name, Function function) {
         try {
             return function();
         } catch (const std::invalid_argument& error) {

@@ -2,8 +2,8 @@
 //
 // Built once by the lowering (backends/native/lowering.py), then `run_step` is called by one thread at a time. It asks the planner
 // (step_planner.h) how the step is divided, has the team (team.h) run the tasks, and computes each with the kernels (kernels/kernels.h).
-// Knows nothing of requests: rows are slots in tables that the caller owns. Does not allocate during a step
-// after the largest one.
+// Knows nothing of requests: rows are slots in tables that the caller owns. Buffers are allocated by the largest step; after that a step
+// allocates only a few small objects.
 
 #pragma once
 
@@ -53,7 +53,7 @@ class Engine final : private Work {
     }
 
     // Each returns the id of what it adds.
-    // cos and sin are multiplied by attention_factor and by 1 + growth * ln(1 + position / growth_len).
+    // cos and sin are multiplied by attention_factor and by 1 + growth * ln(1 + floor(position / growth_len)).
     // `per_sample`: angles are computed for the samples, else for all tokens.
     int add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len, bool per_sample);
     int add_buffer(int width, bool per_sample);

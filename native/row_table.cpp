@@ -45,7 +45,7 @@ RowTable::RowTable(const RowTableShape& shape)
     begin_step();
 }
 
-RowTable::Row& RowTable::known(int slot) {
+RowTable::Row& RowTable::row_in(int slot) {
     require(slot >= 0 && slot < shape_.max_rows && !rows_[static_cast<size_t>(slot)].is_free, "is in no slot");
     return rows_[static_cast<size_t>(slot)];
 }
@@ -83,7 +83,7 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
 }
 
 void RowTable::release(int slot) {
-    Row& row = known(slot);
+    Row& row = row_in(slot);
     // Tokens stay behind, out of reach; block ids go, so that a stale one can't be mistaken for a row's own.
     std::fill_n(blocks_of(slot), row.num_blocks, 0);
     num_prompt_[static_cast<size_t>(slot)] = 0;
@@ -125,7 +125,7 @@ void RowTable::begin_step() {
 
 void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples,
                        const std::vector<int32_t>& guesses) {
-    Row& row = known(slot);
+    Row& row = row_in(slot);
     const auto num_guesses = static_cast<int32_t>(guesses.size());
     const int64_t num_tokens = row.num_tokens + num_guesses;
     require(row.last_step != num_steps_, "has two rows in one step");
@@ -176,7 +176,7 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
 }
 
 void RowTable::add_save(int slot, int64_t position, const std::vector<int32_t>& blocks) {
-    const Row& row = known(slot);
+    const Row& row = row_in(slot);
     require(row.last_step == num_steps_, "saves a state in a step that does not compute it");
     require(row.num_state > 0 && static_cast<int>(blocks.size()) == row.num_state, "saves a state to too few or too many blocks");
     check_state_blocks(blocks);

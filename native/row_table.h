@@ -30,8 +30,8 @@ class RowTable {
 
     // A slot for a new row. `tokens` are prompt and output so far, the first `num_computed` of them have KV in `blocks`.
     // Null blocks may stand for the first blocks if the row reads no position of theirs. Padding has null blocks and no others.
-    // Several such rows write to them in one step, and their threads at the same time: what is read there is any of it, and
-    // answers nobody. `second_at`: the position of a pair's second text; 0: it is one text.
+    // Several padding rows may write the null block at once. Its content does not matter, because padding has no result.
+    // `second_at`: the position of a pair's second text; 0: it is one text.
     // `adapter`: the number of its adapter; 0: none. `num_scored`: of a row whose prompt is scored, the tokens after its first that were
     // told already; -1: it is not scored. `state` and `source`: AdmitRow in types/plan.py; padding has neither.
     int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
@@ -90,7 +90,7 @@ class RowTable {
     };
 
     static Table zeroed(int64_t count);
-    Row& known(int slot);
+    Row& row_in(int slot);
     int32_t* tokens_of(int slot) const { return tokens_.get() + int64_t{slot} * token_stride_; }
     int32_t* state_of(int slot) const { return states_.get() + 2 * int64_t{slot} * shape_.num_state_blocks; }
     int32_t* blocks_of(int slot) const { return blocks_.get() + int64_t{slot} * block_stride_; }

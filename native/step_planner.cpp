@@ -226,7 +226,7 @@ void StepPlanner::plan_attention(Strand& strand) {
 TileRange StepPlanner::add_tiles(const Strand& strand, const Tiling& tiling) {
     TileRange tiles{static_cast<int32_t>(plan_.tiles.size()), 0, false};
     tiling.queries == Queries::kGathered ? add_tiles_of_gathered(strand, tiling) : add_tiles_of_tokens(strand, tiling);
-    if (takers() > 1) split_long_tiles(tiles, tiling);
+    if (members_per_strand() > 1) split_long_tiles(tiles, tiling);
     tiles.end = static_cast<int32_t>(plan_.tiles.size());
     return tiles;
 }
@@ -300,7 +300,7 @@ void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
         total += cost_of(*tile);
         longest = std::max(longest, cost_of(*tile));
     }
-    const int64_t bound = total / (4 * takers()) + 1;
+    const int64_t bound = total / (4 * members_per_strand()) + 1;
     if (longest <= bound) return;
     tiles.has_splits = true;
     whole_tiles_.assign(first, plan_.tiles.end());
@@ -327,7 +327,7 @@ void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
 // what was fetched.
 void StepPlanner::plan_fetching(Strand& strand) {
     strand.blocks = {};
-    if (takers() > 1 || !layer_fits_cache()) return;
+    if (members_per_strand() > 1 || !layer_fits_cache()) return;
     if (num_strands() == 1 && strand.end_token - strand.first_token < kFewestTokens) return;
     strand.blocks = fetching_.plan(input_, strand.first_token, strand.end_token);
 }
@@ -433,7 +433,7 @@ void StepPlanner::plan_stages() {
     plan_.stages.clear();
     plan_.num_tasks.clear();
     for (const Strand& strand : plan_.strands) {
-        for (int i = 0; i < num_own_; ++i) plan_.stages.push_back(plan_stage(strand, i, takers()));
+        for (int i = 0; i < num_own_; ++i) plan_.stages.push_back(plan_stage(strand, i, members_per_strand()));
     }
     const Strand all{0, input_.num_tokens, 0, input_.num_logits};
     for (size_t i = num_own_; i < program_.size(); ++i) plan_.stages.push_back(plan_stage(all, i, num_members_));

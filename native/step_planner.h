@@ -132,8 +132,7 @@ class StepPlanner {
         bool operator==(const Tiling&) const = default;
     };
 
-    // How many members share a strand.
-    int takers() const { return ceil_div(num_members_, num_strands()); }
+    int members_per_strand() const { return ceil_div(num_members_, num_strands()); }
     // The program's; at least those with keys and values, and 1.
     int num_layers() const { return std::max({1, shape_.num_layers(), num_states_ + num_attentions_}); }
     // Those whose weights multiply all tokens; at least 1.

@@ -77,7 +77,9 @@ void Team::start(int member, const std::vector<int>& cpus) {
     CPU_ZERO(&own);
     if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &own);  // else it is refused below
     const int error = pthread_setaffinity_np(threads_.back().native_handle(), sizeof(own), &own);
-    if (error != 0) throw std::system_error(error, std::generic_category(), "CPU " + std::to_string(cpu) + " is not to be had");
+    if (error == 0) return;
+    const std::string what = "thread " + std::to_string(member) + " can't be pinned to CPU " + std::to_string(cpu);
+    throw std::system_error(error, std::generic_category(), what);
 }
 
 Team::~Team() { stop(); }

@@ -306,9 +306,9 @@ def test_parts_that_are_no_panels_of_the_matrix_are_refused(begin: int, num_rows
 def test_rows_of_half_a_block_are_refused(fmt: WeightFormat) -> None:
     engine = Probe(1, 16, variant="").engine
     width, num_bytes = BLOCKS[fmt]
-    with pytest.raises(ValueError, match="whole number of blocks"):
+    with pytest.raises(ValueError, match=rf"{width // 2} columns are not a multiple of the format's block of {width}"):
         engine.add_matrix(SOURCE_FORMATS[fmt], 2, width // 2, np.zeros((2, num_bytes // 2), np.uint8))
-    with pytest.raises(ValueError, match="size of such a matrix"):
+    with pytest.raises(ValueError, match=rf"expected {2 * num_bytes} bytes of data, got {2 * (num_bytes - 1)}"):
         engine.add_matrix(SOURCE_FORMATS[fmt], 2, width, np.zeros((2, num_bytes - 1), np.uint8))
 
 

@@ -221,7 +221,7 @@ def test_threads_stay_on_their_cpus_but_for_the_callers() -> None:
 
 
 def test_threads_on_cpus_that_are_not_there_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="CPU 1023 is not to be had"):
+    with pytest.raises(RuntimeError, match="thread 1 can't be pinned to CPU 1023"):
         Team(2, [0, 1023])
     with pytest.raises(ValueError, match="fewer CPUs than threads"):
         Team(3, [0, 1])

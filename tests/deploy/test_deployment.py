@@ -170,7 +170,7 @@ def test_a_quota_that_changes_keeps_no_engine_from_being_made_anew(paths: list[P
 
 def test_threads_that_the_system_does_not_give_are_told_with_a_remedy() -> None:
     resources = Resources()
-    with pytest.raises(ConfigError, match=r"does not give 2 threads: CPU 1023 is not to be had.*--pin-threads"):
+    with pytest.raises(ConfigError, match=r"does not give 2 threads: thread 1 can't be pinned to CPU 1023.*--pin-threads"):
         resources.team("one", 2, (1022, 1023))
     for claim in claim_cpus([1022, 1023]):  # which nobody holds
         claim.close()
