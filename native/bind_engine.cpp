@@ -99,15 +99,14 @@ int add_table(Engine& self, SourceFormat format, int rows, int cols, const Matri
     return self.weights().add_table(format, rows, cols, data.data());
 }
 
-Instruction rows_instruction(const std::vector<RowOp>& ops, bool samples) {
-    Instruction instruction{InstructionKind::kRows, samples ? Domain::kSamples : Domain::kTokens, ops, {}, {}, {}};
-    return instruction;
-}
+Domain domain_of(bool samples) { return samples ? Domain::kSamples : Domain::kTokens; }
 
 void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples, int kind,
                 const std::vector<int>& sites) {
-    Instruction instruction{InstructionKind::kLinear, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
-    if (kind >= 0 && kind != static_cast<int>(ActivationKind::kGelu)) throw std::invalid_argument("products lack this activation");
+    Instruction instruction{.kind = InstructionKind::kLinear, .domain = domain_of(samples)};
+    if (kind >= 0 && kind != static_cast<int>(ActivationKind::kGelu)) {
+        throw std::invalid_argument("only GELU can be applied to a product");
+    }
     if (!sites.empty() && sites.size() != ops.size()) throw std::invalid_argument("there is a site for each product, or none");
     for (const auto& [weight, activation, out, bias, residual] : ops) {
         if (kind >= 0 && self.weights().packed(weight).matrix.kind != WeightKind::kU8Row) throw std::invalid_argument("products of this kind lack activations");
@@ -119,38 +118,36 @@ void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, i
 
 void add_heads(Engine& self, int weight, int activation, int out, int num_heads, int x_columns, int out_columns, bool samples) {
     if (num_heads < 1) throw std::invalid_argument("a product of heads has at least one");
-    Instruction instruction{InstructionKind::kLinear, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
-    LinearOp op{weight, activation, out};
-    op.num_heads = num_heads, op.x_columns = x_columns, op.out_columns = out_columns;
-    instruction.linears.push_back(op);
-    self.add_instruction(std::move(instruction));
+    const LinearOp op{.weight = weight,
+                      .activation = activation,
+                      .out = out,
+                      .num_heads = num_heads,
+                      .x_columns = x_columns,
+                      .out_columns = out_columns};
+    self.add_instruction({.kind = InstructionKind::kLinear, .domain = domain_of(samples), .linears = {op}});
 }
 
 void add_gated(Engine& self, int gate, int up, int activation, int out, int kind, bool samples, int gate_site, int up_site) {
-    Instruction instruction{InstructionKind::kGated, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
     if (kind > static_cast<int>(ActivationKind::kGeluTanh)) throw std::invalid_argument("products with a gate lack this activation");
-    instruction.gated = {gate, up, activation, out, static_cast<ActivationKind>(kind), gate_site, up_site};
-    self.add_instruction(std::move(instruction));
+    const GatedOp op{gate, up, activation, out, static_cast<ActivationKind>(kind), gate_site, up_site};
+    self.add_instruction({.kind = InstructionKind::kGated, .domain = domain_of(samples), .gated = op});
 }
 
 void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap, int sinks,
                    bool of_samples, bool samples) {
-    Instruction instruction{InstructionKind::kAttention, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
-    instruction.attention = {q, out, layer, num_heads, scale, window, softcap, sinks, of_samples};
-    self.add_instruction(std::move(instruction));
+    const AttentionOp op{q, out, layer, num_heads, scale, window, softcap, sinks, of_samples};
+    self.add_instruction({.kind = InstructionKind::kAttention, .domain = domain_of(samples), .attention = op});
 }
 
 void add_text_attention(Engine& self, int q, int k, int v, int out, int num_heads, int num_kv_heads, int head_dim, float scale, bool is_causal,
                         int window, int distances, int num_distances) {
-    Instruction instruction{InstructionKind::kTextAttention, Domain::kTokens, {}, {}, {}, {}};
-    instruction.text_attention = {q, k, v, out, num_heads, num_kv_heads, head_dim, scale, is_causal, window, distances, num_distances};
-    self.add_instruction(std::move(instruction));
+    const TextAttentionOp op{q,     k,         v,      out,       num_heads,    num_kv_heads, head_dim,
+                             scale, is_causal, window, distances, num_distances};
+    self.add_instruction({.kind = InstructionKind::kTextAttention, .text_attention = op});
 }
 
 void add_causal_conv(Engine& self, int x, int out, int weight, int bias, int taps, int width, int64_t first_line) {
-    Instruction instruction{InstructionKind::kCausalConv, Domain::kTokens, {}, {}, {}, {}};
-    instruction.conv = {x, out, weight, bias, taps, width, first_line};
-    self.add_instruction(std::move(instruction));
+    self.add_instruction({.kind = InstructionKind::kCausalConv, .conv = {x, out, weight, bias, taps, width, first_line}});
 }
 
 int define_linear_attention(Engine& self, int x, int steps, int gates, int out, int prepared, int step_bias, int decay, int skip,
@@ -163,11 +160,27 @@ int define_linear_attention(Engine& self, int x, int steps, int gates, int out, 
 int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
                 int inner, int outer, int inner_bias, int outer_bias, int activation, bool is_sigmoid, bool is_renormalised,
                 float share_factor, int share_scale, bool samples, int num_groups, int num_chosen_groups, int num_group_scores) {
-    const ExpertsLayer layer{num_experts, num_chosen, width,      x,          input,
-                             router,      router_bias, selection_bias, inner, outer,
-                             inner_bias,  outer_bias,  static_cast<ActivationKind>(activation), is_sigmoid, is_renormalised, share_factor,
-                             share_scale, num_groups,  num_chosen_groups, num_group_scores};
-    return self.add_experts(layer, samples ? Domain::kSamples : Domain::kTokens);
+    const ExpertsLayer layer{.num_experts = num_experts,
+                             .num_chosen = num_chosen,
+                             .width = width,
+                             .x = x,
+                             .input = input,
+                             .router = router,
+                             .router_bias = router_bias,
+                             .selection_bias = selection_bias,
+                             .inner = inner,
+                             .outer = outer,
+                             .inner_bias = inner_bias,
+                             .outer_bias = outer_bias,
+                             .activation = static_cast<ActivationKind>(activation),
+                             .is_sigmoid = is_sigmoid,
+                             .is_renormalised = is_renormalised,
+                             .share_factor = share_factor,
+                             .share_scale = share_scale,
+                             .num_groups = num_groups,
+                             .num_chosen_groups = num_chosen_groups,
+                             .num_group_scores = num_group_scores};
+    return self.add_experts(layer, domain_of(samples));
 }
 
 Adapters& adapters_of(Engine& self) {
@@ -180,7 +193,7 @@ int add_adapter_site(Engine& self, int matrix, int order, bool samples, int slot
     if (w.kind == WeightKind::kU8Row) throw std::invalid_argument("adapters change no matrix with a scale for each row");
     AdapterSite site{w.rows, w.cols, !self.kernels().reads_bf16(w), false, {}};
     if (order >= 0) site.order.assign(self.weights().order(order), self.weights().order(order) + w.cols);
-    return adapters_of(self).add_site(std::move(site), samples ? Domain::kSamples : Domain::kTokens, slot);
+    return adapters_of(self).add_site(std::move(site), domain_of(samples), slot);
 }
 
 void place_adapter(Engine& self, int64_t number, const AdapterImage& image, const std::vector<int32_t>& blocks) {
@@ -547,7 +560,9 @@ void bind_engine(nb::module_& m) {
                      "Whether quantised weights multiply activations in bf16, by tiles; else in groups of integers.")
         .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a, "by_row"_a = false)
         .def("add_rows",
-             [](Engine& self, const std::vector<RowOp>& ops, bool samples) { self.add_instruction(rows_instruction(ops, samples)); },
+             [](Engine& self, const std::vector<RowOp>& ops, bool samples) {
+                 self.add_instruction({.kind = InstructionKind::kRows, .domain = domain_of(samples), .rows = ops});
+             },
              "ops"_a, "samples"_a)
         .def("add_linear", &add_linear, "ops"_a, "samples"_a, "kind"_a = -1, "sites"_a = std::vector<int>{},
              "(weight, activation, out, bias, residual) each; -1 is none. `kind`: what is computed of the sums, of matrices `by_row` alone.\n"

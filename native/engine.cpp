@@ -164,12 +164,11 @@ void Engine::add_instruction(Instruction instruction) {
 int Engine::add_experts(const ExpertsLayer& layer, Domain domain) {
     const int id = experts_.add(layer, rows_of(domain == Domain::kSamples));
     const auto add = [&](ExpertsPart part) {
-        add_instruction({InstructionKind::kExperts, domain, {}, {}, {}, {}, {part, id, layer}});
+        add_instruction({.kind = InstructionKind::kExperts, .domain = domain, .experts = {part, id, layer}});
     };
     add(ExpertsPart::kScore);
-    RowOp choose{RowOpKind::kChooseExperts};
-    choose.weight = id;
-    add_instruction({InstructionKind::kRows, domain, {choose}, {}, {}, {}});
+    const RowOp choose{.kind = RowOpKind::kChooseExperts, .weight = id};
+    add_instruction({.kind = InstructionKind::kRows, .domain = domain, .rows = {choose}});
     for (const ExpertsPart part : {ExpertsPart::kGather, ExpertsPart::kInner, ExpertsPart::kActivate, ExpertsPart::kOuter}) add(part);
     return id;
 }
@@ -182,9 +181,7 @@ int Engine::define_linear_attention(const LinearAttentionOp& op) {
 }
 
 void Engine::add_linear_attention(int id) {
-    Instruction instruction{InstructionKind::kLinearAttention, Domain::kTokens, {}, {}, {}, {}};
-    instruction.linear_attention = linear_attentions_.at(id);
-    add_instruction(std::move(instruction));
+    add_instruction({.kind = InstructionKind::kLinearAttention, .linear_attention = linear_attentions_.at(id)});
 }
 
 void Engine::set_logits(int buffer, float scale, float cap) {

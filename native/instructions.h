@@ -16,29 +16,50 @@ constexpr int kExpertsTogether = 16;  // scores of a row in one piece of work
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// An operation on a row, and the fields of `RowOp` that it reads. x, y and out are buffers unless stated otherwise.
 enum class RowOpKind : int32_t {
-    kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
-    kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
-    kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale, kPrepareState,
-    kColumns, kPlaceHeads, kSparse,
+    kEmbed,           // out; weight: matrix; value: scale
+    kAngles,          // weight: rope
+    kRmsNorm,         // out, x; weight: vector; n: columns of a group; head_dim: columns from one group's weights to the next; value: eps
+    kQuantize,        // out: activation; x; weight: vector of the norm before, or -1; value: its eps
+    kToBf16,          // out: activation; x
+    kRope,            // x; weight: rope; n: heads; head_dim: columns of a head
+    kKvWrite,         // x: keys; y: values; weight: vector that all keys share, or -1; n: layer
+    kGated,           // out; x: gate; y: up; n: ActivationKind
+    kAdd,             // out = x + value * y
+    kGather,          // out, of samples; x, of tokens: the sample's token
+    kLookup,          // out; weight: table; value: scale
+    kResizeHeads,     // out, x; n: heads
+    kGatherColumns,   // out, x; weight: order
+    kChooseExperts,   // weight: layer of experts
+    kSumExperts,      // out; weight: layer of experts
+    kLayerNorm,       // out, x; weight: vector; y: vector of the bias, or -1; value: eps
+    kActivate,        // out, x; n: ActivationKind
+    kLookupPosition,  // out; weight: table; n: row of the first position; value: scale
+    kShortConv,       // out, x; weight: vector of the taps; y: vector of the bias, or -1; n: layer of those with a state
+    kKeepState,       // x; n: layer of those with a state
+    kAddType,         // out, x; weight: vector [types, columns]; n: types
+    kGatherFirst,     // out, of samples; x, of tokens: the text's first
+    kMean,            // out, of samples; x, of tokens: all of the text
+    kNormalise,       // out, x
+    kRound,           // out: activation; x; n: 1 if rows have a zero of their own
+    kShrink,          // x: activation; weight: site of adapters
+    kAdaptEmbedding,  // out; weight: site of adapters; value: scale
+    kScale,           // out = value * x
+    kPrepareState,    // weight: linear attention
+    kColumns,         // out, x; n: first column of x
+    kPlaceHeads,      // out, x; n: heads; head_dim: the column of each head of out where x's head goes; zeros follow
+    kSparse,          // out, of samples; x, of tokens: all of the text
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
 struct RowOp {
     RowOpKind kind;
-    int32_t out = -1;      // buffer, or activation for kQuantize, kToBf16 and kRound
-    int32_t x = -1;        // buffer, or activation for kShrink
-    int32_t y = -1;        // second buffer; kLayerNorm, kShortConv: vector of the bias, or -1
-    // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
-    // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts), site of adapters (kShrink, kAdaptEmbedding), layer of linear attention (kPrepareState)
+    int32_t out = -1, x = -1, y = -1;
     int32_t weight = -1;
-    // group (kRmsNorm), heads (kRope, kResizeHeads, kPlaceHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
-    // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), first column of x (kColumns),
-    // whether rows have a zero of their own (kRound)
     int32_t n = 0;
-    int32_t head_dim = 0;  // kRope; kRmsNorm: columns between the weights of one group and the next; kPlaceHeads: first column of each
-                           // head of out that gets x's head; zeros follow
-    float value = 0.0f;    // eps, scale or factor (kScale), or factor of the second buffer (kAdd)
+    int32_t head_dim = 0;
+    float value = 0.0f;
 };
 
 struct LinearOp {
@@ -145,10 +166,10 @@ enum class Domain : int32_t { kTokens, kSamples };  // over which rows an instru
 struct Instruction {
     InstructionKind kind;
     Domain domain = Domain::kTokens;
-    std::vector<RowOp> rows;
-    std::vector<LinearOp> linears;
-    GatedOp gated;
-    AttentionOp attention;
+    std::vector<RowOp> rows{};
+    std::vector<LinearOp> linears{};
+    GatedOp gated{};
+    AttentionOp attention{};
     ExpertsOp experts{};
     TextAttentionOp text_attention{};
     CausalConvOp conv{};
