@@ -8,7 +8,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from penstock.cli.cluster import _read
 from penstock.cli.main import cli
+from penstock.cluster.front import check
+from penstock.types.errors import ConfigError
 from support.server.harness import running
 
 
@@ -57,6 +60,9 @@ def test_without_ray_the_error_names_the_extra(words: list[str]) -> None:
         (["--replicas", "0"], "replicas is 0"),
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas 2"),
         (["a", "b"], "A manifest is of one model, and 2 are named"),
+        (["--keep-loaded"], "A cluster does not know --keep-loaded"),
+        (["--ssl-certfile", "cert.pem"], "A manifest can't have --ssl-certfile"),
+        (["--kv-disk-size", "1GiB", "--kv-disk-path", "/kv"], "A manifest can't have --kv-disk-path"),
     ],
 )
 def test_wrong_settings_name_the_cause(words: list[str], cause: str) -> None:
@@ -71,10 +77,28 @@ def test_the_status_of_a_single_server_is_an_error() -> None:
 
 
 def test_a_manifest_has_the_limits_of_clients_and_no_secrets() -> None:
-    words = ["--max-queue", "10", "--request-timeout", "5s", "--log-format", "json", "--api-key", "a-secret-key-of-clients"]
-    written = render(*words)[0]["data"]["cluster.toml"]
-    assert {"max_queue = 10", 'log_format = "json"', "request_timeout = 5.0"} <= set(written.splitlines())
-    assert "a-secret-key-of-clients" not in invoke("render", "--image", "an/image:1", *words)
+    words = ["--max-queue", "10", "--request-timeout", "5s", "--log-format", "json", "--alias", "gpt-4", "--jobs-dir", "/j"]
+    secrets = ["--api-key", "not-written-1", "--admin-api-key", "not-written-2", "--webhook-secret", "not-written-3"]
+    settings, ray, _ = render(*words, *secrets)
+    written = settings["data"]["cluster.toml"].splitlines()
+    assert {"max_queue = 10", 'log_format = "json"', "request_timeout = 5.0", 'alias = ["gpt-4"]'} <= set(written)
+    assert "not-written" not in invoke("render", "--image", "an/image:1", *words, *secrets)
+    [head] = ray["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    of_secret = {one["name"]: one["valueFrom"].get("secretKeyRef") for one in head["env"] if "valueFrom" in one}
+    assert of_secret["PENSTOCK_ADMIN_API_KEY"] == {"name": "penstock", "key": "admin-api-key"}
+    assert of_secret["PENSTOCK_WEBHOOK_SECRET"] == {"name": "penstock", "key": "webhook-secret"}
+
+
+def test_settings_of_a_file_and_of_the_environment_are_read_or_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('alias = ["gpt-4"]\n')
+    assert 'alias = ["gpt-4"]' in render("--config", str(path))[0]["data"]["cluster.toml"]
+    [config], _ = _read.main(["--config", str(path)], standalone_mode=False)
+    assert config.sharing.aliases == ("gpt-4",)
+    monkeypatch.setenv("PENSTOCK_MODELS_DIR", "/models")
+    [config], _ = _read.main(["--config", str(path)], standalone_mode=False)
+    with pytest.raises(ConfigError, match="A cluster does not know --models-dir yet"):
+        check(config)
 
 
 def test_services_of_the_namespace_are_no_settings() -> None:

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from penstock.deploy.deployment import Deployment
 
-_COMPONENTS = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "cluster", "log")
+_COMPONENTS = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "cluster", "log")
 UPDATE_TIMEOUT_S = 1200.0
 Wanted = tuple[Sequence[Config], Routing]
 """The models of a cluster, and its routes, upstreams and pipelines."""

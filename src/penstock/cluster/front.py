@@ -11,6 +11,7 @@ from penstock.cluster.adapters import connect_adapters
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
 from penstock.config import Config, SharingConfig
+from penstock.config.setting import settings_of
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.build import load_text
 from penstock.deploy.factory import make_lasting
@@ -26,6 +27,10 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
 from penstock.text.dialects import find_dialect
 from penstock.types.errors import ConfigError
+
+_SHARING = ("alias", "split_of", "split_share", "split_tenant")
+_REFUSED = ("record", "kv_events", *(item.key for item in settings_of(SharingConfig) if item.key not in _SHARING))
+"""Settings that a cluster can't have yet."""
 
 
 def serve_replicas(
@@ -61,14 +66,11 @@ def without_splits(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raise ConfigError for settings that a cluster can't have yet."""
-    sharing = without_splits(config).sharing
-    for flag, is_set in (
-        ("--record", config.server.record is not None),
-        ("--kv-events", config.server.kv_events is not None),
-        ("load_on, idle_unload and machine_share", replace(sharing, aliases=()) != SharingConfig()),
-    ):
-        if is_set:
-            raise ConfigError(f"A cluster does not know {flag} yet.", remedy="Leave it out, or serve the model by one server.")
+    for part in (config.server, config.sharing):
+        for item in settings_of(type(part)):
+            if item.key in _REFUSED and getattr(part, item.field) != item.default:
+                remedy = "Leave it out, or serve the model by one server."
+                raise ConfigError(f"A cluster does not know {item.flag} yet.", remedy=remedy)
 
 
 def _front(

@@ -8,12 +8,21 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from penstock.config import Config
+from penstock.cluster.front import check
+from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS
 from penstock.config.saved import write_config_file
+from penstock.config.setting import settings_of
+from penstock.types.errors import ConfigError
 
-_NOT_WRITTEN = ("host", "port", "threads", "api_key", "api_key_file", "admin_api_key", "ssl_certfile", "ssl_keyfile", "record")
-"""Settings of this machine, and secrets, which belong into a Secret."""
+_SET_HERE = ("host", "port", "threads")
+_REFUSED = {
+    "api_key_file": "Put the keys into the Secret, as its api-key.",
+    "ssl_certfile": "Leave it out: an Ingress can speak TLS.",
+    "ssl_keyfile": "Leave it out: an Ingress can speak TLS.",
+    "kv_disk_path": "Leave it out: the disk of each pod is used.",
+}
+"""Settings that name files of this machine -> what to do instead."""
 _HEAD_COMMAND = "$KUBERAY_GEN_RAY_START_CMD & exec penstock cluster up --address auto --config /etc/penstock/cluster.toml"
 
 
@@ -30,9 +39,17 @@ class Pods:
 
 
 def manifest(config: Config, pods: Pods) -> str:
-    """Return the settings as a ConfigMap, a RayCluster with a worker for each of the most replicas, and a Service, as YAML."""
+    """Return the settings as a ConfigMap, a RayCluster with a worker for each of the most replicas, and a Service, as YAML.
+
+    Raises ConfigError for settings that such a cluster can't have.
+    """
+    check(config)
+    for part in (config.kv, config.server):
+        for item in settings_of(type(part)):
+            if item.key in _REFUSED and getattr(part, item.field) != item.default:
+                raise ConfigError(f"A manifest can't have {item.flag}.", remedy=_REFUSED[item.key])
     components = [name for name, _ in COMPONENTS if name != "cluster"]
-    settings = write_config_file(config, [], components=components, without=_NOT_WRITTEN)
+    settings = write_config_file(config, [], components=components, without=_SET_HERE)
     for key, value in {
         "threads": pods.cpus,
         "replicas": config.cluster.replicas,
@@ -105,11 +122,7 @@ def _pod(config: Config, pods: Pods, *, is_head: bool) -> str:
       valueFrom:
         fieldRef:
           fieldPath: status.podIP
-    - name: PENSTOCK_API_KEY
-      valueFrom:
-        secretKeyRef:
-          name: {name}
-          key: api-key
+{_secrets(config, name)}\
   ports:
     - name: http
       containerPort: 8000
@@ -157,6 +170,21 @@ volumes:
 - name: settings
   configMap:
     name: {name}"""
+
+
+def _secrets(config: Config, name: str) -> str:
+    """Return the environment variables of the head that come from the Secret: the API key, and other secrets that are set."""
+    return "".join(
+        f"""\
+    - name: {item.env}
+      valueFrom:
+        secretKeyRef:
+          name: {name}
+          key: {item.key.replace("_", "-")}
+"""
+        for item in settings_of(ServerConfig)
+        if item.is_secret and (item.key == "api_key" or getattr(config.server, item.field))
+    )
 
 
 def _indented(text: str, width: int) -> str:

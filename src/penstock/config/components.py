@@ -478,7 +478,12 @@ class ServerConfig(Component):
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network.")
     port: int = port_number(8000, "Port to listen on; 0 takes a free one.")
     api_keys: tuple[str, ...] = setting(
-        (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
+        (),
+        "Key that clients must send; may be repeated.",
+        key="api_key",
+        default_doc="no key is asked for",
+        is_multiple=True,
+        is_secret=True,
     )
     api_key_file: str | None = path(None, "File with one key per line; # begins a comment.")
     api_keys_file: str | None = path(None, "TOML file of keys with names, and limits of their own; read again when it changes.")
@@ -488,6 +493,7 @@ class ServerConfig(Component):
         key="admin_api_key",
         default_doc="none: everybody is admin without keys, nobody with --api-key",
         is_multiple=True,
+        is_secret=True,
     )
     trust_tenant_header: bool = flag(
         False, "With API keys, take a call's tenant from X-Tenant, not from the key. For gateways that set the header."
@@ -536,7 +542,7 @@ class ServerConfig(Component):
         None, "Hours of the day in which lines of batches begin, such as 22-6.", default_doc="always"
     )
     webhook_url: str | None = setting(None, "URL that gets an event when a batch or a background response ends.")
-    webhook_secret: str | None = setting(None, "Secret that signs these events: whsec_ and base64.")
+    webhook_secret: str | None = setting(None, "Secret that signs these events: whsec_ and base64.", is_secret=True)
     response_ttl_s: float = duration(86400.0, "Time since its last use after which a kept response is forgotten.", minimum=1.0)
     explained_requests: int = count(
         1000,

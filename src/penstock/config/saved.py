@@ -32,7 +32,7 @@ def write_config_file(
 ) -> str:
     """Return the changed settings of model, KV cache, scheduling and compute as TOML text, with the notes as comments.
 
-    `components`: those to write. `without`: keys to leave out. Folders of this machine are left out.
+    `components`: those to write. `without`: keys to leave out. Secrets and folders of this machine are always left out.
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]
@@ -46,7 +46,9 @@ def _set(config: Config, components: Sequence[str] = _WRITTEN) -> dict[str, obje
         for name, component in COMPONENTS
         if name in components
         for item in settings_of(component)
-        if (value := getattr(getattr(config, name), item.field)) != item.default and item.key not in _OF_THIS_MACHINE
+        if not item.is_secret
+        and item.key not in _OF_THIS_MACHINE
+        and (value := getattr(getattr(config, name), item.field)) != item.default
     }
 
 

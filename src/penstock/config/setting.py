@@ -72,6 +72,8 @@ class Setting:
     is_multiple: bool = False
     takes_class: bool = False
     """The value may also name a user's own class."""
+    is_secret: bool = False
+    """Never written to a file."""
 
     def named(self, field: str) -> Setting:
         """Return the setting with its dataclass field's name, and the key that follows from it."""
