@@ -72,6 +72,17 @@ def test_a_model_whose_file_has_changed_is_replaced(make: Callable[..., Config],
         assert cluster.update(config) == []
 
 
+def test_replicas_on_one_machine_have_a_file_each_on_its_disk(make: Callable[..., Config], tmp_path: Path) -> None:
+    disk = {"replicas": 2, "kv_disk_size": 16 << 20, "kv_disk_path": str(tmp_path)}
+    with site(make(1, **disk)) as cluster:
+        wait_until(lambda: len(httpx.get(f"{cluster.url}/load").json()["replicas"]) == 2)
+        assert cluster.update(make(2, **disk)) == ["toy: replaced"]
+        assert len(list(tmp_path.glob("replica-[0123]/*"))) == 4
+        wait_until(lambda: all(member.has_stopped for member in cluster.models._ended))
+        assert cluster.update(make(1, **disk)) == ["toy: replaced"]
+    assert not (tmp_path / "replica-4").exists(), "folders are used again"
+
+
 def test_a_canary_comes_gets_its_share_and_goes(make: Callable[..., Config]) -> None:
     main, canary = make(1), make(2, served_model_name=("new",), split_of="toy", split_share=0.5)
     with site(main) as cluster:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import itertools
+import os
 import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from penstock.cluster.replica import Replica
 from penstock.cluster.tap import Tap
 from penstock.config import Config
 from penstock.deploy.factory import locate, start_model
+from penstock.deploy.resolve import served_names
 from penstock.deploy.resources import Resources
+from penstock.deploy.tiers import tier_folder
 from penstock.engine.state import EngineState
+from penstock.models.cache import cache_dir
 
 
 class ReplicaThread:
@@ -21,8 +30,13 @@ class ReplicaThread:
 
         Raises the errors of `start_model`.
         """
-        tap = Tap()
-        self.running = start_model(config, locate(config), Resources(num_models=num_beside), tap=tap)
+        tap, source = Tap(), locate(config)
+        with ExitStack() as failed:
+            if config.kv.kv_disk_size_bytes:
+                folder = tier_folder(config.kv.kv_disk_path, cache_dir(config.model.cache_dir), served_names(config, source)[0])
+                config = replace(config, kv=replace(config.kv, kv_disk_path=str(_claim(folder, failed))))
+            self.running = start_model(config, source, Resources(num_models=num_beside), tap=tap)
+            self._claimed = failed.pop_all()
         self._replica = Replica(self.running, tap, name=name, secret=secret)
         self._front = front
         self._loop = asyncio.new_event_loop()
@@ -45,3 +59,23 @@ class ReplicaThread:
             self._loop.call_soon_threadsafe(self._replica.leave)
             self._thread.join(timeout_s)
         self.running.close()
+        self._claimed.close()
+
+
+def _claim(folder: Path, stack: ExitStack) -> Path:
+    """Return the first folder in this one that no other replica has, for the disk tier. `stack` gives it back.
+
+    A replica that is started later gets the same folders, and finds its blocks there.
+    """
+    numbers = itertools.count()
+    while True:
+        place = folder / f"replica-{next(numbers)}"
+        place.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        else:
+            stack.callback(os.close, descriptor)
+            return place
