@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import socket
 import struct
@@ -635,6 +636,38 @@ def test_a_grammar_that_a_replica_compiles_no_more_is_followed_elsewhere() -> No
         body = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{4}"}}
         answer = httpx.post(made.server.url + URL, json=body, timeout=60)
         assert (answer.status_code, len(first)) == (200, 2)
+
+
+GRAMMAR = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{4}"}}
+
+
+async def compile_for_long(*_arguments, **_more) -> None:
+    await asyncio.sleep(60)
+
+
+def test_a_request_whose_grammar_is_compiled_obeys_its_deadline_and_a_client_that_leaves() -> None:
+    with cluster(num_replicas=1) as made:
+        replica = made.replicas["r0"]
+        replica.running.off_loop.compile = compile_for_long
+        answer = httpx.post(made.server.url + URL, json=GRAMMAR, headers={"X-Deadline-Ms": "300"}, timeout=20)
+        assert (answer.status_code, "deadline" in answer.text) == (408, True), answer.text
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(made.server.url + URL, json={**GRAMMAR, "n": 2}, timeout=0.3)
+        wait_until(lambda: not replica.replica._preparing)
+        wait_until(lambda: not made.fleet._flights)
+        del replica.running.off_loop.compile
+        assert post(made, **GRAMMAR).status_code == 200
+
+
+def test_a_replica_that_loses_its_front_does_not_wait_for_grammars(pool) -> None:
+    with cluster(num_replicas=1) as made:
+        replica = made.replicas["r0"]
+        replica.running.off_loop.compile = compile_for_long
+        answer = pool.submit(post, made, **GRAMMAR)
+        wait_until(lambda: replica.replica._preparing)
+        del replica.running.off_loop.compile
+        replica.hang_up()
+        assert answer.result(20).status_code == 200
 
 
 def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> None:

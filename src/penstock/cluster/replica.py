@@ -38,6 +38,7 @@ from penstock.cluster.recipes import Recipe
 from penstock.cluster.tap import Tap
 from penstock.cluster.transfer import FETCH_S, BlockServer, Fetcher
 from penstock.deploy.running import RunningModel
+from penstock.engine.core import LATE_DETAILS, next_limit
 from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
 from penstock.kv.changes import Changes
@@ -80,9 +81,10 @@ class Replica:
         """Requests from the front that have not ended."""
         self._ended = asyncio.Event()
         """Set when one of them ends."""
-        self._preparing: dict[str, str | None] = {}
-        """Id of a request whose grammar is being compiled -> the detail of its abort, if it was aborted."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._preparing: dict[str, asyncio.Task[bool]] = {}
+        """Id of a request that waits for its grammar, or for KV of its prompt -> the task that compiles the grammar."""
+        self._aborted: dict[str, str] = {}
+        """Id of one of these that was aborted -> why."""
         self._chunks: list[OutputChunk] = []
         self._nonce = b""
         """Sent to the front, which must prove with it that it knows the secret. Empty once it has."""
@@ -154,9 +156,8 @@ class Replica:
 
     async def _end_all(self) -> None:
         """End the requests of a front that was lost, so that it may send them again."""
-        for request_id in list(self._requests):
-            self._running.bridge.abort(request_id, _FRONT_LOST)
-        self._preparing = dict.fromkeys(self._preparing, _FRONT_LOST)
+        for request_id in [*self._requests, *self._preparing]:
+            self._abort(request_id, _FRONT_LOST)
         while self._requests or self._preparing:
             await self._wait_for_end()
 
@@ -188,9 +189,7 @@ class Replica:
             case Submit() as submit:
                 self._take(submit)
             case Abort(request_id, detail):
-                if request_id in self._preparing:
-                    self._preparing[request_id] = detail
-                self._running.bridge.abort(request_id, detail)
+                self._abort(request_id, detail)
             case Explain(number, request_ids):
                 history, clock = self._running.journal, self._running.clock
                 found = [] if history is None else history.explain_all(request_ids, clock.now_ns)
@@ -244,10 +243,19 @@ class Replica:
         if submit.source is None and all(work.recipe is None for work in submit.works):
             self._begin(requests)
             return
-        self._preparing |= dict.fromkeys(request.request_id for request in requests)
-        task = asyncio.get_running_loop().create_task(self._prepare(requests, submit))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        loop = asyncio.get_running_loop()
+        for request, work in zip(requests, submit.works, strict=True):
+            self._preparing[request.request_id] = loop.create_task(self._compile(request, work))
+        tasks = [self._preparing[request.request_id] for request in requests]
+        prepared = asyncio.gather(self._fetch(requests[0], submit.source), *tasks, return_exceptions=True)
+        prepared.add_done_callback(lambda done: self._begin_prepared(requests, done.result()[1:]))
+
+    def _abort(self, request_id: str, detail: str) -> None:
+        if (task := self._preparing.get(request_id)) is None:
+            self._running.bridge.abort(request_id, detail)
+        else:
+            self._aborted[request_id] = detail
+            task.cancel()
 
     def _adapter(self, work: Work) -> AdapterRef | None:
         if not work.adapter:
@@ -256,31 +264,41 @@ class Replica:
         assert adapters is not None, "the front has the same settings"
         return adapters.with_content(work.adapter, Path(work.adapter_path))
 
-    async def _prepare(self, requests: Sequence[Request], submit: Submit) -> None:
-        """Begin requests once the KV of their prompt has come and their grammars are compiled."""
-        if submit.source is not None:
-            await self._fetch(requests[0], submit.source)
+    async def _compile(self, request: Request, work: Work) -> bool:
+        """Make the request's matcher, if its answer follows a grammar. If that fails, refuse the request, and return False."""
+        if work.recipe is None:
+            return True
+        limit = next_limit(request)
+        try:
+            async with asyncio.timeout(None if limit is None else (limit[0] - self._running.clock.now_ns()) / 1e9):
+                request.matcher = await self._matcher(work.recipe, request)
+            request.matcher.accept(work.generated)
+            return True
+        except TimeoutError:
+            assert limit is not None, "there was a timeout"
+            self._refuse(request, FinishReason.ABORT, LATE_DETAILS[limit[1]], str(limit[1]))
+        except Rejected as rejected:
+            self._refuse(request, FinishReason.ERROR, rejected.detail, str(rejected.reason))
+        except Exception as error:
+            _log.exception("request %s can't be begun", request.request_id)
+            self._refuse(request, FinishReason.ERROR, f"its grammar can't be followed: {error}")
+        return False
+
+    def _begin_prepared(self, requests: Sequence[Request], are_ready: Sequence[bool | BaseException | None]) -> None:
+        """Begin the requests that were neither refused nor aborted. `are_ready`: how their tasks in `_preparing` ended."""
         ready: list[Request] = []
-        for request, work in zip(requests, submit.works, strict=True):
-            try:
-                if work.recipe is not None:
-                    request.matcher = await self._matcher(work.recipe, request)
-                    request.matcher.accept(work.generated)
-                ready.append(request)
-            except Rejected as rejected:
-                self._refuse(request, FinishReason.ERROR, rejected.detail, str(rejected.reason))
-            except Exception as error:
-                _log.exception("request %s can't be begun", request.request_id)
-                self._refuse(request, FinishReason.ERROR, f"its grammar can't be followed: {error}")
-        aborted = {request.request_id: self._preparing.pop(request.request_id) for request in requests}
-        for request in ready:
-            if (detail := aborted[request.request_id]) is not None:
+        for request, is_ready in zip(requests, are_ready, strict=True):
+            del self._preparing[request.request_id]
+            detail = self._aborted.pop(request.request_id, None)
+            if detail is not None and is_ready is not False:
                 self._refuse(request, FinishReason.ABORT, detail)
-        self._begin([request for request in ready if aborted[request.request_id] is None])
+            elif is_ready is True:
+                ready.append(request)
+        self._begin(ready)
         self._ended.set()
 
-    async def _fetch(self, request: Request, source: Source) -> None:
-        if (blocks := self._tap.blocks) is None:
+    async def _fetch(self, request: Request, source: Source | None) -> None:
+        if source is None or (blocks := self._tap.blocks) is None:
             return
         loop = asyncio.get_running_loop()
         began_s = loop.time()

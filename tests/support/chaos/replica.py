@@ -76,7 +76,6 @@ def main() -> None:
             return {
                 "requests": len(replica._requests),
                 "preparing": len(replica._preparing),
-                "tasks": len(replica._tasks),
                 "chunks": len(replica._chunks),
                 "readers": bridge.num_open_requests,
                 "running": engine.load().num_running,
