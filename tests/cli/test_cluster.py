@@ -73,7 +73,13 @@ def test_wrong_settings_name_the_cause(words: list[str], cause: str) -> None:
 def test_the_status_of_a_single_server_is_an_error() -> None:
     with running() as server:
         result = CliRunner().invoke(cli, ["cluster", "status", server.url])
-    assert "is a single server" in str(result.exception)
+    assert "This is a single server" in str(result.exception)
+
+
+@pytest.mark.parametrize("words", [["status"], ["update"]])
+def test_a_cluster_with_tls_is_asked(words: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["cluster", *words, "https://127.0.0.1:9", "--insecure"])
+    assert "https://127.0.0.1:9 can't be reached" in str(result.exception)
 
 
 def test_a_manifest_has_the_limits_of_clients_and_no_secrets() -> None:

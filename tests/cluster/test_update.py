@@ -195,6 +195,20 @@ def test_a_command_asks_for_it(make: Callable[..., Config]) -> None:
         assert "can't change in an update" in str(refused.exception)
 
 
+def test_commands_take_keys_from_the_environment_as_the_server_does(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(1, api_key=("one", "two"), admin_api_key=("boss", "chief"))
+    with site(config) as cluster:
+        cluster.next = [config]
+        monkeypatch.setenv("PENSTOCK_API_KEY", "one two")
+        assert "r0" in CliRunner().invoke(cli, ["cluster", "status", cluster.url]).output
+        refused = CliRunner().invoke(cli, ["cluster", "update", cluster.url])
+        assert "Give an admin key with --api-key" in str(refused.exception)
+        monkeypatch.setenv("PENSTOCK_ADMIN_API_KEY", "boss chief")
+        assert CliRunner().invoke(cli, ["cluster", "update", cluster.url]).output == "Nothing has changed.\n"
+
+
 def test_the_configuration_is_read_again_with_the_words_of_the_start(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     words = ["--config", str(path), "--replicas", "3"]

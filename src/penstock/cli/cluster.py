@@ -17,10 +17,13 @@ from penstock import fast_json
 from penstock.cli.options import (
     EPILOG,
     GroupedCommand,
+    client_tls,
     config_options,
     given_words,
+    is_given,
     models_argument,
     routing_of_file,
+    tls_options,
     warn_of_unknown_variables,
 )
 from penstock.cli.serve import check_access, set_up_logging
@@ -90,13 +93,23 @@ def _read_again(words: Sequence[str]) -> Wanted:
 
 
 @cluster.command()
-@click.argument("url", default="http://127.0.0.1:8000")
-@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key of an admin, if the server has one.")
-def update(url: str, api_key: str | None) -> None:
+@click.argument("url", required=False)
+@click.option(
+    "--api-key",
+    envvar=["PENSTOCK_ADMIN_API_KEY", "PENSTOCK_API_KEY"],
+    metavar="KEY",
+    help="Key of an admin, if the server has one.",
+)
+@tls_options
+def update(url: str | None, api_key: str | None, cafile: str | None, *, insecure: bool) -> None:
     """Let the cluster at URL read its configuration again, and replace the models whose settings have changed."""
     from penstock.lab.target import Questions, Target
 
-    with Questions(Target(url=url.rstrip("/"), api_key=api_key), timeout_s=UPDATE_TIMEOUT_S) as questions:
+    url = (url or f"{'https' if insecure or cafile else 'http'}://127.0.0.1:8000").rstrip("/")
+    # The environment may have several keys, as for `up`.
+    key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
+    target = Target(url=url, api_key=key, tls=client_tls(cafile, insecure=insecure))
+    with Questions(target, timeout_s=UPDATE_TIMEOUT_S) as questions:
         code, body = questions.ask("POST", "/cluster/update")
     try:
         answer = fast_json.loads(body)
@@ -104,22 +117,24 @@ def update(url: str, api_key: str | None) -> None:
     except (LookupError, TypeError, ValueError):
         raise PenstockError(f"{url} answered {code}.", remedy="Is it a cluster of Penstock, and of this version?") from None
     if code != 200:
-        raise PenstockError(f"{url} answered {code}: {told}")
+        remedy = "Give an admin key with --api-key." if code in (401, 403) else ""
+        raise PenstockError(f"{url} answered {code}: {told}", remedy=remedy)
     print(told or "Nothing has changed.")
 
 
 @cluster.command()
-@click.argument("url", default="http://127.0.0.1:8000")
+@click.argument("url", required=False)
 @click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server requires.")
-def status(url: str, api_key: str | None) -> None:
+@tls_options
+def status(url: str | None, api_key: str | None, cafile: str | None, *, insecure: bool) -> None:
     """Show the replicas of the cluster at URL: what they run, what they have yet to compute, how full their caches are."""
-    from penstock.cli.top import Reader, replica_lines
+    from penstock.cli.top import reader_of, replica_lines
 
-    reader = Reader(url.rstrip("/"), api_key)
+    reader = reader_of(url, None, api_key, None, cafile, insecure=insecure)
     for name in reader.names:
         load = reader.load(name)
         if "replicas" not in load:
-            raise PenstockError(f"{url} is a single server.", remedy="`penstock top` shows it.")
+            raise PenstockError("This is a single server.", remedy="`penstock top` shows it.")
         print("\n".join([name, *replica_lines(load["replicas"])]))
         for one in load["scaling"]:
             print(f"{one['age_s']:.0f} s ago: {one['replicas']} wanted. {one['reason']}")
