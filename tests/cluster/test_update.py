@@ -11,13 +11,16 @@ from click.testing import CliRunner
 
 from penstock.cli.cluster import _read, _read_again
 from penstock.cli.main import cli
+from penstock.cluster.models import ClusterModels
 from penstock.config import Config
 from penstock.config.components import config_from
 from penstock.config.routing import Routing
+from penstock.serve.http.listener import bind_socket
 from penstock.types.errors import ConfigError, PenstockError
 from support.server.completions import URL
 from support.server.harness import wait_until
 from support.site import ThreadCrew, site
+from support.tiny_adapters import factors_of_llama, write_adapter
 from support.tiny_models import TinyLlama, write_gguf
 
 
@@ -70,6 +73,33 @@ def test_a_model_whose_file_has_changed_is_replaced(make: Callable[..., Config],
         assert cluster.update(config) == []
         path.unlink()  # what runs needs it no more, and other changes are not held up
         assert cluster.update(config) == []
+
+
+def test_files_that_settings_name_are_a_models_own(make: Callable[..., Config], tmp_path: Path) -> None:
+    model = TinyLlama(seed=1)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "own.py").write_text("from penstock.sched.policies.orders import FirstComeFirstServed as Own\n")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    write_adapter(tmp_path / "adapter", factors_of_llama(model))
+    write_gguf(tmp_path / "small.gguf", TinyLlama(seed=3))
+    config = make(
+        1,
+        chat_template=str(tmp_path / "chat.jinja"),
+        policy=f"{tmp_path}/own.py:Own",
+        generation_config=str(tmp_path),
+        merge_lora=(f"{tmp_path}/adapter:0.5",),
+        speculation_model=str(tmp_path / "small.gguf"),
+    )
+    models = ClusterModels([config], Routing(), bind_socket, is_elsewhere=False)
+    try:
+        [member] = models._members
+        assert member.is_for(config)
+        names = {path.name for path in member._files}
+        assert names == {"1.gguf", "chat.jinja", "own.py", "generation_config.json", "adapter", "small.gguf"}
+        (tmp_path / "adapter" / "adapter_config.json").touch()
+        assert not member.is_for(config)
+    finally:
+        models.close()
 
 
 def test_replicas_on_one_machine_have_a_file_each_on_its_disk(make: Callable[..., Config], tmp_path: Path) -> None:

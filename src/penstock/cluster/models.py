@@ -12,17 +12,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.front import check, serve_replicas, without_splits
-from penstock.config import Config, ServerConfig
+from penstock.config import Config, ModelConfig, ServerConfig
 from penstock.config.routing import Routing
+from penstock.config.setting import settings_of
 from penstock.config.units import nanoseconds
 from penstock.deploy.deployment import Deployment, refuse_twice
 from penstock.deploy.factory import locate
@@ -33,6 +35,9 @@ from penstock.deploy.routes import check_routes, open_routes, warn_of_other_file
 from penstock.deploy.running import ServedModel
 from penstock.deploy.splits import Split, check_splits, read_split
 from penstock.engine.bridge import Bridge
+from penstock.models import generation
+from penstock.models.cache import expand_home
+from penstock.models.catalog import ModelSource
 from penstock.models.load import fingerprint
 from penstock.sched.routing.routers import find_router
 from penstock.sched.scaling import Scaler
@@ -240,6 +245,21 @@ def _splits(members: Sequence[Member], configs: Sequence[Config]) -> list[Split]
     return [split for split in found if split is not None]
 
 
+def _paths_of(config: Config, source: ModelSource) -> Iterator[Path]:
+    """Yield the files and folders that a model is made of: its own, and those that its settings name."""
+    yield source.path
+    if (draft := config.scheduler.speculation_model) is not None:
+        yield locate(Config(model=ModelConfig(model=draft, cache_dir=config.model.cache_dir))).path
+    named = [Path(adapter.path) for adapter in config.lora.merged]
+    named += [expand_home(config.model.generation_config) / generation.FILE]
+    if (template := config.model.chat_template) is not None and "{" not in template:  # else it is the template's text
+        named += [Path(template)]
+    for part in (config.kv, config.scheduler):
+        own = [getattr(part, item.field) for item in settings_of(type(part)) if item.takes_class]
+        named += [Path(name.rpartition(":")[0]) for name in own if name and ":" in name]
+    yield from (path for path in named if path.exists())  # others are names
+
+
 class Member:
     """One model of a cluster."""
 
@@ -255,7 +275,7 @@ class Member:
         self.source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
         self.names = tuple(dict.fromkeys((*served_names(config, self.source), *aliases(config, self.source))))
         try:
-            self._files = fingerprint(self.source.path)
+            self._files = {path: fingerprint(path) for path in _paths_of(config, self.source)}
         except OSError as error:
             raise ConfigError(f"The model's files can't be read: {error}.", remedy="Check the path.") from error
         resolve(config, self.source, machine)
@@ -282,11 +302,11 @@ class Member:
         return self.names[0]
 
     def is_for(self, config: Config) -> bool:
-        """Return whether a new member with this configuration would be the same: its settings, and the model's own files."""
+        """Return whether a new member with this configuration would be the same: its settings and its files."""
         if without_splits(self.config) != without_splits(config):
             return False
         try:
-            return fingerprint(self.source.path) == self._files
+            return all(fingerprint(path) == known for path, known in self._files.items())
         except OSError as error:
             _log.warning("whether the files of %s have changed is not known: %s", self.name, error)
             return True
