@@ -6,6 +6,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -32,17 +33,25 @@ class Link(asyncio.Protocol):
         self._cause = "the connection was closed"
         self.is_closing = False
         """`close` was called."""
+        self._is_finished = False
         self.max_bytes = MAX_STRANGER_BYTES
         self.peer = self.host = self.own_host = ""
         """The other end's address with its port, and the addresses of both ends."""
 
     def send(self, message: Any) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not (self._is_finished or self._transport.is_closing()):
             data = encode(message)
             self._transport.writelines((_LENGTH.pack(len(data)), data))
 
+    def finish(self, cause: str) -> None:
+        """Send nothing after what was sent so far. The other end reads that and closes the connection. Idempotent."""
+        if self._transport is not None and not (self._is_finished or self.is_closing):
+            self._is_finished, self._cause = True, cause
+            with suppress(OSError):  # the connection was just lost
+                self._transport.write_eof()
+
     def close(self, cause: str) -> None:
-        """Close the connection; `on_lost` follows, with this cause. Idempotent."""
+        """Close the connection at once, even if sent messages have not left. `on_lost` follows, with this cause. Idempotent."""
         if self.is_closing:
             return
         self.is_closing, self._cause = True, cause
@@ -81,7 +90,7 @@ class Link(asyncio.Protocol):
             except Exception as error:
                 if not isinstance(error, msgspec.MsgspecError):
                     _log.exception("a message of %s could not be handled", self.peer)
-                self.close(f"a message of it could not be read: {type(error).__name__}: {error}")
+                self.close(f"a message could not be handled: {type(error).__name__}: {error}")
             if self._transport is None or self._transport.is_closing():
                 return
         del read[:start]

@@ -152,7 +152,7 @@ class Replica:
             elif now_s - self._heard_s > FRONT_SILENCE_S:
                 link.close(f"it has sent nothing for {FRONT_SILENCE_S:g} s")
             if self._leaving.is_set() and not self._requests and not self._preparing:
-                link.close("it leaves")
+                link.finish("it leaves")
 
     async def _end_all(self) -> None:
         """End the requests of a front that was lost, so that it may send them again."""
