@@ -717,6 +717,18 @@ def test_a_replica_that_waits_to_dial_again_leaves_at_once(monkeypatch: pytest.M
     alone.kill()
 
 
+def test_a_replica_whose_dial_hangs_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_arguments) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr("penstock.cluster.replica.DIAL_S", 0.1)
+    monkeypatch.setattr("asyncio.BaseEventLoop.create_connection", hang)
+    alone = ThreadedReplica(1, "r0")
+    alone.call(alone.replica.leave)
+    wait_until(lambda: alone.has_ended)
+    alone.kill()
+
+
 def test_replicas_stay_when_a_beat_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quick_beats: None
 ) -> None:

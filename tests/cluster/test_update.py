@@ -205,6 +205,11 @@ def test_settings_of_the_server_do_not_change(make: Callable[..., Config]) -> No
         cluster.models.update([make(1, max_body_size=1 << 20)], Routing())
 
 
+def test_an_address_of_another_machine_is_refused(make: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match="Check --replica-host: it must be an address of this machine"):
+        ClusterModels([make(1, replica_host="192.0.2.1")], Routing(), bind_socket, is_elsewhere=False)
+
+
 def test_one_update_at_a_time(make: Callable[..., Config]) -> None:
     with site(make(1)) as cluster:
         cluster.models._updating.acquire()

@@ -81,8 +81,7 @@ START_PATIENCE_NS = 600_000_000_000
 MAX_LOSSES = 3
 """A request ends after this many consecutive replicas failed while computing it: it may be the cause."""
 LOST, ANSWER = "lost", "answer"
-"""Why requests move: their replica was lost or refused them, or answers are computed apart from prompts."""
-NO_REPLICA = "no replica is there to compute it"
+"""Reasons for a move. LOST: the replica died or refused. ANSWER: decode runs on another replica than prefill."""
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
 """Reasons of a replica to end a request that another one can still compute."""
@@ -360,14 +359,16 @@ class Fleet:
                 replica.link.send(Beat())
 
     def _look_after_waiting(self, now_ns: int) -> None:
+        patience_ns = PATIENCE_NS if self._scaler is None else START_PATIENCE_NS
         for flight in self._waiting():
             limit = next_limit(flight.request)
             if limit is not None and now_ns > limit[0]:
                 self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
             elif not flight.has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
                 self._end(flight, FinishReason.REJECTED, ADAPTER_NOT_LOADED, RejectReason.UNAVAILABLE)
-            elif now_ns - flight.since_ns > (PATIENCE_NS if self._scaler is None else START_PATIENCE_NS):
-                self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
+            elif now_ns - flight.since_ns > patience_ns:
+                told = f"no replica became available within {patience_ns / 1e9:g} s"
+                self._end(flight, FinishReason.ERROR, told, RejectReason.UNAVAILABLE)
 
     # How many replicas there should be.
 

@@ -37,7 +37,7 @@ class ReplicaEnd:
     """Its engine takes requests: it neither drains nor restarts."""
     flights: dict[str, Flight] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
-    """Ids of requests that were handed over from it, and whose end it has not told yet."""
+    """Requests handed over to another replica that this one has not confirmed ending."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +46,9 @@ class Flight:
 
     request: Request
     replica: ReplicaEnd | None = None
-    """None: no replica is there."""
+    """None while waiting for a replica."""
     since_ns: int = 0
-    """Since when no replica is there."""
+    """Start of that wait; 0 if it has a replica."""
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
     num_losses: int = 0

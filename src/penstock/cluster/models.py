@@ -280,7 +280,10 @@ class Member:
             raise ConfigError(f"The model's files can't be read: {error}.", remedy="Check the path.") from error
         resolve(config, self.source, machine)
         router = find_router(config.cluster.router)()
-        listener = bind(config.cluster.replica_host, 0)
+        try:
+            listener = bind(config.cluster.replica_host, 0)
+        except ConfigError as error:
+            raise ConfigError(error.message, remedy="Check --replica-host: it must be an address of this machine.") from error
         self._address = (config.cluster.replica_host, listener.getsockname()[1])
         self._ending = threading.Lock()
         self._starting: _Background | None = None

@@ -24,7 +24,7 @@ class _Question:
     num_left: int
     """Replicas that have not answered yet."""
     told: dict[tuple[str, str], Explanation] = field(default_factory=dict)
-    """Id of a request and name of a replica -> what it says."""
+    """(request id, replica name) -> that replica's explanation."""
 
 
 class Questions:

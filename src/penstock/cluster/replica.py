@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 """A replica reports at least this often."""
+DIAL_S = 5.0
+"""Time limit for connecting. A replica that is to leave may have to wait for it."""
 REDIAL_S, MAX_REDIAL_S = 0.5, 30.0
 COMPILE_AGAIN_S = 0.02
 FRONT_SILENCE_S = 15.0
@@ -105,7 +107,8 @@ class Replica:
             self._is_lost.clear()
             self._fetcher.forget_closed()
             try:
-                _, link = await loop.create_connection(lambda: Link(self._on_message, self._on_lost), host, port)
+                async with asyncio.timeout(DIAL_S):
+                    _, link = await loop.create_connection(lambda: Link(self._on_message, self._on_lost), host, port)
             except OSError as error:
                 if not is_told:
                     _log.warning("the front at %s:%d can't be reached yet: %s", host, port, error)
@@ -171,7 +174,7 @@ class Replica:
         if self._link is not None:
             told, self._pause_s = "was lost", REDIAL_S
         else:  # it will probably refuse again
-            told, self._pause_s = "did not take this replica", min(2 * self._pause_s, MAX_REDIAL_S)
+            told, self._pause_s = "did not take this replica (its log says why)", min(2 * self._pause_s, MAX_REDIAL_S)
         if not self._leaving.is_set():
             _log.warning("the front at %s %s: %s", link.peer, told, cause)
         self._link = None

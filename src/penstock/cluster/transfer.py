@@ -37,7 +37,7 @@ _Message = TypeVar("_Message")
 
 GIVER, TAKER = b"giver", b"taker"
 FETCH_S = 2.0
-"""Longest time of a transfer, for its request waits. The rest is computed."""
+"""Time limit of a transfer: its request waits. Blocks that miss it are computed."""
 GIVE_S = 5.0
 """Longest time that a giver keeps blocks for a taker."""
 CONFIRM_S = 0.1
