@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import re
+import shutil
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from penstock.models import hf, hf_config, sentence
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
-from penstock.models.pull import ensure_present
-from penstock.types.errors import DownloadError
+from penstock.models.pull import _HUB_FILES, ensure_present
+from penstock.types.errors import DownloadError, ModelError
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
@@ -30,6 +36,64 @@ def test_whole_repository(tmp_path, monkeypatch):
     source = resolve("hf:org/repo", tmp_path)
     assert ensure_present(source).is_present
     assert load_model(source).name == "org/repo"
+
+
+def serve(monkeypatch, hub: Path) -> None:
+    """Let the library fetch from a folder, as it does: patterns match whole paths."""
+
+    def fetch(repo: str, name: str, *, local_dir: Path) -> None:
+        (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(hub / name, local_dir / name)
+
+    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        for file in (path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()):
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                fetch(repo, file, local_dir=local_dir)
+
+    install(monkeypatch, snapshot_download=snapshot_download, hf_hub_download=fetch)
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """A repository whose shards are named as Qwen 3.5's are."""
+    hub = write_hf(tmp_path / "upstream", TinyLlama(), num_shards=2)
+    index = hub / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-", "model.safetensors-"))
+    for shard in hub.glob("model-*"):
+        shard.rename(shard.with_name(shard.name.replace("model-", "model.safetensors-")))
+    return hub
+
+
+def test_all_shards_of_the_index_are_fetched(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    (sharded / "model.fp16.safetensors").touch()
+    source = ensure_present(resolve("hf:org/repo", tmp_path))
+    assert load_model(source).name == "org/repo"
+    assert not (source.path / "model.fp16.safetensors").exists()
+
+
+def test_a_snapshot_without_a_shard_does_not_count(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    next(sharded.glob("*.safetensors")).unlink()
+    source = resolve("hf:org/repo", tmp_path)
+    with pytest.raises(DownloadError, match="No such file"):
+        ensure_present(source)
+    assert not source.is_present
+
+
+def test_a_hubs_index_must_not_lead_out_of_the_directory(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm": "../norm"}}))
+    with pytest.raises(ModelError, match="weight_map names the file"):
+        ensure_present(resolve("hf:org/repo", tmp_path))
+
+
+def test_every_file_that_the_loader_reads_is_fetched():
+    source = "".join(Path(module.__file__).read_text() for module in (hf, hf_config, sentence))
+    names = {*re.findall(r'(?:path|file|folder) / "([^"]+)"', source), *hf_config.TOKENIZERS, *sentence._SETTINGS}
+    assert {"config.json", "artifact.metadata", "modules.json"} < names
+    unmatched = {name for name in names if not any(fnmatch(name, pattern) for pattern in _HUB_FILES)}
+    assert unmatched == {"additional_chat_templates"}  # a folder
 
 
 @pytest.mark.parametrize("file", ["m.gguf", "deep/er/m.gguf"])
@@ -84,6 +148,17 @@ def test_failure_of_the_library_becomes_ours(tmp_path, monkeypatch):
     with pytest.raises(DownloadError, match=r"org/repo could not be fetched.*401 Client Error") as caught:
         ensure_present(resolve("hf:org/repo", tmp_path))
     assert "HF_TOKEN" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("number", "cause"), [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "permissions")])
+def test_a_fault_of_the_disk_is_not_one_of_the_network(tmp_path, monkeypatch, number, cause):
+    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        raise OSError(number, "Why")
+
+    install(monkeypatch, snapshot_download=snapshot_download)
+    with pytest.raises(DownloadError, match=cause) as caught:
+        ensure_present(resolve("hf:org/repo", tmp_path))
+    assert "network" not in str(caught.value)
 
 
 @pytest.mark.parametrize("said", ["Got: ConnectError: Name or service not known", "Name or service not known.", "Why:"])

@@ -35,6 +35,7 @@ from penstock.models.hf_config import (
     read_json,
     read_spec,
     read_special_tokens,
+    read_weight_map,
     text_part,
     told_biases,
 )
@@ -282,18 +283,13 @@ def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], pa
 
 def open_weights(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all shards of a directory by name. Raises ModelError."""
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
+    files = read_weight_map(path)
+    if files is None:
         single = path / "model.safetensors"
         if not single.is_file():
             remedy = "Only safetensors are read: convert other checkpoints with transformers' save_pretrained."
-            raise ModelError(f"{path}: there is neither {single.name} nor {index.name}.", remedy=remedy)
+            raise ModelError(f"{path}: there is neither {single.name} nor {single.name}.index.json.", remedy=remedy)
         return open_safetensors(single)
-    shards = read_json(index)
-    files = shards.require("weight_map", dict)
-    for file in files.values():
-        if type(file) is not str or Path(file).name != file:
-            raise shards.error(f"weight_map names the file {file!r}")
     opened = {file: open_safetensors(path / file) for file in dict.fromkeys(files.values())}
     missing = [name for name, file in files.items() if name not in opened[file]]
     if missing:

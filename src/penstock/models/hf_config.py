@@ -96,6 +96,18 @@ def json_file(path: Path, data: bytes) -> JsonFile:
         raise damaged(path, f"can't be read as a JSON object: {error}") from error
 
 
+def read_weight_map(path: Path) -> Mapping[str, str] | None:
+    """Return the directory's file of each tensor, by model.safetensors.index.json, or None without it. Raises ModelError."""
+    index = read_json(path / "model.safetensors.index.json", is_optional=True)
+    if not index.values:
+        return None
+    files = index.require("weight_map", dict)
+    for file in files.values():
+        if type(file) is not str or Path(file).name != file:
+            raise index.error(f"weight_map names the file {file!r}")
+    return files
+
+
 def text_part(config: JsonFile) -> JsonFile:
     """Return the text model's settings in a multimodal config.json: `text_config`, completed by keys outside of it."""
     text = config.get("text_config", dict)

