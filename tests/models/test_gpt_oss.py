@@ -186,7 +186,5 @@ def test_a_reply_ends_where_its_files_say_and_not_behind_a_message(tmp_path: Pat
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
     (path / "config.json").write_text(json.dumps({**CASES["gpt_oss"].config, "eos_token_id": 0}))
     model = load_model(catalog.resolve(str(path), path))
-    read = load_tokenizer(
-        model.tokenizer_source, eos_token_ids=model.eos_token_ids, special_tokens=model.special_tokens, ends=model.ends
-    )
+    read = load_tokenizer(model.tokenizer_source, eos_token_ids=model.eos_token_ids, special_tokens=model.special_tokens)
     assert [texts[token_id] for token_id in read.eos_token_ids] == ["<|return|>", "<|call|>"]

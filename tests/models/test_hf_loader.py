@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from penstock.deploy.build import tokenizer_of
 from penstock.models.catalog import resolve
 from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model
@@ -107,22 +108,17 @@ def test_template_of_the_tokenizer_config(tmp_path, template):
     assert load_hf_directory(directory).chat_template == "old"
 
 
-@pytest.mark.parametrize(
-    ("config", "ends"),
-    [
-        ({}, None),
-        ({"add_bos_token": True}, (True, False)),
-        ({"add_bos_token": False, "add_eos_token": True}, (False, True)),
-        ({"add_eos_token": None}, (False, False)),
-    ],
-)
-def test_the_tokenizer_s_settings_say_what_stands_around_a_text(tmp_path, config, ends):
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}])
+def test_tokenizer_json_alone_decides_what_stands_around_a_text(tmp_path, config):
+    """Qwen3-Embedding's ends a text with a token, whose vector is the text's, and its settings have add_bos_token false."""
     directory = write_hf(tmp_path, TINY)
+    special = {"id": "end", "ids": [2], "tokens": ["</s>"]}
+    pieces = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "end", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": {"end": special}}
+    change_config(directory, "tokenizer.json", post_processor=template)
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_hf_directory(directory).ends == ends
-    (directory / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": "yes"}))
-    with pytest.raises(ModelError, match="add_bos_token is 'yes'"):
-        load_hf_directory(directory)
+    tokenizer = tokenizer_of(load_hf_directory(directory))
+    assert tokenizer.encode("a", add_special_tokens=True) == [*tokenizer.encode("a", add_special_tokens=False), 2]
 
 
 def test_templates_have_names(tmp_path):

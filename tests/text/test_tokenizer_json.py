@@ -161,17 +161,6 @@ def test_a_decoder_whose_bytes_are_unknown_is_refused(tmp_path, byte_level_vocab
         load_tokenizer(path)
 
 
-def test_the_ends_of_a_text_may_be_told(tmp_path, byte_level_vocab):
-    """The file itself has none, as that of DeepSeek, whose tokenizer_config.json asks for a bos token."""
-    path = write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel())
-    plain = load_tokenizer(path, bos_token_id=1).encode("in", add_special_tokens=False)
-    for ends, before, after in ((None, [], []), ((True, False), [1], []), ((False, True), [], [2]), ((True, True), [1], [2])):
-        names = {"eos_token": byte_level_vocab().tokens[2]}
-        tokenizer = load_tokenizer(path, bos_token_id=1, special_tokens=names, ends=ends)
-        assert tokenizer.encode("in", add_special_tokens=True) == [*before, *plain, *after]
-        assert tokenizer.encode("in", add_special_tokens=False) == plain
-
-
 def replace(content, **pattern):
     return {"type": "Replace", "pattern": pattern, "content": content}
 

@@ -170,7 +170,6 @@ def tokenizer_of(model: LoadedModel) -> Tokenizer:
         bos_token_id=model.bos_token_id,
         eos_token_ids=model.eos_token_ids,
         special_tokens=model.special_tokens,
-        ends=model.ends,
     )
 
 

@@ -281,7 +281,7 @@ def _check_text(
         if model is None:
             tokenizer = load_tokenizer(_tokenizer_source(source))
         else:
-            tokenizer = load_tokenizer(model.tokenizer_source, special_tokens=model.special_tokens, ends=model.ends)
+            tokenizer = load_tokenizer(model.tokenizer_source, special_tokens=model.special_tokens)
     with _refusing("chat template", refusals):
         template = choose_chat_template(config.model.chat_template, facts.chat_templates)
         if template is not None:

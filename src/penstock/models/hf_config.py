@@ -384,16 +384,6 @@ def find_tokenizer(path: Path) -> Path:
     )
 
 
-def read_ends(path: Path) -> tuple[bool, bool] | None:
-    """Return `add_bos_token` and `add_eos_token` of tokenizer_config.json, or None if it has neither."""
-    config = read_json(path / "tokenizer_config.json", is_optional=True)
-    names = ("add_bos_token", "add_eos_token")
-    if not any(name in config.values for name in names):
-        return None
-    has_bos, has_eos = (config.get(name, bool) or False for name in names)
-    return has_bos, has_eos
-
-
 def read_chat_templates(path: Path) -> Mapping[str, str]:
     """Return a directory's chat templates by name. One without a name is `default`. Raises ModelError.
 

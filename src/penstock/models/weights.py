@@ -265,8 +265,6 @@ class LoadedModel:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """`default` is used unless a request names another one."""
     special_tokens: SpecialTokens = field(default_factory=dict)
-    ends: tuple[bool, bool] | None = None
-    """Whether bos and eos are added to a text. None: the tokenizer's file decides."""
     generation: Generation | None = None
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The settings that apply: `models.generation.obeying` sets them."""

@@ -33,12 +33,10 @@ def load_tokenizer(
     bos_token_id: int | None = None,
     eos_token_ids: Sequence[int] = (),
     special_tokens: SpecialTokens = MappingProxyType({}),
-    ends: tuple[bool, bool] | None = None,
 ) -> Tokenizer:
     """Load a tokenizer.json, a tokenizer.model, a tekken.json or a GGUF file's vocabulary. Raises `ModelError`.
 
-    `bos_token_id`, `eos_token_ids` and `special_tokens` supply what a tokenizer.json lacks. `ends` are `add_bos_token` and
-    `add_eos_token` of a tokenizer_config.json, which override a tokenizer.json.
+    `bos_token_id`, `eos_token_ids` and `special_tokens` supply what a tokenizer.json lacks.
     """
     if isinstance(source, GgufVocab) or source.suffix == ".model" or source.name == "tekken.json":
         from penstock.text.gguf_vocab import build_backend
@@ -52,13 +50,10 @@ def load_tokenizer(
         from penstock.text.tokenizer_json import load_backend
 
         end = special_tokens.get("eos_token")
-        if ends is not None and special_tokens.get("bos_token", "") is None:  # the files say that there is none
-            ends = (False, ends[1])
         backend = load_backend(
             source,
             bos_token_id=bos_token_id,
             eos_token=end if isinstance(end, str) else None,
-            ends=ends,
             markers=special_tokens.get(MARKERS) or (),
         )
     return Tokenizer(backend, extra_eos_token_ids=eos_token_ids, special_tokens=special_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from penstock import fast_json
-from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling, put_ends
+from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling
 from penstock.types.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -29,13 +29,12 @@ def load_backend(
     *,
     bos_token_id: int | None,
     eos_token: str | None,
-    ends: tuple[bool, bool] | None = None,
     markers: Sequence[str] = (),
 ) -> Backend:
     """Load a tokenizer.json. Raises `ModelError`. The file does not say which tokens are bos and eos.
 
-    `ends`: whether to put bos and eos around a text, or None to follow the file. The file's truncation and padding are
-    disabled, since they would change prompts silently. `markers`: tokens of the vocabulary that texts begin with.
+    The file's truncation and padding are disabled, since they would change prompts silently. `markers`: tokens of the
+    vocabulary that texts begin with.
     """
     encoder, expansion = _read(path)
     for marker in markers:
@@ -50,9 +49,6 @@ def load_backend(
     eos_token_id = None if eos_token is None else encoder.token_to_id(eos_token)
     if eos_token is not None and eos_token_id is None:
         _log.warning("%s: there is no token %r, which tokenizer_config.json calls the eos_token", path, eos_token)
-    if ends is not None:
-        has_bos, has_eos = ends
-        put_ends(encoder, bos_token_id=bos_token_id if has_bos else None, eos_token_id=eos_token_id if has_eos else None)
     special = [token_id for token_id in (bos_token_id, eos_token_id) if token_id is not None]
     return Backend(
         encoder=encoder,

@@ -75,7 +75,7 @@ def put_ends(
     *,
     bos_token_id: int | None,
     eos_token_id: int | None,
-    between: Sequence[str] = ("eos", "bos"),
+    between: Sequence[str],
 ) -> None:
     """Set the special tokens that the encoder puts around a text, or around and between a pair.
 
