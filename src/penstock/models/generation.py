@@ -94,14 +94,17 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
 
 
 def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
-    """Return the sampling defaults in a model's settings. Raises ModelError for a value that a request may not have."""
+    """Return the sampling defaults in a model's settings. Raises ModelError for a value that a request may not have.
+
+    A temperature too low for a request is 0.
+    """
     values = {key: value for key, value in generation.values.items() if value is not None}
     found: dict[str, Any] = {}
     for key, (name, kind, low, high) in _NUMBERS.items():
         if key in values:
             found[name] = _number(generation, key, kind, low, high)
     if 0.0 < found.get("temperature", 0.0) < MIN_TEMPERATURE:
-        raise _error(generation, f"the temperature {found['temperature']} is neither 0 nor at least {MIN_TEMPERATURE}")
+        found["temperature"] = 0.0  # as in vLLM; Qwen2.5-VL has 1e-6
     if values.get(_PENALTY_LAST_N) == 0:  # the penalty covers no token
         found.pop("repetition_penalty", None)
     found["top_k"] = None if found.get("top_k") is None else max(0, found["top_k"])
