@@ -217,6 +217,28 @@ def test_yarn_s_attention_factor_of_a_gguf_file(multiplier: float, wanted: float
     assert rotation.attention_factor == pytest.approx(wanted)
 
 
+ATTN_FACTOR = 0.8782488562869419
+"""In DeepSeek-R1-0528-Qwen3-8B, whose YaRN by 4 has no attention factor in effect."""
+
+
+def test_attn_factor_multiplies_yarn_s_attention_factor(tmp_path: Path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "attn_factor": ATTN_FACTOR}
+    assert rotation_of(tmp_path / "a", TinyLlama(), scaling).attention_factor == pytest.approx(1.0)
+    given = rotation_of(tmp_path / "b", TinyLlama(), {**scaling, "attention_factor": 1.5})
+    assert given.attention_factor == 1.5
+    with pytest.raises(ModelError, match="attn_factor"):
+        rotation_of(tmp_path / "c", TinyLlama(), {**scaling, "attn_factor": -1.0})
+
+
+@pytest.mark.parametrize(("found", "wanted"), [(ATTN_FACTOR, 1.0), (1.0, 1.1386294), (1.1386294, 1.1386294)])
+def test_yarn_attn_factor_of_a_gguf_file(found: float, wanted: float, tmp_path: Path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_attn_factor": found}
+    extra = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    rotation = load_gguf(write_gguf(tmp_path / "m.gguf", TinyLlama(), extra=extra)).spec.layers[0].attention.rotation
+    assert rotation is not None
+    assert rotation.attention_factor == pytest.approx(wanted)
+
+
 def test_long_and_short_factors_of_a_gguf_file(tmp_path: Path):
     metadata = {"scaling.type": "longrope", "scaling.original_context_length": 64, "scaling.attn_factor": 1.25}
     extra = {f"llama.rope.{key}": value for key, value in metadata.items()}

@@ -306,12 +306,16 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
     elif kind == "longrope":
         raise file.error("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
     growth = 0.1 * math.log(max(1.0, factor)) if kind == "yarn" else 0.0
+    attention_factor = _positive(file, f"{key}.rope.scaling.attn_factor")
     for name, unset in (("alpha", 0.0), ("yarn_attn_factor", 0.0), ("yarn_ext_factor", -1.0)):
         found = file.get(f"{key}.rope.scaling.{name}", float)
-        is_usual = name == "yarn_attn_factor" and found is not None and math.isclose(found, 1.0 + growth, rel_tol=1e-6)
-        if found not in (None, unset, 1.0) and not is_usual:
+        if found in (None, unset, 1.0):
+            continue
+        # Converters write config.json's `attention_factor`, usually the computed one, or its `attn_factor`, which cancels that.
+        if name == "yarn_attn_factor" and math.isclose(found * (1.0 + growth), 1.0, rel_tol=1e-6):
+            attention_factor *= found
+        elif name != "yarn_attn_factor" or not math.isclose(found, 1.0 + growth, rel_tol=1e-6):
             raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {found}", "only 1 is")
-    attention_factor = _positive(file, f"{key}.rope.scaling.attn_factor")
     if kind == "yarn":  # as in llama.cpp's llama-context.cpp
         multiplier = f"{key}.rope.scaling.yarn_log_multiplier"
         attention_factor *= (1.0 + growth) / (

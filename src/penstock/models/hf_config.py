@@ -354,6 +354,7 @@ def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapp
             "alpha" if kind == "ntk_alpha" else "factor", trained_len / original_len if kind in ("yarn", "longrope") else 1.0
         ),
         attention_factor=settings.positive("attention_factor") if has_factor else None,
+        attn_factor=number("attn_factor", 1.0),  # vLLM's; transformers ignores it
         low_freq_factor=low,
         high_freq_factor=high,
         beta_fast=number("beta_fast", 32.0),

@@ -31,6 +31,7 @@ class RopeParameters:
     original_len: int = 1  # the same before its context was extended
     factor: float = 1.0
     attention_factor: float | None = None  # factor of cos and sin; None: computed
+    attn_factor: float = 1.0  # multiplies YaRN's computed factor
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -65,7 +66,7 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
         case "llama3":
             inv_freq = tuple(_llama3(freq, rope) for freq in inv_freq)
         case "yarn":
-            inv_freq, attention_factor = _yarn(inv_freq, rope), _yarn_attention_factor(rope)
+            inv_freq, attention_factor = _yarn(inv_freq, rope), _yarn_attention_factor(rope) * rope.attn_factor
         case "longrope":
             inv_freq = _divided(inv_freq, rope.long_factor if served_len > rope.original_len else rope.short_factor)
             if rope.factor > 1.0 and rope.original_len > 1:
