@@ -152,6 +152,19 @@ def test_dynamic_scaling_serves_longer_texts_when_asked(tmp_path: Path, caplog: 
         assert "as trained, for texts of up to 1024 tokens: dynamic scaling by 1 never acts" in caplog.text
 
 
+def test_yarn_serves_longer_texts_when_asked(tmp_path: Path):
+    """Qwen's model cards add YaRN to a config.json, whose max_position_embeddings stay."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    extra = {"rope_scaling": scaling, "max_position_embeddings": 1024}
+    directory = write_hf(tmp_path / "m", TinyLlama(), extra=extra)
+    keys = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 1024}
+    metadata = {"context_length": 1024, **{f"rope.{key}": value for key, value in keys.items()}}
+    file = write_gguf(tmp_path / "m.gguf", TinyLlama(), extra={f"llama.{key}": value for key, value in metadata.items()})
+    for served_len, wanted in ((None, 1024), (512, 1024), (3000, 3000), (9999, 4096)):
+        assert load_hf_directory(directory, served_len=served_len).spec.max_model_len == wanted
+        assert load_gguf(file, served_len=served_len).spec.max_model_len == wanted
+
+
 def test_a_layer_without_dynamic_scaling_keeps_texts_short(tmp_path: Path):
     ropes = {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_theta": 1e4}}
     extra = {"rope_parameters": ropes, "layer_types": list(ropes), "max_position_embeddings": 1024}

@@ -120,6 +120,11 @@ def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: P
     return replace(turn, choice=words, stretched_len=longest)
 
 
+def longest_text(trained_len: int, served_len: int, stretched_len: int) -> int:
+    """Return the limit of a text's tokens: the model's own, or the requested length as far as its rotations stretch."""
+    return max(trained_len, min(served_len, stretched_len, MAX_MODEL_LEN))
+
+
 def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:
     """Return a layer with the rotation `turn`, and with the biases and attention sinks that `names` lists for layer 0."""
     has_o_bias, has_sinks = "layers.0.o_bias" in names, "layers.0.sinks" in names

@@ -229,6 +229,7 @@ def _read_spec(
     parameters = _read_rope(file, key, sizes, architecture)
     served_len = served_len or sizes["max_model_len"]
     rotation = checks.rotation(parameters, sizes["head_dim"], served_len, file.path)
+    sizes["max_model_len"] = checks.longest_text(sizes["max_model_len"], served_len, rotation.stretched_len)
     return spec_of_equal_layers(
         architecture=name,
         rope_inv_freq=(),

@@ -147,7 +147,7 @@ def read_spec(
     longest = served_len or sizes["max_model_len"]
     rotations = _read_rotations(config, sizes, head_dims, longest, may_be_partial=has_partial_rope)
     stretched_len = min((turn.stretched_len for turn in rotations if turn), default=0)
-    sizes["max_model_len"] = max(sizes["max_model_len"], min(longest, stretched_len, checks.MAX_MODEL_LEN))
+    sizes["max_model_len"] = checks.longest_text(sizes["max_model_len"], longest, stretched_len)
     return spec_of_equal_layers(
         architecture=architecture,
         rope_inv_freq=(),

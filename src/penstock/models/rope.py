@@ -103,8 +103,12 @@ def choice_words(parameters: RopeParameters, served_len: int) -> str:
 
 
 def stretched_len(parameters: RopeParameters) -> int:
-    """Return the tokens of the longest text for which frequencies can be stretched at start, or 0 for other kinds."""
-    return int(parameters.trained_len * parameters.factor) if parameters.kind == "dynamic" else 0
+    """Return the tokens of the longest text that the frequencies can serve, or 0 for kinds that do not say so.
+
+    YaRN by 4 is often added to a config.json that keeps its own length, as Qwen's model cards advise.
+    """
+    lengths = {"dynamic": parameters.trained_len, "yarn": parameters.original_len}
+    return int(lengths.get(parameters.kind, 0) * parameters.factor)
 
 
 def inverse_frequencies(dim: int, base: float) -> tuple[float, ...]:
