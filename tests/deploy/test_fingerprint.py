@@ -47,6 +47,16 @@ def fingerprint(
     return kv_fingerprint(compute, SimpleNamespace(path=path, spec=spec), executor, ())  # type: ignore[arg-type]
 
 
+def test_weights_of_a_module_are_part_of_a_fingerprint(tmp_path: Path) -> None:
+    for name in ("config.json", "1_Pooling/config.json", "2_Dense/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"weights")
+    own = fingerprint(tmp_path)
+    assert fingerprint(tmp_path) == own
+    (tmp_path / "2_Dense/model.safetensors").write_bytes(b"others!")
+    assert fingerprint(tmp_path) != own
+
+
 def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.write_bytes(b"weights")

@@ -75,16 +75,18 @@ def load_adapter(
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
     """Return 32 bytes that identify a model's file, all files of a split one, or the files of a folder. Raises OSError.
 
-    The bytes depend on names, sizes, samples of the content and, with `has_times`, on the times of the last change.
+    A folder's files include those of its modules, such as `2_Dense`. The bytes depend on names, sizes, samples of the content
+    and, with `has_times`, on the times of the last change.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file())
+        folder, files = path, sorted(file for file in [*path.iterdir(), *path.glob("[1-9]_*/*")] if file.is_file())
     else:
-        files = [path, *(file for file in split_files(path)[1:] if file.is_file())]
+        folder, files = path.parent, [path, *(file for file in split_files(path)[1:] if file.is_file())]
     for file in files:
         status = file.stat()
-        digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns if has_times else ''}\0".encode())
+        name = file.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns if has_times else ''}\0".encode())
         with file.open("rb") as data:
             for idx in range(16):
                 data.seek(status.st_size * idx // 16)
