@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.models.formats import held_bytes
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.sentence import read_sentence_files
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
@@ -270,6 +271,13 @@ def test_the_function_of_the_scores(classifier, values, scores):
 def test_what_a_head_can_not_do_is_refused(classifier, task, pooling, values, cause):
     with pytest.raises(ModelError, match=cause):
         load_hf_directory(change(classifier, **values), task=task, pooling=pooling)
+
+
+@pytest.mark.parametrize(("case", "looked_up"), [("bert", {"embed"}), ("bert_sparse", set())])
+def test_an_embedding_takes_memory_if_a_splade_pooling_multiplies_by_it(tmp_path, case, looked_up):
+    model = load_hf_directory(write_encoder(ENCODERS[case], tmp_path / "model"))
+    held = [weight for name, weight in model.weights.items() if name not in looked_up]
+    assert model.num_weight_bytes == sum(held_bytes(weight.format, weight.num_rows, weight.num_cols) for weight in held)
 
 
 def test_a_splade_pooling_needs_a_head_of_words(tmp_path):

@@ -286,7 +286,7 @@ class LoadedModel:
 
     def _held_bytes(self, name: str) -> int:
         tensor = self.weights[name]
-        if name == "layer_embed" or (name == "embed" and ("output" in self.weights or self.encoder is not None)):
+        if name in self.spec.looked_up:
             widened = held_table_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
             return widened + (0 if tensor.is_mapped else tensor.num_bytes)
         return held_bytes(WeightFormat.BF16 if is_of_heads(name) else tensor.format, tensor.num_rows, tensor.num_cols)
