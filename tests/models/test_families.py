@@ -539,6 +539,16 @@ def test_factors_of_rotations_that_llama_cpp_does_not_compute_are_refused(tmp_pa
         load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
 
 
+@pytest.mark.parametrize("name", ["gemma3_gguf", "gemma4_gguf"])
+@pytest.mark.parametrize("base", [-10000.0, 1.0, math.inf, math.nan])
+def test_a_base_of_windows_that_gives_no_frequencies_is_refused(tmp_path: Path, name: str, base: float) -> None:
+    case = CASES[name]
+    assert case.gguf is not None
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "rope.freq_base_swa": base})
+    with pytest.raises(ModelError, match="freq_base_swa is"):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
 def test_a_cohere_turns_at_the_base_of_its_release_if_it_names_none(tmp_path: Path) -> None:
     for name, base in (("cohere", 500_000), ("cohere2", 10_000)):
         rotation = spec_of(tmp_path, changed(CASES[name], rope_parameters=None)).layers[0].attention.rotation

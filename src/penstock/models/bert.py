@@ -37,7 +37,14 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile, matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import local_layers_of_gguf, with_both_sides, with_gated_mlps, with_gpt_layers, with_windows
+from penstock.models.layers import (
+    local_layers_of_gguf,
+    rope_base,
+    with_both_sides,
+    with_gated_mlps,
+    with_gpt_layers,
+    with_windows,
+)
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pooling, Rotation
@@ -647,9 +654,7 @@ def _of_modernbert_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     is_local = local_layers_of_gguf(file, spec, first=0)
     if not window:
         return spec
-    base = file.get(f"{key}.rope.freq_base_swa", float) or _MODERNBERT_DEFAULTS["local_rope_theta"]
-    if not (math.isfinite(base) and base > 0 and base != 1.0):
-        raise file.error(f"{key}.rope.freq_base_swa is {base}")
+    base = rope_base(file, f"{key}.rope.freq_base_swa", _MODERNBERT_DEFAULTS["local_rope_theta"])
     turn = Rotation(inv_freq=rope.inverse_frequencies(spec.attentions[0].head_dim, base))
 
     def local(layer: int, attention: AttentionSpec) -> AttentionSpec:

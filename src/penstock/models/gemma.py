@@ -18,6 +18,7 @@ from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import (
     local_layers,
     local_layers_of_gguf,
+    rope_base,
     with_gated_mlps,
     with_windows,
     without_global_rotations,
@@ -96,8 +97,7 @@ def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if window:
         found = found.with_windows(window, local_layers_of_gguf(file, spec))
     if key != "gemma2":
-        theta = file.get(f"{key}.rope.freq_base_swa", float) or _LOCAL_THETA["rope_local_base_freq"]
-        return _with_local_base(found, theta)
+        return _with_local_base(found, rope_base(file, f"{key}.rope.freq_base_swa", _LOCAL_THETA["rope_local_base_freq"]))
     return _with_softcap(found, file.get("gemma2.attn_logit_softcapping", float, 50.0))
 
 
@@ -232,7 +232,7 @@ def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.get("olmo2.attention.sliding_window", int)
     if not window:
         return spec
-    base = file.get("olmo2.rope.freq_base", float) or 10000.0
+    base = rope_base(file, "olmo2.rope.freq_base", 10000.0)
     return _with_local_base(spec.with_windows(window, local_layers_of_gguf(file, spec)), base)
 
 

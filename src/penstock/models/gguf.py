@@ -21,6 +21,7 @@ from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of, without_layers, without_shared_keys
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
+from penstock.models.layers import rope_base
 from penstock.models.sentence import SentenceFiles
 from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_floats, is_of_heads
 from penstock.types.errors import ModelError
@@ -288,9 +289,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
     dim = file.get(f"{key}.rope.dimension_count", int) or head_dim
     if dim != head_dim and not (architecture.has_partial_rope and 0 < dim < head_dim and dim % 2 == 0):
         raise checks.unsupported(file.path, f"{key}.rope.dimension_count is {dim}", f"whole heads, {head_dim}, are")
-    base = file.get(f"{key}.rope.freq_base", float, 10000.0)
-    if base is None or not math.isfinite(base) or base <= 0.0 or base == 1.0:
-        raise file.error(f"{key}.rope.freq_base is {base}, not a positive number")
+    base = rope_base(file, f"{key}.rope.freq_base", 10000.0)
     local_base = file.get(f"{key}.rope.freq_base_swa", float, base)
     if local_base != base and not architecture.has_local_base_in_gguf:
         raise checks.unsupported(file.path, f"{key}.rope.freq_base_swa is {local_base}", f"that of all layers, {base}, is")

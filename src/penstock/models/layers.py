@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,14 @@ def with_both_sides(spec: ModelSpec) -> ModelSpec:
         return replace(attention, mask="all", window=attention.window + 1 if attention.window else 0)
 
     return spec.with_attention(changed)
+
+
+def rope_base(file: GgufFile, key: str, default: float) -> float:
+    """Return the base of a GGUF file's rotary frequencies, or `default` if it is missing or 0. Raises ModelError."""
+    base = file.get(key, float) or default
+    if not 1.0 < base < math.inf:
+        raise file.error(f"{key} is {base}, not a number above 1")
+    return base
 
 
 def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> list[bool]:
