@@ -49,6 +49,12 @@ def test_a_model_that_comes_is_found_once_and_what_is_no_model_is_not(watched: M
     assert watched.find_new() == []
 
 
+def test_a_model_with_a_relative_path_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.gguf").touch()
+    assert ModelFolder(Path(), served_of, [Path("old.gguf")]).find_new() == []
+
+
 def test_one_that_is_no_use_is_told_once_and_hinders_no_other(
     watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.models import catalog
 from penstock.models.cache import default_cache_dir
-from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, list_models, resolve
+from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, list_folder, list_models, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, ModelError
 from support.tiny_models import TinyLlama, write_gguf, write_hf
@@ -125,6 +125,13 @@ def test_folders_that_are_no_model(tmp_path):
     write_gguf(tmp_path / "a.gguf", TinyLlama())
     with pytest.raises(ModelError, match=r"folder of GGUF files.*a\.gguf"):
         resolve(str(tmp_path), tmp_path)
+
+
+def test_a_folder_of_models_is_read_by_path_even_where_a_name_is_in_the_catalogue(tmp_path, monkeypatch):
+    write_hf(tmp_path / "minilm", TinyLlama())
+    monkeypatch.chdir(tmp_path)
+    (source,) = list_folder(Path())
+    assert (source.name, source.path, source.entry) == ("minilm", tmp_path / "minilm", None)
 
 
 def test_missing_path_is_refused_by_the_loader(tmp_path):

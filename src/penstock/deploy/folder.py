@@ -23,7 +23,7 @@ class ModelFolder:
     def __init__(self, path: Path, serve: Callable[[ModelSource], ServedModel], known: Iterable[Path]) -> None:
         self._path = path
         self._serve = serve
-        self._known = set(known)
+        self._known = {path.absolute() for path in known}
         self._num_found = 0
         self._has_logged = False
 

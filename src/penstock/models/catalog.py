@@ -266,7 +266,8 @@ def list_folder(folder: Path) -> list[ModelSource]:
         for path in entries
         if (path.suffix == ".gguf" and path.is_file() and _is_first(path)) or (path / "config.json").is_file()
     ]
-    return [resolve(str(path), folder) for path in sorted(found)]
+    # A relative path such as `minilm` could be a name in the catalogue.
+    return [resolve(str(path.absolute()), folder) for path in sorted(found)]
 
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
