@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +25,7 @@ from penstock.models.catalog import resolve
 from penstock.sched.guessing import Guessing
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, NotEnoughMemory
+from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason
 from support.executors import executor_class
 from support.parity.tiny import write_case
@@ -104,18 +106,44 @@ def test_it_counts_as_the_model_s_memory(large: Path, small: Path) -> None:
     assert "draft model" in str(share)
 
 
-def test_a_model_that_failed_gets_a_new_one(large: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guessing, "_step_ns", lambda *_: 1e12)
-    opened: list[DraftModel] = []
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[DraftModel]:
+    """The small models that a test has opened."""
+    found: list[DraftModel] = []
 
     def noted(*arguments: Any) -> DraftModel:
-        opened.append(open_draft(*arguments))
-        return opened[-1]
+        found.append(open_draft(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr("penstock.deploy.engine_maker.open_draft", noted)
+    return found
+
+
+def test_a_hung_step_keeps_its_memory(
+    large: Path, small: Path, opened: list[DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources, comes_back = Resources(), threading.Event()
+    running = start(large, config(small), resources)
+    share = resources.memory.share("large")
+    assert share is not None
+    with monkeypatch.context() as hanging:
+        hanging.setattr(executor_class(Backend.NATIVE), "submit", lambda *_: comes_back.wait(60.0))
+        opened[0]._plans.put(StepPlan(0, 0, (), (), ()))
+        assert running.close()
+        assert resources.memory.stuck_bytes("large") == share.num_draft_bytes
+        comes_back.set()
+        opened[0]._thread.join(60.0)
+    assert resources.memory.stuck_bytes() == 0
+
+
+def test_a_model_that_failed_gets_a_new_one(
+    large: Path, small: Path, opened: list[DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Guessing, "_step_ns", lambda *_: 1e12)
 
     def fail(*_: Any) -> None:
         raise ExecutorFailure("broken")
 
-    monkeypatch.setattr("penstock.deploy.engine_maker.open_draft", noted)
     running = start(large, config(small))
     good = answers(running)
     with monkeypatch.context() as broken:

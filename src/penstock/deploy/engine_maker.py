@@ -15,7 +15,7 @@ from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.draft import open_draft
 from penstock.deploy.executor import SeatOf, build_executor
 from penstock.deploy.lasting import Lasting
-from penstock.deploy.resources import Resources
+from penstock.deploy.resources import MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.deploy.tiers import build_tier, cleared
 from penstock.machine import give_back_free_memory
@@ -115,8 +115,8 @@ class EngineMaker:
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
             if self._engine is not None and self._engine.step_age_ns():  # its step goes on, maybe forever
-                self._give_up(self._engine)
-                self._engine = None  # another attempt has nothing to give up
+                engine, self._engine = self._engine, None  # another attempt has nothing to give up
+                self._give_up(lambda: engine.is_alive)
             executor = self._executor_from_files()
             if self._recorder is not None:
                 self._recorder.on_engine()
@@ -129,13 +129,14 @@ class EngineMaker:
 
     def _close_draft(self) -> None:
         draft, self._draft = self._draft, None
-        if draft is not None:
-            draft.close()
+        if draft is not None and not draft.close():
+            share = MemoryShare(num_draft_bytes=self.blueprint.share.num_draft_bytes, num_reserve_bytes=0)
+            self._give_up(lambda: draft.is_alive, share)
 
-    def _give_up(self, engine: Engine) -> None:
-        """Keep other models away from the threads and the memory of an engine with a step that never returns."""
+    def _give_up(self, is_alive: Callable[[], bool], share: MemoryShare | None = None) -> None:
+        """Keep other models away from the threads and the memory of a step that never returns."""
         self._resources.leave_team(self.blueprint.name)
-        self._resources.memory.hold_stuck(self.blueprint.name, lambda: engine.is_alive)
+        self._resources.memory.hold_stuck(self.blueprint.name, is_alive, share)
 
     def release(self) -> None:
         """Close what the model has open, and give its memory back. Call this after the engine has ended.
@@ -153,7 +154,7 @@ class EngineMaker:
             if store is not None:
                 store.close()
         if engine is not None and engine.is_alive:
-            self._give_up(engine)
+            self._give_up(lambda: engine.is_alive)
         self._resources.loads.pop(self.blueprint.name, None)
         self._resources.memory.give_back(self.blueprint.name)
 

@@ -153,13 +153,13 @@ class MemoryBudget:
         with self._lock:
             self._shares.pop(name, None)
 
-    def hold_stuck(self, name: str, is_held: Callable[[], bool]) -> None:
+    def hold_stuck(self, name: str, is_held: Callable[[], bool], share: MemoryShare | None = None) -> None:
         """Count a model's share twice while `is_held()` is true: a stuck step of its old engine still uses that much memory.
 
-        Any thread may call `is_held`. It must not call this object.
+        `share`: the part that the step uses, if not all of it. Any thread may call `is_held`. It must not call this object.
         """
         with self._lock:
-            share = self._shares.get(name)
+            share = share or self._shares.get(name)
             if share is not None:
                 self._stuck.append(_Stuck(name, share, is_held))
                 _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)

@@ -105,13 +105,19 @@ class DraftModel:
         if row is not None:
             self._free += row.block_ids
 
-    def close(self) -> None:
-        """End the thread and close the executor, unless a step has never ended."""
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> bool:
+        """End the thread and close the executor. Return False if a step has not ended, which keeps both."""
         self._is_on = False
         self._plans.put(None)
         self._thread.join(1.0)
-        if not self._thread.is_alive():
-            self._executor.close()
+        if self.is_alive:
+            return False
+        self._executor.close()
+        return True
 
     def _has_blocks(self, row: _Row, num_tokens: int) -> bool:
         """Take blocks for a row's first `num_tokens` tokens, if need be from rows that were not read last."""
