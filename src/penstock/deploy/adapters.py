@@ -143,7 +143,7 @@ class Adapters:
     ) -> None:
         """`modules`: names and paths in the settings. Other names are looked up in `folder`. None is read before `connect`."""
         if max_in_memory < 1:
-            raise ConfigError("No memory is left for an adapter.", remedy="Set --max-cpu-loras to at least 1.")
+            raise ConfigError(f"--max-cpu-loras is {max_in_memory}.", remedy="Set it to at least 1: one adapter must fit.")
         modules = modules or {}
         self._read: AdapterReader | None = None
         self._pack: AdapterPacker | None = None

@@ -16,7 +16,7 @@ from penstock.types.sampling import Matcher
 
 _logger = logging.getLogger(__name__)
 
-BROKEN = "what the grammar of this answer allows could not be found out; the server's log says why"
+BROKEN = "the server could not compute which tokens the grammar allows; its log has the cause"
 BEHIND = " in the background"
 """Appended to the tenant of background requests: their masks take no time from its other requests."""
 

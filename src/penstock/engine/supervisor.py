@@ -124,7 +124,7 @@ class Supervisor:
     def _restart(self, reason: str) -> bool:
         """Replace the failed engine. Return False after the last attempt."""
         while not self._is_closing and self._may_restart():
-            if self._news.wait(self._delay_s()):  # closing
+            if self._news.wait(self._delay_s()):  # closing, or a late report of the failed engine
                 self._news.clear()
                 continue
             _logger.warning("restarting the engine, because %s", reason)
