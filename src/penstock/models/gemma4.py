@@ -110,9 +110,8 @@ def _values(values: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS) 
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only_all(hidden_activation="gelu_pytorch_tanh", attention_bias=False)
+    config.only_all(hidden_activation="gelu_pytorch_tanh", attention_bias=False, rope_scaling=None)
     config.only("use_bidirectional_attention", "vision")  # causal among the tokens of a text
-    config.only("rope_scaling", None)
     kinds = read_layer_types(config, spec.num_layers, _FULL, _LOCAL)
     for kind in sorted(set(kinds)):
         turn = config.require("rope_parameters", dict).get(kind)

@@ -141,19 +141,22 @@ _CWM_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+_CWM_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192}
 
 
-def _cwm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192, **values}
+def values_with_rope(values: Mapping[str, Any], *, defaults: Mapping[str, Any], rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with `defaults`, and with the rotary parameters `rope` if it has none."""
     has_rope = values.get("rope_parameters") or values.get("rope_scaling")
-    return found if has_rope else {**found, "rope_parameters": _CWM_ROPE}
+    return {**defaults, **values, **({} if has_rope else {"rope_parameters": rope})}
 
 
 def _of_cwm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return with_windows(config, of_hf(config, spec), config.get("sliding_window", int), local_layers(spec, 4, first=0))
 
 
-CWM = Architecture(describe=describe, of_hf=_of_cwm, hf_values=_cwm_values)
+CWM = Architecture(
+    describe=describe, of_hf=_of_cwm, hf_values=partial(values_with_rope, defaults=_CWM_DEFAULTS, rope=_CWM_ROPE)
+)
 
 
 # Qwen 2 and 2.5, which have biases on q, k and v; and Qwen 3 (arXiv 2505.09388), dense, with norms of q and k per head.
@@ -211,12 +214,6 @@ _APERTUS_ROPE = {
 }
 
 
-def _apertus_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {"rope_theta": 12e6, "rms_norm_eps": 1e-5, **values}
-    has_rope = values.get("rope_parameters") or values.get("rope_scaling")
-    return found if has_rope else {**found, "rope_parameters": _APERTUS_ROPE}
-
-
 def _of_apertus(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "xielu")
 
@@ -234,7 +231,7 @@ def _softplus(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
 APERTUS = Architecture(
     describe=partial(describe, qk_norms="heads"),
     of_hf=_of_apertus,
-    hf_values=_apertus_values,
+    hf_values=partial(values_with_rope, defaults={"rope_theta": 12e6, "rms_norm_eps": 1e-5}, rope=_APERTUS_ROPE),
     # `eps` caps negative inputs at -1e-6; ignoring it changes activations by as much.
     hf_name=lambda name: None if name.endswith(".act_fn.eps") else name,
     hf_layer={
@@ -404,12 +401,17 @@ JAIS2 = Architecture(
 
 def hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return config.json with the kind `ntk_alpha` for a `dynamic` rotation that has an `alpha`, as transformers calls it."""
+    return _with_kind(values, "dynamic", "ntk_alpha", needed="alpha")
+
+
+def _with_kind(values: Mapping[str, Any], old: str, new: str, *, needed: str = "") -> Mapping[str, Any]:
+    """Return config.json with the kind `new` for a rotation called `old`, if it has the key `needed`."""
     for key in ("rope_scaling", "rope_parameters"):
         scaling = values.get(key)
-        if not isinstance(scaling, dict) or not scaling.get("alpha"):
+        if not isinstance(scaling, dict) or (needed and not scaling.get(needed)):
             continue
-        if (scaling.get("rope_type") or scaling.get("type")) == "dynamic":
-            values = {**values, key: {**scaling, "rope_type": "ntk_alpha"}}
+        if (scaling.get("rope_type") or scaling.get("type")) == old:
+            values = {**values, key: {**scaling, "rope_type": new}}
     return values
 
 
@@ -431,11 +433,7 @@ HUNYUAN = Architecture(
 
 def _phi3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return config.json with longrope for a rotation called `yarn`, as in old files."""
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = values.get(key)
-        if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) == "yarn":
-            values = {**values, key: {**scaling, "rope_type": "longrope"}}
-    return {"rms_norm_eps": 1e-5, **values}
+    return {"rms_norm_eps": 1e-5, **_with_kind(values, "yarn", "longrope")}
 
 
 def _of_phi3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -556,8 +554,10 @@ _GPT2_DEFAULTS = {
 }
 
 
-def _gpt2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = with_defaults(values, _GPT2_DEFAULTS, {**OLD_KEYS, "layer_norm_epsilon": "rms_norm_eps"})
+def _gpt2_values(
+    values: Mapping[str, Any], defaults: Mapping[str, Any] = _GPT2_DEFAULTS, keys: Mapping[str, str] = OLD_KEYS
+) -> Mapping[str, Any]:
+    found = with_defaults(values, defaults, {**keys, "layer_norm_epsilon": "rms_norm_eps"})
     if type(found["hidden_size"]) is int:
         found.setdefault("intermediate_size", 4 * found["hidden_size"])
     return found
@@ -615,18 +615,7 @@ _GPT_NEO_DEFAULTS = {
     "attention_types": [[["global", "local"], 12]],
     "window_size": 256,
 }
-_GPT_NEO_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "layer_norm_epsilon": "rms_norm_eps",
-}
-
-
-def _gpt_neo_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = with_defaults(values, _GPT_NEO_DEFAULTS, _GPT_NEO_KEYS)
-    if type(found["hidden_size"]) is int:
-        found.setdefault("intermediate_size", 4 * found["hidden_size"])
-    return found
+_GPT_NEO_KEYS = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 
 def _of_gpt_neo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -649,7 +638,7 @@ GPT_NEO = replace(
     GPT2,
     of_hf=_of_gpt_neo,
     of_gguf=lambda _, spec: spec,
-    hf_values=_gpt_neo_values,
+    hf_values=partial(_gpt2_values, defaults=_GPT_NEO_DEFAULTS, keys=_GPT_NEO_KEYS),
     hf_layer=with_biases(
         {
             "ln_1": "attn_norm",

@@ -434,11 +434,7 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-
-
-def _gpt_oss_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, **values}
-    return found if values.get("rope_parameters") or values.get("rope_scaling") else {**found, "rope_parameters": _YARN}
+_GPT_OSS_DEFAULTS = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128}
 
 
 def _of_gpt_oss(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -469,7 +465,7 @@ GPT_OSS = Architecture(
     describe=llama.describe,
     of_hf=_of_gpt_oss,
     of_gguf=_of_gpt_oss_gguf,
-    hf_values=_gpt_oss_values,
+    hf_values=partial(llama.values_with_rope, defaults=_GPT_OSS_DEFAULTS, rope=_YARN),
     hf_layer={
         **HF_LAYER,
         "self_attn.sinks": "sinks",
