@@ -1,5 +1,6 @@
 """Responses that are kept: bounds of the store, fairness between keys, and answers about those that are gone."""
 
+import asyncio
 import tracemalloc
 
 import pytest
@@ -10,7 +11,7 @@ from penstock.clock import VirtualClock
 from penstock.serve.errors import ApiError
 from penstock.serve.responses.kept import Kept, as_json
 from penstock.serve.responses.store import MemoryStore, past_of
-from support.server.harness import make_client
+from support.server.harness import make_client, make_runtime, until
 from support.server.responses import ASK, PATH, ask
 
 ME, YOU = Owner(key="me", tenant="me"), Owner(key="you", tenant="you")
@@ -153,3 +154,15 @@ async def test_an_item_that_is_named_counts_as_often_as_it_is(runtime):
         assert (await ask(client, input=[hi, named]))["status"] == "incomplete"
         error = (await ask(client, expects=413, input=[hi, *[named] * 3]))["error"]
         assert (error["code"], error["param"]) == ("request_too_large", "input")
+
+
+async def test_a_background_request_that_is_sent_twice_at_once_runs_once(gate):
+    runtime = make_runtime(gate)
+    async with make_client(runtime) as client:
+        twice = [client.post(PATH, json=ASK | {"background": True}, headers={"Idempotency-Key": "a"}) for _ in range(2)]
+        first, second = [answer.json()["id"] for answer in await asyncio.gather(*twice)]
+        assert first == second
+        assert runtime.num_users == 1
+        gate.open()
+        await until(lambda: not runtime.num_users)
+    runtime.close()

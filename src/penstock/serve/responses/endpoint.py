@@ -141,6 +141,7 @@ class ResponsesEndpoint:
             kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=data)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
+                opened.close()
                 return _json(kept.response)
             writer = ResponsesWriter(opened, question=question, on_end=lambda _response: None)
             task = asyncio.create_task(self._run(opened, question, kept, writer), name=f"response {kept.response_id}")
