@@ -460,6 +460,16 @@ async def test_apis_that_are_not_openais_are_answered_here(near) -> None:
         assert not server.asked
 
 
+async def test_paths_without_v1_are_answered_there_too(near) -> None:
+    text = whole() | {"object": "text_completion"}
+    text["choices"] = [{"index": 0, "text": "far away", "finish_reason": "stop", "stop_reason": None, "logprobs": None}]
+    async with clients(near, answers(200, whole()), answers(200, text)) as (client, server):
+        for path, body in ((CHAT, BODY), ("/v1/completions", {"model": "auto", "prompt": "hi", "max_tokens": 4})):
+            answer = await client.post(path.removeprefix("/v1"), json=body)
+            assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=far")
+            assert server.asked[-1].path == path
+
+
 async def test_a_key_that_allows_the_route_allows_its_upstream(near, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     lines = [f'[[keys]]\nname = "{name}"\nkey = "the-key-of-{name}"\nmodels = ["{name}"]\n' for name in ("auto", "far", "near")]

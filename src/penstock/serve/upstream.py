@@ -42,7 +42,8 @@ from penstock.types.stats import UpstreamStats
 for _name in ("httpx2", "httpcore2"):  # they log each request, and might log its headers
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/chat/completions", "/completions")
+"""Paths that upstreams answer, after `/v1` or alone."""
 LOCAL_ONLY = "x-local-only"
 """Header of a request that must stay here."""
 CONNECT_TIMEOUT_S = 5.0
@@ -94,7 +95,7 @@ class Upstream:
         `texts`: all texts of the body.
         """
         config = self.config
-        if http.url.path not in PATHS or _has_token_ids(body):
+        if http.url.path.removeprefix("/v1") not in PATHS or _has_token_ids(body):
             return True
         wishes = http.headers.getlist(LOCAL_ONLY)
         if any(wish.lower() not in ("", "0", "false") for wish in wishes) or key_name(http.scope) in config.never_keys:

@@ -215,7 +215,7 @@ class Waits:
             entry.spans.append(Span(name=name, began_ns=since_ns, ended_ns=now_ns))
 
     async def _ask_upstream(self, name: str, data: bytes, http: HttpRequest) -> Response:
-        note_model(http.scope, "text_completion" if http.url.path.endswith("/v1/completions") else "chat", name)
+        note_model(http.scope, "chat" if http.url.path.endswith("/chat/completions") else "text_completion", name)
         if (entry := entry_of(http.scope)) is not None:
             entry.explain = tuple  # of the small model of a cascade
         terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
