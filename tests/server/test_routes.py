@@ -275,6 +275,16 @@ async def test_an_answer_that_fails_is_begun_in_vain() -> None:
         one.close()
 
 
+async def test_a_response_in_the_background_has_its_price(models) -> None:
+    bill = Bill({"large": Price(1.0, 4.0), "small": Price(16.0, 64.0)})
+    async with make_client(*models, routes=[replace(FALLBACK, bill=bill)]) as client:
+        made = (await client.post("/v1/responses", json=BODIES["/v1/responses"](EASY) | {"background": True})).json()
+        await until(lambda: not any(one.num_users for one in models))
+        usage = (await client.get(f"/v1/responses/{made['id']}")).json()["usage"]
+    tokens = usage["input_tokens"], usage["output_tokens"]
+    assert bill.paid == pytest.approx({"large": bill.prices["large"].of(*tokens)})
+
+
 async def test_no_place_is_kept_for_a_request_that_another_model_answers(busy_models) -> None:
     large, _ = busy_models
     body = {"prompt": "a", "max_tokens": 2}

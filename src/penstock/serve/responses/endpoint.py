@@ -207,7 +207,7 @@ class ResponsesEndpoint:
 
     async def _answered(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> Response:
         is_queued = True
-        while chunks := await opened.stream.next_chunks():
+        while chunks := await opened.next_chunks():
             if is_queued:
                 is_queued = False
                 self._store.update(kept.as_of(question.told))
