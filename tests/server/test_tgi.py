@@ -5,6 +5,7 @@ import json
 import pytest
 
 from support.server.harness import make_client, make_runtime
+from support.server.tools import says
 
 PROMPT = {"inputs": "Hi", "parameters": {"max_new_tokens": 12}}
 
@@ -50,6 +51,18 @@ async def test_a_stream_has_an_event_for_each_token_and_the_text_in_the_last(cli
     assert "".join(event["token"]["text"] for event in told) == told[-1]["generated_text"] == expected
     assert told[-1]["details"]["finish_reason"] == "length"
     assert all(event["generated_text"] is None for event in told[:-1])
+
+
+@pytest.mark.parametrize("text", ["ab", "xab", ""])
+async def test_text_of_a_stream_is_on_tokens_that_are_not_special(text):
+    """Text that might begin a stop string comes with the end token, which is special."""
+    runtime = says(text)
+    async with make_client(runtime) as client:
+        told = events(await client.post("/generate_stream", json={"inputs": "Hi", "parameters": {"stop": ["abc"]}}))
+    runtime.close()
+    assert "".join(event["token"]["text"] for event in told if not event["token"]["special"]) == text
+    assert told[-1]["token"]["special"]
+    assert told[-1]["generated_text"] == text
 
 
 async def test_a_grammar_is_followed(client):

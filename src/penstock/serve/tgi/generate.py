@@ -174,7 +174,7 @@ def _grammar(asked: TgiGrammar | None) -> Grammar | None:
 
 
 class TgiWriter(Writer):
-    """Writes answers. A stream has an event for each token. The last token of a step has the text of all the step's tokens."""
+    """Writes answers. A stream has an event for each token. A step's last token that is not special has the step's text."""
 
     def __init__(self, call: RunningCall, *, prefix: str, has_details: bool, is_list: bool) -> None:
         """`prefix` is put before the text of the whole answer."""
@@ -190,9 +190,12 @@ class TgiWriter(Writer):
         tokens = self._tokens(chunk)
         if not tokens and not chunk.text and chunk.finish_reason is None:
             return b""
-        # The end of the answer can have text without a new token.
-        tokens = tokens or [{"id": 0, "text": "", "logprob": 0.0, "special": True}]
-        tokens[-1]["text"] = chunk.text
+        shown = [token for token in tokens if not token["special"]]  # clients skip the text of special ones
+        if not shown and (chunk.text or not tokens):  # the end of the answer can have text without a new token
+            shown = [{"id": 0, "text": "", "logprob": 0.0, "special": not chunk.text}]
+            tokens = shown + tokens
+        if shown:
+            shown[-1]["text"] = chunk.text
         events: list[TgiEvent] = []
         for token in tokens:
             self._num_tokens += 1
