@@ -24,6 +24,8 @@ from penstock.search.index import Hit, Reader, create, update
 from penstock.serve.errors import ApiError
 from penstock.serve.pipelines import Searcher, _filled, _names
 from penstock.serve.questions import QuestionReader
+from penstock.serve.responses.kept import Kept
+from penstock.serve.responses.store import MemoryStore
 from penstock.serve.verdicts import Verdicts
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
@@ -96,6 +98,20 @@ async def test_the_model_is_asked_with_the_sources(models, pipeline: Pipeline, p
         filled = json.loads(_filled(json.dumps(body).encode(), pipeline.config, hits))
         alone = await client.post(path, json=filled | {"model": "writer"})
         assert said(answer) == said(alone) != said(await client.post(path, json=body | {"model": "writer"}))
+
+
+async def test_a_response_keeps_the_request_that_the_client_has_sent(models, pipeline: Pipeline, monkeypatch) -> None:
+    body = json.dumps(BODIES["/v1/responses"] | {"model": "docs", "background": True}).encode()
+    kept: list[Kept] = []
+    put = MemoryStore.put
+    monkeypatch.setattr(MemoryStore, "put", lambda self, one: (kept.append(one), put(self, one)))
+    headers = {"Content-Type": "application/json", "Idempotency-Key": "a"}
+    async with make_client(*models, pipelines=[pipeline]) as client:
+        first = await client.post("/v1/responses", content=body, headers=headers)
+        assert kept[0].asked == body, "after a restart, the question is searched for, not the filled template"
+        again = await client.post("/v1/responses", content=body, headers=headers)
+        assert again.json()["id"] == first.json()["id"]
+        assert "x-sources" not in again.headers, "its name does not depend on the index"
 
 
 def said(answer) -> str:

@@ -46,6 +46,8 @@ class Course:
     """The check of a pipeline's answer."""
     filled: str = ""
     """The name of the pipeline that has put its sources into the body."""
+    sent: bytes | None = None
+    """The body as the client sent it, if a pipeline has changed it since."""
     kept_from: Collection[str] = ()
     """Names of the upstreams that must not see the request."""
     routed: Routed | None = None

@@ -172,8 +172,8 @@ class Waits:
                     await self._chooser.choose(lack.route, lack.name, data, http)
                     self._count_wait("route", asked_ns, http)
                 elif isinstance(lack, PipelineOpen):
-                    data = await self._filler.fill(lack.pipeline, data, http)
-                    course.filled = lack.pipeline.name
+                    filled = await self._filler.fill(lack.pipeline, data, http)
+                    course.filled, course.sent, data = lack.pipeline.name, data, filled
                     self._count_wait("pipeline", asked_ns, http)
                 elif isinstance(lack, NameUnknown):
                     course.looked_up = lack.name, await unless_gone(http, self._looks.find(lack.name, len(data)))

@@ -77,7 +77,8 @@ class ResponsesEndpoint:
         if body.request_id is not None:
             identity_of(http.scope).adopt(body.request_id)
         owner, course = read_owner(http.scope), course_of(http.scope)
-        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, data)) is not None:
+        sent = data if course.sent is None else course.sent
+        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, sent)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return _json((await self._store.get(owner, f"resp_{name}")).response)
             course.response_name = name
@@ -98,7 +99,7 @@ class ResponsesEndpoint:
         if question.tools.left_out:
             self._tell_left_out(question.tools.left_out, http)
         if body.background:
-            return await self._begin(opened, question, owner, data, http)
+            return await self._begin(opened, question, owner, sent, http)
         writers: list[ResponsesWriter] = []
 
         def new_writer(running: RunningCall) -> ResponsesWriter:
@@ -134,11 +135,11 @@ class ResponsesEndpoint:
     # In the background
 
     async def _begin(
-        self, opened: RunningCall, question: Question, owner: Owner, data: bytes, http: HttpRequest
+        self, opened: RunningCall, question: Question, owner: Owner, sent: bytes, http: HttpRequest
     ) -> HttpResponse:
         with opened:
             queued: Response = {**question.told, "status": "queued"}
-            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=data)
+            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=sent)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 opened.close()
