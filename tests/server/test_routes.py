@@ -184,6 +184,8 @@ async def test_keys_open_a_route_by_its_name_and_each_of_its_models(models, tmp_
         for name, listed in (("all", ["auto"]), ("small", ["small", "auto"]), ("none", ["vectors"])):
             cards = (await client.get("/v1/models", headers=key_of(name))).json()["data"]
             assert [card["id"] for card in cards if card["id"] in ("auto", name, "vectors")] == listed
+            load = (await client.get("/load", headers=key_of(name))).json()
+            assert [one["name"] for one in (*load["models"], *load.get("routes", ()))] == listed
 
 
 async def test_an_encoder_that_is_away_is_waited_for(models) -> None:

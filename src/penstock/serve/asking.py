@@ -58,8 +58,7 @@ class RouteOpen(ApiError):
 
     def __init__(self, route: Route, name: str) -> None:
         """`name`: the request's, of the route or of a pipeline over it."""
-        models = ", ".join(route.models)
-        message = f"{route.name} is a route, and chooses one of {models} for a question. Name one of them."
+        message = f"{route.name} is a route, which chooses a model for a question. Name a model."
         super().__init__(400, message, code="invalid_value", param="model")
         self.route, self.name = route, name
 
@@ -117,6 +116,10 @@ def visible_models(deployment: Deployment, scope: Scope) -> Iterator[tuple[str, 
     yield from visible_routes(deployment, scope)
 
 
+def visible_names(deployment: Deployment, scope: Scope) -> list[str]:
+    return [name for name, _ in visible_models(deployment, scope)]
+
+
 def visible_routes(deployment: Deployment, scope: Scope) -> Iterator[tuple[str, ServedModel]]:
     """Yield the names of routes and pipelines that the request's key allows, each with its first model on this server."""
     for route in deployment.routes.values():
@@ -153,8 +156,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     else:
         if may_ask(scope, served, name, deployment):
             return served, adapter
-    names = [one for one, _ in visible_models(deployment, scope)]
-    raise model_not_found(deployment.default.name if name is None else name, names)
+    raise model_not_found(deployment.default.name if name is None else name, visible_names(deployment, scope))
 
 
 def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:

@@ -13,7 +13,7 @@ from penstock.config.routes import AgreementConfig, EnsembleConfig, VerifierConf
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
-from penstock.serve.asking import models_of
+from penstock.serve.asking import models_of, visible_names
 from penstock.serve.bodies import load_json
 from penstock.serve.course import course_of
 from penstock.serve.ensembles import Ensemble
@@ -46,7 +46,7 @@ class RouteChooser:
         if not models and course.kept_from:
             raise stays_here(route.name)
         if not models:  # a folder lost their files
-            raise model_not_found(route.name, self._deployment.names)
+            raise model_not_found(route.name, visible_names(self._deployment, http.scope))
         routed = Routed(route.name, models[0], rest=(*models[1:],), bill=route.bill, asked=name)
         if len(models) > 1:
             if route.learned is not None:

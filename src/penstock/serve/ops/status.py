@@ -18,7 +18,7 @@ from penstock.machine import CpuMeter
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed
+from penstock.serve.asking import find_allowed, may_ask, models_of
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.plan import Capacity
@@ -110,11 +110,11 @@ class StatusEndpoint:
     async def load(self, http: HttpRequest) -> Load:
         """Report the load of a model, now and over half a minute. `server_load` is vLLM's name.
 
-        Without `model`, report the default model, and list all models with their memory. With it, report the settings that
-        are not the defaults, and what they come to.
+        Without `model`, report the default model, and list all models that the key allows, with their memory. With it, report
+        the settings that are not the defaults, and what they come to.
         """
-        name = http.query_params.get("model")
-        served = self._deployment.default if name is None else find_allowed(name, self._deployment, http.scope)[0]
+        name, deployment, scope = http.query_params.get("model"), self._deployment, http.scope
+        served = deployment.default if name is None else find_allowed(name, deployment, scope)[0]
         metrics = served.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         waste = await asyncio.to_thread(metrics.read_waste)  # it may wait for the engine
@@ -150,10 +150,11 @@ class StatusEndpoint:
         if name is not None and served.running is not None:
             load["settings"], load["capacity"] = dict(served.running.model.settings), capacity_of(served.running.model.capacity)
         if name is None:
-            memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
-            if self._deployment.routes:
-                load["routes"] = [_route(stats_of(one)) for one in self._deployment.routes.values()]
-            load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
+            memory, now_ns = deployment.memory, deployment.clock.now_ns()
+            if routes := [one for one in deployment.routes.values() if models_of(one, deployment, scope)]:
+                load["routes"] = [_route(stats_of(one)) for one in routes]
+            there = [one for one in deployment.served if one.is_there and may_ask(scope, one, one.name, deployment)]
+            load["models"] = [_line(one, now_ns) for one in there]
             load["memory"] = {
                 "limit_bytes": memory.total_bytes(),
                 "free_bytes": max(0, memory.left_bytes()),
