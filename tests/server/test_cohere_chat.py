@@ -66,6 +66,12 @@ async def test_a_streamed_call():
     assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == ROME
 
 
+async def test_a_call_that_is_cut_before_its_arguments_is_text():
+    told = events(await answer(CALL, tools=[WEATHER], stop_sequences=["get_"], stream=True))
+    kinds = [event["type"] for event in told if event["type"] != "content-delta"]
+    assert kinds == ["message-start", "content-start", "content-end", "message-end"]
+
+
 async def test_a_history_with_a_call_and_its_result_is_the_chat_of_openai(client):
     called = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ROME)}}
     document = {"type": "document", "document": {"data": '{"sky": "clear"}'}}

@@ -128,7 +128,8 @@ class CohereWriter(Writer):
                 call = {"function": {"arguments": text}}
                 return _event("tool-call-delta", index=index, delta={"message": {"tool_calls": call}})
             case CallEnd(index):
-                return _event("tool-call-end", index=index)
+                # A call that was cut before its arguments is text.
+                return b"" if self._kind else _event("tool-call-end", index=index)
 
     def _say(self, kind: str, text: str) -> bytes:
         """Return the events for a piece of text or reasoning. A change between these begins a new content block."""
