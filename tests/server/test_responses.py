@@ -292,10 +292,14 @@ async def test_one_call_at_most():
     assert answer["parallel_tool_calls"] is False
 
 
-async def test_a_call_that_was_cut_is_incomplete():
-    answer, _ = await said(CALL, tools=FUNCTIONS, max_output_tokens=60)
+@pytest.mark.parametrize(
+    ("fields", "details"), [({"max_output_tokens": 60}, {"reason": "max_output_tokens"}), ({"stop": ["Rome"]}, None)]
+)
+async def test_a_call_that_was_cut_is_incomplete(fields, details):
+    answer, _ = await said(CALL, tools=FUNCTIONS, **fields)
     [call] = answer["output"]
     assert (call["name"], call["status"], answer["status"]) == ("get_weather", "incomplete", "incomplete")
+    assert answer["incomplete_details"] == details
     assert json.loads(json.dumps(ROME)) != call["arguments"]
 
 

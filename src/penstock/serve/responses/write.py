@@ -14,7 +14,7 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs
-from penstock.serve.responses.answers import Response, ResponseError
+from penstock.serve.responses.answers import IncompleteDetails, Response, ResponseError
 from penstock.serve.responses.read import Item, Question
 from penstock.serve.shapes import ResponseUsage
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, fingerprint
@@ -56,7 +56,7 @@ class ResponsesWriter(Writer):
         self._prefix = b""
         """First bytes of the events with text of the open item."""
         self._is_cut = False
-        """The answer and its last item are incomplete."""
+        """The token limit has cut the answer and its last item."""
 
         self._is_streamed = call.answer.is_streamed
         self._events: list[bytes] = []
@@ -109,8 +109,9 @@ class ResponsesWriter(Writer):
     def response(self) -> Response:
         """Return the response at its end, completed or incomplete."""
         told = self._whole()
-        if self._is_cut:
-            return {**told, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        if self._is_cut or self._choice.is_cut:
+            details: IncompleteDetails | None = {"reason": "max_output_tokens"} if self._is_cut else None
+            return {**told, "status": "incomplete", "incomplete_details": details}
         return {**told, "status": "completed", "completed_at": self._call.running.sources.unix_time_s()}
 
     def failure(self, error: ApiError, status: Literal["failed", "cancelled"] = "failed") -> Response:
