@@ -477,6 +477,21 @@ async def test_marks_may_be_special_tokens_and_are_not_shown():
 
 
 @pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_stop_string_behind_special_marks_has_no_log_probabilities(streams, skips):
+    runtime = says("<|begin|>Hm.<|turn|>DoneEND")
+    runtime.dialect = SPECIAL_MARKS
+    body = ASK | {"stop": ["END"], "logprobs": True, "skip_special_tokens": skips, "stream": streams}
+    async with make_client(runtime) as client:
+        response = await client.post(CHAT, json=body)
+    runtime.close()
+    answers = events(response.text)[0] if streams else [response.json()]
+    told = [answer["choices"][0]["logprobs"] for answer in answers]
+    shown = "".join(entry["token"] for one in told if one for entry in one["content"])
+    assert shown == ("Hm.Done" if skips else "<|begin|>Hm.<|turn|>Done")
+
+
+@pytest.mark.parametrize("skips", [True, False])
 async def test_special_tokens_are_hidden_where_the_prompt_has_ended_the_reasoning(skips):
     runtime = says("<|begin|>Done.<|turn|>", chat_template=CHAT_TEMPLATE + "<|begin|><|turn|>")
     runtime.dialect = SPECIAL_MARKS

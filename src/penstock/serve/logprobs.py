@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from typing_extensions import TypedDict
 
+from penstock.calls.in_flight import RunningCall
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.result import TokenLogprobs
@@ -146,29 +147,37 @@ def _of_prompt(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict
 class ChatLogprobs:
     """Log-probabilities of chats: each shown token with its text, bytes and likeliest alternatives.
 
-    The bytes of all entries together are the message's content, where invalid UTF-8 becomes U+FFFD. End tokens, skipped special
-    tokens, and tokens in or after a stop string have no entry. A token that is partly shown has only the bytes of that part.
+    The bytes of all entries together are the text that the model wrote, reasoning and calls included, where invalid UTF-8
+    becomes U+FFFD. End tokens, skipped special tokens, and tokens in or after a stop string have no entry. A token that is
+    partly shown has only the bytes of that part.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, is_in_text: bool = False) -> None:
+        """`is_in_text`: the text has the names of special tokens, even if these have no entry."""
         self._tokenizer = tokenizer
         self._bytes = tokenizer.bytes_without_special if skips_special_tokens else tokenizer.bytes_with_special
+        self._bytes_in_text = tokenizer.bytes_with_special if is_in_text else self._bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_decoded = 0
         """Number of complete characters in all tokens so far."""
         self._num_shown = 0
-        """Number of characters of content so far. Text that may begin a stop string is held back."""
+        """Number of characters of text so far. Text that may begin a stop string is held back."""
         self._waiting: deque[tuple[TokenLogprobs, bytes, list[int]]] = deque()
         """Tokens not completely shown: (entry, bytes, characters that must be shown for each byte)."""
 
+    @classmethod
+    def of(cls, call: RunningCall) -> ChatLogprobs:
+        is_in_text = not call.requests[0].sampling.skip_special_tokens
+        return cls(call.running.tokenizer, skips_special_tokens=call.answer.skip_special_tokens, is_in_text=is_in_text)
+
     def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
-        """Return the entries of tokens that are now shown. `text`: the next part of the content; `entries`: its tokens."""
+        """Return the entries of tokens that are now shown. `text`: the next part of the engine's text; `entries`: its tokens."""
         self._num_shown += len(text)
         waiting = self._waiting
         for entry in entries:
-            data = self._bytes[entry.token_id]
-            if data:
-                waiting.append((entry, data, self._advance(data)))
+            ends = self._advance(self._bytes_in_text[entry.token_id])
+            if data := self._bytes[entry.token_id]:
+                waiting.append((entry, data, ends))
         content: list[ChatToken] = []
         while waiting and waiting[0][2][-1] <= self._num_shown:
             entry, data, _ = waiting.popleft()

@@ -78,7 +78,7 @@ class OllamaWriter(Writer):
         self._arguments: dict[int, list[str]] = {}
         self._logprobs = None
         if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs(self._tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
+            self._logprobs = ChatLogprobs.of(call)
 
     def keepalive(self) -> bytes:
         """Return an empty message, since every line must be JSON."""

@@ -239,7 +239,7 @@ class ChatWriter(AnswerWriter):
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
-        self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
+        self._logprobs = [ChatLogprobs.of(call) for _ in call.requests] if self._options.has_logprobs else []
         self._choices: list[ReadChoice] | None = None
         """None if all text is content."""
         if not call.is_plain:
@@ -313,7 +313,7 @@ class ChatWriter(AnswerWriter):
         text, logprobs = record.text, None
         if self._options.has_logprobs:
             entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
-            logprobs = self._logprob_writer().write(entries, text, is_last=True)
+            logprobs = ChatLogprobs.of(self._call).write(entries, text, is_last=True)
         message: ChatAnswerMessage = {"role": "assistant", "content": text, "refusal": None}
         finish_word: ChatFinishWord | None = finish_word_of(record.last)
         if self._choices is not None:
@@ -330,9 +330,6 @@ class ChatWriter(AnswerWriter):
         if self._options.has_token_ids:
             choice["token_ids"] = record.token_ids
         return choice
-
-    def _logprob_writer(self) -> ChatLogprobs:
-        return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skip_special_tokens)
 
 
 def _delta(part: Part) -> ChatDelta | None:

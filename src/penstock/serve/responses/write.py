@@ -44,7 +44,7 @@ class ResponsesWriter(Writer):
         self._choice = ReadChoice(call, 0)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs(self._tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
+            self._logprobs = ChatLogprobs.of(call)
         self._told_logprobs: list[Any] = []
         """Log-probabilities of tokens with text that was not sent yet."""
 
