@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from penstock.engine.bridge import merge_chunks
+from penstock.serve.responses.write import ResponsesWriter
 from support.server.chat import HI_PROMPT
 from support.server.completions import oracle
 from support.server.harness import make_client, make_runtime
@@ -390,6 +392,22 @@ async def test_logprobs(client):
     told = [entry for event in events if event["type"] == "response.output_text.delta" for entry in event["logprobs"]]
     assert told == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"] == [part]
+
+
+async def test_text_that_comes_with_reasoning_has_its_logprobs(monkeypatch):
+    """A chunk has all that came while its reader was busy, or while a route held the answer back."""
+
+    def merged(self, records):
+        records[0].chunks = merge_chunks(records[0].chunks)
+        return whole(self, records)
+
+    body = {"include": ["message.output_text.logprobs"], "chat_template": THINKING_TEMPLATE}
+    [_, one_by_one] = (await said("<think>Hm.</think>Sun.", **body))[0]["output"]
+    whole = ResponsesWriter.whole
+    monkeypatch.setattr(ResponsesWriter, "whole", merged)
+    [_, at_once] = (await said("<think>Hm.</think>Sun.", **body))[0]["output"]
+    assert at_once == one_by_one
+    assert "".join(entry["token"] for entry in at_once["content"][0]["logprobs"]).endswith("Sun.")
 
 
 async def test_a_request_id_of_the_client_is_no_id_of_a_response(client):

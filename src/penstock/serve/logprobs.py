@@ -171,7 +171,7 @@ class ChatLogprobs:
         return cls(call.running.tokenizer, skips_special_tokens=call.answer.skip_special_tokens, is_in_text=is_in_text)
 
     def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
-        """Return the entries of tokens that are now shown. `text`: the next part of the engine's text; `entries`: its tokens."""
+        """Return the entries of tokens that are now shown. `text`: the answer's next piece; `entries`: its tokens."""
         self._num_shown += len(text)
         waiting = self._waiting
         for entry in entries:

@@ -6,7 +6,9 @@ https://developers.openai.com/api/reference/resources/responses/streaming-events
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from penstock import fast_json
@@ -161,7 +163,7 @@ class ResponsesWriter(Writer):
                 self._grow(text)
             case Reasoning(text):
                 self._open("reasoning")
-                self._told_logprobs.clear()
+                self._drop_logprobs(text)
                 self._grow(text)
             case CallBegin(_, call_id, name):
                 self._close()
@@ -174,6 +176,14 @@ class ResponsesWriter(Writer):
             case CallEnd(_, is_whole, _):
                 self._told_logprobs.clear()
                 self._close(is_whole=is_whole)
+
+    def _drop_logprobs(self, reasoning: str) -> None:
+        """Drop log-probabilities up to the end of this reasoning. Tokens of text may have come with it."""
+        pieces, said = [bytes(entry["bytes"]) for entry in self._told_logprobs], reasoning.encode()
+        begin = b"".join(pieces).find(said)
+        ends = [*accumulate(map(len, pieces))]
+        num_dropped = len(ends) if begin < 0 else bisect_left(ends, begin + len(said)) + 1
+        del self._told_logprobs[:num_dropped]
 
     def _open(self, kind: str) -> None:
         """Begin an item of this kind with text, unless such an item is open."""
@@ -202,12 +212,12 @@ class ResponsesWriter(Writer):
     def _grow(self, text: str) -> None:
         self._pieces.append(text)
         logprobs: list[Any] = []
-        if self._told_logprobs:
+        if is_message := self._items[-1]["type"] == "message":
             logprobs, self._told_logprobs = self._told_logprobs, []
             self._item_logprobs += logprobs
         if self._is_streamed and text:
             rest = b',"sequence_number":%d' % self._num_events
-            if self._items[-1]["type"] == "message":
+            if is_message:
                 rest += b',"logprobs":' + fast_json.dumps(logprobs)
             self._num_events += 1
             self._events.append(self._prefix + fast_json.dumps(text) + rest + b"}\n\n")
