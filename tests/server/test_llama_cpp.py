@@ -688,7 +688,7 @@ async def test_vectors_have_the_norm_that_is_asked_for(embedder):
     error = (await embedder.post("/embedding", json={"content": "a", "embd_normalize": -2})).json()["error"]
     assert (error["code"], "'embd_normalize' must be at least -1" in error["message"]) == (400, True)
     error = (await embedder.post("/completion", json=ASK)).json()["error"]
-    assert "turns texts into numbers" in error["message"]
+    assert "is an encoder and cannot generate text" in error["message"]
 
 
 # What the server is, and does

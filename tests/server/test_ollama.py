@@ -504,4 +504,4 @@ async def test_long_texts_are_cut_unless_that_is_refused(embedder):
     response = await embedder.post("/api/embed", json=text | {"truncate": False})
     assert (response.status_code, "128" in response.json()["error"]) == (400, True)
     response = await embedder.post("/api/chat", json=ASK)
-    assert "turns texts into numbers" in response.json()["error"]
+    assert "is an encoder and cannot generate text" in response.json()["error"]

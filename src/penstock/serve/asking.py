@@ -256,7 +256,7 @@ class Asked:
         if running.model.encoder is not None:
             name = request.names("model")
             raise invalid(
-                f"{running.name} turns texts into numbers and writes none. Ask /v1/embeddings, /v1/rerank or /classify, or "
+                f"{running.name} is an encoder and cannot generate text. Use /v1/embeddings, /v1/rerank or /classify, or name "
                 "another model.",
                 name,
             )

@@ -599,7 +599,7 @@ def structured_grammar(asked: StructuredOutputs | None) -> Grammar | None:
     if asked.grammar_syntax is not None:
         if name != "grammar":
             at = "structured_outputs.grammar_syntax"
-            raise invalid(f"'{at}' is of a 'grammar', and '{name}' is asked for: leave it out.", at)
+            raise invalid(f"'{at}' applies only to 'grammar', but the request has '{name}'. Remove it.", at)
         kind = _SYNTAXES[asked.grammar_syntax]
     if value is True:
         return Grammar(kind, param=param)

@@ -25,11 +25,11 @@ Score = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 class Ensemble:
     config: EnsembleConfig
     models: tuple[str, ...]
-    """Those that the request may ask."""
+    """Names of the models that this request may use."""
     odds: Odds
-    """The judge's."""
+    """Rates answers with the judge model."""
     score: Score
-    """The reranker's."""
+    """Rates answers with the reranker."""
 
     async def choose(self, call: Call, texts: Sequence[str]) -> tuple[int, str]:
         """Return the index of the chosen answer to a call, and why. Raises `ModelAway`, `ApiError` and `Rejected`."""

@@ -184,7 +184,7 @@ def request_head_too_large(max_head_bytes: int) -> ApiError:
 
 
 def version_not_supported() -> ApiError:
-    return ApiError(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", code="http_version_not_supported")
+    return ApiError(505, "This server supports only HTTP/1.0 and HTTP/1.1.", code="http_version_not_supported")
 
 
 _LIMITS = {

@@ -101,7 +101,10 @@ class RouteChooser:
         return replace(routed, ensemble=ensemble, rest=())
 
     def _odds(self, judge: str, http: HttpRequest) -> Odds:
-        """Return what asks a model to judge. Raises `ModelAway` if it is not loaded: sooner than after the answers."""
+        """Return a function that has `judge` rate answers.
+
+        Raises `ModelAway` now, before any answer is generated, if the judge is not loaded.
+        """
         if judge:
             self._verdicts.check_there(judge)
         return partial(self._verdicts.odds, judge, http)

@@ -37,10 +37,11 @@ class Question:
     """The body, with the model's name there."""
     is_streamed: bool
     num_prompt_tokens: int
-    """A guess, as the next one."""
+    """Estimated tokens of the prompt."""
     num_new_tokens: int
+    """Estimated tokens of the answer."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Those that continue the trace of the request."""
+    """Trace headers to send to the upstream."""
 
 
 @dataclass(slots=True, eq=False)

@@ -35,7 +35,7 @@ class UpstreamStream(Response):
         self._pieces: AsyncIterator[bytes] = response.aiter_raw()
         self._reader = EventReader()
         self._events: list[bytes] = []
-        """Those that have not been sent."""
+        """Events received but not yet sent to the client."""
         self._has_begun = self._is_done = False
         self._ended: dict[object, bool] = {}
         """Index of a choice -> whether it has said why it ended: some servers close without a last event."""

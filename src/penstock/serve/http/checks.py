@@ -436,7 +436,7 @@ async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
     while has_more:
         message = await receive()
         if message["type"] != "http.request":
-            raise invalid("The client left before the body was there.")
+            raise invalid("The client disconnected before it had sent the whole body.")
         pieces.append(message.get("body", b""))
         has_more = message.get("more_body", False)
     data = b"".join(pieces)

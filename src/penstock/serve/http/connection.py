@@ -343,7 +343,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return version_not_supported()
         hosts = [value for name, value in self._headers if name == b"host"]
         if len(hosts) != 1 and (hosts or version != "1.0"):
-            return invalid(f"An HTTP/1.1 request has one header Host, and this one {len(hosts) or 'none'}.", "Host")
+            return invalid(f"The request has {len(hosts)} Host headers; HTTP/1.1 requires exactly one.", "Host")
         if hosts and not _HOST.fullmatch(hosts[0]):
             return invalid("The header Host is not a host with an optional port.", "Host")
         codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]

@@ -117,7 +117,7 @@ class FilesEndpoint:
         except NoRoom as full:
             raise ApiError(413, str(full), code="quota_exceeded", param=FILE, headers={"Connection": "close"}) from None
         except ClientDisconnect:
-            raise invalid("The client left before the file was there.") from None
+            raise invalid("The client disconnected before it had sent the whole file.") from None
 
     async def list(self, http: HttpRequest) -> FileList:
         """List the files, the newest first."""
