@@ -57,7 +57,7 @@ LEAST_WAIT_NS = 10_000_000
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that end a line in Unicode and may stand in a JSON string, with JSON's escapes."""
-_HEADERS = (
+STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     # Without it, nginx collects events before it passes them on.
     (b"x-accel-buffering", b"no"),
@@ -322,7 +322,7 @@ class EventStream(Response):
         del scope, receive  # `client_watch` calls `receive`.
         with client_watch(self._http, partial(self._call.stream.cancel, CLIENT_LEFT)):
             try:
-                headers = [(b"content-type", self._writer.media_type), *_HEADERS]
+                headers = [(b"content-type", self._writer.media_type), *STREAM_HEADERS]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._look()
                 await self._send_events(send)

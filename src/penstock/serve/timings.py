@@ -15,6 +15,8 @@ class Timings:
         self._call = call
         self._times_ns: dict[int, tuple[int, int]] = {}
         """By choice: the times of its first step and of its first token."""
+        self._has_progress: set[int] = set()
+        """Choices whose progress was returned."""
 
     def of(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """Return `timings` up to this chunk."""
@@ -27,8 +29,11 @@ class Timings:
             **_speed("predicted", chunk.num_generated_tokens, (chunk.at_ns - first_ns) / 1e6),
         }
 
-    def progress(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
-        """Return `prompt_progress` of a choice after its prefill."""
+    def progress(self, index: int, chunk: OutputChunk) -> dict[str, Any] | None:
+        """Return `prompt_progress` of a choice after its prefill, once, or None if the call does not ask for it."""
+        if index in self._has_progress or not self._call.answer.has_progress:
+            return None
+        self._has_progress.add(index)
         begun_ns, first_ns = self._times(index, chunk)
         num_tokens = self._call.requests[index].num_prompt_tokens
         return {

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.serve.errors import ApiError, internal
 from penstock.serve.events import EventReader, Garbage
 from penstock.serve.http.checks import identity_of, unless_gone
-from penstock.serve.streams import whole_lines
+from penstock.serve.streams import STREAM_HEADERS, Writer, whole_lines
 from penstock.serve.upstream_exchange import Exchange
 
 _log = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class UpstreamStream(Response):
                 self._held.close()
 
     async def _answer(self, http: HttpRequest, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": [*headers, (b"x-accel-buffering", b"no")]})
+        headers = [(b"content-type", Writer.media_type), *STREAM_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             end = await unless_gone(http, self._pass_on(send))
         except ApiError:  # the client has left

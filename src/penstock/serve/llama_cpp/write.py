@@ -108,7 +108,6 @@ class LlamaWriter(Writer):
         self._shown = shown
         self._has_new_line = [False] * len(call.requests)
         self._timings = Timings(call)
-        self._has_progress = [not self._options.has_progress] * len(call.requests)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self._has_new_line[index] |= "\n" in chunk.text
@@ -143,9 +142,8 @@ class LlamaWriter(Writer):
         }
         if self._options.has_timings:
             piece["timings"] = self._timings.of(index, chunk)
-        if not self._has_progress[index]:
-            self._has_progress[index] = True
-            piece["prompt_progress"] = self._timings.progress(index, chunk)
+        if (progress := self._timings.progress(index, chunk)) is not None:
+            piece["prompt_progress"] = progress
         if entries := self._shown_logprobs(chunk):
             piece["completion_probabilities"] = self._probabilities(entries)
         return piece

@@ -151,7 +151,6 @@ class AnswerWriter(Writer):
         super().__init__(call)
         options = call.answer
         self._timings = Timings(call) if options.has_timings or options.has_progress else None
-        self._has_progress = [False] * len(call.requests)
         self._timed = b""
         """Fields of `Timings` for the current chunk's events, as JSON."""
         self._is_plain = not (
@@ -217,9 +216,8 @@ class AnswerWriter(Writer):
         if self._timings is None:
             return
         fields = {"timings": self._timings.of(index, chunk)} if self._options.has_timings else {}
-        if self._options.has_progress and not self._has_progress[index]:
-            self._has_progress[index] = True
-            fields["prompt_progress"] = self._timings.progress(index, chunk)
+        if (progress := self._timings.progress(index, chunk)) is not None:
+            fields["prompt_progress"] = progress
         self._timed = b"," + fast_json.dumps(fields)[1:-1] if fields else b""
 
     def _usage(self) -> Usage:
