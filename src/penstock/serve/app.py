@@ -192,10 +192,13 @@ def _upstreams(deployment: Deployment, config: ServerConfig) -> dict[str, Upstre
                 f"The upstream {upstream.name} names the API key {min(unknown)!r}, which the server does not have.",
                 remedy="Correct never_keys, or the file of keys.",
             )
+    import httpx2
+
     from penstock.serve.upstream import Upstream
 
     clock, off_loop = deployment.clock, deployment.off_loop
-    return {name: Upstream(config, clock, off_loop) for name, config in deployment.upstreams.items()}
+    tls = httpx2.create_ssl_context()  # it reads all certificates, which takes too long on the event loop
+    return {name: Upstream(config, clock, off_loop, tls) for name, config in deployment.upstreams.items()}
 
 
 def key_ring(config: ServerConfig) -> KeyRing | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -68,8 +69,8 @@ def _question(data: bytes, model: str) -> Question:
 class Upstream:
     """A model of another server. All methods but `keeps_out` are for the event loop."""
 
-    def __init__(self, config: UpstreamConfig, clock: Clock, off_loop: OffLoop) -> None:
-        """`off_loop`: threads that parse large bodies and answers."""
+    def __init__(self, config: UpstreamConfig, clock: Clock, off_loop: OffLoop, tls: ssl.SSLContext) -> None:
+        """`off_loop`: threads that parse large bodies and answers. `tls`: trusted certificates, shared by all."""
         self.config = config
         self.clock = clock
         self.results: Counter[str] = Counter()
@@ -77,6 +78,7 @@ class Upstream:
         self.tokens: Counter[str] = Counter()
         """Tokens of prompts and answers, as it counts them."""
         self._off_loop = off_loop
+        self._tls = tls
         self._breaker = Breaker(clock)
         self._tenants = Tenants(None, None)
         self._num_open = 0
@@ -235,6 +237,7 @@ class Upstream:
                 headers["Authorization"] = f"Bearer {config.key}"
             self._client = httpx2.AsyncClient(
                 headers=headers,
+                verify=self._tls,
                 limits=httpx2.Limits(max_connections=config.max_concurrent),
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # those of one client are not for the next
             )
