@@ -266,3 +266,20 @@ def test_a_long_prefill_that_is_paused_and_resumed_in_one_step_has_one_row() -> 
     assert [request.num_preemptions for request in (low, long, high)] == [1, 1, 0]
     assert sorted(row.request_id for row in plan.rows) == ["high", "long"]
     finish(driver, low, long, high)
+
+
+def test_memory_is_counted_right_where_a_decode_that_rests_needs_a_block() -> None:
+    """20 blocks of a token: each of the low ones holds 10 and has 11 tokens, while steps are for prompts alone."""
+    lows = [make_request(f"low-{idx}", [5 + idx] * 9, max_tokens=8, priority=LOW) for idx in range(2)]
+    high = make_request("high", [9] * 11, max_tokens=8, priority=HIGH)
+    policies = make_policies(order="priority", budget="prefill-first", reserve="chunk")
+    shape = replace(DEFAULT_CAPACITY, block_size=1, num_blocks=21, max_rows=3, max_step_tokens=32, max_model_len=20)
+    driver = Driver(make_core(shape, policies), HashExecutor(shape))
+    driver.turn(*map(Add, lows))
+    driver.turn()
+    driver.turn(Add(high))
+    assert high.status is RequestStatus.RUNNING
+    while driver.core.has_work:
+        driver.turn()
+        driver.core.check()
+    assert high.num_preemptions == 0

@@ -47,7 +47,7 @@ class StepDraft:
     num_let_in: int = 0
     """Requests that the gate lets in and that were admitted, held back or set aside."""
     num_promised_blocks: int = 0
-    """Free blocks reserved for the current tokens of running prefills and of requests set aside."""
+    """Free blocks reserved for the current tokens of running requests and of requests set aside."""
     num_promised_rows: int = 0
     lacks_memory: bool = False
     """A running request was preempted for another's blocks, so no request is admitted."""

@@ -71,7 +71,7 @@ class Joining:
         tier = self._kv.tier
         if tier is not None and tier.is_awaited_by(request.request_id, draft.now_ns):  # running requests continue meanwhile
             return False
-        draft.num_promised_blocks = sum(map(running.missing_blocks, running.of_class(background=False)))
+        draft.num_promised_blocks = running.num_missing_blocks(background=False)
         for follower in self.waiting.aside:
             if self._is_awaiting(follower):
                 self._keep_place(follower, draft)

@@ -197,6 +197,12 @@ class Running:
         # A step planned ahead sees blocks that the request gives back when the step in flight is committed.
         return min(num_left, max(num_more, num_blocks_for(self._capacity.max_step_tokens)))
 
+    def num_missing_blocks(self, *, background: bool) -> int:
+        """Return how many blocks the running requests of a class still need for their tokens."""
+        running = self.of_class(background=background)
+        behind = [one for one in running if one.num_tokens > one.num_computed_tokens + one.num_inflight_tokens]
+        return sum(map(self.missing_blocks, behind))
+
     def most_blocks(self, request: Request, num_positions: int) -> int:
         """Return the most blocks that a request holds at one time until `num_positions` are computed."""
         return most_blocks(request, num_positions, self._capacity)

@@ -426,14 +426,15 @@ class Scheduler:
     def _share_out(self, draft: StepDraft, joining: Joining, prefills: list[Request]) -> None:
         """Give the tokens that decodes left over to the running prefills and waiting requests of a class.
 
-        Requests that join leave running prefills the blocks for all their tokens, so no step both admits and preempts.
+        Requests that join leave running ones the blocks for all their tokens, so no step both admits and preempts.
         """
         has_waiting = len(joining.waiting) > 0
         if has_waiting:
             joining.call_back(draft)
+        if has_waiting or prefills:
+            draft.num_promised_blocks += self._running.num_missing_blocks(background=joining.is_background)
         if prefills:
             self._extending.note_long(draft, prefills)
-            draft.num_promised_blocks += sum(map(self._running.missing_blocks, prefills))
             for request in joining.rank(prefills, draft.now_ns, tuple(draft.late)):
                 if has_waiting:
                     joining.admit(draft, before=request)
