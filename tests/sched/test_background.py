@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,7 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import BeamParams
 from penstock.types.stats import StepCounts, WaitReason
 from support.fake_adapters import FakeAdapters, make_adapter
+from support.half_right import HalfRight
 from support.stepwise import Device
 from support.strategies import JOB, Engine, Workload, engines, workloads
 
@@ -344,6 +346,27 @@ def test_a_decode_of_the_background_counts_as_long_as_it_takes() -> None:
     # 5 ms with the person alone, and a quarter of the 45 that are left
     assert len(rows_of(plan, "line")) == 3
     assert "person-0" in rows_of(plan)
+
+
+def guesses_of_a_person(job: Sequence[Request], fill_share: float) -> list[int]:
+    """Return how many guesses each of its steps has."""
+    shape = replace(CAPACITY, checks_guesses=True, max_scored=32, num_blocks=201)
+    executor = HashExecutor(shape)
+    policies = make_policies(budget=HoldLatency(fill_share=fill_share), guesser=HalfRight(executor.model, shape))
+    driver, nums = Driver(make_core(shape, policies), executor), list[int]()
+    one = person(0, max_tokens=60)
+    driver.turn(*map(Add, [one, *job]))
+    while one.status is not RequestStatus.FINISHED:
+        plan = driver.turn()
+        assert not any(request_id.startswith("line") for request_id in plan.guesses)
+        nums.append(len(plan.guesses.get("person-0", ())))
+    return nums
+
+
+def test_a_job_leaves_others_their_guesses() -> None:
+    assert guesses_of_a_person([line(0)], 0.0) == guesses_of_a_person([], 0.0)
+    beside_lines = guesses_of_a_person([line(idx, max_tokens=100) for idx in range(3)], 0.3)
+    assert sum(beside_lines) > 0.7 * sum(guesses_of_a_person([], 0.3)) > 0
 
 
 def test_a_line_that_gets_no_row_keeps_its_memory() -> None:

@@ -132,8 +132,11 @@ class Guessing:
             return {}
         found: list[tuple[int, Guess, float]] = []
         could_have: list[tuple[int, int]] = []
+        has_others = draft.counts.num_background_tokens < draft.counts.num_tokens
         for idx, row in enumerate(draft.rows[: draft.num_decode_rows]):
             request = running[row.request_id]
+            if has_others and request.background:  # their guesses would take others' time
+                continue
             most = min(MOST_GUESSES, request.max_total_tokens - request.num_tokens - 1)
             if most <= 0 or (row.query_len, row.samples) != (1, 1) or request.sampling.beams is not None:
                 continue

@@ -406,6 +406,8 @@ class Scheduler:
             self._share_out(draft, self._filling, prefills)
         counts.num_background_tokens = counts.num_tokens - num_before
         counts.waits_for, counts.sat_out = waits_for, [*sat_out, *counts.sat_out]
+        if num_before:
+            draft.limits = limits
 
     def _ask_budget(self, counts: StepCounts, prefills: Sequence[Request], *, is_idle: bool = False) -> StepLimits:
         view = BudgetView(
