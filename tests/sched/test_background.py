@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from penstock.sched.adapters import LOAD_TIMEOUT_NS
 from penstock.sched.background import PAUSE_NS, Share
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, GateDecision, GateView, StepLimits, StepRecord
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
@@ -21,7 +22,7 @@ from penstock.testing.driver import STEP_NS
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.events import Abort, Add
 from penstock.types.plan import StepPlan
-from penstock.types.request import Request, RequestStatus
+from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.sampling import BeamParams
 from penstock.types.stats import StepCounts, WaitReason
 from support.fake_adapters import FakeAdapters, make_adapter
@@ -37,7 +38,7 @@ def line(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: Any) -> Requ
     return make_request(f"line-{idx}", [5 + idx] * prompt, max_tokens=max_tokens, background=True, arrival_ns=idx, **fields)
 
 
-def person(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: int) -> Request:
+def person(idx: int, prompt: int = 8, max_tokens: int = 40, **fields: Any) -> Request:
     return make_request(f"person-{idx}", [20 + idx] * prompt, max_tokens=max_tokens, arrival_ns=1000 + idx, **fields)
 
 
@@ -228,6 +229,24 @@ def test_what_an_owed_step_promises_binds_nobody_if_it_gets_no_row() -> None:
     driver.turn()
     assert driver.core.scheduler._share.is_owed
     assert len(rows_of(driver.turn(*map(Add, people)), "person")) == 8
+
+
+def with_adapters_that_never_come(*requests: Request) -> Driver:
+    adapters = FakeAdapters(worker=lambda job, is_urgent: None)
+    driver = Driver(make_core(CAPACITY, make_policies(budget=DecodeFirst()), adapters=adapters), HashExecutor(CAPACITY))
+    driver.turn(*map(Add, requests))
+    return driver
+
+
+def test_who_waits_for_an_adapter_lets_others_take_rows_from_the_background() -> None:
+    driver = with_adapters_that_never_come(*[line(idx) for idx in range(4)])
+    assert len(rows_of(driver.turn(), "line")) == 4
+    late, others = person(0, adapter=make_adapter(1)), [person(idx) for idx in range(1, 3)]
+    assert rows_of(driver.turn(*map(Add, [late, *others])), "person") == {"person-1", "person-2"}
+    driver.clock.advance(LOAD_TIMEOUT_NS)
+    driver.turn()
+    assert late.finish_reason is FinishReason.REJECTED
+    finish(driver, *others)
 
 
 def test_beam_searches_of_the_background_wait_as_nobody() -> None:

@@ -248,9 +248,12 @@ class Joining:
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
-        """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request."""
+        """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request, or taken for it
+        from those that it may preempt."""
         if self._is_full(draft):
-            return False
+            lower = self._groups.running_members(self._lower(request, draft))
+            if self._num_taken_rows(draft) - self._groups.num_rows(lower) >= self._running.max_rows:
+                return False
         num_blocks = self._kv.num_blocks_for(request.num_tokens) + self._kv.num_state_blocks
         reason = WaitReason.ADAPTER
         if isinstance(awaited, Awaited):
