@@ -249,6 +249,25 @@ def test_who_waits_for_an_adapter_lets_others_take_rows_from_the_background() ->
     finish(driver, *others)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_place_of_an_adapter_is_taken_from_the_background(share: float) -> None:
+    """Two adapters may run, each with two lines. With a share the oldest line keeps the place of its own."""
+    lines = [line(idx, adapter=make_adapter(1 + idx % 2)) for idx in range(4)]
+    policies = make_policies(budget=DecodeFirst(), background_share=share)
+    core = make_core(CAPACITY, policies, adapters=FakeAdapters(), max_adapters=2)
+    driver = Driver(core, HashExecutor(CAPACITY))
+    driver.turn(*map(Add, lines))
+    assert len(rows_of(driver.turn(), "line")) == 4
+    one = person(0, adapter=make_adapter(3))
+    driver.turn(Add(one))
+    assert one.status is RequestStatus.RUNNING
+    assert sum(request.num_preemptions for request in lines) == 2
+    assert not share or lines[0].num_preemptions == 0
+    while driver.core.has_work:
+        driver.turn()
+        driver.core.check()
+
+
 def test_beam_searches_of_the_background_wait_as_nobody() -> None:
     beams = BeamParams(width=3)
     driver = make_driver()

@@ -78,8 +78,10 @@ class Joining:
         packed, ref = None, request.adapter
         if ref is not None:
             packed = self._adapters.packed(ref)
-            if self._adapters.is_awaited(request, ref, packed) or self._adapters.is_full(ref):
+            if self._adapters.is_awaited(request, ref, packed):
                 return False
+            if self._adapters.is_full(ref):
+                return bool(self._whom_to_pause_for_adapter(request, draft))
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
         candidate = Candidate(request, hit, query_len, packed)
@@ -164,7 +166,11 @@ class Joining:
                     continue
                 if self._adapters.is_full(ref):
                     counts.waits_for = WaitReason.ADAPTER
-                    return
+                    users = self._whom_to_pause_for_adapter(request, draft) if may_pause else ()
+                    if not users or not self._pause(users, request, 1, draft):
+                        return
+                    pauser = request
+                    continue
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
             if awaited is not None and not self._goes_past(request, awaited.leader, draft):
@@ -352,6 +358,16 @@ class Joining:
             return ()
         return [other for other in lower if other.background] or lower
 
+    def _whom_to_pause_for_adapter(self, request: Request, draft: StepDraft) -> Sequence[Request]:
+        """Return all users of a running adapter if `request` may preempt them, or none."""
+        users: dict[int, list[Request]] = {}
+        for other in self._running:
+            if other.adapter is not None:
+                users.setdefault(other.adapter.number, []).append(other)
+        lower = {other.request_id for other in self._lower(request, draft)}
+        found = [using for using in users.values() if all(other.request_id in lower for other in using)]
+        return min(found, key=lambda using: (not all(other.background for other in using), len(using)), default=())
+
     def _lower(self, request: Request, draft: StepDraft) -> Sequence[Request]:
         """Return the running requests that `request` may preempt, as background requests or by the order."""
         if self.is_background:
@@ -368,11 +384,16 @@ class Joining:
         # During a load nothing is paused: the load needs free blocks now, and the waiting request needs none.
         if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):
             return False
+        return self._pause(lower, candidate.request, candidate.query_len, draft)
+
+    def _pause(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> bool:
+        """Preempt one of `lower` for a request that joins with `query_len` tokens. Return False if the step is planned
+        ahead."""
         if draft.is_ahead:
             draft.puts_off_pause = True
             return False
         running = self._running
-        eviction = running.choose_victim(lower, candidate.request, candidate.query_len)
+        eviction = running.choose_victim(lower, request, query_len)
         if not eviction.request.background:  # else no block was promised
             draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
         draft.counts.waits_for = WaitReason.NOTHING

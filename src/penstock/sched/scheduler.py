@@ -309,7 +309,7 @@ class Scheduler:
                 draft = self._begin_draft(now_ns, after=draft)
         if not draft.rows:
             self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
-            if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY):
+            if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
                 self._running.keep_next()
             if fills:
                 self._fill(draft, sitting_out, sitting_out_alone)
