@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -322,10 +322,12 @@ def test_who_has_been_given_more_is_not_lowered() -> None:
     assert (stand.order.counter("a"), stand.order.counter("b")) == (20, 20)
 
 
-@pytest.mark.parametrize(("depth", "guesses"), [(1, False), (2, False), (1, True)])
-def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guesses: bool) -> None:
-    """Also where those who reach their limits in the step in flight have no row in the next, which is planned meanwhile, and
-    where guesses give a row several tokens."""
+@pytest.mark.parametrize(
+    ("depth", "guesses", "sit_out"), [(1, False, False), (2, False, False), (1, True, False), (1, False, True)]
+)
+def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guesses: bool, sit_out: bool) -> None:
+    """Also where those who reach their limits in the step in flight have no row in the next, which is planned meanwhile, where
+    guesses give a row several tokens, and where requests of a tenant sit out steps."""
     capacity = Capacity(
         num_blocks=200, block_size=4, max_rows=5, max_step_tokens=16, max_model_len=60, max_scored=9, checks_guesses=guesses
     )
@@ -336,6 +338,10 @@ def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guess
         make_request(f"r{idx}", 3 + idx % 15, max_tokens=1 + idx * 7 % 9, tenant="abc"[idx % 3], arrival_ns=idx)
         for idx in range(40)
     ]
+    if sit_out:
+        schedule, turn = core.scheduler.schedule, count()
+        names = [one.request_id for one in requests if one.tenant == "a"]
+        core.scheduler.schedule = lambda now_ns, *_: schedule(now_ns, names if next(turn) % 3 else ())
     run_to_completion(core, HashExecutor(capacity, depth=depth), *map(Add, requests))
     for tenant in "abc":
         own = [request for request in requests if request.tenant == tenant]

@@ -473,7 +473,8 @@ class Scheduler:
 
     def _note_served(self, draft: StepDraft, rows: tuple[RowPlan, ...]) -> None:
         """Report rows to the order policy, except background requests', which it does not know."""
-        requests, num_decodes = self._running.requests, draft.num_decode_rows
+        requests = self._running.requests
+        num_decodes = 0 if draft.counts.sat_out else draft.num_decode_rows  # 0: each row is charged for itself
         if self._running.num_background:
             num_decodes -= sum(requests[row.request_id].background for row in rows[:num_decodes])
             rows = tuple([row for row in rows if not requests[row.request_id].background])

@@ -162,6 +162,8 @@ class FairShares(Order):
     ) -> None:
         """Charge tenants for the step's tokens. Decodes are counted per tenant, so known ones cost no work per row."""
         del last_step
+        if num_decodes < len(self._decoding):  # some have no row, and are not charged
+            num_decodes = 0
         if num_decodes:
             num_known = len(self._decoding)
             charged = 0
