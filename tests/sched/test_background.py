@@ -443,6 +443,19 @@ def test_the_share_of_the_time_is_kept_beside_others_that_want_all_of_it() -> No
         finish(driver)
 
 
+def test_others_wait_for_the_same_while_the_background_has_a_step() -> None:
+    people, job = [person(idx, prompt=30, max_tokens=60) for idx in range(12)], line(0, max_tokens=150)
+    driver = make_driver(job, *people, share=0.5, max_rows=2)
+    found, num_owed = set[WaitReason](), 0
+    driver.turn()
+    while driver.core.scheduler.num_waiting > 3:
+        num_owed += not rows_of(driver.turn(), "person")
+        found.add(driver.core.scheduler.news.waits_for)
+    assert num_owed > 50
+    assert found == {WaitReason.ROWS}
+    finish(driver)
+
+
 def test_a_request_that_needs_much_memory_gets_it_before_another_line_keeps_its_place() -> None:
     """The first line keeps its blocks until it ends. Then whoever waits has them, though lines that run came before it."""
     lines, big = [line(idx, max_tokens=20 + 4 * idx) for idx in range(8)], person(0, prompt=88, max_tokens=8)

@@ -307,6 +307,8 @@ class Scheduler:
             if not draft.rows:  # its promises to background requests must not bind others
                 admissions = draft.admissions  # all preempted since
                 draft = self._begin_draft(now_ns, after=draft)
+            elif len(self._queues.waiting):
+                draft.counts.waits_for = draft.counts.waited_for or WaitReason.TOKENS
         if not draft.rows:
             self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
             if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
