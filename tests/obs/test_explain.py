@@ -609,6 +609,17 @@ def test_steps_of_the_background_are_told_apart() -> None:
     assert (told.num_sat_out_steps, told.longest_gap.gap_ns, told.longest_gap.has_sat_out) == (1, 19 * MS, False)
 
 
+def test_steps_for_prompts_alone_are_none_of_the_background() -> None:
+    bench = Bench(num_blocks=200, max_step_tokens=16, policies=make_policies(budget="prefill-first"))
+    bench.add("a", 8, max_tokens=9)
+    bench.steps(3)
+    bench.add("b", 40, max_tokens=2)
+    bench.run()
+    told = bench.told("a")
+    assert (told.num_decode_steps, told.num_steps_with_prompts, told.num_sat_out_steps) == (8, 2, 0)
+    assert (told.decode_ns, told.decode_with_prompts_ns, told.rested_ns) == (10 * MS, 2 * MS, 0)
+
+
 def test_beams_of_one_search_are_not_told_as_waiting_before_each_other() -> None:
     bench = Bench(num_blocks=200, max_step_tokens=32)
     bench.add("early", [90], max_tokens=3)

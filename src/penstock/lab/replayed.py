@@ -137,6 +137,7 @@ class _Replay:
     def _stats(self, step: StepDone, resting: Sequence[str]) -> StepStats:
         rows = [RowPlan(str(row.id), row.context_len, row.query_len, (), row.samples) for row in step.rows if row.id != NOBODY]
         background = {row.id for row in step.rows if row.id in self._arrivals and self._arrivals[row.id].background}
+        is_apart = all(row.id in background or row.query_len > max(1, row.samples) for row in step.rows)
         counts = StepCounts(
             num_rows=len(rows),
             num_tokens=sum(row.query_len for row in step.rows),
@@ -146,8 +147,8 @@ class _Replay:
             waits_for=step.waits_for,
             guesses={str(row.id): (row.samples - 1, row.num_accepted) for row in step.rows if row.samples > 1},
             guess_sources={str(row.id): "unknown" for row in step.rows if row.samples > 1},
-            rested=resting if background else (),
-            sat_out=() if background else resting,
+            rested=resting if is_apart else (),
+            sat_out=() if is_apart else resting,
             prefills=[row for row in rows if row.query_len > max(1, row.samples)],
         )
         num_blocks = self._recording.header.capacity.num_blocks - 1

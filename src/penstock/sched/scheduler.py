@@ -377,13 +377,12 @@ class Scheduler:
             self._share_out(draft, joining, joining.rank(prefills, draft.now_ns))
         if draft.rows:
             with_rows = {row.request_id for row in draft.rows}
-            resting = [request.request_id for request in running if request.request_id not in with_rows]
-            draft.counts.rested = [*draft.counts.rested, *resting]
+            draft.counts.rested = [request.request_id for request in running if request.request_id not in with_rows]
 
     def _fill(self, draft: StepDraft, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> None:
         """Plan rows of background requests in what the others have left of the step, as far as the budget allows."""
         counts, running = draft.counts, self._running.of_class(background=True)
-        num_before, waits_for, sat_out = counts.num_tokens, counts.waits_for, counts.sat_out
+        num_before, waits_for, sat_out, rested = counts.num_tokens, counts.waits_for, counts.sat_out, counts.rested
         prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
         if not draft.rows:
             draft.limits = self._ask_budget(counts, prefills, is_idle=True)
@@ -407,7 +406,7 @@ class Scheduler:
         if draft.limits.max_tokens > counts.num_tokens:
             self._share_out(draft, self._filling, prefills)
         counts.num_background_tokens = counts.num_tokens - num_before
-        counts.waits_for, counts.sat_out = waits_for, [*sat_out, *counts.sat_out]
+        counts.waits_for, counts.sat_out, counts.rested = waits_for, [*sat_out, *counts.sat_out], [*rested, *counts.rested]
         if num_before:
             draft.limits = limits
 

@@ -243,7 +243,8 @@ class Journal:
     def _sit_out(self, stats: StepStats, number: int) -> None:
         """Record requests that sat out the step, and those that no longer do. Call this before the step is in the log."""
         went_on, self._sitting_out = self._sitting_out, {}
-        last_ended_ns = self._log.last_ended_ns
+        counts, last_ended_ns = stats.counts, self._log.last_ended_ns
+        step_ns = stats.ended_ns - last_ended_ns
         for request_id in (*stats.counts.sat_out, *stats.counts.rested):
             known = went_on.pop(request_id, None)
             life, was_grammar = known or (self._lives.get(request_id), False)
@@ -255,9 +256,11 @@ class Journal:
             life.decodes_from = number + 1
             if is_grammar:
                 life.num_sat_out += 1
-                life.sat_out_ns += stats.ended_ns - last_ended_ns
+                life.sat_out_ns += step_ns
+            elif counts.num_background_tokens < counts.num_tokens:  # the step was for prompts alone
+                life.decodes.add(Span(prompts_ns=step_ns, num_prompt_steps=1))
             else:
-                life.rested_ns += stats.ended_ns - last_ended_ns
+                life.rested_ns += step_ns
             if life.last_token_ns is None:
                 life.last_token_ns = last_ended_ns
         for life, was_grammar in went_on.values():
