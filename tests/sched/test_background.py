@@ -102,8 +102,10 @@ def test_others_are_planned_as_if_there_was_no_job(engine: Engine, workload: Wor
 
 
 def with_room_for_all(engine: Engine, workload: Workload, **policies: object) -> tuple[Engine, Workload]:
-    """No line must be paused and nothing cached is lost. The job's prompts are found by itself alone."""
-    capacity = replace(engine.capacity, num_blocks=20 * engine.capacity.num_blocks, max_rows=40)
+    """Nobody is paused and nothing cached is lost. The job's prompts are found by itself alone."""
+    num_tokens = max(engine.capacity.max_step_tokens, len(workload.prompts))
+    num_blocks = 20 * engine.capacity.num_blocks
+    capacity = replace(engine.capacity, num_blocks=num_blocks, max_rows=40, max_step_tokens=num_tokens)
     policies = {"gate": Continuous(), "budget": DecodeFirst(), "background_share": 0.0, **policies}
     salts = [b"job" if tenant == JOB else salt for (_, tenant, _), salt in zip(workload.ranks, workload.salts, strict=True)]
     engine = replace(engine, capacity=capacity, policies=replace(engine.policies, **policies), enable_prefix_caching=True)
@@ -454,6 +456,14 @@ def test_others_wait_for_the_same_while_the_background_has_a_step() -> None:
     assert num_owed > 50
     assert found == {WaitReason.ROWS}
     finish(driver)
+
+
+def test_the_only_row_is_kept_for_no_line() -> None:
+    job, one = line(0), person(0, max_tokens=4)
+    driver = make_driver(job, share=0.5, max_rows=1)
+    driver.turn()
+    assert rows_of(driver.turn(Add(one))) == {"person-0"}
+    finish(driver, job, one)
 
 
 def test_a_request_that_needs_much_memory_gets_it_before_another_line_keeps_its_place() -> None:

@@ -31,9 +31,9 @@ class Running:
         self.requests: dict[str, Request] = {}
         """In order of admission."""
         self.num_background = 0
-        self._keeps_one = policies.background_share > 0
+        self._keeps_one = policies.background_share > 0 and max_rows > 1
         self._keeper: Request | None = None
-        """The background request that keeps its row and blocks, so the share is usable."""
+        """The background request that keeps its row and blocks, so that steps owed to the background have one to run."""
         self._others_are_next = False
         """The last keeper left. Others waiting for a row or memory go before the next keeper."""
         self.prefill_ns_per_token = 0.0

@@ -65,9 +65,9 @@ class Gate(Protocol):
     """A step may be planned while the one before is in flight. The view then counts requests that end with that step."""
 
     def max_running(self, capacity: Capacity) -> int:
-        """Return how many requests may run at once. A padded batch needs as many rows again. Called once, at the start.
+        """Return how many requests may run at once: each needs a token per step. A padded batch needs as many rows again.
 
-        Raises ConfigError if the gate's settings exceed the capacity.
+        Called once, at the start. Raises ConfigError if the gate's settings exceed the capacity.
         """
         max_rows = capacity.max_rows if self.is_continuous else max(1, capacity.max_rows // 2)
         return min(max_rows, capacity.max_step_tokens)
