@@ -357,6 +357,18 @@ def taught(**fields: float) -> HoldLatency:
     return budget
 
 
+@pytest.mark.parametrize(("second", "reason"), [(20, WaitReason.PREFIX), (21, WaitReason.TOKENS)])
+def test_lines_join_while_others_wait_for_what_lines_do_not_use(second: int, reason: WaitReason) -> None:
+    """One long prompt is computed at a time, 8 tokens of 32 a step. The second person waits for it, or for a part of it."""
+    people = [make_request(f"person-{idx}", [token] * 60, max_tokens=4) for idx, token in enumerate((20, second))]
+    driver = make_driver(*people, budget=DecodeFirst(long_prefill_token_threshold=8, max_long_partial_prefills=1))
+    driver.turn()
+    job = line(0)
+    assert rows_of(driver.turn(Add(job))) == {"person-0", "line-0"}
+    assert driver.core.scheduler.news.waits_for is reason
+    finish(driver, job, *people)
+
+
 def fill_tokens(num_decodes: int, most_ns: int = 0, *, is_idle: bool = False, **fields: float) -> int:
     view = BudgetView(512, num_decodes, 0, None, most_ns, has_background=True, is_idle=is_idle)
     return taught(**fields).limits(view).fill_tokens - num_decodes

@@ -392,6 +392,8 @@ class Scheduler:
         draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts, most_ns=limits.most_ns)
         draft.gate = self._filling.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
+        if waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.LOADING):
+            counts.waits_for = WaitReason.NOTHING  # lines that join take nothing that others wait for
         for fewer in (sitting_out, sitting_out_alone, ()):
             most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
             self._extending.decodes(draft, running, fewer, most=most)
