@@ -335,6 +335,27 @@ def test_a_planned_step_is_collected_where_someone_must_be_paused() -> None:
     device.run()
 
 
+class NoneBesideOthers(Budget):
+    def limits(self, view: BudgetView) -> StepLimits:
+        return StepLimits(view.max_step_tokens, fill_tokens=view.max_step_tokens if view.is_idle else 0)
+
+
+def test_a_line_that_rests_and_lacks_a_block_keeps_no_step_from_being_planned_ahead() -> None:
+    """4 blocks of 4 tokens: the line has one and wants a second. The person has the others from its ninth token on."""
+    policies = make_policies(budget=NoneBesideOthers(), reserve="chunk")
+    shape = replace(CAPACITY, max_model_len=60, num_blocks=5)
+    device = Device(make_core(shape, policies, enable_prefix_caching=False))
+    job, one = line(0, prompt=4, max_tokens=4), person(0, prompt=6, max_tokens=7)
+    device.begin(Add(job))
+    device.finish()
+    device.begin(Add(one))
+    for context_len in range(6, 12):
+        assert device.begin() == [("person-0", context_len, 1)]
+        device.finish()
+    device.run()
+    assert job.num_preemptions == 0
+
+
 # what they get
 
 

@@ -45,11 +45,13 @@ class Ahead:
         return True
 
     def _num_missing_blocks(self) -> int:
+        """Return how many blocks decodes need. Those of the background get no row if no block is left for them."""
         num_slots, num_blocks_for = self._kv.num_slots, self._kv.num_blocks_for
         num_missing = 0
         for request in self._running:
             num_missing_tokens = request.num_tokens - num_slots[request.request_id]
-            if num_missing_tokens > 0 and request.num_behind:  # otherwise the request ends with the step in flight
+            # A request with nothing left to compute ends with the step in flight.
+            if num_missing_tokens > 0 and request.num_behind and not request.background:
                 num_missing += num_blocks_for(num_missing_tokens)
         return num_missing
 

@@ -422,7 +422,8 @@ class Extending:
         num_copies = len(self._kv.pending_copies)
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             if request.background and draft.is_ahead:
-                return  # no blocks are left; it grows in a step that may preempt
+                draft.puts_off_pause = True
+                return
             assert request.background or not draft.admissions, "a step must not both admit and preempt"
             eviction = running.choose_victim(running.may_lose(request), request, query_len)
             draft.lacks_memory |= not eviction.request.background
