@@ -24,6 +24,7 @@ from penstock.types.stats import Admission, PreemptReason, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
+"""While a prefix is loaded, running requests may take blocks for this many tokens each."""
 
 
 class Joining:

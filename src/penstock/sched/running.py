@@ -353,7 +353,7 @@ class Extending:
     ) -> list[Request]:
         """Plan a row for each of these requests that decodes, in order of admission. Return the others.
 
-        Requests that sit out the step get no row, except to compute their prompts. `most`: tokens for all rows together.
+        Requests that sit out the step get no row, except to compute their prompts. `most`: how many rows at most.
         """
         counts = draft.counts
         num_others = counts.num_tokens - counts.num_decodes if draft.rows else 0

@@ -34,7 +34,7 @@ from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StateSave, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.stats import Admission, PlanNews, StepCounts, WaitReason
+from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
@@ -298,14 +298,12 @@ class Scheduler:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
         draft, fills = self._begin_draft(now_ns), self._is_continuous and self._has_background
-        admissions: list[Admission] = []
         self._joining.wakeup_ns = self._filling.wakeup_ns = None
         if fills and self._share.is_owed:
             self._fill(draft, sitting_out, sitting_out_alone)
             others = self._running.of_class(background=False)
             draft.counts.rested = [*draft.counts.rested, *[request.request_id for request in others]]
             if not draft.rows:  # its promises to background requests must not bind others
-                admissions = draft.admissions  # all preempted since
                 draft = self._begin_draft(now_ns, after=draft)
             elif len(self._queues.waiting):
                 draft.counts.waits_for = draft.counts.waited_for or WaitReason.TOKENS
@@ -316,8 +314,7 @@ class Scheduler:
             if fills:
                 self._fill(draft, sitting_out, sitting_out_alone)
         self._puts_off_pause = draft.puts_off_pause
-        admissions += draft.admissions
-        self.news = PlanNews(now_ns, draft.counts.waits_for, admissions, draft.preemptions, draft.set_aside)
+        self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
 
     def _begin_draft(self, now_ns: int, after: StepDraft | None = None) -> StepDraft:

@@ -269,7 +269,9 @@ class EngineLoad(NamedTuple):
     num_rows_free: int = 0  # how many more may run at once, given enough blocks
     adapters: AdapterCounts = AdapterCounts()
     num_background: int = 0  # background requests that run or wait
-    num_blocks_background: int = 0  # held blocks that background requests allocated: others get them when they need them
+    num_blocks_background: int = 0
+    """Held blocks that background requests allocated. Others get them when they need them, as they do the background's rows;
+    with `--background-share` except those of one request."""
     served_ns: int = -1 << 62  # end of the last step while requests ran that are not of the background
 
     @property

@@ -133,7 +133,7 @@ class Order(Protocol):
         return False
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        """Return whether to preempt `running` if `waiting`, which is next, lacks a row or memory.
+        """Return whether to preempt `running` if `waiting`, which is next, lacks a row, memory or a place for its adapter.
 
         If True, `waiting` must also outrank `running` once `running` is preempted. Must not be true both ways.
         """

@@ -83,15 +83,15 @@ class PriorityClasses(Order):
         return request.priority < other.priority and self.key(request, now_ns) < self.key(other, now_ns)
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        return self.is_preemptive and self.outranks(waiting, running, now_ns)
+        return self.outranks(waiting, running, now_ns)
 
 
 class EarliestDeadlineFirst(Order):
     """The earliest deadline first. A request without a deadline, or with a later one, counts as due `max_slack_ns` after its
     arrival.
 
-    A request that would miss its deadline even if it ran at once goes after all that can meet theirs. This is judged once, when
-    its turn comes.
+    A request that would miss its deadline even if it ran at once goes after all that can meet theirs. This is judged whenever
+    it is the next one. A deadline that is lost stays lost.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
