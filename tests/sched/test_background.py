@@ -152,6 +152,17 @@ def test_memory_is_taken_from_the_background() -> None:
     assert one.num_preemptions == 0
 
 
+def test_nobody_loses_memory_to_room_in_which_the_background_could_grow() -> None:
+    """Four lines hold 12 of 40 blocks, and could grow to 48."""
+    lines, one = [line(idx) for idx in range(4)], person(0, max_tokens=4)
+    driver = make_driver(*lines, num_blocks=41, max_rows=5)
+    driver.turn()
+    driver.turn()
+    assert "person-0" in rows_of(driver.turn(Add(one)))
+    assert not any(request.num_preemptions for request in lines)
+    finish(driver, *lines, one)
+
+
 def short_of_memory(*requests: Request, num_blocks: int = 12, share: float = 0.0) -> Driver:
     """Blocks of 4 tokens. None is kept back at the door, and the last to come would be preempted."""
     shape = replace(CAPACITY, num_blocks=num_blocks + 1)

@@ -219,21 +219,27 @@ class Running:
         return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
-        """Return whether there are blocks to admit the candidate if the requests in `without` were preempted."""
+        """Return whether there are blocks to admit the candidate if the requests in `without` were preempted.
+
+        No room to grow is kept for requests that yield to the candidate.
+        """
         request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         adapters, number = self._kv.adapters, request.adapter_number
         num_adapter_blocks = adapters.num_pinned_blocks
         staying: Collection[Request] = self.requests.values()
-        if without:
-            leaving = {other.request_id for other in without}
+        leaving = {other.request_id for other in without}
+        if leaving:
             num_available += self._kv.num_freed_blocks(leaving, kept=(*hit.block_ids, *hit.state))
             num_freed = self._kv.num_freed_adapter_blocks(leaving, kept=number)
             num_available += num_freed
             num_adapter_blocks -= num_freed
             num_promised -= sum(self.missing_blocks(other) for other in without if not other.background)
-            num_final -= sum(map(self._final_blocks, without))
+        yielding = [] if request.background else [other for other in self.yielding if other.request_id not in leaving]
+        if leaving or yielding:
+            leaving |= {other.request_id for other in yielding}
             staying = [other for other in self if other.request_id not in leaving]
+            num_final = sum(map(self._final_blocks, staying))
         if number != BASE:
             num_missing = adapters.num_missing(number, candidate.packed)
             num_available -= num_missing
@@ -244,6 +250,8 @@ class Running:
         if not staying:
             return num_chunk <= num_available
         num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for
+        num_held = num_total - num_available - num_adapter_blocks
+        num_held -= sum([self._kv.num_allocated_blocks(other.request_id) for other in yielding])
         num_prompt = num_blocks_for(request.num_tokens) + num_state
         num_limit = num_blocks_for(request.max_total_tokens - 1) + num_state
         num_fork_blocks = num_final_fork_blocks = 0
@@ -258,7 +266,7 @@ class Running:
             num_prompt_blocks=min(num_prompt - num_shared, self.most_blocks(request, request.num_tokens)) + num_fork_blocks,
             num_final_blocks=min(num_limit - num_shared, self._final_blocks(request)) + num_final_fork_blocks,
             num_running=len(staying) + len(forks),
-            num_growth_blocks=max(0, num_final - (num_total - num_available - num_adapter_blocks) - num_promised),
+            num_growth_blocks=max(0, num_final - num_held - num_promised),
             num_total_blocks=num_total,
             block_size=self._kv.block_size,
             swaps=cheaper_method(self.prefill_ns_per_token, self._kv.load_ns_per_token) is PreemptMethod.SWAP,
