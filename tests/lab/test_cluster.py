@@ -185,6 +185,16 @@ def test_a_split_computes_the_prompt_here_and_the_answer_there() -> None:
     assert list(outcome.timelines) == ["prefill 0", "decode 0"]
 
 
+def test_limits_for_the_first_token_end_with_it_in_a_split() -> None:
+    job = Job(arrival_ns=0, num_prompt_tokens=300, num_output_tokens=20)
+    slow = Link(bytes_per_token=1000, bytes_per_s=1e6)
+    (record,) = cluster(num_prefill_replicas=1, link=slow, queue_timeout_ns=100 * MS).run(of(job)).records
+    assert (record.end, record.num_output_tokens) == (End.OK, 20)
+    limit_ns = (record.first_ns or 0) + MS
+    (record,) = cluster(num_prefill_replicas=1, link=slow, first_token_timeout_ns=limit_ns).run(of(job)).records
+    assert (record.end, record.num_output_tokens) == (End.OK, 20)
+
+
 def test_an_answer_of_one_token_does_not_move() -> None:
     outcome = cluster(num_prefill_replicas=1, link=LINK).run(of(Job(arrival_ns=0, num_prompt_tokens=60, num_output_tokens=1)))
     assert outcome.num_steps == 1

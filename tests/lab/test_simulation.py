@@ -13,11 +13,13 @@ from penstock.clock import VirtualClock
 from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End
-from penstock.lab.simulation import Simulation
+from penstock.lab.simulation import Simulation, play
+from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import MAX_SAMPLES, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity, PaddingId, StepPlan, StepShape
 from penstock.types.request import FinishReason
 from penstock.types.stats import AdapterCounts
@@ -170,6 +172,25 @@ def test_a_full_queue_is_refused_and_comes_back_as_told() -> None:
     assert {record.end for record in patient} == {End.OK}
     waited = [record for record in patient if record.sent_ns + 10**9 <= (record.first_ns or 0)]
     assert len(waited) == len(refused), "their latencies count from when they first came"
+
+
+def test_a_refused_client_waits_as_many_milliseconds_as_it_was_told() -> None:
+    sent_ns: list[int] = []
+
+    class Full:
+        def submit(self, call: Call) -> None:
+            sent_ns.append(call.request.arrival_ns)
+            raise Rejected(RejectReason.QUEUE_FULL, "", retry_after_s=1.2341)
+
+        def abort(self, call: Call) -> None:
+            raise AssertionError(call)
+
+    clock = VirtualClock()
+    job = Job(arrival_ns=0, num_prompt_tokens=32, num_output_tokens=20)
+    traffic = Traffic(of(job), clock, simulation(), max_returns=1)
+    traffic.begin(Full())
+    play(clock, traffic, [], [])
+    assert sent_ns == [0, 1235 * MS]
 
 
 def test_a_target_of_the_first_token_keeps_the_queue_short() -> None:

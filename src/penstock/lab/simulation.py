@@ -410,12 +410,14 @@ class _Fleet:
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
 
     def _rest(self, call: Call) -> Request:
-        """Return the request for a call's tokens after the first."""
+        """Return the request for a call's tokens after the first. Its deadlines for the queue and the first token were met."""
         return anew(
             call.request,
             prompt_token_ids=(*call.request.prompt_token_ids, TOKEN_ID),
             sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),
             arrival_ns=self._clock.now_ns(),
+            queue_deadline_ns=None,
+            first_token_deadline_ns=None,
         )
 
 

@@ -19,7 +19,7 @@ from penstock.lab.pacing import Pace, Pacer
 from penstock.lab.records import End, Record
 from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
 from penstock.lab.virtual_server import ServerSettings
-from penstock.lab.workload import NS_PER_S, Job, Workload
+from penstock.lab.workload import Job, Workload
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import TokenEvent
 from penstock.types.request import FinishReason, Request
@@ -254,8 +254,8 @@ class Traffic:
         del self.calls[call.request.request_id]
         if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
             call.is_away = True
-            again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * NS_PER_S  # the header has whole seconds
-            self.agenda.note(again_ns, lambda: self._return(call))
+            wait_ns = math.ceil(1000 * rejected.retry_after_s) * 1_000_000  # the header `Retry-After-Ms` has whole milliseconds
+            self.agenda.note(self._clock.now_ns() + wait_ns, lambda: self._return(call))
         else:
             self._refuse(call.record, rejected.reason)
 
