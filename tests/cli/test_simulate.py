@@ -174,6 +174,14 @@ def test_replicas_that_scale_are_reported(simulate: Simulate) -> None:
     assert re.search(r"^replicas=2, replica 1 ", both, re.MULTILINE)
 
 
+def test_the_price_is_of_one_replica(simulate: Simulate, tmp_path: Path) -> None:
+    split = ("--prefill-replicas", "1", "--kv-bytes-per-token", "20000")
+    for replicas in (("3",), ("2", *split), ("0..3", "--start-s", "2")):
+        simulate(*SMALL, "--price-per-hour", "0.5", "--json", "r.json", "--replicas", *replicas)
+        price = json.loads((tmp_path / "r.json").read_text())["runs"][0]["price_per_hour"]
+        assert price == 1.5 if replicas[0] != "0..3" else 0 < price < 1.5
+
+
 def test_admission_is_the_servers(simulate: Simulate) -> None:
     words = ("--blocks", "400", "--workload", "short", "--requests", "60", "--rate", "500", "--max-num-seqs", "2")
     assert "429 queue_full" in simulate(*words, "--max-queue", "3")
@@ -209,6 +217,10 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--replicas", "2", "--start-s", "3"), "--start-s has no effect with a fixed number of replicas"),
         (("--link-latency-ms", "3"), "--link-latency-ms has no effect without a link"),
         (("--replicas", "2", "--kv-bytes-per-token", "3"), "--kv-bytes-per-token has no effect without a link"),
+        (("--price-per-hour", "nan"), "nan is not a finite number"),
+        (("--price-per-hour", "-1"), "-1.0 is not in the range"),
+        (("--replicas", "1..2", "--start-s", "inf"), "inf is not in the range"),
+        (("--replicas", "2", "--link-gbytes-per-s", "1", "--link-latency-ms", "nan"), "nan is not a finite number"),
         (("--link-gbytes-per-s", "3"), "--link-gbytes-per-s has no effect with one server"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,16 @@ NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "rea
 def printable(text: str) -> str:
     """Replace control characters, so that text from a model's file can't control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+
+
+class NumberRange(click.FloatRange):
+    """Click type of finite numbers in a range. `click.FloatRange` takes "nan", and "inf" if it has no maximum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return float(number)
 
 
 class GroupedCommand(click.Command):

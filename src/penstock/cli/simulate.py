@@ -18,6 +18,7 @@ from penstock.cli.options import (
     FOLDER,
     NOT_IN_THE_LAB,
     GroupedCommand,
+    NumberRange,
     config_options,
     is_given,
     model_argument,
@@ -81,9 +82,7 @@ class _Replicas(click.ParamType[_Bounds]):
 @model_argument
 @workload_options
 @click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop with this many users; arrival times are ignored.")
-@click.option(
-    "--load", type=click.FloatRange(min=0, min_open=True), help="Rate as a share of what the first variant can serve."
-)
+@click.option("--load", type=NumberRange(min=0, min_open=True), help="Rate as a share of what the first variant can serve.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")
 @click.option(
     "--returns", type=click.IntRange(min=0), default=0, help="How often a refused client retries, after the Retry-After wait."
@@ -100,7 +99,7 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option("--blocks", type=click.IntRange(min=1), help="KV blocks; then no model file is needed.")
 @click.option("--replicas", type=_Replicas(), default="1", show_default=True, help="Servers; in a split those that decode.")
 @click.option(
-    "--start-s", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Seconds that a replica takes to start."
+    "--start-s", type=NumberRange(0, 1e6), default=30.0, show_default=True, help="Seconds that a replica takes to start."
 )
 @click.option("--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-work, prefix, MODULE:CLASS.")
 @click.option(
@@ -109,14 +108,16 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option("--kv-bytes-per-token", type=click.IntRange(min=1), help="Bytes that replicas copy. Default: the model's.")
 @click.option(
     "--link-gbytes-per-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(1e-6, 1e6),
     help="GB/s that a replica can send to others. Default: no KV transfers, or 1 with --prefill-replicas.",
 )
-@click.option("--link-latency-ms", type=float, default=1.0, show_default=True, help="Fixed time added to each transfer.")
+@click.option(
+    "--link-latency-ms", type=NumberRange(0, 1e6), default=1.0, show_default=True, help="Fixed time added to each transfer."
+)
 @click.option("--vary", multiple=True, metavar="NAME=VALUE,...", help="Values of an option to compare, as policy=fcfs,sjf.")
 @click.option("--without", metavar="NAME", help="Compare with the default of this option and of its arguments.")
 @slo_option
-@click.option("--price-per-hour", type=float, help="Price of the machine, for the cost of a million tokens.")
+@click.option("--price-per-hour", type=NumberRange(0, min_open=True), help="Of one replica, for the cost of tokens.")
 @click.option("--every-run", is_flag=True, help="Show all figures of each simulation, where there are several.")
 @click.option("--json", "json_file", type=FILE, callback=output_file, help="Write the result, as of penstock bench.")
 @click.option("--html", type=FILE, callback=output_file, help="Write one HTML file that opens offline.")
@@ -158,7 +159,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         began_s = process_time()
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
         simulated.append(foretold.Foretold(name=name, outcome=outcome, wall_s=process_time() - began_s))
-        rate = None if chosen.rate is None else Load("rate", round(chosen.rate, 4))
+        rate, price = None if chosen.rate is None else Load("rate", round(chosen.rate, 4)), asked["price_per_hour"]
         runs.append(
             Run(
                 workload=workload.name,
@@ -170,7 +171,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
                 target=Target(model=asked["model"] if asked["blocks"] is None else "", server=f"cost model: {words}"),
                 begun_at=begun_at,
                 slos=slos,
-                price_per_hour=asked["price_per_hour"],
+                price_per_hour=None if price is None else price * outcome.mean_replicas,
                 samples=Samples.of(outcome.records),
             )
         )

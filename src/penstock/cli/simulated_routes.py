@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.files import write_text
-from penstock.cli.options import add_options, is_given, routing_of_file, tables_of_file
+from penstock.cli.options import NumberRange, add_options, is_given, routing_of_file, tables_of_file
 from penstock.config.several import configs_of
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError
@@ -48,14 +48,12 @@ route_options = add_options(
     click.option(
         "--shares", default=_SHARES, show_default=True, callback=_parse_shares, help="Route's shares for the large model."
     ),
-    click.option(
-        "--embed-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Time to embed a question here."
-    ),
-    click.option("--search-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="A pipeline's search."),
-    click.option("--upstream-ms", type=click.FloatRange(min=0), default=500.0, show_default=True, help="An upstream's TTFT."),
+    click.option("--embed-ms", type=NumberRange(0, 1e6), default=5.0, show_default=True, help="Time to embed a question here."),
+    click.option("--search-ms", type=NumberRange(0, 1e6), default=5.0, show_default=True, help="A pipeline's search."),
+    click.option("--upstream-ms", type=NumberRange(0, 1e6), default=500.0, show_default=True, help="An upstream's TTFT."),
     click.option(
         "--upstream-tokens-per-s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=NumberRange(1e-3, 1e6),
         default=50.0,
         show_default=True,
         help="Speed of each upstream answer.",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli.options import add_options, config_options, setting_keys, warn_of_unknown_variables
+from penstock.cli.options import NumberRange, add_options, config_options, setting_keys, warn_of_unknown_variables
 from penstock.types.errors import counted
 from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
 
@@ -33,16 +32,6 @@ _NOT_HERE = (
     "kv_eviction_args",
     "kv_rest",
 )
-
-
-class NumberRange(click.FloatRange):
-    """Click type of numbers in a range. Unlike `click.FloatRange`, it refuses "nan"."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value} is not a number.", param, ctx)
-        return float(number)
 
 
 class NotEmpty(click.ParamType[str]):

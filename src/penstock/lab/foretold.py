@@ -79,7 +79,7 @@ def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
             name, right = f"{one.name}: " if one.name else "", one.outcome.num_accepted / num_guesses
             yield f"{name}{counted(num_guesses, 'guess', 'guesses', spec=',')}, {right:.1%} of them right."
         if (scaled := one.outcome.scaled) is not None:
-            name, mean = f"{one.name}: " if one.name else "", scaled.replica_ns / max(1, one.outcome.duration_ns)
+            name, mean = f"{one.name}: " if one.name else "", one.outcome.mean_replicas
             yield (
                 f"{name}{scaled.replica_ns / NS_PER_S / 3600:,.2f} replica-hours. Replicas: {mean:.2f} in the mean, "
                 f"{max(num for _, num, _ in scaled.wanted)} at most, {counted(len(scaled.wanted) - 1, 'change')}."

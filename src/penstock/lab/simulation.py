@@ -52,6 +52,8 @@ class Outcome:
     outside: Mapping[str, int] = field(default_factory=dict)
     num_guesses: int = 0
     num_accepted: int = 0
+    mean_replicas: float
+    """Replicas in the mean over the run, prefill replicas included."""
     scaled: Scaled | None = None
 
 
@@ -115,7 +117,10 @@ class Simulation(ServerSettings):
         fleet = _Fleet(self, clock, traffic)
         traffic.begin(fleet)
         play(clock, traffic, fleet.all_servers, fleet.due, on_plan)
-        servers = fleet.all_servers
+        servers, scaled = fleet.all_servers, None if fleet.crew is None else fleet.crew.outcome()
+        mean_replicas: float = self.num_replicas + self.num_prefill_replicas
+        if scaled is not None:
+            mean_replicas = scaled.replica_ns / max(1, clock.now_ns())
         return Outcome(
             records=sorted(traffic.records, key=lambda record: record.index),
             ended=[stats for _, stats in sorted(fleet.ended.items(), key=lambda item: int(item[0]))],
@@ -128,7 +133,8 @@ class Simulation(ServerSettings):
             outside=sum((Counter(server.times.outside) for server in servers), Counter[str]()),
             num_guesses=sum(server.num_guesses for server in servers),
             num_accepted=sum(server.num_accepted for server in servers),
-            scaled=None if fleet.crew is None else fleet.crew.outcome(),
+            mean_replicas=mean_replicas,
+            scaled=scaled,
         )
 
     def capacity_per_s(self, workload: Workload) -> float:
