@@ -17,6 +17,7 @@ from penstock.lab.doctor import RULES, Diagnosis, Finding, Verdict
 from penstock.lab.evidence import Scrape
 from penstock.lab.recording import open_recording
 from penstock.lab.replayed import show
+from penstock.lab.traces import read_workload
 from penstock.obs.explain.explanation import Explanation
 from penstock.types.request import WaitTimes
 from support.doctor.stage import MODEL, Stage, Visitor, poisson
@@ -64,6 +65,15 @@ def test_waits_before_the_queue_and_the_background_are_recorded(tmp_path: Path) 
     assert len(shown.explanations) == len(grammars)
     series = Scrape(shown.after, MODEL)
     assert series.sum("background_tokens_total") == stage.metrics.num_background_tokens > 0
+    workload = read_workload(tmp_path / "r")
+    assert workload.name == "r without 3 background requests"
+    assert len(workload.jobs) == len(grammars)
+
+
+def test_a_recording_of_the_background_alone_has_too_few_requests(tmp_path: Path) -> None:
+    record(tmp_path / "r", [Visitor(at_s=0, answer=200, background=True) for _ in range(3)])
+    code, text = doctor(str(tmp_path / "r"))
+    assert (code, "Requests seen: 0" in text) == (2, True), text
 
 
 def test_preempted_requests_of_a_recording_are_told_from_those_that_rest(tmp_path: Path) -> None:

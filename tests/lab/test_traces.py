@@ -274,10 +274,11 @@ def test_a_recording_is_a_workload_of_what_is_known(file: Path) -> None:
         *recorded(6, 7000, "error", 3),
         *recorded(7, 8000, None),
         *recorded(8, 9000, "stop", 5, beams=2),
+        *recorded(9, 9500, "stop", 5, background=True),
     ]
     file.write_text(compact([HEADER, *rows]))
     workload = read_workload(file)
-    assert workload.name == "requests.txt without 4 requests of unknown answer"
+    assert workload.name == "requests.txt without 1 background request and 4 requests of unknown answer"
     assert workload.prefix_block_tokens == 16
     told = [
         (job.arrival_ns, job.num_output_tokens, job.cancelled_after_tokens, job.cancelled_ns, job.deadline_ns)

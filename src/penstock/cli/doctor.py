@@ -143,7 +143,9 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
         settings=header.settings,
         capacity=capacity_of(header.capacity),
     )
-    predictor = Predictor(evidence, read_workload(path))
+    predictor = predictor_of(evidence)
+    with suppress(PenstockError):  # only background requests, or no known answer
+        predictor = Predictor(evidence, read_workload(path))
     with suppress(ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times
         predictor.cost = fit(steps_of(recording), are_in_order=True).cost
     with suppress(PenstockError):  # nothing was guessed

@@ -341,25 +341,29 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
 def _recorded(path: Path, max_requests: int | None) -> Workload:
     """Return the requests of a recording as a workload.
 
-    Requests that did not end, failed, were refused or used beam search are left out. Clients that cancelled do so again: after
-    as many tokens, or at the same time if there were none. Adapters are ignored. The workload's name says how many requests
-    were left out or had an adapter.
+    Requests that did not end, failed, were refused, used beam search or ran in the background are left out. Clients that
+    cancelled do so again: after as many tokens, or at the same time if there were none. Adapters are ignored. The workload's
+    name says how many requests were left out or had an adapter.
     """
     recording = open_recording(path)
     jobs: list[Job] = []
-    num_left_out = num_adapted = 0
+    num_background = num_left_out = num_adapted = 0
     for request in sorted(recording.requests(), key=lambda request: request.arrival.arrival_ns):
         if len(jobs) == max_requests:
             break
-        job = _recorded_job(request)
-        if job is None:
+        if request.arrival.background:
+            num_background += 1
+        elif (job := _recorded_job(request)) is None:
             num_left_out += 1
         else:
             jobs.append(job)
             num_adapted += request.arrival.adapter != BASE
     name = path.name if max_requests is None else f"{path.name}, first {max_requests}"
+    without = [counted(num_background, "background request")] if num_background else []
     if num_left_out:
-        name += f" without {counted(num_left_out, 'request')} of unknown answer"
+        without.append(f"{counted(num_left_out, 'request')} of unknown answer")
+    if without:
+        name += f" without {' and '.join(without)}"
     if num_adapted:
         name += f", {num_adapted} of adapters taken as the base's"
     return _trace(path, name, jobs, prefix_block_tokens=recording.header.block_size)
