@@ -136,6 +136,7 @@ def test_a_healthy_recording_ends_with_0(tmp_path: Path) -> None:
 def test_a_simulator_that_is_far_off_predicts_nothing(one_row: Path, tmp_path: Path) -> None:
     fast = CostModel(step_ns=1e3, decode_row_ns=1e3, prefill_token_ns=1e3)
     save_cost(tmp_path / "cost", SavedCost(cost=fast, source="profile"))
+    assert "Try (not simulated): --max-num-seqs 2." in doctor(str(one_row), "--cost", str(tmp_path / "cost"))[1]
     told = json.loads(doctor(str(one_row), "--cost", str(tmp_path / "cost"), "--json")[1])
     assert told["findings"][0]["gain"] is None
     assert told["doubt"].startswith("No gain is predicted: simulated as they were, requests take ")

@@ -138,9 +138,9 @@ def test_a_tier_that_is_slower_than_computing_is_named() -> None:
     assert 0.2 < found.share < 0.7
 
 
-@pytest.mark.parametrize(("gap_s", "is_advised"), [(1.0, False), (0.5, True)])
-def test_a_setting_without_a_gain_is_not_advised(gap_s: float, is_advised: bool) -> None:
-    gain = Prediction(RequestTimes(1.0, 1.0, 1.0), RequestTimes(1.0, 1.0, gap_s))
+@pytest.mark.parametrize(("mean_s", "gap_s", "is_advised"), [(1.0, 1.0, False), (1.0, 0.5, True), (1.2, 0.5, False)])
+def test_a_setting_without_a_gain_is_not_advised(mean_s: float, gap_s: float, is_advised: bool) -> None:
+    gain = Prediction(RequestTimes(1.0, 1.0, 1.0), RequestTimes(mean_s, 1.0, gap_s))
     found = diagnose(evidence_of(window_too_long), lambda _: gain).findings[0]
     assert found.rule.name == "batch window"
     assert (bool(found.change), found.gain) == ((True, gain) if is_advised else (False, None))

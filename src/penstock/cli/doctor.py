@@ -298,7 +298,7 @@ def _lines(diagnosis: Diagnosis, doubt: str = "") -> Iterator[str]:
         yield f"{number}. {one.rule.name}: {one.share:.0%} of the time; {one.symptom}"
         texts = [one.rule.cause, one.evidence, one.rule.remedy]
         if advice := _advice(one.change):
-            texts.append(f"Try: {advice}.")
+            texts.append(f"Try{' (not simulated)' if one.gain is None else ''}: {advice}.")
         if one.gain is not None:
             texts.append(_gain(one.gain))
         for text in texts:

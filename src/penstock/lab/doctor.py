@@ -75,8 +75,10 @@ class Prediction:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether requests take less time, or the longest gap between two tokens is shorter."""
-        return self.share >= NAMED_SHARE or self.after.gap_s <= (1 - NAMED_SHARE) * self.before.gap_s > 0
+        """Whether requests take less time, or the longest gap between two tokens is shorter and requests take hardly longer."""
+        before, after = self.before, self.after
+        has_shorter_gaps = after.gap_s <= (1 - NAMED_SHARE) * before.gap_s > 0
+        return self.share >= NAMED_SHARE or (has_shorter_gaps and after.mean_s <= (1 + NAMED_SHARE) * before.mean_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,9 @@ class Finding:
     """`lost_s` as a share of the time of all requests."""
     evidence: str
     change: Mapping[str, Any]
+    """Settings to try, or empty."""
     gain: Prediction | None
+    """None: there is no change, or it was not simulated."""
 
 
 class Verdict(StrEnum):
@@ -296,7 +300,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="slow grammars",
         symptom=Symptom.LATENCY,
-        cause="Grammars are compiled for long, or their masks are slow.",
+        cause="Grammars take long to compile, or their masks are slow.",
         lost_s=_waits("grammar", "sat out"),
         of=("grammar", "sat out"),
         shows=lambda e: f"Grammars took {_share(e, 'grammar', 'sat out')}.",
@@ -364,7 +368,9 @@ RULES: tuple[Rule, ...] = (
         cause="The waiting order lets later requests go first, and earlier ones wait long.",
         lost_s=_waits("order"),
         of=("order",),
-        shows=lambda e: f"Being overtaken took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}.",
+        shows=lambda e: (
+            f"Waiting while later requests ran took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}."
+        ),
         remedy="Serve in order of arrival, or let waiting requests age (docs/orders.md).",
         change=lambda _: {"policy": "fcfs"},
     ),
@@ -406,7 +412,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="few rows",
         symptom=Symptom.THROUGHPUT,
-        cause="As many requests run as may, and others wait.",
+        cause="All rows are in use, so requests wait.",
         lost_s=_waits("rows"),
         of=("rows",),
         shows=lambda e: f"Waiting for a row took {_share(e, 'rows')}, with --max-num-seqs {_rows(e)}.",
@@ -435,7 +441,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="background",
         symptom=Symptom.LATENCY,
-        cause="Lines of batches take steps from people's answers.",
+        cause="Background (batch) requests slow down interactive ones.",
         lost_s=lambda e: _waits("background")(e) + (_wasted_s(e, e.background) if e.settings.get("background_share") else 0.0),
         of=("background", *_COMPUTING, *_CROWDED),
         shows=lambda e: (
@@ -522,7 +528,7 @@ RULES: tuple[Rule, ...] = (
         cause="Prefixes are evicted before they come again.",
         lost_s=_prefix_s("evicted"),
         of=("prefill",),
-        shows=lambda e: f"Computing evicted prompts again took {_prefix_s('evicted')(e):.3g} s of {e.total_s:.3g} s.",
+        shows=lambda e: f"Computing evicted prefixes again took at most {_prefix_s('evicted')(e):.3g} s of {e.total_s:.3g} s.",
         remedy="Give the KV cache more memory (--kv-cache-memory), or a tier on a disk (--kv-disk-size).",
     ),
     Rule(
