@@ -103,7 +103,7 @@ def test_only_so_many_reasons_are_kept_and_the_others_are_counted() -> None:
     assert len(figures.reasons) == MAX_REASONS + 1
     assert figures.reasons["other reasons"] == 100 - MAX_REASONS
     assert max(map(len, figures.reasons)) < 200
-    assert figures_of([record(end=End.FAILED)]).reasons == {"no reason told": 1}
+    assert figures_of([record(end=End.FAILED)]).reasons == {"no reason given": 1}
 
 
 @pytest.mark.parametrize(

@@ -183,5 +183,5 @@ def test_an_overloaded_server_s_attainment_has_no_interval_and_is_told() -> None
     """Each request waits longer than the one before, so one run says nothing of the next."""
     records = [record(index, due_ms=10 * index, ttft_ms=20.0 * index) for index in range(200)]
     text = as_text(list(sections_of(result_of(run_of(records, slos=parse_slos(["ttft=2s"]))))))
-    told = text[text.index("requests that hold it") :].splitlines()[1:3]
+    told = text[text.index("requests within the limit") :].splitlines()[1:3]
     assert [line.split()[-1] for line in told] == ["%", "unknown"]

@@ -204,7 +204,7 @@ def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str]) -> S
         )
         for one in outcomes
     ]
-    head = ("", "by large", "begun", "quality", "model time s", "of large's")
+    head = ("", "large model's share", "begun", "quality", "model time s", "time vs. large alone")
     warnings = [
         f"{one.strategy.name}: OUTSIDE THE FITTED RANGE: {one.num_outside / one.num_steps:.1%} of the steps. Their times are "
         "extrapolated."
@@ -212,7 +212,7 @@ def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str]) -> S
         if one.num_outside
     ]
     notes = [
-        "By large: share of the answers. Begun: answers that the small model began before the choice was made.",
+        "Large model's share: of the answers. Begun: answers that the small model began before the choice was made.",
         "Quality: mean recorded result of the answers. Model time: of all steps on this machine, with embedding.",
     ]
     return Section("Route", notes, [Table(head, rows)], warnings)

@@ -238,7 +238,7 @@ def _reason(record: Record) -> str:
     if record.end not in (End.REFUSED, End.FAILED):
         return ""
     told = " ".join(record.error.split())[:160]
-    return " ".join(filter(None, [f"{record.http_status}" if record.http_status else "", told])) or "no reason told"
+    return " ".join(filter(None, [f"{record.http_status}" if record.http_status else "", told])) or "no reason given"
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,9 +223,8 @@ def _section_of_run(run: Run, title: str) -> Section:
     tables = [_latency_table(figures), _rate_table(figures)]
     if figures.goodput is not None:
         attained = {**figures.goodput.attainment_by_slo, "all of them": figures.goodput.attainment}
-        tables.append(
-            Table(("SLO", "requests that hold it"), [(Cell(name), _estimate(one, _share)) for name, one in attained.items()])
-        )
+        rows = [(Cell(name), _estimate(one, _share)) for name, one in attained.items()]
+        tables.append(Table(("SLO", "requests within the limit"), rows))
     if figures.reasons:
         rows = [(Cell(reason), Cell(str(count))) for reason, count in figures.reasons.items()]
         tables.append(Table(("refused or failed", "requests"), rows))
