@@ -21,6 +21,7 @@ from penstock.lab.arrivals import (
     ramp,
     stages,
 )
+from penstock.lab.transforms import speed, think
 from penstock.lab.workload import Job, Workload
 from penstock.types.errors import ConfigError
 
@@ -77,6 +78,10 @@ def test_bursts_keep_the_mean_rate_and_are_silent_between(rng: random.Random) ->
     assert bursts(random.Random(1), 10, 4.0, on_s=5.0, off_s=0.0) == stages(random.Random(1), 10, [(4.0, 5.0)])
 
 
+def job_at(arrival_ns: int, after: int | None = None) -> Job:
+    return Job(arrival_ns=arrival_ns, num_prompt_tokens=1, num_output_tokens=1, after=after)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -87,6 +92,14 @@ def test_bursts_keep_the_mean_rate_and_are_silent_between(rng: random.Random) ->
         (lambda rng: stages(rng, 1, [(0.0, 1.0)]), "No stage has a rate"),
         (lambda rng: stages(rng, 1, [(1.0, 0.0)]), "rate 1.0 for 0.0 s"),
         (lambda rng: bursts(rng, 1, 1.0, 0.0, 1.0), "last 0.0 s"),
+        (lambda rng: constant(2, 1e-9), "more than ten years"),
+        (lambda rng: poisson(rng, 1, 1e-300), "rate is 1e-300"),
+        (lambda rng: gamma(rng, 1, 1.0, 1e200), "variation of the gaps is 1e\\+200"),
+        (lambda rng: ramp(rng, 1, 1.0, 1e200), "rate is 1e\\+200"),
+        (lambda rng: stages(rng, 9, [(1e-9, 1e9), (0.0, 1e9)]), "more than ten years"),
+        (lambda rng: stages(rng, 9, [(1e-9, 1e-9)]), "have 1e-18 of 9 requests"),
+        (lambda rng: speed(Workload(name="w", jobs=[job_at(5)]), 1e-300), "more than ten years"),
+        (lambda rng: think(Workload(name="w", jobs=[job_at(0), job_at(0, after=0)]), 1e300, 0), "more than ten years"),
     ],
 )
 def test_what_makes_no_sense_is_an_error(rng: random.Random, make: Callable[[random.Random], object], message: str) -> None:

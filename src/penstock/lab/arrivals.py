@@ -15,8 +15,11 @@ from operator import add
 from random import Random
 
 from penstock.lab.transforms import at_instants
-from penstock.lab.workload import NS_PER_S, Workload
+from penstock.lab.workload import NS_PER_S, Workload, whole_ns
 from penstock.types.errors import ConfigError
+
+MAX_CYCLES = 10_000_000
+"""How often stages may repeat."""
 
 
 def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Workload:
@@ -45,7 +48,7 @@ def mean_rate(workload: Workload) -> float | None:
 
 def constant(count: int, rate: float) -> list[int]:
     _check_rate(rate)
-    return [round(idx * NS_PER_S / rate) for idx in range(count)]
+    return [whole_ns(idx * NS_PER_S / rate) for idx in range(count)]
 
 
 def poisson(rng: Random, count: int, rate: float) -> list[int]:
@@ -55,11 +58,13 @@ def poisson(rng: Random, count: int, rate: float) -> list[int]:
 def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
     """Return arrivals with gamma-distributed gaps. `cv` is the gaps' standard deviation over their mean; above 1 is bursty."""
     _check_rate(rate)
-    if not (cv > 0 and math.isfinite(cv)):
-        raise ConfigError(f"The coefficient of variation of the gaps is {cv}.", remedy="Set it above 0; 1 is Poisson.")
+    if not 0.001 <= cv <= 1000:
+        raise ConfigError(
+            f"The coefficient of variation of the gaps is {cv}.", remedy="Set it from 0.001 to 1000; 1 is Poisson."
+        )
     shape = 1 / cv**2
     gaps = (rng.gammavariate(shape, 1 / (shape * rate)) for _ in range(count))
-    return [round(at_s * NS_PER_S) for at_s in accumulate(gaps)]
+    return [whole_ns(at_s * NS_PER_S) for at_s in accumulate(gaps)]
 
 
 def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[int]:
@@ -73,7 +78,7 @@ def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[i
             at_s = 2 * units / (first_rate + math.sqrt(first_rate**2 + 2 * growth * units))
         else:
             at_s = 2 * count / (first_rate + last_rate) + (units - count) / last_rate
-        instants.append(round(at_s * NS_PER_S))
+        instants.append(whole_ns(at_s * NS_PER_S))
     return instants
 
 
@@ -84,6 +89,11 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
             raise ConfigError(f"A stage has rate {rate} for {seconds} s.", remedy="Rates are at least 0, and times above 0.")
     if not any(rate for rate, _ in rates):
         raise ConfigError("No stage has a rate.", remedy="Give at least one a rate above 0.")
+    per_cycle = sum(rate * seconds for rate, seconds in rates)
+    if per_cycle * MAX_CYCLES < count:
+        raise ConfigError(
+            f"All stages together have {per_cycle:.3g} of {count} requests.", remedy="Make them longer, or their rates higher."
+        )
     instants = []
     begin_s = units_before = 0.0
     coming = cycle(rates)
@@ -93,7 +103,7 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
             units_before += rate * seconds
             begin_s += seconds
             rate, seconds = next(coming)
-        instants.append(round((begin_s + (units - units_before) / rate) * NS_PER_S))
+        instants.append(whole_ns((begin_s + (units - units_before) / rate) * NS_PER_S))
     return instants
 
 
@@ -112,5 +122,5 @@ def _unit_instants(rng: Random, count: int) -> Iterator[float]:
 
 
 def _check_rate(rate: float) -> None:
-    if not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError(f"The rate is {rate} requests per second.", remedy="Set it above 0.")
+    if not 1e-9 <= rate <= 1e9:
+        raise ConfigError(f"The rate is {rate} requests per second.", remedy="Set it from 1e-9 to 1e9.")

@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 
 from penstock.lab.recording import RecordedRequest, is_recording, open_recording
 from penstock.lab.transforms import at_instants, converse
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import Job, Workload, whole_ns
 from penstock.types.adapter import BASE
 from penstock.types.errors import PenstockError, counted
 from penstock.types.request import FinishReason
@@ -394,7 +394,7 @@ def _recorded_job(request: RecordedRequest) -> Job | None:
 def _trace(path: Path, name: str, rows: Iterable[Job], *, prefix_block_tokens: int = 0) -> Workload:
     jobs = _some(path, sorted(rows, key=lambda job: job.arrival_ns))
     begin_ns = jobs[0].arrival_ns
-    jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in jobs]
+    jobs = [at_instants(job, lambda at_ns: whole_ns(at_ns - begin_ns)) for job in jobs]
     has_prefixes = any(job.prefix for job in jobs)
     return Workload(name=name, jobs=jobs, prefix_block_tokens=prefix_block_tokens if has_prefixes else 0)
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from operator import add
 from random import Random
 
-from penstock.lab.workload import NS_PER_S, Job, Workload
+from penstock.lab.workload import NS_PER_S, Job, Workload, whole_ns
 from penstock.types.errors import ConfigError, counted
 
 # Fewer jobs, or more
@@ -163,7 +163,7 @@ def speed(workload: Workload, factor: float) -> Workload:
         raise ConfigError(f"The speed is {factor}.", remedy="Set it above 0; 2 is twice as fast, 0.5 half as fast.")
     if factor == 1:
         return workload
-    jobs = [at_instants(job, lambda at_ns: round(at_ns / factor), thinks=True) for job in workload.jobs]
+    jobs = [at_instants(job, lambda at_ns: whole_ns(at_ns / factor), thinks=True) for job in workload.jobs]
     return _changed(workload, jobs, f"speed {factor:g}")
 
 
@@ -172,7 +172,7 @@ def think(workload: Workload, mean_s: float, seed: int) -> Workload:
         raise ConfigError(f"The think time is {mean_s} s.", remedy="Set it to 0 or more.")
     rng = _rng("think", seed)
     jobs = [
-        replace(job, arrival_ns=round(rng.expovariate(1.0) * mean_s * NS_PER_S)) if job.after is not None else job
+        replace(job, arrival_ns=whole_ns(rng.expovariate(1.0) * mean_s * NS_PER_S)) if job.after is not None else job
         for job in workload.jobs
     ]
     return _changed(workload, jobs, f"think time {mean_s:g} s")

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.types.errors import ConfigError
+
 NS_PER_S = 1_000_000_000
+MAX_NS = 10 * 366 * 24 * 3600 * NS_PER_S
+"""Ten years, the latest time of a workload."""
+
+
+def whole_ns(at_ns: float) -> int:
+    """Round a time of a workload. Raises ConfigError if it is not at most `MAX_NS`."""
+    if not at_ns <= MAX_NS:
+        raise ConfigError(
+            "The workload would last for more than ten years.", remedy="Set a higher rate or speed, or shorter think times."
+        )
+    return round(at_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
