@@ -14,7 +14,6 @@ from penstock.lab.figures import (
     GapHistogram,
     Samples,
     Slo,
-    Window,
     jain,
     make_figures,
     parse_slos,
@@ -270,13 +269,6 @@ def test_a_run_of_few_requests_after_each_other_has_no_interval_of_its_rate() ->
 def test_a_short_run_has_no_steady_part() -> None:
     assert steady_window(Samples.of([record(i) for i in range(50)])) is None, "all are sent at once"
     assert steady_window(Samples.of([record(i, due_ms=900 * i) for i in range(10)])) is None
-
-
-def test_figures_may_be_of_a_part() -> None:
-    samples = Samples.of([record(i, due_ms=1000 * i, gaps_ms=()) for i in range(10)])
-    figures = make_figures(samples, window=Window(2 * S, 5 * S - 1, "the middle"))
-    assert figures.num_requests == 3
-    assert figures.rates.requests_per_s.value == pytest.approx(1)
 
 
 def test_the_order_of_the_records_does_not_matter() -> None:

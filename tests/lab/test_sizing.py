@@ -229,16 +229,14 @@ def test_lengths() -> None:
 
 def test_what_fits_and_what_is_wasted() -> None:
     fit = fit_in(CAPACITY, lengths_of([job(90, 10), job(200, 56)]))  # 7 and 16 blocks
-    assert fit.num_paged == 16_000 // ((7 + 16) * 16 / 2)
-    assert fit.paged_waste == pytest.approx(1 - 178 / 184)
-    assert (fit.num_preallocated, fit.preallocated_waste) == (16_000 // 2048, pytest.approx(1 - 178 / 2048))
+    assert fit.num_requests == 16_000 // ((7 + 16) * 16 / 2)
+    assert fit.waste == pytest.approx(1 - 178 / 184)
 
 
 def test_with_a_window_requests_hold_no_more_than_that() -> None:
     capacity, lengths = replace(CAPACITY, window=100), lengths_of([job(90, 10), job(200, 56)])
     fit = fit_in(capacity, lengths)  # 7 blocks each
-    assert (fit.num_paged, fit.paged_waste) == (16_000 // 112, pytest.approx(1 - 100 / 112))
-    assert fit.num_preallocated == 16_000 // 2048
+    assert (fit.num_requests, fit.waste) == (16_000 // 112, pytest.approx(1 - 100 / 112))
     assert batch_point(10, CostModel(), lengths, capacity).kv_share == 10 * 7 / 1000
 
 

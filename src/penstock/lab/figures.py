@@ -356,10 +356,8 @@ class Figures:
     warnings: tuple[str, ...]
 
 
-def make_figures(
-    samples: Samples, *, slos: Sequence[Slo] = (), price_per_hour: float | None = None, window: Window | None = None
-) -> Figures:
-    window = window or whole_window(samples)
+def make_figures(samples: Samples, *, slos: Sequence[Slo] = (), price_per_hour: float | None = None) -> Figures:
+    window = whole_window(samples)
     figures = _figures_of(samples, window, slos, price_per_hour)
     num_tenants = len(np.unique(samples.tenant))
     if num_tenants < 2:

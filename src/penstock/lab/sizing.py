@@ -295,26 +295,20 @@ def lengths_of(jobs: Sequence[Job]) -> Lengths:
 
 
 class Fit(NamedTuple):
-    num_paged: int
-    paged_tokens: float
-    paged_waste: float
-    num_preallocated: int
-    """Number if each request reserved memory for the longest admitted one."""
-    preallocated_waste: float
+    num_requests: int
+    tokens_of_one: float
+    waste: float
 
 
 def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
     block = capacity.block_size
     num_tokens = (capacity.num_blocks - 1) * block
-    totals = [min(total, capacity.max_model_len) for total in lengths.totals]
-    held = [min(total, capacity.window or total) for total in totals]
-    paged = fmean((-(-num // block) + capacity.num_state_blocks) * block for num in held)
+    held = [min(total, capacity.max_model_len, capacity.window or total) for total in lengths.totals]
+    tokens_of_one = fmean((-(-num // block) + capacity.num_state_blocks) * block for num in held)
     return Fit(
-        num_paged=int(num_tokens / paged),
-        paged_tokens=paged,
-        paged_waste=1 - fmean(held) / paged,
-        num_preallocated=num_tokens // (capacity.max_model_len + capacity.num_state_blocks * block),
-        preallocated_waste=1 - fmean(totals) / capacity.max_model_len,
+        num_requests=int(num_tokens / tokens_of_one),
+        tokens_of_one=tokens_of_one,
+        waste=1 - fmean(held) / tokens_of_one,
     )
 
 
@@ -473,16 +467,10 @@ def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Iter
         found = f"{capacity.num_state_blocks * capacity.block_size:,} tokens, {format_number(size.state_bytes, 'B')}"
         yield Line("recurrent state", "blocks of one x tokens of a block", numbers, found)
     yield Line(
-        "requests that fit, paged",
+        "requests that fit",
         f"tokens of the cache / tokens of a request{' and its state' if size.state_bytes else ''}, in whole blocks",
-        f"{pool_tokens:,} / {fitting.paged_tokens:,.1f}",
-        f"{fitting.num_paged:,}; {fitting.paged_waste:.1%} of that memory stays empty",
-    )
-    yield Line(
-        "preallocated instead",
-        "tokens of the cache / longest request that is admitted",
-        f"{pool_tokens:,} / {capacity.max_model_len:,}",
-        f"{fitting.num_preallocated:,}; {fitting.preallocated_waste:.1%} of that memory stays empty",
+        f"{pool_tokens:,} / {fitting.tokens_of_one:,.1f}",
+        f"{fitting.num_requests:,}; {fitting.waste:.1%} of that memory stays empty",
     )
 
 
