@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import printable, setting_keys, tls_options, warn_of_unknown_variables
+from penstock.cli.options import NumberRange, printable, setting_keys, tls_options, warn_of_unknown_variables
 from penstock.cli.top import OTHER_SERVER, Reader, reader_of
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
@@ -46,7 +46,7 @@ _NOT_SIMULATED = ("kv_cache_memory", "kv_disk_size", "kv_host_size", "speculatio
 @click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server requires.")
 @click.option("--model", metavar="NAME", help="Model to examine, of several.  [default: the first]")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Time for which a server is watched."
+    "--seconds", type=NumberRange(0.1, 1e6), default=30.0, show_default=True, help="Time for which a server is watched."
 )
 @click.option("--cost", metavar="FILE", help="Cost model for the simulator.  [default: guessed from the requests]")
 @click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as one JSON object.")
