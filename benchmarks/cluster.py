@@ -50,6 +50,7 @@ from penstock.config.components import DEFAULT_MODEL, config_from
 from penstock.config.units import parse_size
 from penstock.deploy.factory import locate
 from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
+from penstock.lab.arrivals import num_arrivals
 from penstock.lab.links import Link
 from penstock.lab.prompts import WORDS, write_prompts
 from penstock.lab.records import Sent
@@ -152,7 +153,8 @@ def compare_stubs(args: argparse.Namespace) -> dict[str, dict[str, Figures]]:
     )
     one = Simulation(capacity=capacity, make_policies=make_policies, cost=cost, max_tokens=None)
     all_of_them = replace(one, num_replicas=num, link=STUB_LINK)
-    rate = args.rate or args.load * replace(all_of_them, make_router=router_of("least-work")).capacity_per_s(made)
+    turns = len(made.jobs) / num_arrivals(made)
+    rate = args.rate or args.load * turns * replace(all_of_them, make_router=router_of("least-work")).capacity_per_s(made)
     due = write_prompts(at_rate(made, rate), make_tokenizer())
     real, simulated = dict[str, Figures](), dict[str, Figures]()
     for name in args.routers:

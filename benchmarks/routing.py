@@ -119,7 +119,7 @@ def compare(
     apart = replace(one, num_replicas=num_replicas)
     linked = replace(apart, link=Link(bytes_per_token=KV_BYTES_PER_TOKEN, bytes_per_s=LINK_BYTES_PER_S, latency_ns=1_000_000))
     rate = replace(apart, make_router=router_of("least-work")).capacity_per_s(workload)
-    due = at_rate(workload, load * rate)
+    due = at_rate(workload, load * rate * len(workload.jobs) / arrivals.num_arrivals(workload))
     whole = Capacity(1 + num_replicas * num_blocks, BLOCK_SIZE, num_replicas * MAX_ROWS, num_replicas * MAX_STEP_TOKENS, 16_384)
     figures = {"one cache": serve(replace(one, capacity=whole, cost=times_as_fast(num_replicas)), due)}
     for name in routers:

@@ -296,6 +296,15 @@ def test_the_host_takes_its_time_between_steps_or_beside_them(depth: int) -> Non
     assert added == ([host_ns] * 3 if depth == 1 else [0, 0, 0])
 
 
+def test_the_capacity_counts_conversations_and_no_think_times() -> None:
+    first = Job(arrival_ns=5 * MS, num_prompt_tokens=32, num_output_tokens=2, deadline_ns=6 * MS)
+    turn = replace(first, arrival_ns=10_000 * MS, num_prompt_tokens=66)
+    talks = of(first, replace(turn, after=0), first, replace(turn, after=2))
+    one = simulation(capacity=replace(CAPACITY, max_rows=1), enable_prefix_caching=False)
+    duration_ns = 2 * (cost((32, 0)) + cost((1, 32)) + cost((64, 0)) + cost((2, 64)) + cost((1, 66)))
+    assert one.capacity_per_s(talks) == pytest.approx(2e9 / duration_ns)
+
+
 def test_noise_is_seeded() -> None:
     noisy = replace(COST, residuals=(Residuals(1e9, (0.8, 1.0, 1.5)),))
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=50)]

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 
 from penstock.clock import VirtualClock
 from penstock.lab.agenda import NEVER_NS
+from penstock.lab.arrivals import num_arrivals
 from penstock.lab.front import Front
 from penstock.lab.links import Link, anew, copy_kv, place_kv
 from penstock.lab.pacing import Pace
@@ -138,26 +139,24 @@ class Simulation(ServerSettings):
         )
 
     def capacity_per_s(self, workload: Workload) -> float:
-        """Return the requests per second of a run in which all arrive at once, and none is refused, late or cancelled.
+        """Return the arrivals per second that the servers keep up with: of requests, or of conversations.
 
-        All replicas of a scaled group serve from the start. The run's ramp-up and drain count; `plan.saturated_rate` may leave
-        them out, and counts conversations.
+        The ramp-up and drain of a saturated run count; `plan.saturated_rate` may leave them out.
         """
-        jobs = [
-            replace(
-                job,
-                arrival_ns=0 if job.after is None else job.arrival_ns,
-                deadline_ns=None,
-                cancelled_ns=None,
-                cancelled_after_tokens=None,
-            )
-            for job in workload.jobs
-        ]
+        jobs = [replace(job, cancelled_after_tokens=None) for job in workload.jobs]
+        outcome = self.saturate(replace(workload, jobs=jobs))
+        return num_arrivals(workload) / (outcome.duration_ns / NS_PER_S)
+
+    def saturate(self, workload: Workload) -> Outcome:
+        """Run a workload with all arrivals at once and no think times, and without deadlines, timeouts and refusals.
+
+        Clients leave only after a number of tokens. All replicas of a scaled group serve from the start.
+        """
+        jobs = [replace(job, arrival_ns=0, deadline_ns=None, cancelled_ns=None) for job in workload.jobs]
         unlimited = replace(self, limits=None, request_timeout_ns=None, queue_timeout_ns=None, first_token_timeout_ns=None)
         if self.scaling is not None:
             unlimited = replace(unlimited, num_replicas=self.scaling.most, scaling=None)
-        outcome = unlimited.run(replace(workload, jobs=jobs))
-        return len(jobs) / (outcome.duration_ns / NS_PER_S)
+        return unlimited.run(replace(workload, jobs=jobs))
 
 
 def play(
