@@ -193,7 +193,6 @@ def test_a_workload_at_another_rate_keeps_its_shape() -> None:
     own = mean_rate(jobs) or 0.0
     for old, new in zip(jobs.jobs, faster.jobs, strict=True):
         assert new.arrival_ns == pytest.approx(old.arrival_ns * own / 6.0, abs=1)
-    assert {job.arrival_ns for job in at_rate(jobs, math.inf, seed=0).jobs} == {0}
 
 
 def test_users_think_as_long_at_any_rate() -> None:
@@ -204,6 +203,18 @@ def test_users_think_as_long_at_any_rate() -> None:
     ]
     faster = at_rate(Workload(name="talks", jobs=jobs), 5.0, seed=0)
     assert [job.arrival_ns for job in faster.jobs] == [0, 5_000_000_000, 200_000_000]
+
+
+def test_clients_are_as_patient_at_any_rate() -> None:
+    jobs = [replace(job, deadline_ns=job.arrival_ns + 10, cancelled_ns=job.arrival_ns + 20) for job in workload(5).jobs]
+    for job in at_rate(Workload(name="hasty", jobs=jobs), 10.0, seed=0).jobs:
+        assert (job.deadline_ns, job.cancelled_ns) == (job.arrival_ns + 10, job.arrival_ns + 20)
+
+
+def test_a_saturated_server_is_timed_with_patient_clients() -> None:
+    jobs = workload(70)
+    hasty = replace(jobs, jobs=[replace(job, deadline_ns=1, cancelled_ns=2) for job in jobs.jobs])
+    assert find_saturated_rate(candidate(), hasty) == find_saturated_rate(candidate(), jobs)
 
 
 def test_a_short_workload_is_repeated_as_often_as_it_needs() -> None:
@@ -227,7 +238,7 @@ def test_arrivals_are_made_up_where_there_are_none() -> None:
 
 def test_a_saturated_server_is_timed_without_its_begin_and_its_tail() -> None:
     server, jobs = candidate(max_rows=8), workload(250)
-    outcome = server.simulation.run(at_rate(jobs, math.inf, seed=0))
+    outcome = server.simulation.saturate(jobs)
     rate = saturated_rate(outcome, jobs)
     assert rate >= 250 / outcome.duration_ns * 1e9
     assert rate == pytest.approx(8 / (20 * 0.018 + 8 * 0.0032), rel=0.05), "8 rows of 20 steps, each with 8 prompts beside it"

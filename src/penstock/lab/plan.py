@@ -37,7 +37,7 @@ from penstock.lab.sizing import (
     with_more_bandwidth,
     with_more_compute,
 )
-from penstock.lab.transforms import at_instants, every, repeat
+from penstock.lab.transforms import every, repeat
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.sched.routing.routers import find_router
 from penstock.types.errors import ConfigError
@@ -149,7 +149,7 @@ class Requirements:
 
 class Trial(NamedTuple):
     rate: float
-    """Arrivals per second; infinity means all at once."""
+    """Arrivals per second."""
     num_requests: int
     num_good: int
     goal: float
@@ -217,17 +217,15 @@ def _quantile(values: NDArray[np.float64], share: float) -> float:
 
 
 def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
-    """Return the workload at another mean rate. All gaps between arrivals are scaled by one factor; think times stay.
+    """Return the workload at another mean rate. All gaps between arrivals are scaled by one factor.
 
-    If all jobs arrive at once, draw Poisson arrivals. With the same seed, two rates give the same arrivals but for the scale.
-    At an infinite rate all jobs arrive at once.
+    Think times stay, and so does the time from an arrival to its deadline. If all jobs arrive at once, draw Poisson arrivals.
+    With the same seed, two rates give the same arrivals but for the scale.
     """
-    if math.isinf(rate):
-        return arrive(workload, [0] * num_arrivals(workload), "all at once")
     own_rate = mean_rate(workload)
     if own_rate is not None:
-        jobs = [at_instants(job, lambda at_ns: round(at_ns / (rate / own_rate))) for job in workload.jobs]
-        return replace(workload, jobs=jobs, name=f"{workload.name}, {rate:.3g} requests/s")
+        instants = [round(job.arrival_ns / (rate / own_rate)) for job in workload.jobs if job.after is None]
+        return arrive(workload, instants, f"{rate:.3g} requests/s")
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{rate:.3g} requests/s, Poisson")
 
@@ -312,7 +310,7 @@ def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
     wanted = math.ceil(_FILLS * full.num_rows / num_jobs)
     times = max(1, min(wanted, _MOST_SATURATED_TOKENS // sum(job.num_output_tokens for job in workload.jobs)))
     longer = repeat(workload, times)
-    rate = saturated_rate(simulation.run(at_rate(longer, math.inf, 0)), longer)
+    rate = saturated_rate(simulation.saturate(longer), longer)
     return rate if times >= wanted else min(rate, full.rate * num_arrivals(workload) / num_jobs)
 
 

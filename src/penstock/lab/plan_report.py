@@ -93,7 +93,9 @@ def _answer(sized: Sized) -> Iterator[str]:
         else:
             yield "  The SLOs hold up to the rate that the server can keep up with; beyond it, its queue grows without bound."
         option = f"--rate {found.rate:.3g}" if own_rate is None else f"--speed {found.rate / own_rate:.3g}"
-        yield f"  To measure it: `penstock bench` with the options of this workload and {option}"
+        kept = any(job.after is not None or job.deadline_ns or job.cancelled_ns for job in sized.workload.jobs)
+        also = ", which also scales think times and deadlines" if own_rate is not None and kept else ""
+        yield f"  To measure it: `penstock bench` with the options of this workload and {option}{also}"
         yield f"  A server that always has enough of such requests ends {found.saturated_rate:.3g} of them a second."
         yield f"What binds: {binding.words}. {binding.reason}"
         for resource in binding.resources:
