@@ -326,7 +326,7 @@ def test_where_no_rate_holds_it_says_what_would() -> None:
     found = search(server, jobs, slos)
     binding = find_binding(server, jobs, slos, found)
     assert (found.best, binding.before, binding.resources) == (None, 0.0, [Resource.BANDWIDTH])
-    assert binding.reason == "No rate holds; one would with twice the memory bandwidth."
+    assert binding.reason == "No rate meets the SLOs; one would with twice the memory bandwidth."
 
 
 def test_a_run_that_is_too_short_to_overload_the_server_says_so() -> None:
@@ -415,7 +415,7 @@ def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
     assert sized.fleet is not None
     assert sized.fleet.num_replicas == 3, "two prompts take 80 ms"
     text = report(sized)
-    assert "No rate holds these SLOs, not even 1%" in text
+    assert "No rate meets these SLOs, not even 1%" in text
     assert "3 replicas behind a round-robin router" in text
 
 
@@ -511,6 +511,24 @@ def test_what_tokens_of_replicas_cost() -> None:
     # 14.4 USD an hour are 0.4 cents a second, in which 700 tokens are generated.
     assert bill.price_per_million_output_tokens == pytest.approx(0.004 / 700 * 1e6)
     assert bill.price_per_million_tokens == pytest.approx(0.004 / 2800 * 1e6)
+
+
+def test_the_rate_of_conversations_is_not_that_of_their_requests() -> None:
+    first = Job(arrival_ns=0, num_prompt_tokens=20, num_output_tokens=10)
+    jobs = [
+        replace(first, arrival_ns=0 if turn else talk, after=5 * talk + turn - 1 if turn else None)
+        for talk in range(2)
+        for turn in range(5)
+    ]
+    talks = Workload(name="talks", jobs=jobs)
+    sized = plan(candidate(), BOX, talks, asked(["ttft=1s"], rate=0.5, least_run_s=0))
+    assert sized.bill is not None
+    assert sized.bill.price_per_million_output_tokens == pytest.approx(1 / 3600 / (0.5 * 5 * 10) * 1e6)
+    text = report(sized)
+    assert "For 0.5 conversations/s: 1 replica" in text
+    assert "of 10 requests meet the SLOs" in text
+    full = fullest_batch(PLAIN, lengths_of(jobs), CAPACITY)
+    assert len(long_enough(talks, replace(full, rate=5.0), 30.0).jobs) == 150, "five requests a second for 30 seconds"
 
 
 # All of it
@@ -637,7 +655,7 @@ def test_without_slos_there_is_arithmetic_alone() -> None:
 
 def test_no_rate_is_said_so() -> None:
     sized = plan(candidate(), BOX, workload(20), asked(["ttft=1ms"], least_run_s=0))
-    assert "No rate holds these SLOs" in report(sized)
+    assert "No rate meets these SLOs" in report(sized)
 
 
 def test_requests_that_can_not_fit_are_an_error() -> None:

@@ -40,6 +40,10 @@ def num_arrivals(workload: Workload) -> int:
     return sum(job.after is None for job in workload.jobs)
 
 
+def rate_unit(workload: Workload) -> str:
+    return "requests/s" if num_arrivals(workload) == len(workload.jobs) else "conversations/s"
+
+
 def mean_rate(workload: Workload) -> float | None:
     instants = [job.arrival_ns for job in workload.jobs if job.after is None]
     span_ns = max(instants) - min(instants) if instants else 0

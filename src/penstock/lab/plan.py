@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.lab import queueing
-from penstock.lab.arrivals import arrive, constant, mean_rate, num_arrivals, poisson
+from penstock.lab.arrivals import arrive, constant, mean_rate, num_arrivals, poisson, rate_unit
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
 from penstock.lab.intervals import Estimate, share_estimate
@@ -134,7 +134,7 @@ class Requirements:
     goal: float = 0.99
     """Share of the requests that must meet every SLO."""
     rate: float | None = None
-    """Requests per second to serve. None takes the workload's own rate, or else the highest rate of one replica."""
+    """Arrivals per second to serve. None takes the workload's own rate, or else the highest rate of one replica."""
     headroom: float = 0.0
     """Share of the replicas' rate that stays free: they are sized for `rate` / (1 - headroom)."""
     router: str = "round-robin"
@@ -225,9 +225,9 @@ def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
     own_rate = mean_rate(workload)
     if own_rate is not None:
         instants = [round(job.arrival_ns / (rate / own_rate)) for job in workload.jobs if job.after is None]
-        return arrive(workload, instants, f"{rate:.3g} requests/s")
+        return arrive(workload, instants, f"{rate:.3g} {rate_unit(workload)}")
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
-    return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{rate:.3g} requests/s, Poisson")
+    return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{rate:.3g} {rate_unit(workload)}, Poisson")
 
 
 def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Workload:
@@ -236,7 +236,7 @@ def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Wor
     `MOST_REQUESTS`, `MOST_TOKENS` and `MOST_STEPS` limit the repeats.
     """
     num_tokens = sum(job.num_output_tokens for job in workload.jobs)
-    wanted = math.ceil(least_run_s * full.rate / num_arrivals(workload))
+    wanted = math.ceil(least_run_s * full.rate / len(workload.jobs))
     most_tokens = min(MOST_TOKENS, MOST_STEPS * full.num_rows)
     return repeat(workload, max(1, min(wanted, most_tokens // num_tokens, MOST_REQUESTS // len(workload.jobs))))
 
@@ -368,7 +368,7 @@ class Binding:
         if not self.resources:
             return f"Twice as much of any one of them does not raise the rate ({'; '.join(gains)})."
         if not self.before:
-            return f"No rate holds; one would with {' or with '.join(REMEDIES[one][0] for one in self.resources)}."
+            return f"No rate meets the SLOs; one would with {' or with '.join(REMEDIES[one][0] for one in self.resources)}."
         doubt = ""
         if not self.is_clear and len(self.resources) == 1:
             doubt = "That is uncertain: the gain may be chance. "
@@ -476,7 +476,7 @@ def find_fleet(
     fewest: tuple[int, Trial | None, Trial | None] | None = (1, None, None)
     if planned > MOST_REPLICAS * found.saturated_rate:
         raise ConfigError(
-            f"At {planned:.3g} requests/s not even {MOST_REPLICAS} of these servers keep up.",
+            f"At {planned:.3g} {rate_unit(workload)} not even {MOST_REPLICAS} of these servers keep up.",
             remedy="Plan for a part of that rate (--rate), and multiply.",
         )
     if planned > found.rate:
@@ -559,6 +559,7 @@ class Bill:
 
 
 def make_bill(rate: float, num_replicas: int, lengths: Lengths, *, price_per_hour: float) -> Bill:
+    """Return what `rate` requests per second cost. Each turn of a conversation is a request."""
     total = price_per_hour * num_replicas
     per_million = total / 3600 / rate * 1e6
     return Bill(
@@ -613,7 +614,7 @@ def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
 
 
 def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator[str]:
-    best = found.best
+    best, unit = found.best, rate_unit(workload)
     if best is not None and best.num_outside:
         yield (
             f"{best.num_outside / best.num_steps:.0%} of the steps lie outside of the range that the cost model was fitted to: "
@@ -622,12 +623,12 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
     for trial in (best, fleet.held if fleet else None):
         if trial is not None and trial.duration_s < MIN_SPANS * trial.mean_e2e_s:
             yield (
-                f"The run at {trial.rate:.3g} requests/s lasts {trial.duration_s:.3g} s, and a request "
-                f"{trial.mean_e2e_s:.3g} s: queues hardly have time to grow. Take more requests."
+                f"The run at {trial.rate:.3g} {unit} lasts {trial.duration_s:.3g} s, and a request {trial.mean_e2e_s:.3g} s: "
+                "too short for queues to build up. Take more requests."
             )
     if best is not None and best.rate > 0.95 * found.saturated_rate:
         yield (
-            f"At {best.rate:.3g} requests/s the server is all but saturated: in a longer run its queue would be longer. "
+            f"At {best.rate:.3g} {unit} the server is all but saturated: in a longer run its queue would be longer. "
             "Give --headroom 10%, or more requests."
         )
     if best is not None and best.num_requests * (1 - best.goal) < 5:
@@ -769,4 +770,5 @@ def _bill(hardware: Hardware, workload: Workload, asked: Requirements, fleet: Fl
     price = hardware.price_per_hour if asked.price_per_hour is None else asked.price_per_hour
     if fleet is None or price is None:
         return None
-    return make_bill(fleet.rate, fleet.num_replicas, lengths_of(workload.jobs), price_per_hour=price)
+    requests_per_s = fleet.rate * len(workload.jobs) / num_arrivals(workload)
+    return make_bill(requests_per_s, fleet.num_replicas, lengths_of(workload.jobs), price_per_hour=price)

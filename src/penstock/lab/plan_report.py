@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from penstock.lab.arrivals import mean_rate
+from penstock.lab.arrivals import mean_rate, rate_unit
 from penstock.lab.hardware import Hardware
 from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, p99_ttft_ns, queue_table
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
@@ -71,13 +71,13 @@ def _waits(sized: Sized) -> str:
 
 
 def _answer(sized: Sized) -> Iterator[str]:
-    found, binding = sized.search, sized.binding
+    found, binding, unit = sized.search, sized.binding, rate_unit(sized.workload)
     assert found is not None
     assert binding is not None
     if found.best is None:
         assert found.failed is not None
-        least, trial = f"{LEAST_SHARE:.0%}", trial_words(found.failed)
-        yield f"No rate holds these SLOs, not even {least} of what one server keeps up with: {trial}."
+        least, trial = f"{LEAST_SHARE:.0%}", trial_words(found.failed, unit)
+        yield f"No rate meets these SLOs, not even {least} of what one server keeps up with: {trial}."
         yield "Loosen that SLO, or use a faster machine or a smaller model."
         yield binding.reason
     else:
@@ -86,40 +86,40 @@ def _answer(sized: Sized) -> Iterator[str]:
         low, high = sized.rates
         error = sized.candidate.step_error
         between = f" ({low:.3g} to {high:.3g} with steps {error:.3g} times as slow or as fast)" if sized.outlooks else ""
-        yield f"Highest rate: {found.rate:.3g} requests/s{between}, at which {goal} hold the SLOs ({runs})"
-        yield f"  holds   {trial_words(found.best)}"
+        yield f"Highest rate: {found.rate:.3g} {unit}{between}, at which {goal} of the requests meet the SLOs ({runs})"
+        yield f"  meets   {trial_words(found.best, unit)}"
         if found.failed is not None:
-            yield f"  fails   {trial_words(found.failed)}"
+            yield f"  fails   {trial_words(found.failed, unit)}"
         else:
-            yield "  The SLOs hold up to the rate that the server can keep up with; beyond it, its queue grows without bound."
+            yield "  The SLOs are met up to saturation. Beyond it, the queue grows without bound."
         option = f"--rate {found.rate:.3g}" if own_rate is None else f"--speed {found.rate / own_rate:.3g}"
         kept = any(job.after is not None or job.deadline_ns or job.cancelled_ns for job in sized.workload.jobs)
         also = ", which also scales think times and deadlines" if own_rate is not None and kept else ""
         yield f"  To measure it: `penstock bench` with the options of this workload and {option}{also}"
-        yield f"  A server that always has enough of such requests ends {found.saturated_rate:.3g} of them a second."
+        yield f"  At saturation, one server completes {found.saturated_rate:.3g} {unit}."
         yield f"What binds: {binding.words}. {binding.reason}"
         for resource in binding.resources:
             yield f"  What helps{'' if binding.is_clear else f', if it is {resource}'}: {REMEDIES[resource][1]}."
     if sized.fleet is not None:
         yield from _fleet(sized, sized.fleet)
     elif found.best is not None:
-        yield f"Not even {MOST_REPLICAS} replicas behind a {sized.asked.router} router hold the SLOs at the wanted rate."
+        yield f"Not even {MOST_REPLICAS} replicas behind a {sized.asked.router} router meet the SLOs at the wanted rate."
 
 
 def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
-    headroom, hardware, bill = sized.asked.headroom, sized.hardware, sized.bill
+    headroom, hardware, bill, unit = sized.asked.headroom, sized.hardware, sized.bill, rate_unit(sized.workload)
     room = f" with {headroom:.0%} of headroom" if headroom else ""
     routed = f" behind a {sized.asked.router} router" if fleet.num_replicas > 1 else ""
     range_ = replica_range(sized)
     number = f"{counted(fleet.num_replicas, 'replica')}{routed}"
     if range_ != f"{fleet.num_replicas}":
         number = f"{range_} replicas{routed}; {fleet.num_replicas} with these step times"
-    yield f"For {fleet.rate:.3g} requests/s{room}: {number}, at a load of {fleet.load:.0%} of what they keep up with"
+    yield f"For {fleet.rate:.3g} {unit}{room}: {number}, at a load of {fleet.load:.0%} of what they keep up with"
     replicas = counted(fleet.num_in_group, "replica")
     if fleet.held is not None:
-        yield f"  holds   {replicas} at {trial_words(fleet.held)}"
+        yield f"  meets   {replicas} at {trial_words(fleet.held, unit)}"
         if fleet.failed is not None:
-            yield f"  fails   {counted(fleet.num_in_group - 1, 'replica')} at {trial_words(fleet.failed)}"
+            yield f"  fails   {counted(fleet.num_in_group - 1, 'replica')} at {trial_words(fleet.failed, unit)}"
         elif fleet.load * fleet.num_in_group > (fleet.num_in_group - 1) * (1 - headroom):
             yield "  With fewer their queues would grow without bound."
     if fleet.num_groups > 1:
@@ -139,7 +139,8 @@ def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
 
 
 def comparison(some: Sequence[Sized]) -> str:
-    rows = [["hardware", "requests/s", "binds", "replicas", "load", "USD an hour", "USD per 1M output tokens", "step times"]]
+    unit = rate_unit(some[0].workload)
+    rows = [["hardware", unit, "binds", "replicas", "load", "USD an hour", "USD per 1M output tokens", "step times"]]
     for sized in sorted(some, key=_order):
         fleet, bill = sized.fleet, sized.bill
         rows.append(
@@ -182,7 +183,8 @@ def _range_of_prices(sized: Sized, price: float) -> str:
 
 def beside(some: Sequence[Sized]) -> str:
     """Compare plans with those of presets on the same hardware."""
-    rows = [["hardware", "policies", "router", "requests/s", "gain", "p99 TTFT", "at", "replicas", "USD an hour"]]
+    unit = rate_unit(some[0].workload)
+    rows = [["hardware", "policies", "router", unit, "gain", "p99 TTFT", "at", "replicas", "USD an hour"]]
     for sized in some:
         rate, common = _rate(sized), _common_rate(sized)
         for name, one in {"these settings": sized, **{f"preset {name}": one for name, one in sized.rivals.items()}}.items():
@@ -222,12 +224,12 @@ def hardware_table(machines: Sequence[Hardware]) -> str:
     return table(rows) + note
 
 
-def trial_words(trial: Trial) -> str:
+def trial_words(trial: Trial, unit: str) -> str:
     share = trial.attainment
     interval = "" if share.low is None or share.high is None else f" [{share.low:.1%}, {share.high:.1%}]"
     stress = "beyond" if math.isinf(trial.stress) else f"{trial.stress:.2f} x"
     return (
-        f"{trial.rate:.3g} requests/s: {share.value:.2%}{interval} of {trial.num_requests} hold the SLOs, latency "
+        f"{trial.rate:.3g} {unit}: {share.value:.2%}{interval} of {trial.num_requests} requests meet the SLOs, latency "
         f"{stress} the limit ({trial.worst_slo}); {trial.mean_running:.1f} running, "
         f"KV {trial.kv_share:.0%} full, end to end {format_time(trial.mean_e2e_s * NS_PER_S)}"
     )
@@ -248,9 +250,13 @@ def plots(sized: Sized) -> Iterator[tuple[str, Plot]]:
         trials = sorted(trial for trial in sized.search.trials if math.isfinite(trial.stress))
         held = Series("runs", [(trial.rate, trial.num_good / trial.num_requests) for trial in trials])
         stress = Series("runs", [(trial.rate, trial.stress) for trial in trials])
-        rate, share, over = Axis("requests/s"), Axis("share of the requests", low=0.0), Axis("over its limit", low=0.0)
+        rate, share, over = (
+            Axis(rate_unit(sized.workload)),
+            Axis("share of the requests", low=0.0),
+            Axis("over its limit", low=0.0),
+        )
         panels = [
-            Panel("SLOs held", rate, share, [held], limits={"goal": sized.asked.goal}),
+            Panel("SLOs met", rate, share, [held], limits={"goal": sized.asked.goal}),
             Panel("Latency", rate, over, [stress], limits={"limit": 1.0}),
         ]
         yield "rates", draw(f"SLOs by rate, {name}", panels)
