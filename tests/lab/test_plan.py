@@ -419,6 +419,17 @@ def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
     assert "3 replicas behind a round-robin router" in text
 
 
+def test_bursts_are_shared_in_brief_plans_and_with_slower_steps_too() -> None:
+    jobs = workload(72, prompt=300, output=5, instants=[10_000_000_000 * (i // 8) for i in range(72)])
+    slos = asked(["ttft=180ms"], least_run_s=0)
+    sized, rival = (make(replace(candidate(), step_error=1.5), BOX, jobs, slos) for make in (plan, plan_briefly))
+    assert sized.fleet is not None
+    assert sized.fleet.num_replicas == 2, "each computes four prompts of a burst"
+    assert rival.fleet == sized.fleet
+    assert sized.outlooks[0].rate == 0
+    assert sized.replicas == (2, 3)
+
+
 def test_even_arrivals_need_as_many_replicas_as_the_arithmetic_says() -> None:
     server, jobs, slos, found = one_row()
     for times in (0.5, 1.0, 2.8, 4.9):

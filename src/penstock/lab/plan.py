@@ -230,6 +230,10 @@ def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
     return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{rate:.3g} {rate_unit(workload)}, Poisson")
 
 
+def at_even_gaps(workload: Workload, rate: float) -> Workload:
+    return arrive(workload, constant(num_arrivals(workload), rate), f"{rate:.3g} {rate_unit(workload)} at even gaps")
+
+
 def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Workload:
     """Return the workload, repeated so that it lasts `least_run_s` at the rate of a full batch.
 
@@ -401,9 +405,7 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
         if (resource, step) not in trials:
             tried = rate * STEP**step
             server = candidate if resource is None else candidate.doubled(resource)
-            jobs = at_rate(workload, tried, asked.seed)
-            if resource is Resource.QUEUE:
-                jobs = arrive(jobs, constant(num_arrivals(jobs), tried), "even gaps")
+            jobs = at_even_gaps(workload, tried) if resource is Resource.QUEUE else at_rate(workload, tried, asked.seed)
             trials[resource, step] = make_trial(server.simulation.run(jobs), tried, asked)
         return trials[resource, step]
 
@@ -472,6 +474,8 @@ def find_fleet(
     `rate` divided by the highest rate of one replica would be too many, because several replicas share each burst. `found` is
     the search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` can't keep up with.
     """
+    if found.best is None and not (rate and _meets_at_even_gaps(candidate, workload, asked, found)):
+        return None
     planned, num_groups = rate / (1 - asked.headroom), 1
     fewest: tuple[int, Trial | None, Trial | None] | None = (1, None, None)
     if planned > MOST_REPLICAS * found.saturated_rate:
@@ -502,6 +506,12 @@ def find_fleet(
         held=held,
         failed=failed,
     )
+
+
+def _meets_at_even_gaps(candidate: Candidate, workload: Workload, asked: Requirements, found: Search) -> bool:
+    """Return whether only bursts keep one server from meeting the SLOs. Replicas share bursts; nothing else gets faster."""
+    rate = LEAST_SHARE * found.saturated_rate
+    return make_trial(candidate.simulation.run(at_even_gaps(workload, rate)), rate, asked).holds
 
 
 def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -> tuple[int, Workload]:
@@ -702,10 +712,7 @@ def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Re
         return sized
     found = search(candidate, served, asked)
     binding = find_binding(candidate, served, asked, found)
-    wanted, fleet = _wanted(workload, asked, found), None
-    # If a rate holds only with even arrivals, bursts are the cause, and replicas share bursts.
-    if wanted and (found.best or binding.gains[Resource.QUEUE].most):
-        fleet = find_fleet(candidate, served, asked, found, wanted)
+    fleet = find_fleet(candidate, served, asked, found, _wanted(workload, asked, found))
     doubts = [*candidate.doubts, *warnings(workload, found, fleet)]
     error = candidate.step_error
     slow_and_fast = (error, 1 / error) if error > 1 else ()
@@ -718,8 +725,7 @@ def plan_briefly(candidate: Candidate, hardware: Hardware, workload: Workload, a
     """Size a deployment, without the limiting resource and other step times. Raises ConfigError."""
     served = _checked(candidate, workload, asked)
     found = search(candidate, served, asked)
-    wanted = _wanted(workload, asked, found)
-    fleet = find_fleet(candidate, served, asked, found, wanted) if found.best else None
+    fleet = find_fleet(candidate, served, asked, found, _wanted(workload, asked, found))
     sized = Sized(hardware=hardware, candidate=candidate, workload=workload, asked=asked, warnings=candidate.doubts)
     return replace(sized, search=found, fleet=fleet, bill=_bill(hardware, workload, asked, fleet))
 
@@ -731,7 +737,7 @@ def find_outlook(
     other, number = candidate.slowed(slowness), None
     # A saturated server is never idle, so its rate changes as its steps do.
     again = highest_rate(_attempt(other, workload, asked), found.saturated_rate / slowness)
-    if fleet is not None and again.best and fleet.rate / (1 - asked.headroom) <= MOST_REPLICAS * again.saturated_rate:
+    if fleet is not None and fleet.rate / (1 - asked.headroom) <= MOST_REPLICAS * again.saturated_rate:
         most = OUTLOOK_REPLICAS * fleet.num_replicas
         needed = find_fleet(other, workload, asked, again, fleet.rate, most=most)
         number = needed.num_replicas if needed else None
