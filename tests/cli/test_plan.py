@@ -96,8 +96,9 @@ def test_settings_of_the_server_change_the_plan(briefly: Briefly, tiny_model: Pa
 def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "slo_itl": 0.05, "prefix_sharing": "tenant"})
     about = (read_model(config, is_gpu=True), find_machines("L4", None)[0], None)
-    simulation = make_candidate(config, *about).simulation
+    simulation = make_candidate(config, *about, seed=7).simulation
     assert (simulation.slo_itl_ns, simulation.isolates_tenants, simulation.depth) == (50_000_000, True, 2)
+    assert simulation.seed == 7
     assert (simulation.limits, simulation.max_tokens) == (None, None), "a plan looks for the rate that needs no limits"
     with pytest.raises(ConfigError, match="--max-batch-size to 128 or less"):
         make_candidate(config_from({"model": str(tiny_model), "preset": "static", "max_batch_size": 2000}), *about)

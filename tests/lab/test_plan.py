@@ -363,6 +363,7 @@ def test_a_rate_that_holds_by_chance_is_no_gain() -> None:
     """Rows are never full here, so that twice as many plan the same steps and hold the same rates, those by chance included."""
     noise = (Residuals(math.inf, (0.8, 0.9, 1.0, 1.0, 1.1, 1.2, 1.3, 6.0)),)
     server = candidate(replace(PLAIN, residuals=noise), max_rows=12)
+    server = replace(server, simulation=replace(server.simulation, seed=5))
     jobs = workload(50, prompt=300, output=3, instants=poisson(Random(2), 50, 1.0))
     binding = binding_of(server, jobs, "ttft=500ms")
     assert binding.before > 1, "a higher rate than the highest one holds, by chance"

@@ -312,6 +312,13 @@ def test_noise_is_seeded() -> None:
     assert ends[0] == ends[1] != ends[2]
 
 
+def test_no_replica_has_the_noise_of_another_seeds_replica() -> None:
+    noisy = replace(COST, residuals=(Residuals(1e9, (0.8, 1.0, 1.5)),))
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=50)] * 2
+    runs = [simulation(cost=noisy, num_replicas=2, seed=seed).run(of(*jobs)).records for seed in (0, 1)]
+    assert len({record.ended_ns for records in runs for record in records}) == 4
+
+
 def test_steps_outside_of_the_fitted_range_are_counted() -> None:
     fitted = replace(COST, fitted=Fitted(max_rows=2, max_decodes=2, max_prefill_tokens=64, max_context_len=512))
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=9) for _ in range(4)]

@@ -137,7 +137,13 @@ def read_costs(text: str | None, machines: Sequence[Hardware]) -> dict[str, Save
 
 
 def make_candidate(
-    config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None, acceptance: Acceptance | None = None
+    config: Config,
+    outline: Outline,
+    hardware: Hardware,
+    saved: SavedCost | None,
+    acceptance: Acceptance | None = None,
+    *,
+    seed: int = 0,
 ) -> Candidate:
     """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises ConfigError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_unsimulated, simulated
@@ -152,7 +158,11 @@ def make_candidate(
     rates = speeds(size, hardware)
     cost = saved.cost if saved else roofline(size, rates)
     simulation = replace(
-        simulated(config, expected.compute, expected.kv.capacity, cost), limits=None, max_tokens=None, acceptance=acceptance
+        simulated(config, expected.compute, expected.kv.capacity, cost),
+        limits=None,
+        max_tokens=None,
+        acceptance=acceptance,
+        seed=seed,
     )
     doubts = list(_doubts(outline, hardware, saved))
     if acceptance is None and simulation.may_guess:

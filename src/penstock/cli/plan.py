@@ -127,7 +127,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
             about = (outlines[hardware.is_gpu], hardware, saved.get(hardware.name), acceptance)
-            sized = size_deployment(make_candidate(config, *about), hardware, workload, asked)
+            sized = size_deployment(make_candidate(config, *about, seed=choice.seed), hardware, workload, asked)
         except PenstockError as error:
             if len(machines) == 1:
                 raise
@@ -137,7 +137,8 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         for name, other in others.items():
             try:
                 # A preset's replicas stand behind a plain load balancer: other servers do not bring a router.
-                rivals[name] = plan_briefly(make_candidate(other, *about), hardware, workload, in_turn)
+                rival = make_candidate(other, *about, seed=choice.seed)
+                rivals[name] = plan_briefly(rival, hardware, workload, in_turn)
             except PenstockError as error:
                 print(f"{hardware.name}, preset {name}: left out. {error}\n", file=sys.stderr)
         some.append(replace(sized, rivals=rivals))

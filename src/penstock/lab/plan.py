@@ -226,7 +226,7 @@ def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
     if own_rate is not None:
         instants = [round(job.arrival_ns / (rate / own_rate)) for job in workload.jobs if job.after is None]
         return arrive(workload, instants, f"{rate:.3g} {rate_unit(workload)}")
-    rng = Random(seed)  # noqa: S311  # repeatable on purpose
+    rng = Random(f"arrivals {seed}")  # noqa: S311  # repeatable on purpose
     return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{rate:.3g} {rate_unit(workload)}, Poisson")
 
 

@@ -178,7 +178,7 @@ class _Router:
         self._encoder = _Encoder(self.seats[""], simulation.embed_ns, traffic.agenda)
         self._models: dict[str, VirtualServer | DistantModel] = {}
         for number, (name, settings) in enumerate(simulation.here.items()):
-            tell, seed = partial(self._tell, name), simulation.seed + number
+            tell, seed = partial(self._tell, name), f"{simulation.seed} {number}"
             server = VirtualServer(settings, clock, tell=tell, seed=seed, seat=self.seats[name])
             server.player.on_woken = partial(note_due, self.due, server.player, number)
             self.servers.append(server)

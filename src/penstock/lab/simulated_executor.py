@@ -27,14 +27,14 @@ _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 class ModelledTimes:
     """Times of simulated steps, by a cost model with noise. Call it once for each step, in the order in which steps begin."""
 
-    def __init__(self, cost: CostModel, *, seed: int = 0) -> None:
+    def __init__(self, cost: CostModel, *, seed: str = "0") -> None:
         self.num_steps = 0
         self.num_outside = 0
         self.outside: Counter[str] = Counter()
         """Exceeded limit, such as `rows > 64` -> number of steps that exceed it."""
         self._cost = cost
         self._fitted = cost.fitted
-        rng = Random(seed)  # noqa: S311  # repeatable on purpose
+        rng = Random(f"steps {seed}")  # noqa: S311  # repeatable on purpose
         self._noise = cost.noise(rng)
         self._host_noise = cost.host_noise(rng)
         self._has_host = bool(cost.host_step_ns or cost.host_row_ns or cost.host_prefill_ns)

@@ -262,7 +262,7 @@ class _Fleet:
         """Make a server. It continues the timeline of an earlier server of the same name."""
         simulation, name = self._simulation, f"{kind} {number}"
         settings = simulation if kind != "decode" else replace(simulation, limits=None)
-        seed = simulation.seed + len(self.all_servers)
+        seed = f"{simulation.seed} {len(self.all_servers)}"
         server = VirtualServer(settings, self._clock, tell=partial(self._tell, name), seed=seed)
         if name in self.servers:
             server.timeline = self.servers[name].timeline

@@ -163,7 +163,7 @@ class VirtualServer(NullObserver):
         clock: Clock,
         *,
         tell: Tell,
-        seed: int = 0,
+        seed: str = "0",
         seat: Seat | None = None,
         journal: RequestJournal | None = None,
     ) -> None:
