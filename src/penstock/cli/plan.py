@@ -18,6 +18,7 @@ from penstock.cli.options import (
     FOLDER,
     NOT_IN_THE_LAB,
     GroupedCommand,
+    NumberRange,
     config_options,
     model_argument,
     slo_option,
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 @workload_options
 @slo_option
 @click.option(
-    "--goal", default="99%", show_default=True, metavar="SHARE", help="Share of the requests that must hold every SLO."
+    "--goal", default="99%", show_default=True, metavar="SHARE", help="Share of the requests that must meet every SLO."
 )
 @click.option(
     "--plots", "folder", type=FOLDER, callback=plots_folder, metavar="FOLDER", help="Draw batch sizes and rates, as PNG."
 )
 @hardware_options
 @click.option("--acceptance", metavar="FILE|CHANCE", help="Tokens guessed right: as in a recording, or the chance of each.")
-@click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, instead of the table's.")
+@click.option("--price-per-hour", type=NumberRange(min=0), metavar="USD", help="Of one replica, instead of the table's.")
 @click.option(
     "--headroom",
     default="0%",

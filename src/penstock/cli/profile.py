@@ -13,7 +13,16 @@ import click
 from penstock import __version__
 from penstock.cli.candidates import size_of_outline
 from penstock.cli.files import output_file
-from penstock.cli.options import EPILOG, FILE, FOLDER, NOT_IN_THE_LAB, GroupedCommand, config_options, model_argument
+from penstock.cli.options import (
+    EPILOG,
+    FILE,
+    FOLDER,
+    NOT_IN_THE_LAB,
+    GroupedCommand,
+    NumberRange,
+    config_options,
+    model_argument,
+)
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
 
@@ -48,10 +57,8 @@ if TYPE_CHECKING:
 @click.option("--layers", type=click.IntRange(1, 10_000), help="With --import: layers of the model, if they are not known.")
 @click.option("--hidden-size", type=click.IntRange(1, 1 << 20), help="With --import: hidden size, if not known.")
 @click.option("--gpus", type=click.IntRange(1, 64), default=1, help="With --import: GPUs that share each layer.")
-@click.option("--link-gbytes-per-s", type=click.FloatRange(0, min_open=True), help="With --gpus: 10^9 bytes that each sends.")
-@click.option(
-    "--link-latency-us", type=click.FloatRange(0), default=0.0, help="With --gpus: fixed time added to each transfer."
-)
+@click.option("--link-gbytes-per-s", type=NumberRange(0, min_open=True), help="With --gpus: 10^9 bytes that each sends.")
+@click.option("--link-latency-us", type=NumberRange(0), default=0.0, help="With --gpus: fixed time added to each transfer.")
 @click.option("--trace", type=FILE, callback=output_file, help="With --from: a trace for ui.perfetto.dev.")
 @click.option(
     "--plot",

@@ -17,6 +17,7 @@ from penstock.cli.options import (
     EPILOG,
     FILE,
     GroupedCommand,
+    NumberRange,
     add_options,
     config_options,
     models_argument,
@@ -116,7 +117,7 @@ def fit(
 @_answers
 @click.option("--route", "path", type=click.Path(dir_okay=False, path_type=Path), help="What `fit` wrote.")
 @click.option("--confidence", metavar="KEY", help="Without a fit: key of the small model's confidence, from 0 to 1.")
-@click.option("--share", type=click.FloatRange(0, 1), help="Of a fit: calls for the large model.  [default: 0.5]")
+@click.option("--share", type=NumberRange(0, 1), help="Of a fit: calls for the large model.  [default: 0.5]")
 @click.option("--scores", type=FILE, callback=output_file, help="Write the gains for `penstock simulate`.")
 def evaluate(
     file: Path,

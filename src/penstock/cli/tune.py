@@ -53,7 +53,7 @@ _COMPONENTS = ("model", "kv", "scheduler", "backend")
     type=click.Choice(["goodput", "throughput", "ttft_mean", "ttft_p99", "e2e_mean"]),
     default="goodput",
     show_default=True,
-    help="Requests per second that hold the SLOs; output tokens per second; or seconds to the first token, or to the end.",
+    help="Requests per second that meet the SLOs; output tokens per second; or seconds to the first token, or to the end.",
 )
 @slo_option
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")

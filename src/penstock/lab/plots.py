@@ -215,8 +215,8 @@ def throughput_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
     yield Panel("Requests", _load_axis(runs), Axis("requests/s", low=0.0), series)
     attained = [run.figures.goodput.attainment.scaled(100) if run.figures.goodput else None for run in runs]
     if any(attained):
-        series = [_over_load(runs, "hold every SLO", attained)]
-        yield Panel("SLO attainment", _load_axis(runs), Axis("requests that hold every SLO (%)", low=0.0, high=102.0), series)
+        series = [_over_load(runs, "meet every SLO", attained)]
+        yield Panel("SLO attainment", _load_axis(runs), Axis("requests that meet every SLO (%)", low=0.0, high=102.0), series)
 
 
 def timeline(samples: Samples) -> Iterator[Panel]:
