@@ -57,7 +57,7 @@ void each_number(RowSampling& row, const Visit& visit) {
 
 struct SampleResult {
     int32_t token = -1;    // -1: no logit was a number above -inf, or one was +inf: the model's output is broken
-    // These hold only if logprobs were asked for. If no logit of the model is a number, or one is +inf: -inf, 1 and 0.
+    // Only if logprobs were asked for. If the model's logits are unusable (none is a number, or one is +inf): -inf, 1 and 0.
     float logprob = 0.0f;
     int32_t rank = 0;      // tokens more likely, plus one
     int32_t num_top = 0;
