@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from penstock.cli.cluster import _read, _read_again
 from penstock.cli.main import cli
 from penstock.cluster.models import ClusterModels
+from penstock.cluster.process import ReplicaThread
 from penstock.config import Config
 from penstock.config.components import config_from
 from penstock.config.routing import Routing
@@ -111,6 +112,13 @@ def test_replicas_on_one_machine_have_a_file_each_on_its_disk(make: Callable[...
         wait_until(lambda: all(member.has_stopped for member in cluster.models._ended))
         assert cluster.update(make(1, **disk)) == ["toy: replaced"]
     assert not (tmp_path / "replica-4").exists(), "folders are used again"
+
+
+def test_a_folder_that_a_replica_can_not_use_names_the_setting(make: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = make(1, kv_disk_size=16 << 20, kv_disk_path=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"The folder .*/file/replica-0 can't be used: .* Check --kv-disk-path"):
+        ReplicaThread(config, name="r0", front=("127.0.0.1", 1), secret=b"", num_beside=1)
 
 
 def test_a_canary_comes_gets_its_share_and_goes(make: Callable[..., Config]) -> None:

@@ -20,6 +20,7 @@ from penstock.deploy.resources import Resources
 from penstock.deploy.tiers import tier_folder
 from penstock.engine.state import EngineState
 from penstock.models.cache import cache_dir
+from penstock.types.errors import ConfigError
 
 
 class ReplicaThread:
@@ -65,13 +66,16 @@ class ReplicaThread:
 def _claim(folder: Path, stack: ExitStack) -> Path:
     """Return the first folder in this one that no other replica has, for the disk tier. `stack` gives it back.
 
-    A replica that is started later gets the same folders, and finds its blocks there.
+    A replica that is started later gets the same folders, and finds its blocks there. Raises ConfigError.
     """
     numbers = itertools.count()
     while True:
         place = folder / f"replica-{next(numbers)}"
-        place.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(place, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"The folder {place} can't be used: {error}.", remedy="Check --kv-disk-path.") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
