@@ -659,6 +659,32 @@ def test_a_request_whose_grammar_is_compiled_obeys_its_deadline_and_a_client_tha
         assert post(made, **GRAMMAR).status_code == 200
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), RuntimeError("broken")])
+def test_a_request_whose_grammar_fails_to_compile_is_answered(error: Exception, caplog) -> None:
+    async def fail(*_arguments, **_more) -> None:
+        raise error
+
+    with cluster(num_replicas=1) as made:
+        replica = made.replicas["r0"]
+        replica.running.off_loop.compile = fail
+        answer = post(made, **GRAMMAR)
+        assert (answer.status_code, repr(error) in answer.text) == (500, True), answer.text
+        assert "can't be begun" in caplog.text
+        assert not replica.replica._preparing
+        del replica.running.off_loop.compile
+        assert post(made, **GRAMMAR).status_code == 200
+
+
+def test_a_request_begins_though_copying_its_kv_failed(caplog) -> None:
+    async def fail(*_arguments) -> None:
+        raise RuntimeError("broken")
+
+    with cluster(num_replicas=1) as made:
+        made.replicas["r0"].replica._fetch = fail
+        assert post(made, **GRAMMAR).status_code == 200
+    assert "KV of another replica was not copied" in caplog.text
+
+
 def test_a_replica_that_loses_its_front_does_not_wait_for_grammars(pool) -> None:
     with cluster(num_replicas=1) as made:
         replica = made.replicas["r0"]
@@ -717,13 +743,14 @@ def test_a_replica_that_waits_to_dial_again_leaves_at_once(monkeypatch: pytest.M
     alone.kill()
 
 
-def test_a_replica_whose_dial_hangs_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_whose_dial_hangs_leaves(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     async def hang(*_arguments) -> None:
         await asyncio.sleep(3600)
 
     monkeypatch.setattr("penstock.cluster.replica.DIAL_S", 0.1)
     monkeypatch.setattr("asyncio.BaseEventLoop.create_connection", hang)
     alone = ThreadedReplica(1, "r0")
+    wait_until(lambda: "can't be reached yet: no connection within 0.1 s" in caplog.text)
     alone.call(alone.replica.leave)
     wait_until(lambda: alone.has_ended)
     alone.kill()

@@ -111,7 +111,8 @@ class Replica:
                     _, link = await loop.create_connection(lambda: Link(self._on_message, self._on_lost), host, port)
             except OSError as error:
                 if not is_told:
-                    _log.warning("the front at %s:%d can't be reached yet: %s", host, port, error)
+                    why = error if str(error) else f"no connection within {DIAL_S:g} s"  # a TimeoutError has no text
+                    _log.warning("the front at %s:%d can't be reached yet: %s", host, port, why)
                 is_told = True
                 await self._pause(REDIAL_S)
                 continue
@@ -251,7 +252,7 @@ class Replica:
             self._preparing[request.request_id] = loop.create_task(self._compile(request, work))
         tasks = [self._preparing[request.request_id] for request in requests]
         prepared = asyncio.gather(self._fetch(requests[0], submit.source), *tasks, return_exceptions=True)
-        prepared.add_done_callback(lambda done: self._begin_prepared(requests, done.result()[1:]))
+        prepared.add_done_callback(lambda done: self._begin_prepared(requests, done.result()))
 
     def _abort(self, request_id: str, detail: str) -> None:
         if (task := self._preparing.get(request_id)) is None:
@@ -268,7 +269,7 @@ class Replica:
         return adapters.with_content(work.adapter, Path(work.adapter_path))
 
     async def _compile(self, request: Request, work: Work) -> bool:
-        """Make the request's matcher, if its answer follows a grammar. If that fails, refuse the request, and return False."""
+        """Make the request's matcher, if its answer follows a grammar. Return False if the request was refused."""
         if work.recipe is None:
             return True
         limit = next_limit(request)
@@ -278,25 +279,31 @@ class Replica:
             request.matcher.accept(work.generated)
             return True
         except TimeoutError:
-            assert limit is not None, "there was a timeout"
+            if limit is None:  # it came from elsewhere
+                raise
             self._refuse(request, FinishReason.ABORT, LATE_DETAILS[limit[1]], str(limit[1]))
         except Rejected as rejected:
             self._refuse(request, FinishReason.ERROR, rejected.detail, str(rejected.reason))
-        except Exception as error:
-            _log.exception("request %s can't be begun", request.request_id)
-            self._refuse(request, FinishReason.ERROR, f"its grammar can't be followed: {error}")
         return False
 
-    def _begin_prepared(self, requests: Sequence[Request], are_ready: Sequence[bool | BaseException | None]) -> None:
-        """Begin the requests that were neither refused nor aborted. `are_ready`: how their tasks in `_preparing` ended."""
+    def _begin_prepared(self, requests: Sequence[Request], results: Sequence[bool | BaseException | None]) -> None:
+        """Begin the requests that were neither refused nor aborted. `results`: of `_fetch`, then of their tasks."""
+        fetched, *are_ready = results
+        if fetched is not None:
+            _log.error("KV of another replica was not copied, and is computed", exc_info=fetched)
         ready: list[Request] = []
         for request, is_ready in zip(requests, are_ready, strict=True):
             del self._preparing[request.request_id]
             detail = self._aborted.pop(request.request_id, None)
-            if detail is not None and is_ready is not False:
+            if is_ready is False:
+                continue
+            if detail is not None:
                 self._refuse(request, FinishReason.ABORT, detail)
             elif is_ready is True:
                 ready.append(request)
+            else:
+                _log.error("request %s can't be begun", request.request_id, exc_info=is_ready)
+                self._refuse(request, FinishReason.ERROR, f"its grammar can't be followed: {is_ready!r}")
         self._begin(ready)
         self._ended.set()
 
