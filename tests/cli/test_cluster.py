@@ -60,7 +60,7 @@ def test_without_ray_the_error_names_the_extra(words: list[str]) -> None:
         (["--replicas", "0"], "replicas is 0"),
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas 2"),
         (["a", "b"], "A manifest is of one model, and 2 are named"),
-        (["--keep-loaded"], "A cluster does not know --keep-loaded"),
+        (["--keep-loaded"], "A cluster does not support --keep-loaded"),
         (["--ssl-certfile", "cert.pem"], "A manifest can't have --ssl-certfile"),
         (["--kv-disk-size", "1GiB", "--kv-disk-path", "/kv"], "A manifest can't have --kv-disk-path"),
     ],
@@ -74,12 +74,6 @@ def test_the_status_of_a_single_server_is_an_error() -> None:
     with running() as server:
         result = CliRunner().invoke(cli, ["cluster", "status", server.url])
     assert "This is a single server" in str(result.exception)
-
-
-@pytest.mark.parametrize("words", [["status"], ["update"]])
-def test_a_cluster_with_tls_is_asked(words: list[str]) -> None:
-    result = CliRunner().invoke(cli, ["cluster", *words, "https://127.0.0.1:9", "--insecure"])
-    assert "https://127.0.0.1:9 can't be reached" in str(result.exception)
 
 
 def test_a_manifest_has_the_limits_of_clients_and_no_secrets() -> None:
@@ -103,7 +97,7 @@ def test_settings_of_a_file_and_of_the_environment_are_read_or_refused(tmp_path,
     assert config.sharing.aliases == ("gpt-4",)
     monkeypatch.setenv("PENSTOCK_MODELS_DIR", "/models")
     [config], _ = _read.main(["--config", str(path)], standalone_mode=False)
-    with pytest.raises(ConfigError, match="A cluster does not know --models-dir yet"):
+    with pytest.raises(ConfigError, match="A cluster does not support --models-dir yet"):
         check(config)
 
 

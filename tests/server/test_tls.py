@@ -45,8 +45,8 @@ def quick(monkeypatch):
 
 
 @contextlib.contextmanager
-def serving(key, paper):
-    config = ServerConfig(port=0, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
+def serving(key, paper, **more):
+    config = ServerConfig(port=0, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0, **more)
     with running(config=config) as server:
         yield server
 
@@ -133,6 +133,20 @@ def test_clients_believe_the_file_that_they_are_told(tmp_path):
             assert questions.model() == "toy"
         with Questions(Target(url=url)) as questions, pytest.raises(PenstockError, match="--cafile"):
             questions.model()
+
+
+@pytest.mark.parametrize(("command", "answer"), [("status", "This is a single server"), ("update", "is not a cluster")])
+def test_commands_of_a_cluster_take_keys_and_believe_the_file_that_they_are_told(tmp_path, command, answer):
+    key, paper = make_certificate(tmp_path)
+    with serving(key, paper, api_keys=("secret",), admin_api_keys=("secret",)) as server:
+        words = ["cluster", command, f"https://127.0.0.1:{server.port}"]
+        for more, told in (
+            (["--api-key", "secret", "--insecure"], answer),
+            (["--api-key", "secret", "--cafile", paper], answer),
+            (["--insecure"], "401"),
+            (["--api-key", "secret"], "--cafile"),
+        ):
+            assert told in str(CliRunner().invoke(cli, [*words, *more]).exception)
 
 
 @pytest.mark.parametrize("words", [["--cafile", "CA", "--insecure"], ["--cafile", "EMPTY"]])

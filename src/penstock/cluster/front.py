@@ -70,7 +70,7 @@ def check(config: Config) -> None:
         for item in settings_of(type(part)):
             if item.key in _REFUSED and getattr(part, item.field) != item.default:
                 remedy = "Leave it out, or serve the model by one server."
-                raise ConfigError(f"A cluster does not know {item.flag} yet.", remedy=remedy)
+                raise ConfigError(f"A cluster does not support {item.flag} yet.", remedy=remedy)
 
 
 def _front(
