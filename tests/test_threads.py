@@ -11,7 +11,7 @@ from itertools import chain
 import pytest
 
 from penstock.admission.estimates import Backlog, Entry
-from penstock.admission.tenants import Tenants
+from penstock.admission.tenants import Demand, Tenants
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
@@ -117,10 +117,10 @@ def test_the_backlog_is_empty_when_all_have_ended_wherever_they_did():
 
 def test_no_end_of_a_tenants_request_is_lost():
     tenants = Tenants(1, 1000)
+    account = tenants.hold(Demand("a", None, 0, 0, 0))
     names = [[f"{nth}/{number}" for number in range(ROUNDS)] for nth in range(THREADS)]
     for name in chain.from_iterable(names):
-        tenants.enter("a", name, 1, 0)
-    account = tenants.entered["0/0"][0]
+        tenants.enter(account, name, 1, 0)
 
     def end(nth: int) -> None:
         for name in names[nth]:

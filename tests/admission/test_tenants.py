@@ -17,11 +17,21 @@ def demand(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new
     return Demand(tenant, None, num_requests, num_prompt + num_requests * num_new, int(now_s * SECOND))
 
 
+def enter(
+    tenants: Tenants, tenant: str, request_id: str, num_tokens: int, now_ns: int, limits: TenantLimits | None = None
+) -> None:
+    """Let a call of one request in."""
+    call = Demand(tenant, limits, 1, num_tokens, now_ns)
+    account = tenants.hold(call)
+    tenants.enter(account, request_id, num_tokens, now_ns)
+    tenants.release(account, call)
+
+
 def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
     tenants = Tenants(2, None)
     for name in ("r0", "r1"):
         assert tenants.refusal(demand()) is None
-        tenants.enter("a", name, 100, 0)
+        enter(tenants, "a", name, 100, 0)
     refused = tenants.refusal(demand())
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_CONCURRENCY
@@ -34,7 +44,7 @@ def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
 def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
     tenants = Tenants(2, None)
     assert tenants.refusal(demand(num_requests=5)) is None
-    tenants.enter("a", "r", 100, 0)
+    enter(tenants, "a", "r", 100, 0)
     refused = tenants.refusal(demand(num_requests=5))
     assert refused is not None
     assert "has 1 request already" in refused.detail
@@ -42,7 +52,7 @@ def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
 
 def test_a_bucket_holds_a_minute_and_refills_steadily():
     tenants = Tenants(None, 600)
-    tenants.enter("a", "r0", 500, 0)
+    enter(tenants, "a", "r0", 500, 0)
     assert tenants.refusal(demand(num_prompt=100)) is None
     refused = tenants.refusal(demand(num_prompt=60, num_new=90))
     assert refused is not None
@@ -54,30 +64,30 @@ def test_a_bucket_holds_a_minute_and_refills_steadily():
 
 def test_asking_again_does_not_put_the_tokens_off():
     tenants = Tenants(None, 600)
-    tenants.enter("a", "r0", 600, 0)
+    enter(tenants, "a", "r0", 600, 0)
     waits = [tenants.refusal(demand(num_prompt=100)).wait_ns / SECOND for _ in range(30)]
     assert waits == pytest.approx([10] * 30)
 
 
 def test_who_is_refused_for_those_that_run_is_told_at_most_how_long_one_takes():
     tenants = Tenants(2, None)
-    tenants.enter("a", "before", 10, 0)
+    enter(tenants, "a", "before", 10, 0)
     tenants.on_finish("before", 10, 4 * SECOND)
     for name in ("r0", "r1"):
-        tenants.enter("a", name, 10, 0)
+        enter(tenants, "a", name, 10, 0)
     waits = [tenants.refusal(demand()).wait_ns / SECOND for _ in range(30)]
     assert waits == pytest.approx([2] + [4] * 29)  # an end each two seconds
 
 
 def test_what_was_really_used_is_settled_at_the_end():
     tenants = Tenants(None, 600)
-    tenants.enter("a", "long", 100, 0)
+    enter(tenants, "a", "long", 100, 0)
     tenants.on_finish("long", 700, SECOND)
     refused = tenants.refusal(demand(num_prompt=100))
     assert refused is not None
     assert refused.wait_ns == pytest.approx(20 * SECOND)  # 100 in debt, and 100
     tenants = Tenants(None, 600)
-    tenants.enter("a", "short", 600, 0)
+    enter(tenants, "a", "short", 600, 0)
     tenants.on_finish("short", 10, SECOND)
     assert tenants.refusal(demand(num_prompt=500)) is None
 
@@ -85,13 +95,13 @@ def test_what_was_really_used_is_settled_at_the_end():
 def test_a_request_larger_than_the_bucket_comes_in_when_it_is_full():
     tenants = Tenants(None, 600)
     assert tenants.refusal(demand(num_prompt=5000)) is None
-    tenants.enter("a", "r", 5000, 0)
+    enter(tenants, "a", "r", 5000, 0)
     assert tenants.refusal(demand(now_s=60, num_prompt=1)) is not None
 
 
 def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
     tenants = Tenants(1, None)
-    tenants.enter("busy", "r", 1, 0)
+    enter(tenants, "busy", "r", 1, 0)
     for idx in range(3 * MAX_TENANTS):
         assert tenants.refusal(demand(f"t{idx}")) is None
     assert len(tenants._accounts) <= MAX_TENANTS
@@ -101,8 +111,8 @@ def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
 def test_newcomers_share_an_account_when_all_are_busy():
     tenants = Tenants(1, None)
     for idx in range(MAX_TENANTS):
-        tenants.enter(f"t{idx}", f"r{idx}", 1, 0)
-    tenants.enter("new", "shared", 1, 0)
+        enter(tenants, f"t{idx}", f"r{idx}", 1, 0)
+    enter(tenants, "new", "shared", 1, 0)
     assert tenants.refusal(demand("newer")) is not None
     tenants.on_finish("shared", 1, SECOND)
     assert tenants.refusal(demand("newer")) is None
@@ -112,10 +122,10 @@ def test_newcomers_share_an_account_when_all_are_busy():
 def test_a_few_busy_tenants_do_not_keep_idle_ones_from_being_forgotten():
     tenants = Tenants(1, None)
     for idx in range(16):
-        tenants.enter(f"busy{idx}", f"r{idx}", 1, 0)
+        enter(tenants, f"busy{idx}", f"r{idx}", 1, 0)
     for idx in range(MAX_TENANTS - 16):
         assert tenants.refusal(demand(f"idle{idx}")) is None
-    tenants.enter("new", "shared", 1, 0)
+    enter(tenants, "new", "shared", 1, 0)
     assert tenants.refusal(demand("newer")) is None
     assert tenants.refusal(demand("busy0")) is not None
 
@@ -126,10 +136,38 @@ def test_calls_with_other_limits_do_not_refill_a_bucket():
     other = Demand("a", limits, 1, 100, 0)
     assert tenants.refusal(other) is None
     tenants.hold(other)
-    tenants.enter("a", "r", 600, 0)
+    enter(tenants, "a", "r", 600, 0)
     for _ in range(2):
         assert tenants.refusal(demand()).reason is RejectReason.TENANT_TOKENS
         assert tenants.refusal(other).reason is RejectReason.TENANT_REQUESTS
+
+
+def test_an_edit_of_a_keys_limits_gives_no_second_allowance():
+    tenants = Tenants(None, None)
+    wide, narrow = (TenantLimits(max_concurrent=most, tokens_per_minute=600, requests_per_minute=60) for most in (8, 2))
+    for idx in range(8):
+        enter(tenants, "a", f"r{idx}", 75, 0, wide)
+    assert tenants.refusal(Demand("a", narrow, 1, 1, 0)).reason is RejectReason.TENANT_CONCURRENCY
+    for limits in (wide, narrow) * 4:
+        account = tenants.hold(Demand("a", limits, 0, 0, 0))
+    assert (account.num_running, account.level_tokens, account.level_requests) == (8, 0, 60 - 8 - 8)
+    for idx in range(8):
+        tenants.on_finish(f"r{idx}", 0, SECOND)
+    less = TenantLimits(tokens_per_minute=100, max_concurrent=2)
+    account = tenants.hold(Demand("a", less, 0, 0, 0))
+    assert account.level_tokens == 100, "what is left is cut to the new limit"
+    account = tenants.hold(Demand("a", wide, 0, 0, 0))
+    assert (account.level_tokens, account.level_requests) == (100, 59), "a new bucket is full"
+
+
+def test_a_key_with_limits_shares_no_account():
+    tenants, limits = Tenants(1, None), TenantLimits(max_concurrent=2)
+    for idx in range(MAX_TENANTS + 1):
+        enter(tenants, f"t{idx}", f"r{idx}", 1, 0)
+    enter(tenants, "key", "r", 1, 0, limits)
+    assert tenants.refusal(demand("key")) is not None
+    assert tenants.refusal(Demand("key", limits, 1, 1, 0)) is None
+    assert tenants.refusal(Demand("other key", limits, 2, 1, 0)) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30), st.integers(1, 400), st.integers(0, 400)), max_size=40))
@@ -145,6 +183,6 @@ def test_over_any_time_no_tenant_uses_more_than_its_rate_and_one_bucket(calls):
             assert tenants.refusal(demand(tenant, now_s, num_predicted)) is None
         # Before this one, no more than a bucket and the refill was used.
         assert used[tenant] + min(num_predicted, 600) <= 600 + 10 * now_s + 1e-3
-        tenants.enter(tenant, str(idx), num_predicted, int(now_s * SECOND))
+        enter(tenants, tenant, str(idx), num_predicted, int(now_s * SECOND))
         tenants.on_finish(str(idx), num_predicted + num_extra, SECOND)
         used[tenant] += num_predicted + num_extra

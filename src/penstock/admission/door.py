@@ -161,8 +161,7 @@ class Admission:
                 entry.num_adapter_blocks = self._outlook(request.adapter).likely_pages
             self._backlog.enter(request.request_id, entry)
             if place.account is not None:
-                num_tokens = num_prompt_tokens + num_new_tokens
-                self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns, limits=view.ask.limits)
+                self._tenants.enter(place.account, request.request_id, num_prompt_tokens + num_new_tokens, now_ns)
 
     def leave(self, place: Place) -> None:
         if place.view.ask.background:

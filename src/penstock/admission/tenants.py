@@ -7,6 +7,7 @@ event loop for a request that the engine refuses; all else on the event loop.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from penstock.admission.ask import Refusal, TenantLimits
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
-"""Most accounts. Beyond it the longest idle account is forgotten. If none is found, new tenants with equal limits share one."""
+"""Most accounts. Beyond it an idle one is forgotten. If none is found, new tenants without limits of their own share one."""
 OTHERS = ""
 """The name of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
@@ -44,8 +45,8 @@ class Account:
     num_left: int = 0
     num_correction_tokens: int = 0
     """Tokens of ended requests beyond their predictions."""
-    level_tokens: float = 0.0
-    level_requests: float = 0.0
+    level_tokens: float = math.inf
+    level_requests: float = math.inf
     looked_ns: int = 0
     num_settled_tokens: int = 0
     """The part of `num_correction_tokens` already taken from `level_tokens`."""
@@ -61,8 +62,8 @@ class Tenants:
     def __init__(self, max_concurrent: int | None, tokens_per_minute: int | None) -> None:
         """Default limits for tenants without their own. None means unlimited."""
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
-        self._accounts: OrderedDict[tuple[str, TenantLimits], Account] = OrderedDict()
-        """By tenant and limits, the longest unused first. New limits get new buckets, so no call can refill those of others."""
+        self._accounts: OrderedDict[tuple[str, bool], Account] = OrderedDict()
+        """By tenant, and whether it has limits of its own: an X-Tenant may be a key's name. `_forget_one` tries the first."""
         self.entered: dict[str, tuple[Account, int]] = {}
         """Request id -> (its account, its predicted tokens)."""
         self._duration_ns = 0.0
@@ -87,9 +88,9 @@ class Tenants:
         account.num_entering += sign * demand.num_requests
         account.num_entering_tokens += sign * demand.num_tokens
 
-    def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int, *, limits: TenantLimits | None = None) -> None:
-        """Charge a request's predicted tokens. `limits` as in `Demand`."""
-        account = self._account(tenant, limits, now_ns)
+    def enter(self, account: Account, request_id: str, num_tokens: int, now_ns: int) -> None:
+        """Charge a request's predicted tokens to the account that `hold` has returned for its call."""
+        self._refill(account, now_ns)
         account.num_entered += 1
         account.level_tokens -= num_tokens
         self.entered[request_id] = account, num_tokens
@@ -146,43 +147,46 @@ class Tenants:
         return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
 
     def _account(self, tenant: str, limits: TenantLimits | None, now_ns: int) -> Account:
-        """Return the tenant's account under these limits, with its buckets refilled."""
-        limits = limits or self._default
-        account = self._accounts.get((tenant, limits))
+        """Return the tenant's account, with these limits and its buckets refilled."""
+        key = tenant, limits is not None
+        account = self._accounts.get(key)
         if account is None:
             account = self._open(tenant, limits, now_ns)
         else:
-            self._accounts.move_to_end((tenant, limits))
+            self._accounts.move_to_end(key)
+            account.limits = limits or self._default  # a key's may have been edited
         self._refill(account, now_ns)
         return account
 
     def _refill(self, account: Account, now_ns: int) -> None:
+        """Refill the account's buckets, at most to its limits. Without a limit a bucket is endless, so a new one is full."""
         limits, passed_ns = account.limits, now_ns - account.looked_ns
         num_correction = account.num_correction_tokens
         level = account.level_tokens - (num_correction - account.num_settled_tokens)
         account.num_settled_tokens = num_correction
-        most = limits.tokens_per_minute or 0
-        account.level_tokens = min(level + most * passed_ns / _MINUTE_NS, most)
-        most = limits.requests_per_minute or 0
-        account.level_requests = min(account.level_requests + most * passed_ns / _MINUTE_NS, most)
+        account.level_tokens = _refilled(level, limits.tokens_per_minute, passed_ns)
+        account.level_requests = _refilled(account.level_requests, limits.requests_per_minute, passed_ns)
         account.looked_ns = now_ns
 
-    def _open(self, tenant: str, limits: TenantLimits, now_ns: int) -> Account:
-        if len(self._accounts) >= MAX_TENANTS and not self._forget_one(now_ns):
+    def _open(self, tenant: str, limits: TenantLimits | None, now_ns: int) -> Account:
+        if len(self._accounts) >= MAX_TENANTS and not self._forget_one(now_ns) and limits is None:
             tenant = OTHERS
-        fresh = Account(limits, level_tokens=limits.tokens_per_minute or 0, level_requests=limits.requests_per_minute or 0)
-        fresh.looked_ns = now_ns
-        return self._accounts.setdefault((tenant, limits), fresh)
+        fresh = Account(limits or self._default, looked_ns=now_ns)
+        return self._accounts.setdefault((tenant, limits is not None), fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
         """Remove an account that is idle with full buckets, if one of the oldest is. Otherwise try others the next time."""
         for key, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits
-            has_tokens = limits.tokens_per_minute is None or account.level_tokens >= limits.tokens_per_minute
-            has_requests = limits.requests_per_minute is None or account.level_requests >= limits.requests_per_minute
+            has_tokens = account.level_tokens >= (limits.tokens_per_minute or 0)
+            has_requests = account.level_requests >= (limits.requests_per_minute or 0)
             if has_tokens and has_requests and not account.num_running:
                 del self._accounts[key]
                 return True
             self._accounts.move_to_end(key)
         return False
+
+
+def _refilled(level: float, most: int | None, passed_ns: int) -> float:
+    return math.inf if most is None else min(level + most * passed_ns / _MINUTE_NS, most)

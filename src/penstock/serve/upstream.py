@@ -172,7 +172,7 @@ class Upstream:
             if account is not None:
                 self._tenants.release(account, demand)
                 now_ns, name = self.clock.now_ns(), str(id(exchange))
-                self._tenants.enter(demand.tenant, name, exchange.num_tokens, now_ns, limits=demand.limits)
+                self._tenants.enter(account, name, exchange.num_tokens, now_ns)
                 self._tenants.on_finish(name, exchange.num_tokens, now_ns - began_ns)
             if self._when_idle is not None and not self._num_open:
                 self._when_idle.set()
