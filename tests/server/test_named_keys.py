@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import signal
 import textwrap
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
 from penstock.serve.http.checks import KeyRing
+from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.server.errors import check
-from support.server.harness import GatedExecutor, make_client, make_runtime, running, until, wait_until
+from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until, wait_until
 from support.server.waits import set_waits
 
 COMPLETIONS = "/v1/completions"
@@ -165,7 +167,8 @@ async def test_concurrency_is_that_of_the_key_also_where_a_gateway_names_tenants
 
 
 async def test_a_key_opens_the_models_that_it_names(file):
-    toy, other = make_runtime(), make_runtime(served_names=("other",), aliases=("second",))
+    smaller = HashExecutor(replace(CAPACITY, num_blocks=CAPACITY.num_blocks - 1))
+    toy, other = make_runtime(), make_runtime(smaller, served_names=("other",), aliases=("second",))
     try:
         write(file, models='["second"]')
         async with make_client(toy, other, api_keys_file=str(file)) as client:
@@ -177,6 +180,9 @@ async def test_a_key_opens_the_models_that_it_names(file):
                     assert "Served: 'other'" in answer.text
             listed = (await client.get("/v1/models", headers=bearer("alice"))).json()
             assert [card["id"] for card in listed["data"]] == ["other"]
+            load = (await client.get("/load", headers=bearer("alice"))).json()
+            assert [line["name"] for line in load["models"]] == ["other"]
+            assert load["kv_blocks"] == smaller.capacity.num_blocks - 1
             for method, path, body in (
                 ("GET", "/v1/models/toy", None),
                 ("GET", "/kv?model=toy", None),

@@ -18,7 +18,7 @@ from penstock.machine import CpuMeter
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed, may_ask, models_of
+from penstock.serve.asking import find_allowed, may_ask, models_of, visible_models
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.plan import Capacity
@@ -110,11 +110,12 @@ class StatusEndpoint:
     async def load(self, http: HttpRequest) -> Load:
         """Report the load of a model, now and over half a minute. `server_load` is vLLM's name.
 
-        Without `model`, report the default model, and list all models that the key allows, with their memory. With it, report
-        the settings that are not the defaults, and what they come to.
+        Without `model`, report the first model that the key allows, and list all of them, with their memory. With it, report
+        the settings that are not the defaults, and what they come to. Raises 404 if the key allows none.
         """
         name, deployment, scope = http.query_params.get("model"), self._deployment, http.scope
-        served = deployment.default if name is None else find_allowed(name, deployment, scope)[0]
+        first = next(visible_models(deployment, scope), None) if name is None else None
+        served = find_allowed(name, deployment, scope)[0] if first is None else first[1]
         metrics = served.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         waste = await asyncio.to_thread(metrics.read_waste)  # it may wait for the engine
