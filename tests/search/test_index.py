@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from penstock.search.documents import MAX_BYTES, Block, Unreadable, find, read
 from penstock.search.index import Changes, Reader, create, update
 from penstock.search.passages import MAX_CHARS, cut
 from penstock.types.errors import ConfigError
-from support.work_time import thread_s
+from support.work_time import growth
 
 WORDS = ("red", "green", "blue", "cat", "dog")
 
@@ -288,10 +288,15 @@ def test_headings_are_those_of_markdown_and_not_in_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("a.md", "# a" + " " * 20_000 + "b"), ("a.html", "<nav>" * 8_000 + "</p>" * 8_000 + "</nav>")]
+    ("name", "text", "size"),
+    [
+        ("a.md", lambda size: "# a" + " " * size + "b", 250),
+        ("a.html", lambda size: "<nav>" * size + "</p>" * size + "</nav>", 2_000),
+    ],
+    ids=["md", "html"],
 )
-def test_a_document_takes_no_long_time(name: str, text: str) -> None:
-    assert thread_s(lambda: passages_of(text, name)) < 0.5
+def test_the_time_for_a_document_is_linear(name: str, text: Callable[[int], str], size: int) -> None:
+    assert growth(lambda size: passages_of(text(size), name), size) < 8
 
 
 def test_the_first_end_tag_of_a_kind_ends_what_is_not_visible() -> None:

@@ -24,6 +24,11 @@ def thread_s(work: Callable[[], object]) -> float:
     return min(times_s)
 
 
+def growth(work: Callable[[int], object], size: int) -> float:
+    """The CPU time of `work` for four times this size, over that for this size: some 4 if it is linear, 16 if quadratic."""
+    return thread_s(lambda: work(4 * size)) / thread_s(lambda: work(size))
+
+
 @contextmanager
 def others_are_no_garbage() -> Iterator[None]:
     """The garbage collector does not look at what is there already: late in the suite that takes long."""
