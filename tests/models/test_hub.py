@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 import sys
 from fnmatch import fnmatch
@@ -13,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.models import hf, hf_config, sentence
 from penstock.models.catalog import resolve
+from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model
 from penstock.models.pull import _HUB_FILES, ensure_present
 from penstock.types.errors import DownloadError, ModelError
+from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
@@ -88,12 +88,28 @@ def test_a_hubs_index_must_not_lead_out_of_the_directory(tmp_path, monkeypatch, 
         ensure_present(resolve("hf:org/repo", tmp_path))
 
 
-def test_every_file_that_the_loader_reads_is_fetched():
-    source = "".join(Path(module.__file__).read_text() for module in (hf, hf_config, sentence))
-    names = {*re.findall(r'(?:path|file|folder) / "([^"]+)"', source), *hf_config.TOKENIZERS, *sentence._SETTINGS}
-    assert {"config.json", "artifact.metadata", "modules.json"} < names
-    unmatched = {name for name in names if not any(fnmatch(name, pattern) for pattern in _HUB_FILES)}
-    assert unmatched == {"additional_chat_templates"}  # a folder
+def test_every_file_that_the_loader_looks_for_is_fetched(tmp_path, monkeypatch):
+    text = write_hf(tmp_path / "text", TinyLlama())
+    (text / "tokenizer.json").rename(text / "tokenizer.model")
+    (text / "chat_template.jinja").unlink()
+    dense, late = (write_encoder(ENCODERS[name], tmp_path / name) for name in ("bert_dense", "bert"))
+    (late / "modules.json").unlink()
+    config = json.loads((late / "config.json").read_text())
+    (late / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]}))
+    looked_for: set[Path] = set()
+
+    def record(method):
+        return lambda path, *args, **named: looked_for.add(path) or method(path, *args, **named)
+
+    for name in ("is_file", "open", "read_bytes"):
+        monkeypatch.setattr(Path, name, record(getattr(Path, name)))
+    load_hf_directory(text)
+    load_hf_directory(dense)
+    with pytest.raises(ModelError, match=r"artifact\.metadata: there is no such file"):
+        load_hf_directory(late)
+    names = {"/".join(path.relative_to(tmp_path).parts[1:]) for path in looked_for if path.is_relative_to(tmp_path)}
+    assert {"config.json", "tekken.json", "chat_template.json", "artifact.metadata", "2_Dense/model.safetensors"} < names
+    assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in _HUB_FILES)]
 
 
 @pytest.mark.parametrize("file", ["m.gguf", "deep/er/m.gguf"])
