@@ -262,23 +262,56 @@ def test_who_waits_for_an_adapter_lets_others_take_rows_from_the_background() ->
     finish(driver, *others)
 
 
+def with_two_adapters(*requests: Request, **policies: Any) -> Driver:
+    core = make_core(CAPACITY, make_policies(**policies), adapters=FakeAdapters(), max_adapters=2)
+    driver = Driver(core, HashExecutor(CAPACITY))
+    driver.turn(*map(Add, requests))
+    driver.turn()
+    return driver
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_the_place_of_an_adapter_is_taken_from_the_background(share: float) -> None:
     """Two adapters may run, each with two lines. With a share the oldest line keeps the place of its own."""
     lines = [line(idx, adapter=make_adapter(1 + idx % 2)) for idx in range(4)]
-    policies = make_policies(budget=DecodeFirst(), background_share=share)
-    core = make_core(CAPACITY, policies, adapters=FakeAdapters(), max_adapters=2)
-    driver = Driver(core, HashExecutor(CAPACITY))
-    driver.turn(*map(Add, lines))
+    driver = with_two_adapters(*lines, budget=DecodeFirst(), background_share=share)
     assert len(rows_of(driver.turn(), "line")) == 4
     one = person(0, adapter=make_adapter(3))
     driver.turn(Add(one))
     assert one.status is RequestStatus.RUNNING
     assert sum(request.num_preemptions for request in lines) == 2
     assert not share or lines[0].num_preemptions == 0
-    while driver.core.has_work:
+    finish(driver)
+
+
+def test_who_may_not_join_yet_takes_no_place_of_an_adapter() -> None:
+    """One long prompt at a time is computed, and a second one waits for it."""
+    budget = DecodeFirst(long_prefill_token_threshold=16, max_long_partial_prefills=1)
+    lines = [line(idx, adapter=make_adapter(1 + idx)) for idx in range(2)]
+    driver = with_two_adapters(*lines, budget=budget)
+    long, second = person(0, prompt=100), person(1, prompt=100, adapter=make_adapter(3))
+    driver.turn(Add(long), Add(second))
+    while long.num_behind > 1:
+        assert not any(request.num_preemptions for request in lines)
         driver.turn()
-        driver.core.check()
+    driver.turn()
+    assert second.status is RequestStatus.RUNNING
+    assert sum(request.num_preemptions for request in lines) == 1
+    finish(driver)
+
+
+def test_who_lacks_memory_takes_no_place_of_an_adapter() -> None:
+    """Pausing all requests of the lower class would not make enough room."""
+    lower = [person(idx, adapter=make_adapter(1 + idx), priority=1) for idx in range(2)]
+    driver = with_two_adapters(person(2, prompt=160), *lower, budget=DecodeFirst(), order="priority", reserve="no-evict")
+    for _ in range(6):
+        driver.turn()
+    one = person(3, prompt=180, max_tokens=20, adapter=make_adapter(3))
+    driver.turn(Add(one))
+    assert not any(request.num_preemptions for request in lower)
+    assert one.status is RequestStatus.WAITING
+    assert driver.core.snapshot.waits_for is WaitReason.ADAPTER
+    finish(driver)
 
 
 def test_beam_searches_of_the_background_wait_as_nobody() -> None:

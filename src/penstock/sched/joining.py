@@ -81,8 +81,6 @@ class Joining:
             packed = self._adapters.packed(ref)
             if self._adapters.is_awaited(request, ref, packed):
                 return False
-            if self._adapters.is_full(ref):
-                return bool(self._whom_to_pause_for_adapter(request, draft))
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
         candidate = Candidate(request, hit, query_len, packed)
@@ -164,13 +162,6 @@ class Joining:
                 if self._adapters.is_awaited(request, ref, packed):
                     if not self._step_aside(request, self._adapters.wait(ref, draft.now_ns), fresh, draft):
                         return
-                    continue
-                if self._adapters.is_full(ref):
-                    counts.waits_for = WaitReason.ADAPTER
-                    users = self._whom_to_pause_for_adapter(request, draft) if may_pause else ()
-                    if not users or not self._pause(users, request, 1, draft):
-                        return
-                    pauser = request
                     continue
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
@@ -322,6 +313,9 @@ class Joining:
         return self._has_ranks and sum(not self._order.outranks(request, long, draft.now_ns) for long in longs) < limit
 
     def _has_room_for(self, candidate: Candidate, draft: StepDraft) -> bool:
+        if self._lacks_adapter_place(candidate.request):
+            draft.counts.waits_for = WaitReason.ADAPTER
+            return False
         if self._num_taken_rows(draft) + candidate.request.num_rows > self._running.max_rows:
             draft.counts.waits_for = WaitReason.ROWS
             return False
@@ -329,6 +323,9 @@ class Joining:
             return True
         draft.counts.waits_for = WaitReason.MEMORY
         return False
+
+    def _lacks_adapter_place(self, request: Request) -> bool:
+        return request.adapter is not None and self._adapters.is_full(request.adapter)
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft) -> bool:
         swapping = self._kv.swapping
@@ -357,16 +354,18 @@ class Joining:
         is_enough = num_rows <= running.max_rows and running.has_room_for(candidate, draft.num_promised_blocks, without=leaving)
         if not is_enough:
             return ()
+        if self._lacks_adapter_place(candidate.request):
+            return self._users_of_an_adapter(lower)
         return [other for other in lower if other.background] or lower
 
-    def _whom_to_pause_for_adapter(self, request: Request, draft: StepDraft) -> Sequence[Request]:
-        """Return all users of a running adapter if `request` may preempt them, or none."""
+    def _users_of_an_adapter(self, lower: Sequence[Request]) -> Sequence[Request]:
+        """Return all users of a running adapter if they are all in `lower`, or none."""
         users: dict[int, list[Request]] = {}
         for other in self._running:
             if other.adapter is not None:
                 users.setdefault(other.adapter.number, []).append(other)
-        lower = {other.request_id for other in self._lower(request, draft)}
-        found = [using for using in users.values() if all(other.request_id in lower for other in using)]
+        ids = {other.request_id for other in lower}
+        found = [using for using in users.values() if all(other.request_id in ids for other in using)]
         return min(found, key=lambda using: (not all(other.background for other in using), len(using)), default=())
 
     def _lower(self, request: Request, draft: StepDraft) -> Sequence[Request]:
@@ -385,16 +384,11 @@ class Joining:
         # During a load nothing is paused: the load needs free blocks now, and the waiting request needs none.
         if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):
             return False
-        return self._pause(lower, candidate.request, candidate.query_len, draft)
-
-    def _pause(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> bool:
-        """Preempt one of `lower` for a request that joins with `query_len` tokens. Return False if the step is planned
-        ahead."""
         if draft.is_ahead:
             draft.puts_off_pause = True
             return False
         running = self._running
-        eviction = running.choose_victim(lower, request, query_len)
+        eviction = running.choose_victim(lower, candidate.request, candidate.query_len)
         if not eviction.request.background:  # else no block was promised
             draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
         draft.counts.waits_for = WaitReason.NOTHING
