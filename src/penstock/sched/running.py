@@ -35,7 +35,7 @@ class Running:
         self._keeper: Request | None = None
         """The background request that keeps its row and blocks, so that steps owed to the background have one to run."""
         self._others_are_next = False
-        """The last keeper left. Others waiting for a row or memory go before the next keeper."""
+        """The last keeper left. Others waiting for a row, memory or an adapter's place go before the next keeper."""
         self.prefill_ns_per_token = 0.0
         """From steps without decodes; 0.0 before the first."""
         self._kv = kv
@@ -239,7 +239,7 @@ class Running:
         if leaving or yielding:
             leaving |= {other.request_id for other in yielding}
             staying = [other for other in self if other.request_id not in leaving]
-            num_final = sum(map(self._final_blocks, staying))
+            num_final -= sum(map(self._final_blocks, [*without, *yielding]))
         if number != BASE:
             num_missing = adapters.num_missing(number, candidate.packed)
             num_available -= num_missing
