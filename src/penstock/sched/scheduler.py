@@ -390,7 +390,7 @@ class Scheduler:
         draft.gate = self._filling.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
         if waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.LOADING):
-            counts.waits_for = WaitReason.NOTHING  # lines that join take nothing that others wait for
+            counts.waits_for = WaitReason.NOTHING  # lines do not use up what these wait for, or give it back
         for fewer in (sitting_out, sitting_out_alone, ()):
             most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
             self._extending.decodes(draft, running, fewer, most=most)

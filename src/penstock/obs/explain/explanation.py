@@ -431,7 +431,7 @@ def _tokens(told: Explanation) -> str:
     step = f"a step ({', '.join(extra)})" if extra else "each"
     each = f", {duration(mean)} {step}, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
     if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
-        each += f"; {duration(told.decode_with_prompts_ns)} of it in steps that also computed other prompts"
+        each += f"; {duration(told.decode_with_prompts_ns)} of it in steps with other requests' prompts"
     so_far = "" if told.phase is Phase.ENDED else " so far"
     return f"{_count(told.num_generated_tokens, 'token')}{so_far} in {duration(told.decode_ns)} after the first{each}."
 
