@@ -19,6 +19,7 @@ from penstock.lab.recording import open_recording
 from penstock.lab.replayed import show
 from penstock.lab.traces import read_workload
 from penstock.obs.explain.explanation import Explanation
+from penstock.obs.prometheus import expose
 from penstock.types.request import WaitTimes
 from support.doctor.stage import MODEL, Stage, Visitor, poisson
 from support.server.harness import MODEL_NAME, running
@@ -56,7 +57,7 @@ def test_a_recording_explains_its_requests_as_the_server_did(tmp_path: Path) -> 
 
 def test_waits_before_the_queue_and_the_background_are_recorded(tmp_path: Path) -> None:
     grammars = poisson(5, 4, answer=30, waits=WaitTimes(grammar=40_000_000))
-    lines = [Visitor(at_s=0, answer=200, background=True) for _ in range(3)]
+    lines = [Visitor(at_s=0, answer=200, background=True) for _ in range(20)]
     stage = record(tmp_path / "r", [*grammars, *lines])
     shown = show(open_recording(tmp_path / "r"))
     live = stage.journal.explain_all(stage.ids, stage.clock.now_ns)
@@ -64,9 +65,11 @@ def test_waits_before_the_queue_and_the_background_are_recorded(tmp_path: Path) 
     assert all(told.waited_for_ns["grammar"] == 40_000_000 for told in shown.explanations)
     assert len(shown.explanations) == len(grammars)
     series = Scrape(shown.after, MODEL)
-    assert series.sum("background_tokens_total") == stage.metrics.num_background_tokens > 0
+    live_series = Scrape(expose(stage.metrics).decode(), MODEL)
+    assert series.sum("background_tokens_total") == live_series.sum("background_tokens_total") > 0
+    assert series.sum("grammar_rows_sat_out_total") == 0, "lines rest beside people"
     workload = read_workload(tmp_path / "r")
-    assert workload.name == "r without 3 background requests"
+    assert workload.name == "r without 20 background requests"
     assert len(workload.jobs) == len(grammars)
 
 

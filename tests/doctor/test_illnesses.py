@@ -17,6 +17,7 @@ from support.doctor.illnesses import (
     SEEN,
     UNSEEN,
     greedy_key,
+    prompts_before_streams,
     prompts_beside_streams,
     slow_tier,
     small_kv_cache,
@@ -80,6 +81,12 @@ def names(stage: Stage) -> list[str]:
 def test_a_full_kv_cache_is_not_taken_for_a_reserved_one_when_its_load_has_ended() -> None:
     visitors = poisson(10, 4, prompt=[100, 300], answer=[100, 200])
     assert names(Stage(visitors, blocks=60, until_s=100))[0] == "small KV cache"
+
+
+def test_many_short_steps_that_leave_streams_out_are_long_ones() -> None:
+    evidence = evidence_of(prompts_before_streams)
+    assert evidence.plain_step_s < 0.01
+    assert [finding.rule.name for finding in diagnosis_of(prompts_before_streams).findings] == ["long steps"]
 
 
 def test_of_two_keys_with_as_much_load_neither_is_greedy() -> None:

@@ -88,7 +88,6 @@ def test_what_grew_between_two_scrapes_is_the_evidence() -> None:
     assert evidence.declined == 25 * 16 / 2000
     assert (evidence.busy, evidence.num_ended, evidence.num_refused, evidence.num_calls) == (0.6, 20, 5, 25)
     assert evidence.plain_step_s == pytest.approx((0.4 - 0.09) / 8)
-    assert evidence.prompt_step_s == pytest.approx(0.09)
     assert evidence.total_s == 4
 
 

@@ -609,6 +609,19 @@ def test_steps_of_the_background_are_told_apart() -> None:
     assert (told.num_sat_out_steps, told.longest_gap.gap_ns, told.longest_gap.has_sat_out) == (1, 19 * MS, False)
 
 
+def test_a_line_that_rests_beside_others_waits_for_no_prompt() -> None:
+    journal = Journal(10)
+    journal.on_queued(make_request("line", 8, background=True), 0)
+    journal.on_news(PlanNews(0, WaitReason.NOTHING, [Admission("line", 8, 0, 8)], ()))
+    prompt = StepCounts(num_rows=1, num_tokens=8, num_background_tokens=8, prefills=[RowPlan("line", 0, 8, (), 1)])
+    decodes = StepCounts(num_rows=2, num_tokens=2, num_background_tokens=1, rested=["line"])
+    for number, counts in enumerate([prompt, decodes, decodes]):
+        journal.on_step(StepStats(number, number * MS, (number + 1) * MS, 2, 0, 64, 60, 0, counts=counts))
+    told = explained(journal, "line", lambda: 3 * MS)
+    assert told is not None
+    assert (told.decode_with_prompts_ns, told.rested_ns) == (0, 2 * MS)
+
+
 def test_steps_for_prompts_alone_are_none_of_the_background() -> None:
     bench = Bench(num_blocks=200, max_step_tokens=16, policies=make_policies(budget="prefill-first"))
     bench.add("a", 8, max_tokens=9)
@@ -616,7 +629,7 @@ def test_steps_for_prompts_alone_are_none_of_the_background() -> None:
     bench.add("b", 40, max_tokens=2)
     bench.run()
     told = bench.told("a")
-    assert (told.num_decode_steps, told.num_steps_with_prompts, told.num_sat_out_steps) == (8, 2, 0)
+    assert (told.num_decode_steps, told.num_steps_with_prompts, told.num_sat_out_steps) == (8, 0, 0)
     assert (told.decode_ns, told.decode_with_prompts_ns, told.rested_ns) == (10 * MS, 2 * MS, 0)
 
 

@@ -218,12 +218,13 @@ def _wasted_s(evidence: Evidence, share: float) -> float:
 
 def _thrashed_s(evidence: Evidence) -> float:
     """Return the pauses of preempted requests, plus the steps that recompute tokens."""
-    again_s = sum(one.num_resume_steps for one in evidence.visits) * max(evidence.prompt_step_s, evidence.plain_step_s)
-    return evidence.parts_s["preempted"] + again_s
+    num_again = sum(one.num_resume_steps for one in evidence.visits)
+    step_s = evidence.parts_s["prefill"] / max(1, sum(one.num_prefill_steps for one in evidence.visits))
+    return evidence.parts_s["preempted"] + num_again * step_s
 
 
 def _late_s(evidence: Evidence) -> float:
-    """Return streams' time beyond the target in steps with others' prompts."""
+    """Return streams' time beyond the target in steps with others' prompts, and all of it in steps that left them out."""
     return sum(one.with_prompts_s - one.num_steps_with_prompts * evidence.target_s for one in evidence.visits)
 
 
@@ -467,8 +468,9 @@ RULES: tuple[Rule, ...] = (
         lost_s=_late_s,
         of=("decode",),
         shows=lambda e: (
-            f"Between two tokens, steps with others' prompts took {e.prompt_step_s * 1e3:.0f} ms, others "
-            f"{e.plain_step_s * 1e3:.0f} ms; {e.target_s * 1e3:.0f} ms would suit this model."
+            f"Steps with others' prompts took {sum(one.with_prompts_s for one in e.visits):.3g} s of the answers' "
+            f"{e.parts_s['decode']:.3g} s, {_late_s(e):.3g} s more than with {e.target_s * 1e3:.0f} ms for each token, which "
+            f"would suit this model. Steps without prompts took {e.plain_step_s * 1e3:.0f} ms."
         ),
         remedy="Let the prompts' part of a step follow from a target (--budget itl, --slo-itl).",
         change=lambda e: {"budget": "itl", "budget_args": None, "slo_itl": round(e.target_s, 3)},

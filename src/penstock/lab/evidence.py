@@ -71,7 +71,9 @@ class Visit:
     num_steps: int
     """Steps of the answer."""
     num_steps_with_prompts: int
+    """How many of `num_steps` computed others' prompts."""
     with_prompts_s: float
+    """Time of these, and of steps for others' prompts alone."""
     num_resume_steps: int
     num_accepted: int
     """Tokens of the answer that were guessed right."""
@@ -244,9 +246,3 @@ class Evidence:
     def target_s(self) -> float:
         """Time between two tokens that suits this model on this machine."""
         return max(TARGET_S, 2 * self.plain_step_s)
-
-    @property
-    def prompt_step_s(self) -> float:
-        """Time of a decode step that also computed other requests' prompts."""
-        num_steps = sum(one.num_steps_with_prompts for one in self.visits)
-        return sum(one.with_prompts_s for one in self.visits) / num_steps if num_steps else 0.0

@@ -115,7 +115,7 @@ class _Replay:
         self._paused.update(preempted)
         pauses = [Preemption(str(number), PreemptReason.MEMORY, self._running[number]) for number in preempted]
         self._journal.on_news(PlanNews(step.planned_ns, step.waits_for, list(self._admissions(step)), pauses))
-        stats = self._stats(step, [str(number) for number in absent if number not in self._paused])
+        stats = self._stats(step, [number for number in absent if number not in self._paused])
         self._journal.on_step(stats)
         self._metrics.on_step(stats)
         self._last_ns = step.ended_ns
@@ -134,10 +134,14 @@ class _Replay:
         departure = self._departures.get(number)
         return departure is not None and departure.num_preemptions > 0
 
-    def _stats(self, step: StepDone, resting: Sequence[str]) -> StepStats:
+    def _is_background(self, number: int) -> bool:
+        return number in self._arrivals and self._arrivals[number].background
+
+    def _stats(self, step: StepDone, resting: Sequence[int]) -> StepStats:
         rows = [RowPlan(str(row.id), row.context_len, row.query_len, (), row.samples) for row in step.rows if row.id != NOBODY]
-        background = {row.id for row in step.rows if row.id in self._arrivals and self._arrivals[row.id].background}
+        background = {row.id for row in step.rows if self._is_background(row.id)}
         is_apart = all(row.id in background or row.query_len > max(1, row.samples) for row in step.rows)
+        rested = {number for number in resting if is_apart or self._is_background(number)}
         counts = StepCounts(
             num_rows=len(rows),
             num_tokens=sum(row.query_len for row in step.rows),
@@ -147,8 +151,8 @@ class _Replay:
             waits_for=step.waits_for,
             guesses={str(row.id): (row.samples - 1, row.num_accepted) for row in step.rows if row.samples > 1},
             guess_sources={str(row.id): "unknown" for row in step.rows if row.samples > 1},
-            rested=resting if is_apart else (),
-            sat_out=() if is_apart else resting,
+            rested=[str(number) for number in resting if number in rested],
+            sat_out=[str(number) for number in resting if number not in rested],
             prefills=[row for row in rows if row.query_len > max(1, row.samples)],
         )
         num_blocks = self._recording.header.capacity.num_blocks - 1

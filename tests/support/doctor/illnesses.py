@@ -38,6 +38,13 @@ def prompts_beside_streams() -> Stage:
     return Stage([*streams, *prompts], {"budget": "decode-first", "max_num_batched_tokens": 4096})
 
 
+def prompts_before_streams() -> Stage:
+    """Prompts take many short steps in a row, in which the streams have no row."""
+    streams = [Visitor(at_s=0.1 * nth, prompt=30, answer=400) for nth in range(8)]
+    prompts = [Visitor(at_s=1 + 2 * nth, prompt=1800, answer=5) for nth in range(5)]
+    return Stage([*streams, *prompts], {"budget": "prefill-first", "max_num_batched_tokens": 64})
+
+
 def slow_readers() -> Stage:
     return Stage(poisson(40, 1, prompt=100, answer=[50, 100]), client_wait_s=25.0)
 

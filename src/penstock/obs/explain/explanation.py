@@ -119,9 +119,9 @@ class Explanation:
     num_accepted: int
     """Guesses that the model agreed with, which gave tokens without a step of their own."""
     decode_with_prompts_ns: int
-    """The part of `decode_ns` in steps that also computed prompts."""
+    """The part of `decode_ns` in steps that computed others' prompts, including those in which the request had no row."""
     num_steps_with_prompts: int
-    """Number of those steps."""
+    """How many of `num_decode_steps` computed others' prompts."""
     other_models_ns: int
     """The part of its steps in which another model used the machine."""
     mean_batch: float

@@ -110,6 +110,7 @@ class Journal:
         search_id = "" if request.sampling.beams is None else request.parent_id
         life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id)
         life.call_id = call_id
+        life.is_background = request.background
         life.waits = request.waits
         self._note(self._queue, life, now_ns)
 
@@ -257,10 +258,10 @@ class Journal:
             if is_grammar:
                 life.num_sat_out += 1
                 life.sat_out_ns += step_ns
-            elif counts.num_background_tokens < counts.num_tokens:  # the step was for prompts alone
-                life.decodes.add(Span(prompts_ns=step_ns, num_prompt_steps=1))
-            else:
+            elif life.is_background or counts.num_background_tokens == counts.num_tokens:
                 life.rested_ns += step_ns
+            else:  # the step was for prompts alone
+                life.decodes.prompts_ns += step_ns
             if life.last_token_ns is None:
                 life.last_token_ns = last_ended_ns
         for life, was_grammar in went_on.values():

@@ -65,8 +65,9 @@ class Span:
     num_rows: int = 0
     max_rows: int = 0
     prompts_ns: int = 0
-    """Time of steps that also computed prompts."""
+    """Time of steps that computed others' prompts, including those in which the request had no row."""
     num_prompt_steps: int = 0
+    """How many of `num_steps` computed others' prompts."""
     waited_ns: int = 0
     """Time in which another model used the machine."""
     longest: Gap | None = None
@@ -262,6 +263,7 @@ class Life:
     search_id: str = ""
     """Id of its beam search, or empty."""
     waits: WaitTimes = NO_WAITS
+    is_background: bool = False
     call_id: str = ""
     """Id of the call that this request represents, or empty."""
     ticket: Ticket | None = None
@@ -303,7 +305,7 @@ class Life:
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int = 0
     rested_ns: int = 0
-    """Time of background steps that left it out."""
+    """Time of background steps that left it out. For a background request: of any steps."""
     first_token_ns: int | None = None
     first_step: int | None = None
     """The engine's numbers of its first and its last step."""

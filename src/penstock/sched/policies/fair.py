@@ -160,7 +160,7 @@ class FairShares(Order):
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        """Charge tenants for the step's tokens. Unless some sit out, known decodes are counted per tenant, without work per row."""
+        """Charge tenants for the step's tokens. Decodes are counted per tenant, without work per row unless some sit out."""
         del last_step
         if num_decodes < len(self._decoding):  # some have no row, and are not charged
             num_decodes = 0
