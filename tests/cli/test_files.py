@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ from penstock.lab.fitting import Fit
 from penstock.types.errors import ConfigError, PenstockError
 
 needs_matplotlib = pytest.mark.skipif(not plots.is_installed(), reason=f"plots are an extra: {plots.INSTALL}")
+_IMPORTERS = (
+    *("llm", "lab.acceptance", "lab.traces", "cli.batch", "cli.bench", "cli.doctor", "cli.plan", "cli.profile", "cli.route"),
+    *("cli.simulate", "cli.simulated_routes", "cli.top", "cli.tune"),
+)
+"""Modules with names that a test takes away: imported only then, they would lack them for all later tests."""
 SIMULATE = ("simulate", "--blocks", "400", "--workload", "short", "--requests", "40")
 
 
@@ -73,6 +79,8 @@ def test_a_folder_may_have_to_be_made() -> None:
     ids=" ".join,
 )
 def test_the_output_is_checked_before_anything_is_done(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _IMPORTERS:
+        import_module(f"penstock.{name}")
     for place in (
         "deploy.factory.locate",
         "lab.recording.open_recording",

@@ -194,8 +194,8 @@ def test_wrong_bodies_name_the_cause(post, body, param, words):
         ("classify", "/v1/embeddings", {"input": "a"}, "Ask /classify"),
         ("classify", "/v1/rerank", {"query": "a", "documents": ["b"]}, "no scores for pairs"),
         ("embed", "/classify", {"input": "a"}, "Ask /v1/embeddings"),
-        ("embed", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "writes none"),
-        ("embed", "/v1/completions", {"prompt": "a"}, "writes none"),
+        ("embed", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "cannot generate text"),
+        ("embed", "/v1/completions", {"prompt": "a"}, "cannot generate text"),
     ],
 )
 def test_a_task_that_the_model_does_not_have_is_refused_with_the_remedy(post, kind, path, body, words):
