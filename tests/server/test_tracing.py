@@ -71,7 +71,7 @@ def test_a_chat_is_one_trace_below_its_callers_span(collector, stream):
     with running(config=config(collector)) as server:
         answer = httpx.post(server.url + CHAT, json=ASK | {"stream": stream}, headers={**SAMPLED, "X-Request-Id": "mine"})
         spans = collector.wait_for(1)
-        assert results(server) == Counter({EXPORTED: 1})
+        wait_until(lambda: results(server) == Counter({EXPORTED: 1}))  # counted once the collector has answered
     assert answer.status_code == 200
     root = root_of(spans)
     assert (root.name, root.parent_id) == ("chat toy", SPAN)
@@ -139,7 +139,7 @@ def test_who_samples_nothing_is_asked_by_the_callers_flag_alone(collector):
         httpx.post(server.url + CHAT, json=ASK, headers={"traceparent": "00-nonsense"})
         httpx.post(server.url + CHAT, json=ASK, headers=SAMPLED)
         spans = collector.wait_for(1)
-        assert results(server) == Counter({EXPORTED: 1})
+        wait_until(lambda: results(server) == Counter({EXPORTED: 1}))
     assert root_of(spans).trace_id == TRACE
 
 
