@@ -326,8 +326,8 @@ def test_who_has_been_given_more_is_not_lowered() -> None:
     ("depth", "guesses", "sit_out"), [(1, False, False), (2, False, False), (1, True, False), (1, False, True)]
 )
 def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guesses: bool, sit_out: bool) -> None:
-    """Also where those who reach their limits in the step in flight have no row in the next, which is planned meanwhile, where
-    guesses give a row several tokens, and where requests of a tenant sit out steps."""
+    """Also with a step planned ahead, in which requests that are about to end have no row; with rows of several tokens from
+    guesses; and with requests that sit out steps."""
     capacity = Capacity(
         num_blocks=200, block_size=4, max_rows=5, max_step_tokens=16, max_model_len=60, max_scored=9, checks_guesses=guesses
     )

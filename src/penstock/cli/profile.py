@@ -210,7 +210,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
         check_ending(plot_file)
         if backend != "native":
             raise ConfigError(
-                f"The peaks of the {backend} backend are unknown, so there is no roof to draw.", remedy="Leave out --plot."
+                f"The peaks of the {backend} backend are unknown, so no roofline can be drawn.", remedy="Leave out --plot."
             )
     source = locate(config)
     outline = read_outline(config, source, is_gpu=compute.is_on_gpu)

@@ -246,7 +246,7 @@ def _splits(members: Sequence[Member], configs: Sequence[Config]) -> list[Split]
 
 
 def _paths_of(config: Config, source: ModelSource) -> Iterator[Path]:
-    """Yield the files and folders that a model is made of: its own, and those that its settings name."""
+    """Yield the paths of a model's own files, and of those that its settings name."""
     yield source.path
     if (draft := config.scheduler.speculation_model) is not None:
         yield locate(Config(model=ModelConfig(model=draft, cache_dir=config.model.cache_dir))).path

@@ -92,7 +92,7 @@ class Finding:
     change: Mapping[str, Any]
     """Settings to try, or empty."""
     gain: Prediction | None
-    """None: there is no change, or it was not simulated."""
+    """None if nothing is advised, or the advice was not simulated."""
 
 
 class Verdict(StrEnum):

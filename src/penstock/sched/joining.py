@@ -246,8 +246,8 @@ class Joining:
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
-        """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request, or taken for it
-        from those that it may preempt."""
+        """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request, not even
+        by preempting others."""
         if self._is_full(draft):
             lower = self._groups.running_members(self._lower(request, draft))
             if self._num_taken_rows(draft) - self._groups.num_rows(lower) >= self._running.max_rows:
