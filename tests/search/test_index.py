@@ -282,6 +282,7 @@ def test_the_visible_text_of_a_page_is_read() -> None:
 def test_headings_are_those_of_markdown_and_not_in_code() -> None:
     text = "# A\n\ntext\n\n```sh\n# no heading\nmake\n```\n\n## B ##\nmore"
     assert passages_of(text) == [("A", "text\n\n```sh\n# no heading\nmake\n```"), ("A > B", "more")]
+    assert passages_of("# C#\ntext\n## F# ##\nmore\n# ##\nlast") == [("C#", "text"), ("C# > F#", "more\n\nlast")]
     assert passages_of("# no heading\nmake", "a.txt") == [("", "# no heading\nmake")]
     assert passages_of("# Ask\n## Why?\n## How?\nSo.") == [("", "Ask > Why?"), ("Ask > How?", "So.")]
     assert passages_of("```\n# open") == [("", "```\n# open")]

@@ -84,12 +84,19 @@ def _markdown(text: str) -> Iterator[Block]:
             if part := "\n".join(lines).strip():
                 yield Block(part)
             lines.clear()
-            if heading and (title := heading.group(2).strip().rstrip("#").rstrip()):
+            if heading and (title := _title(heading.group(2))):
                 yield Block(title, len(heading.group(1)))
         else:
             lines.append(line)
     if part := "\n".join(lines).strip():  # a fence without an end
         yield Block(part)
+
+
+def _title(text: str) -> str:
+    """Return a heading without the marks at its end, which follow a space."""
+    text = text.strip()
+    bare = text.rstrip("#")
+    return text if bare and not bare[-1].isspace() else bare.rstrip()
 
 
 class _Page(HTMLParser):
