@@ -55,6 +55,8 @@ def logit_arrays(draw: st.DrawFn) -> np.ndarray:
     logits = np.round(logits, draw(st.sampled_from([0, 1, 9]))).astype(np.float32)
     holes = rng.random(size) < draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
     logits[holes] = draw(st.sampled_from([-np.inf, np.nan]))
+    if draw(st.sampled_from([True, False, False, False])):
+        logits[rng.integers(size)] = np.inf
     return logits
 
 
@@ -185,9 +187,11 @@ def test_an_extreme_penalty_leaves_a_draw(penalty, temperature):
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.5}])
 def test_an_infinite_logit_is_no_answer(changes):
-    """Products with damaged weights may overflow. The specification leaves it open; nothing but candidates may be read."""
+    """Products with damaged weights may overflow."""
     logits = np.zeros(200, np.float32)
     logits[70] = np.inf
+    with pytest.raises(NoCandidateError):
+        sample(logits, SamplingParams(logprobs=2, **changes), [0], 1)
     assert run_native(logits, SamplingParams(logprobs=2, **changes), [0], 1)[0] == -1
 
 

@@ -105,7 +105,7 @@ def possible_tokens(case: Case) -> set[int]:
     changed = np.where(np.isnan(case.logits), np.float32(-np.inf), case.logits)
     num_output_tokens = len(history) - case.num_prompt_tokens
     changed = add_bias(restrict(changed, params, history, num_output_tokens, mask=case.mask), params)
-    changed = penalize(changed, params, history, history[case.num_prompt_tokens :])
+    changed = penalize(changed, params, history, case.num_prompt_tokens)
     if params.temperature == 0.0:
         return {int(np.argmax(changed))}
     result = set()
@@ -140,12 +140,14 @@ def assert_as_specified(case: Case, chosen: Chosen) -> None:
 
 @st.composite
 def logit_arrays(draw: st.DrawFn, size: int) -> np.ndarray:
-    """Peaked, flat, with ties, with banned and broken entries."""
+    """Peaked, flat, with ties, with banned, broken and infinite entries."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     logits = rng.normal(0, draw(st.sampled_from([0.01, 1.0, 4.0, 30.0])), size)
     logits = np.round(logits, draw(st.sampled_from([0, 1, 9]))).astype(np.float32)
     holes = rng.random(size) < draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
     logits[holes] = draw(st.sampled_from([-np.inf, np.nan]))
+    if draw(st.sampled_from([True, False, False, False])):
+        logits[rng.integers(size)] = np.inf
     return logits
 
 
@@ -179,6 +181,7 @@ def cases(draw: st.DrawFn, size: int) -> Case:
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.5, 1e-40])),
         presence_penalty=draw(st.sampled_from([0.0, 0.7, -0.3])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.2, -1.1])),
+        penalty_window=draw(st.sampled_from([None, None, 1, 3, 100])),
         seed=draw(st.integers(0, 2**64 - 1)),
         logprobs=draw(st.sampled_from([None, None, 0, 3, MAX_LOGPROBS])),
         logit_bias=tuple((i, draw(st.floats(-9, 9, width=32))) for i in some_ids) if draw(st.booleans()) else (),
@@ -239,6 +242,20 @@ def test_masks_longer_than_a_block_of_the_kernel(vocab_size: int) -> None:
     assert [chosen.token_id for chosen in found[2:4]] == [vocab_size - 1, 0]
     assert {found[0].token_id, found[1].token_id} > {int(logits.argmax())}
     assert found[4].token_id == found[0].token_id
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_infinite_logit_is_no_answer_unless_it_may_not_be_drawn(temperature: float) -> None:
+    logits = np.array([np.inf, 1, 2, 0], np.float32)
+    params = SamplingParams(temperature=temperature, logprobs=2)
+    rows = [Case(logits, params, [0]), Case(logits, replace(params, allowed_token_ids=(1, 2)), [0])]
+    for case, chosen in zip(rows, choose(rows), strict=True):
+        assert_as_specified(case, chosen)
+
+
+def test_the_tokens_near_a_boundary_are_those_of_the_specification() -> None:
+    case = Case(np.arange(9, dtype=np.float32), SamplingParams(frequency_penalty=0.2, top_p=0.9, seed=1), [8, 3, 8], 2)
+    assert sample(case.logits, case.params, case.tokens, case.num_prompt_tokens).token_id in possible_tokens(case)
 
 
 def test_bans_are_lifted_where_a_mask_leaves_nothing_else() -> None:

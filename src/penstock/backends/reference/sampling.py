@@ -1,7 +1,7 @@
 """The specification of sampling, one function per step of `types/sampling.py`.
 
 Changes to logits are float32; weights, sums and probabilities are float64, added in ascending order of token id (for `top_p`,
-in order of likelihood). A logit that is NaN counts as -inf. Logits are never +inf.
+in order of likelihood). A logit that is NaN counts as -inf. A row with a +inf that may be drawn has no answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST = np.finfo(np.float32).max
 
 
 class NoCandidateError(ValueError):
-    """No logit is a number above -inf: the model's output is broken."""
+    """No logit is a number above -inf, or one is +inf: the model's output is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def sample(
     changed = restrict(raw, params, token_ids, len(token_ids) - num_prompt_tokens, mask=mask)
     changed = add_bias(changed, params)
     changed = penalize(changed, params, token_ids, num_prompt_tokens)
-    if not (changed > -np.inf).any():
-        raise NoCandidateError("no token can be sampled: every logit is -inf or NaN")
+    if not np.isfinite(changed.max()):
+        raise NoCandidateError("no token can be sampled: every logit is -inf or NaN, or one is +inf")
     if params.temperature == 0.0:
         token_id = int(np.argmax(changed))  # the first of equals, so the lowest id
     else:

@@ -219,7 +219,7 @@ def choose(
     params_f64,
     tokens,  # RowTables.tokens: the new one is appended
     table_width,
-    out,  # int32 [S]: the token, or -1 where no logit is a number
+    out,  # int32 [S]: the token, or -1 where no logit is a number or one is +inf
     VOCAB_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_PIVOTS: tl.constexpr,
@@ -233,7 +233,8 @@ def choose(
     ints = param_words + slot * PARAM_WORDS
     inverse_temperature = tl.load(floats)
     largest, token = _largest(row, VOCAB_SIZE, BLOCK)
-    if (inverse_temperature > 0.0) & (largest > float("-inf")):
+    has_answer = (largest > float("-inf")) & (largest < float("inf"))
+    if (inverse_temperature > 0.0) & has_answer:
         top_p, min_p = tl.load(floats + 1), tl.load(floats + 2)
         top_k = tl.load(ints + 6)
         threshold = tl.full((), NEG_INF_KEY, tl.int32)
@@ -246,7 +247,7 @@ def choose(
             )
         u = _uniform(tl.load(ints + 7), tl.load(ints + 8), position)
         token = _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE, BLOCK)
-    token = tl.where(largest > float("-inf"), token, -1)
+    token = tl.where(has_answer, token, -1)
     tl.store(out + sample, token)
     # A failed row's token does not matter, but a step planned already may look it up, so it must be valid.
     tl.store(tokens + slot * table_width + position, tl.maximum(token, 0))
@@ -267,7 +268,7 @@ def logprobs(
 ):
     """Compute log-probabilities of sampled and most likely tokens: step 1 of `types/sampling.py`, though after choosing.
 
-    Skips failed rows.
+    Skips failed rows. Beside a +inf, which may not be drawn, nothing has a probability.
     """
     line = tl.program_id(0)
     sample = tl.load(samples + line).to(tl.int64)
@@ -288,9 +289,10 @@ def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
         mass += tl.exp(x.to(tl.float64) - largest.to(tl.float64))
         num_larger += (x > own).to(tl.int32)
-    norm = largest.to(tl.float64) + tl.log(tl.sum(mass, 0))
+    is_finite = largest < float("inf")
+    norm = tl.where(is_finite, largest.to(tl.float64) + tl.log(tl.sum(mass, 0)), float("inf"))
     tl.store(out_logprobs, own.to(tl.float64) - norm)
-    tl.store(out_ids, 1 + tl.sum(num_larger, 0))
+    tl.store(out_ids, tl.where(is_finite, 1 + tl.sum(num_larger, 0), 1))
     return norm
 
 
@@ -305,7 +307,7 @@ def _tell_top(row, norm, num_top, out_logprobs, out_ids, VOCAB_SIZE: tl.constexp
             packed = (_keys(x).to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64)
             best = tl.maximum(best, tl.max(tl.where(packed < last, packed, -0x7FFFFFFFFFFFFFFF), 0))
         last = best
-        is_there = (best >> 32) > NEG_INF_KEY
+        is_there = ((best >> 32) > NEG_INF_KEY) & (norm < float("inf"))
         best_id = tl.where(is_there, 2147483647 - (best & 0x7FFFFFFF).to(tl.int32), -1)
         logit = tl.load(row + tl.maximum(best_id, 0)).to(tl.float64)
         tl.store(out_ids + place, best_id)
