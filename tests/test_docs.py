@@ -130,23 +130,24 @@ def test_the_table_of_what_was_checked_is_that_of_the_cases() -> None:
     assert checked.REAL_WEIGHTS.keys() <= architectures.ARCHITECTURES.keys()
 
 
-def test_the_policies_of_their_page_are_simulated_and_served_as_it_says(
+def test_the_policies_of_their_pages_are_simulated_and_served_as_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "how-to" / "policy.md").read_text(encoding="utf-8")
-    files = re.findall(r"^```python\n(# my_policy.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = ("tutorial/your-own-policy.md", "how-to/policy.md")
+    pages = "".join([(ROOT / "docs" / name).read_text(encoding="utf-8") for name in names])
+    files = re.findall(r"^```python\n(# my_policy.py\n.*?)^```", pages, re.MULTILINE | re.DOTALL)
     (tmp_path / "my_policy.py").write_text("\n".join(files))
-    (tmp_path / "penstock.toml").write_text(re.search(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
+    (tmp_path / "penstock.toml").write_text(re.search(r"^```toml\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
     monkeypatch.chdir(tmp_path)
-    order, victim = re.findall(r"^```sh\n.venv/bin/penstock (simulate .*?)\n```", page, re.MULTILINE | re.DOTALL)
-    for command, count in ((order, "40"), (victim, "100")):
+    order, victim = re.findall(r"^```sh\n.venv/bin/penstock (simulate .*?)\n```", pages, re.MULTILINE | re.DOTALL)
+    for command in (order, victim):
         with pytest.raises(SystemExit) as ended:
-            main([*shlex.split(command.replace("\\\n", " ")), "--requests", count])
+            main([*shlex.split(command.replace("\\\n", " ")), "--requests", "100"])
         out, err = capsys.readouterr()
         assert (ended.value.code, err) == (0, "")
-        assert re.search(rf"^[1-9]\d* of {count} requests get their first or last token at another time", out, re.MULTILINE)
+        assert re.search(r"^[1-9]\d* of 100 requests get their first or last token at another time", out, re.MULTILINE)
     config = config_from(read_config_file(tmp_path / "penstock.toml").values)
-    assert vars(choose_policies(config).make().order._policy) == {"delay_per_token_ns": 5_000_000}  # type: ignore[attr-defined]
+    assert choose_policies(config).make().order._policy.delay_per_token_ns == 5_000_000  # type: ignore[attr-defined]
     own = {"victim": "FewestGenerated", "budget": "ShareForPrompts", "batching": "FewAtATime", "reserve": "HalfOfTheAnswer"}
     kv = KvConfig(kv_eviction="./my_policy.py:BatchJobsFirst")
     scheduler = SchedulerConfig(**{key: f"./my_policy.py:{name}" for key, name in own.items()})
