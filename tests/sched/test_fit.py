@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.sched.scheduler import max_total_tokens, refusal
+from penstock.sched.fit import max_total_tokens, refusal
 from penstock.testing import make_request
 from penstock.types.errors import RejectReason
 from penstock.types.plan import Capacity

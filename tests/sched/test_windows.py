@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.sched.scheduler import refusal
+from penstock.sched.fit import refusal
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
 from penstock.types.errors import RejectReason
 from penstock.types.events import Add

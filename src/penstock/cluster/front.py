@@ -22,7 +22,7 @@ from penstock.deploy.running import RunningModel, ServedModel
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import ObserverGroup
 from penstock.models.catalog import ModelSource
-from penstock.models.read_facts import read_facts
+from penstock.models.facts import read_facts
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
 from penstock.text.dialects import find_dialect

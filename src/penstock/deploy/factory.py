@@ -126,7 +126,7 @@ def _folder(config: Config) -> Path | None:
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
     """Return a model that can be loaded later, when a request names it. Raises ConfigError for bad names of adapters."""
     from penstock.deploy.running import ServedModel
-    from penstock.models.read_facts import read_facts
+    from penstock.models.facts import read_facts
 
     is_on_gpu = decide(config).is_on_gpu
     if is_on_gpu:

@@ -214,9 +214,9 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
     All checks run, even after one has failed.
     """
+    from penstock.models.facts import read_facts
     from penstock.models.generation import obeying
     from penstock.models.load import load_model
-    from penstock.models.read_facts import read_facts
 
     facts, refusals = read_facts(source), list[Refusal]()
     model, outline, expected, num_draft_bytes = None, None, None, 0

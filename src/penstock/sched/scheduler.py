@@ -21,15 +21,16 @@ from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
 from penstock.sched.drafting import Drafter
+from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.guessing import Guessing
 from penstock.sched.joining import CLOSED, Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import Queues
-from penstock.sched.running import Extending, Running, most_blocks
+from penstock.sched.running import Extending, Running
 from penstock.types.adapter import AdapterSource
-from penstock.types.errors import PolicyError, Rejected, RejectReason, counted
+from penstock.types.errors import PolicyError, Rejected, RejectReason
 from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StateSave, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
@@ -637,71 +638,3 @@ class Scheduler:
         self._running.check()
         self.groups.check()
         self._padding.check(len(self._running) + self._queues.num_joining, self.max_rows)
-
-
-# requests that can never fit, whatever the load
-
-
-def max_total_tokens(request: Request, capacity: Capacity) -> int:
-    return min(request.num_prompt_tokens + request.sampling.max_tokens, capacity.max_model_len)
-
-
-def refusal(request: Request, capacity: Capacity) -> Rejected | None:
-    """Return why the request can't be served even if it runs alone, or None."""
-    num_prompt = request.num_prompt_tokens
-    if num_prompt == 0:
-        return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
-    if capacity.is_one_pass:
-        return _refuse_text(request, capacity)
-    if request.sampling.prompt_logprobs is not None and not capacity.max_scored:
-        detail = "This backend returns no log-probabilities of prompts. The server needs --backend native or reference."
-        return Rejected(RejectReason.INVALID, detail, param="prompt_logprobs")
-    if num_prompt + 1 > capacity.max_model_len:
-        detail = (
-            f"The prompt has {counted(num_prompt, 'token')} and needs room for at least one more, but prompt and output "
-            f"together may have {capacity.max_model_len} (max_model_len)."
-        )
-        return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="prompt")
-    # The last token is sampled and never computed.
-    num_positions = max_total_tokens(request, capacity) - 1
-    num_blocks = -(-num_positions // capacity.block_size)
-    if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
-        return refused
-    if most_blocks(request, num_positions, capacity) > capacity.num_blocks - 1:
-        room = max(0, (capacity.num_blocks - 1 - capacity.num_state_blocks) * capacity.block_size + 1)
-        detail = (
-            f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "
-            f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "
-            "more KV cache."
-        )
-        return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
-    return None
-
-
-def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
-    if request.sampling.beams is not None or request.sampling.follows_grammar:
-        return Rejected(RejectReason.INVALID, "This model only reads texts, so beam search and grammars are not available.")
-    if request.adapter is not None:
-        return Rejected(RejectReason.INVALID, "This model only reads texts, so it can't use adapters.", param="model")
-    if request.num_prompt_tokens <= capacity.max_model_len:
-        return None
-    detail = (
-        f"The text has {counted(request.num_prompt_tokens, 'token')}, but the model reads at most {capacity.max_model_len} "
-        "(max_model_len)."
-    )
-    return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="input")
-
-
-def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
-    assert request.sampling.beams is not None, "asked for a beam search"
-    width, num_shared = request.sampling.beams.width, request.num_prompt_tokens // capacity.block_size
-    num_needed = num_shared + width * (num_blocks - num_shared)
-    if num_needed < capacity.num_blocks:
-        return None
-    prompt, block = counted(request.num_prompt_tokens, "token"), counted(capacity.block_size, "token")
-    detail = (
-        f"{width} beams of a prompt of {prompt} with max_tokens {request.sampling.max_tokens} may need "
-        f"{num_needed} blocks of {block}, but the whole KV cache has {capacity.num_blocks - 1}. "
-        "Ask for fewer beams (n) or tokens, or give the server more KV cache."
-    )
-    return Rejected(RejectReason.NEVER_FITS, detail, param="n")
