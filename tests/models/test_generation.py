@@ -2,10 +2,11 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
-from penstock.models.catalog import resolve
+from penstock.models.catalog import CatalogFile, resolve
 from penstock.models.generation import MAX_SUPPRESSED, not_obeyed, sampling_defaults
 from penstock.models.load import load_model
 from penstock.models.weights import Generation
@@ -15,7 +16,7 @@ from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
 def generation(tmp_path, **values):
-    return Generation(tmp_path / "generation_config.json", values)
+    return Generation(f"{tmp_path}/generation_config.json", values)
 
 
 def test_the_keys_of_vllm_and_suppress_tokens_count(tmp_path):
@@ -134,3 +135,14 @@ def test_a_bad_value_does_not_count_where_it_is_not_asked_for(tmp_path):
     assert load_model(source, generation="none").sampling == SamplingDefaults()
     with pytest.raises(ModelError, match="--generation-config none"):
         load_model(source, generation="auto")
+
+
+def test_a_catalogue_model_without_values_has_those_of_its_authors(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", TinyLlama())
+    default = resolve("default", tmp_path)
+    assert default.entry is not None
+    assert default.entry.sampling
+    file = CatalogFile("a.gguf", path.stat().st_size, "")
+    source = replace(default, path=path, entry=replace(default.entry, files=(file,)))
+    assert load_model(source, generation="auto").sampling == SamplingDefaults(**default.entry.sampling)
+    assert load_model(source, generation="none").sampling == SamplingDefaults()

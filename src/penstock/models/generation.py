@@ -74,9 +74,9 @@ def obeying(model: LoadedModel, choice: str) -> LoadedModel:
         return model
     defaults = sampling_defaults(generation, model.spec.vocab_size)
     if words := defaults.words():
-        _log.info("sampling defaults from %s: %s", generation.path, words)
+        _log.info("sampling defaults from %s: %s", generation.source, words)
     if names := not_obeyed(generation):
-        _log.warning("%s: these settings are ignored: %s", generation.path, ", ".join(names))
+        _log.warning("%s: these settings are ignored: %s", generation.source, ", ".join(names))
     return replace(model, sampling=defaults, eos_token_ids=eos_token_ids)
 
 
@@ -90,7 +90,7 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
             remedy="Give auto, none or a folder that has one.",
         )
     file = read_json(path)
-    return Generation(path, file.values), read_eos_ids(JsonFile(path, {}), file, vocab_size)
+    return Generation(str(path), file.values), read_eos_ids(JsonFile(path, {}), file, vocab_size)
 
 
 def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
@@ -127,7 +127,7 @@ def not_obeyed(generation: Generation) -> list[str]:
 
 
 def _error(generation: Generation, cause: str) -> ModelError:
-    return ModelError(f"{generation.path}: {cause}.", remedy="Correct the file, or start with --generation-config none.")
+    return ModelError(f"{generation.source}: {cause}.", remedy="Correct the file, or start with --generation-config none.")
 
 
 def _number(generation: Generation, key: str, kind: type[int] | type[float], low: float, high: float) -> float:
@@ -146,4 +146,4 @@ def _suppressed(generation: Generation, key: str, vocab_size: int) -> tuple[tupl
     if len(value) > MAX_SUPPRESSED:
         raise _error(generation, f"{key} has {len(value)} tokens, more than the allowed {MAX_SUPPRESSED}")
     named = {f"{key}[{idx}]": token_id for idx, token_id in enumerate(value)}
-    return tuple((token_id,) for token_id in sorted({*checks.token_ids(named, vocab_size, generation.path).values()}))
+    return tuple((token_id,) for token_id in sorted({*checks.token_ids(named, vocab_size, Path(generation.source)).values()}))

@@ -405,7 +405,7 @@ def read_chat_templates(file: GgufFile) -> dict[str, str]:
 
 def _read_generation(file: GgufFile) -> Generation | None:
     keys = [key for key in file.metadata if key.startswith("general.sampling.") or key == "tokenizer.ggml.suppress_tokens"]
-    return Generation(file.path, {key: file.metadata[key] for key in keys}) if keys else None
+    return Generation(str(file.path), {key: file.metadata[key] for key in keys}) if keys else None
 
 
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -13,7 +14,7 @@ from penstock.models.catalog import ModelSource, SourceKind, split_files
 from penstock.models.formats import Floats
 from penstock.models.generation import obeying
 from penstock.models.program import Program
-from penstock.models.weights import LoadedModel
+from penstock.models.weights import Generation, LoadedModel
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling
 from penstock.types.vocab import GgufVocab
@@ -50,6 +51,8 @@ def load_model(
         from penstock.models.gguf import load_gguf
 
         model = load_gguf(source.path, name=source.name, check_vocab=check_vocab, **options)
+    if model.generation is None and source.entry is not None and source.entry.sampling:
+        model = replace(model, generation=Generation("the model's authors", source.entry.sampling))
     return obeying(model, generation)
 
 

@@ -242,9 +242,9 @@ def is_of_experts(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The sampling defaults in a model's file, as read."""
+    """The sampling defaults in a model's file, as read, or of its authors."""
 
-    path: Path
+    source: str
     values: Mapping[str, Any]
 
 
