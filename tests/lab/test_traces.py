@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from penstock.lab.description import describe
+from penstock.lab.arrivals import mean_rate
 from penstock.lab.traces import Limits, read_conversations, read_workload
 from penstock.types.errors import PenstockError
 
@@ -199,22 +201,29 @@ class TestPublicTraces:
     """The figures that their publishers, or others, have told."""
 
     def test_azure(self) -> None:
-        what = describe(read_workload(TRACES / "azure_conv_2023.csv"))
-        assert what.num_requests == 19_366
-        assert (what.prompt_tokens.p50, what.prompt_tokens.p90, what.prompt_tokens.p99) == (1020, 2735, 4142)
-        assert (what.output_tokens.p50, what.output_tokens.p90, what.output_tokens.p99) == (129, 424, 601)
-        assert what.rate == pytest.approx(5.5, abs=0.1)
-        assert what.gap_cv == pytest.approx(1.09, abs=0.01)
+        workload = read_workload(TRACES / "azure_conv_2023.csv")
+        shares = (0.5, 0.9, 0.99)
+        prompts = [job.num_prompt_tokens for job in workload.jobs]
+        answers = [job.num_output_tokens for job in workload.jobs]
+        gaps = np.diff(np.sort([job.arrival_ns for job in workload.jobs]))
+        assert len(workload.jobs) == 19_366
+        assert np.quantile(prompts, shares, method="inverted_cdf").tolist() == [1020, 2735, 4142]
+        assert np.quantile(answers, shares, method="inverted_cdf").tolist() == [129, 424, 601]
+        assert mean_rate(workload) == pytest.approx(5.5, abs=0.1)
+        assert gaps.std() / gaps.mean() == pytest.approx(1.09, abs=0.01)
 
     def test_mooncake(self) -> None:
         workload = read_workload(TRACES / "mooncake_synthetic.jsonl")
+        block_tokens = workload.prefix_block_tokens
         seen: set[int] = set()
-        num_found = 0
+        num_found = num_begun = 0
         for job in workload.jobs:
             num_found += len(seen.intersection(job.prefix))
+            num_begun += sum(1 for _ in takewhile(seen.__contains__, job.prefix[: job.num_prompt_tokens // block_tokens]))
             seen.update(job.prefix)
         assert num_found / sum(len(job.prefix) for job in workload.jobs) == pytest.approx(0.64, abs=0.0005)
-        assert describe(workload).prefix_share == pytest.approx(0.65, abs=0.02)
+        num_tokens = sum(job.num_prompt_tokens for job in workload.jobs)
+        assert num_begun * block_tokens / num_tokens == pytest.approx(0.65, abs=0.02)
 
     def test_sharegpt(self) -> None:
         path = TRACES / "sharegpt_1000.jsonl"

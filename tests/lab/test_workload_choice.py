@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.lab.description import describe
 from penstock.lab.synthetic import NAMED, Lengths
 from penstock.lab.workload_choice import WorkloadChoice, make_workload, parse_stages, parse_tenants
 from penstock.types.errors import PenstockError
@@ -70,7 +70,7 @@ def test_the_name_tells_all_that_was_done(trace: str) -> None:
         "speed 2, tenants by weight (a 7, b 1), 0.25 of the clients go away"
     )
     assert [job.after for job in workload.jobs] == [None, 0, None, 2, None, 4, None, 6]
-    assert describe(workload).num_cancelled == 2
+    assert sum(job.cancelled_after_tokens is not None for job in workload.jobs) == 2
 
 
 def test_arrivals_of_a_file_stay_unless_others_are_chosen(trace: str) -> None:
@@ -149,10 +149,19 @@ def test_conversations_of_a_file_stay_its_own(tmp_path: Path) -> None:
     assert [(job.num_prompt_tokens, job.after) for job in workload.jobs] == [(10, None), (30, 0)]
 
 
-def test_shared_prefixes_are_found_by_a_perfect_cache() -> None:
-    what = describe(make_workload(WorkloadChoice(input_tokens="100", prefix_tokens=300, prefix_groups=4, requests=400)))
-    assert what.prompt_tokens.max == 400
-    assert what.prefix_share == pytest.approx(0.75 * 396 / 400)
+def test_each_prompt_begins_with_one_of_the_shared_prefixes() -> None:
+    workload = make_workload(WorkloadChoice(input_tokens="100", prefix_tokens=300, prefix_groups=4, requests=400))
+    assert workload.prefix_block_tokens == 300
+    assert {job.num_prompt_tokens for job in workload.jobs} == {400}
+    assert {job.prefix for job in workload.jobs} == {(0,), (1,), (2,), (3,)}
+
+
+def test_the_page_of_workloads_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^```\n\nprints\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    exec(found[1], {})
+    assert capsys.readouterr().out == found[2]
 
 
 def test_tenants_and_stages_are_read() -> None:
