@@ -40,7 +40,6 @@ from penstock.lab.plan import (
     p99_ttft_ns,
     plan,
     plan_briefly,
-    queue_table,
     saturated_rate,
     search,
 )
@@ -576,7 +575,6 @@ def test_a_plan_says_everything_and_what_is_not_certain() -> None:
         "replica",
         "USD per million output tokens",
         "2026-11",
-        "M/G/k",
     ):
         assert words in text, words
     assert "The weights are made up." in text
@@ -673,10 +671,3 @@ def test_no_rate_is_said_so() -> None:
 def test_requests_that_can_not_fit_are_an_error() -> None:
     with pytest.raises(ConfigError, match="5020 tokens, and this server takes 4096"):
         plan(candidate(), BOX, workload(5, prompt=5000), asked())
-
-
-def test_formulas_of_waits_grow_with_load() -> None:
-    table = queue_table(candidate(), lengths_of(workload(10).jobs))
-    for attribute in ("rate", "num_rows", "tpot_ns", "row_s", "p99_row_s", "prompt_s"):
-        values = [getattr(wait, attribute) for wait in table]
-        assert values == sorted(values), attribute

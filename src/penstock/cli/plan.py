@@ -82,7 +82,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
       penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware L4,A10G,H100
       penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware H100 --beside vllm
 
-    Without SLOs it shows only the arithmetic: memory, batch sizes, step times, queues. The rate is searched in the simulator,
+    Without SLOs it shows only the arithmetic: memory, batch sizes, step times. The rate is searched in the simulator,
     which runs the real scheduler with these settings.
     """
     from penstock.config.units import parse_share

@@ -1,7 +1,7 @@
 """Sizes a deployment: the highest rate that meets the SLOs, the resource that limits it, the replicas and their cost.
 
-`cli.plan` calls `plan`. The searches run in the simulator; `sizing` has the arithmetic, and `queueing` the formulas for waits.
-The highest rate is valid for this workload only. docs/plan.md explains every search.
+`cli.plan` calls `plan`. The searches run in the simulator; `sizing` has the arithmetic. The highest rate is valid for this
+workload only. docs/plan.md explains every search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.lab import queueing
 from penstock.lab.arrivals import arrive, constant, mean_rate, num_arrivals, poisson, rate_unit
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
@@ -29,7 +28,6 @@ from penstock.lab.sizing import (
     Lengths,
     ModelSize,
     Speeds,
-    batch_point,
     batch_table,
     fullest_batch,
     lengths_of,
@@ -48,7 +46,6 @@ STEP = 1.12
 """Ratio of neighbouring rates in the search for the limiting resource."""
 NUM_STEPS = 9
 """Number of rates in that search, from the highest rate to 2.5 times as much."""
-UTILISATIONS = (0.5, 0.7, 0.8, 0.9, 0.95)
 MIN_SPANS = 10
 """A run should last at least this many mean request times, so that queues have time to grow."""
 MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
@@ -577,47 +574,6 @@ def make_bill(rate: float, num_replicas: int, lengths: Lengths, *, price_per_hou
         price_per_million_output_tokens=per_million / lengths.mean_output,
         price_per_million_tokens=per_million / (lengths.mean_prompt + lengths.mean_output),
     )
-
-
-# Queues
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    utilisation: float
-    rate: float
-    num_rows: int
-    """Mean number of requests in the server, by Little's law."""
-    tpot_ns: float
-    row_s: float
-    """Mean wait for a row of the batch, by the formula for M/G/k."""
-    p99_row_s: float
-    prompt_s: float
-
-
-def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
-    """Compute waits by queueing formulas, for Poisson arrivals at several utilisations, to compare with the simulation."""
-    capacity, cost = candidate.simulation.capacity, candidate.simulation.cost
-    top = fullest_batch(cost, lengths, capacity)
-    points = [batch_point(rows, cost, lengths, capacity) for rows in range(1, top.num_rows + 1)]
-    table = []
-    for utilisation in UTILISATIONS:
-        rate = utilisation * top.rate
-        point = next((point for point in points if point.rate >= rate), points[-1])
-        prompt_s = point.prompt_ns / NS_PER_S
-        queue = (top.num_rows, rate, top.num_rows / top.rate, lengths.output_cv)
-        table.append(
-            Wait(
-                utilisation=utilisation,
-                rate=rate,
-                num_rows=point.num_rows,
-                tpot_ns=point.tpot_ns,
-                row_s=queueing.mean_wait(*queue),
-                p99_row_s=queueing.wait_quantile(0.99, *queue),
-                prompt_s=math.inf if rate * prompt_s >= 1 else queueing.mean_wait(1, rate, prompt_s, lengths.prompt_cv),
-            )
-        )
-    return table
 
 
 # Warnings

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.lab.arrivals import mean_rate, rate_unit
 from penstock.lab.hardware import Hardware
-from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, p99_ttft_ns, queue_table
+from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, p99_ttft_ns
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
 from penstock.lab.sizing import arithmetic, format_number, format_time
 from penstock.lab.workload import NS_PER_S
@@ -33,7 +33,6 @@ def report(sized: Sized) -> str:
     parts += [
         "\nArithmetic\n" + "\n".join(_lines(sized)),
         "\nBatch size against latency and throughput, with such requests in a steady flow\n" + _batches(sized),
-        "\nWaits by formulas (M/G/k for a row of the batch, M/G/1 behind other prompts; Poisson arrivals)\n" + _waits(sized),
     ]
     return "\n".join(parts)
 
@@ -56,17 +55,6 @@ def _batches(sized: Sized) -> str:
         shown = f"{point.kv_share:.1%}" + (" does not fit" if point.kv_share > 1 else "")
         rate, output = f"{point.rate:.3g}", format_number(point.output_tokens_per_s)
         rows.append([f"{point.num_rows}", format_time(point.decode_ns), format_time(point.tpot_ns), rate, output, shown])
-    return table(rows)
-
-
-def _waits(sized: Sized) -> str:
-    rows = [["utilisation", "requests/s", "in the server", "time per token", "for a row", "p99", "behind prompts"]]
-    for wait in queue_table(sized.candidate, sized.lengths):
-        behind = "no bound" if math.isinf(wait.prompt_s) else format_time(wait.prompt_s * NS_PER_S)
-        row, late = (format_time(seconds * NS_PER_S) if seconds >= 1e-6 else "0" for seconds in (wait.row_s, wait.p99_row_s))
-        rows.append(
-            [f"{wait.utilisation:.0%}", f"{wait.rate:.3g}", f"{wait.num_rows}", format_time(wait.tpot_ns), row, late, behind]
-        )
     return table(rows)
 
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import NamedTuple
 
 from penstock.lab.cost_model import CostModel
@@ -262,10 +262,7 @@ def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: in
 class Lengths:
     num_jobs: int
     mean_prompt: float
-    prompt_cv: float
-    """Coefficient of variation: standard deviation / mean. So is `output_cv`."""
     mean_output: float
-    output_cv: float
     p50_prompt: int
     p99_prompt: int
     mean_context: float
@@ -284,9 +281,7 @@ def lengths_of(jobs: Sequence[Job]) -> Lengths:
     return Lengths(
         num_jobs=len(jobs),
         mean_prompt=fmean(prompts),
-        prompt_cv=pstdev(prompts) / fmean(prompts),
         mean_output=fmean(outputs),
-        output_cv=pstdev(outputs) / fmean(outputs),
         p50_prompt=prompts[(len(prompts) - 1) // 2],
         p99_prompt=prompts[math.ceil(0.99 * len(prompts)) - 1],
         mean_context=context / sum(outputs),
@@ -319,7 +314,6 @@ def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
 class BatchPoint:
     num_rows: int
     decode_ns: int
-    prompt_ns: float
     tpot_ns: float
     """Time per output token, including steps that compute other requests' prompts."""
     rate: float
@@ -340,7 +334,6 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
     return BatchPoint(
         num_rows=num_rows,
         decode_ns=decode_ns,
-        prompt_ns=prompt_ns,
         tpot_ns=tpot_ns,
         rate=rate,
         output_tokens_per_s=rate * lengths.mean_output,
