@@ -6,10 +6,10 @@ Called by `report_gpu.py` with results of one GPU. Measures nothing; different r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.lab.plots import Axis, Panel, Series, draw, on_the_same_axes
+from penstock.lab.plots import Axis, Panel, Series, draw
 
 Result = Mapping[str, Any]
 Point = tuple[float, float]
@@ -53,7 +53,7 @@ def gemm_roofline(title: str, results: Sequence[Result]) -> str:
         for model in dict.fromkeys(product["model"] for product in products):
             curves = _gemm_curves([product for product in products if product["model"] == model])
             panels.append(_roofline(model, result, list(curves)))
-    return _plot(title, on_the_same_axes(panels))
+    return _plot(title, _on_the_same_axes(panels))
 
 
 def _gemm_curves(products: Sequence[Result]) -> Iterator[Series]:
@@ -81,7 +81,7 @@ def attention_roofline(title: str, results: Sequence[Result]) -> str:
         for model in dict.fromkeys(case["model"] for case in cases):
             curves = [one for case in cases if case["model"] == model for one in _attention_curves(case)]
             panels.append(_roofline(model, result, curves))
-    return _plot(title, on_the_same_axes(panels))
+    return _plot(title, _on_the_same_axes(panels))
 
 
 def _attention_curves(case: Result) -> Iterator[Series]:
@@ -122,7 +122,7 @@ def step_roofline(title: str, results: Sequence[Result]) -> str:
         ]
         prompts = [_at(step) for step in steps if step["query_len"] > 1]
         panels.append(_roofline(name, result, [*curves, *([curve("prompts", PROMPTS, prompts)] if prompts else [])]))
-    return _plot(title, on_the_same_axes(panels))
+    return _plot(title, _on_the_same_axes(panels))
 
 
 def _shapes(results: Sequence[Result]) -> Iterator[tuple[str, Result, list[Result]]]:
@@ -192,6 +192,18 @@ def _roofline(title: str, result: Result, curves: list[Series]) -> Panel:
     roof = [(x, min(x * gbs / 1e3, tflops)) for x in ends]
     bounds = [curve("", ROOF, roof), curve("", HALF, [(x, y / 2) for x, y in roof])]
     return Panel(title, INTENSITY, SPEED, [*bounds, *curves], note=f"{gbs:,.4g} GB/s, {tflops:,.4g} TFLOP/s in bf16")
+
+
+def _on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
+    """Return the panels with equal axes, wide enough for all points, so that they can be compared by eye."""
+    points = [point for panel in panels for series in panel.series for point in series.points]
+    if not points:
+        return list(panels)
+    (low_x, high_x), (low_y, high_y) = ((min(values) / 1.2, max(values) * 1.2) for values in zip(*points, strict=True))
+    return [
+        replace(panel, x=replace(panel.x, low=low_x, high=high_x), y=replace(panel.y, low=low_y, high=high_y))
+        for panel in panels
+    ]
 
 
 def _plot(title: str, panels: Sequence[Panel]) -> str:

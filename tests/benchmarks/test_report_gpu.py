@@ -171,6 +171,7 @@ def test_how_far_a_point_is_below_the_roof_is_its_share(name, measured, panels):
     assert [y for _, y in corners] == pytest.approx([min(x * gbs / 1e3, tflops) for x, _ in corners])
     assert corners[0][0] < min(x for x, _ in drawn)
     assert corners[-1][0] > max(x for x, _ in drawn)
+    assert all(panel.x.low < x < panel.x.high and panel.y.low < y < panel.y.high for x, y in drawn)
 
 
 def plotted_shares(name, result):

@@ -18,6 +18,7 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.kernel_files import Choice, filled
 from penstock.lab.kernel_import import import_folder
 from penstock.lab.kernel_tables import Grid
+from penstock.lab.step_counts import counts_of
 from penstock.types.plan import StepShape
 from support.lab.kernels import write_tables
 from support.lab.operations import CONFIG, ENGINE, decode_us, product_us, prompt_us, write_config, write_csv, write_system
@@ -71,7 +72,7 @@ def test_beyond_the_tables_times_grow_with_the_work_and_are_reported(folder: Pat
     cost = import_folder(folder, choice).cost
     longest = step_us(cost, *[(1, 1023)] * 8) - layers_us(8) - once_us(8, 8)
     assert longest == pytest.approx(3 * 8 * decode_us(8, 128), abs=0.01), "where the stairs end"
-    counts = cost.counts(StepShape(((128, 0), *[(1, 2047)] * 9), 10))
+    counts = counts_of(StepShape(((128, 0), *[(1, 2047)] * 9), 10))
     assert cost.outside(counts) == ("9 decodes > 8", "128 prefill tokens > 64", "2048 tokens of context > 1024")
     assert step_us(cost, (128, 0)) > 1.9 * step_us(cost, (64, 0))
 

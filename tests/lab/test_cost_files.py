@@ -11,6 +11,7 @@ import pytest
 from penstock.lab.cost_files import CostFileError, SavedCost, load_cost, save_cost
 from penstock.lab.cost_model import CostModel
 from penstock.lab.fitting import fit
+from penstock.lab.step_counts import counts_of
 from penstock.types.plan import StepShape
 from support.lab.fitting import steps
 
@@ -53,7 +54,7 @@ def test_a_table_of_steps_is_fitted(tmp_path: Path) -> None:
     assert found.cost.residuals == (), "what a fit misses is no noise"
     shape = StepShape(((1, 1000),) * 16, 16)
     assert found.cost.duration_ns(shape) == pytest.approx(cost.duration_ns(shape), rel=0.02)
-    assert found.cost.outside(cost.counts(StepShape(((1, 9000),), 1)))
+    assert found.cost.outside(counts_of(StepShape(((1, 9000),), 1)))
 
 
 def test_costs_may_be_named(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
-from penstock.lab.cost_model import CostModel, Fitted, Noise, Residuals, shape_of_rows
+from penstock.lab.cost_model import NO_COSTS, CostModel, Fitted, Noise, Residuals, shape_of_rows
 from penstock.lab.simulated_executor import ModelledTimes
+from penstock.lab.step_counts import counts_of
 from penstock.types.plan import RowPlan, StepShape
 
 COST = CostModel(step_ns=1e6, decode_row_ns=2e5, prefill_token_ns=1e5, decode_read_ns=100.0, prefill_read_ns=10.0)
@@ -18,24 +20,25 @@ def test_all_times_grow_by_a_factor() -> None:
     cost = CostModel(host_step_ns=2e5, host_row_ns=1e4, sample_step_ns=5e4, prefill_context_ns=3.0, token_brackets=((8, 1e5),))
     slow, shape = cost.scaled(1.5), StepShape(((1, 100), (1, 7), (64, 300)), 3)
     assert slow.duration_ns(shape) == pytest.approx(1.5 * cost.duration_ns(shape))
-    assert sum(slow.parts_ns(shape).values()) == pytest.approx(slow.duration_ns(shape), abs=9)
     assert slow.host_ns(3, has_prefill=True) == pytest.approx(1.5 * cost.host_ns(3, has_prefill=True))
 
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:
     shape = StepShape(((1, 99), (1, 0), (10, 50)), num_samples=2)
-    assert COST.parts_ns(shape) == {
-        "step": 1_000_000,
-        "decode_row": 400_000,
-        "prefill_token": 1_000_000,
-        "decode_read": 100 * (100 + 1),
-        "prefill_read": 10 * (10 * 50 + 55),
+    parts = {
+        "step_ns": 1_000_000,
+        "decode_row_ns": 400_000,
+        "prefill_token_ns": 1_000_000,
+        "decode_read_ns": 100 * (100 + 1),
+        "prefill_read_ns": 10 * (10 * 50 + 55),
     }
-    assert COST.duration_ns(shape) == sum(COST.parts_ns(shape).values())
+    for name, part_ns in parts.items():
+        assert replace(NO_COSTS, **{name: getattr(COST, name)}).duration_ns(shape) == part_ns
+    assert COST.duration_ns(shape) == sum(parts.values())
 
 
 def test_chunks_read_as_much_as_the_whole_prompt() -> None:
-    whole, chunks = (COST.counts(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40))))
+    whole, chunks = (counts_of(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40))))
     assert whole == chunks._replace(num_rows=1, num_prefill_context=0)
     assert chunks.num_prefill_context == 40
 
@@ -44,7 +47,6 @@ def test_brackets_are_paid_like_a_tax() -> None:
     cost = CostModel(0, 0, 0, 0, 0, token_brackets=((4, 100.0), (10, 10.0)))
     assert [cost.duration_ns(StepShape(((1, 0),) * num, num)) for num in (1, 4, 5, 10, 20)] == [100, 400, 410, 460, 560]
     assert cost.duration_ns(StepShape(((6, 0),), 1)) == 420
-    assert cost.parts_ns(StepShape(((6, 0),), 1))["tokens"] == 420
 
 
 def test_noise_is_drawn_from_the_residuals_and_repeats_with_its_seed() -> None:
@@ -76,7 +78,7 @@ def test_steps_of_another_length_have_other_noise() -> None:
 def test_steps_after_a_long_one_find_cold_caches_and_warm_them() -> None:
     cost = CostModel(step_ns=7e6, decode_row_ns=0, prefill_token_ns=1e6, decode_read_ns=0, prefill_read_ns=0, cold_ns=1e6)
     times = ModelledTimes(cost)
-    long, decode, many = (cost.counts(StepShape(rows, 1)) for rows in (((70, 0),), ((1, 9),), ((1, 9),) * 32))
+    long, decode, many = (counts_of(StepShape(rows, 1)) for rows in (((70, 0),), ((1, 9),), ((1, 9),) * 32))
     assert [times.step_ns(counts) for counts in (decode, decode, long, decode, decode, many)] == [
         7_000_000,
         7_200_000,  # 7 of 35 ms
@@ -90,9 +92,9 @@ def test_steps_after_a_long_one_find_cold_caches_and_warm_them() -> None:
 def test_the_host_takes_longer_for_prompts() -> None:
     cost = CostModel(host_step_ns=100, host_row_ns=10, host_prefill_ns=1000)
     times = ModelledTimes(cost)
-    assert times.host_ns(cost.counts(StepShape(((1, 9),) * 3, 3))) == 130
-    assert times.host_ns(cost.counts(StepShape(((1, 9), (5, 0)), 2))) == 1120
-    assert times.host_ns(cost.counts(StepShape(((1, 9), (5, 0)), 6))) == 120, "four of the five tokens are guesses"
+    assert times.host_ns(counts_of(StepShape(((1, 9),) * 3, 3))) == 130
+    assert times.host_ns(counts_of(StepShape(((1, 9), (5, 0)), 2))) == 1120
+    assert times.host_ns(counts_of(StepShape(((1, 9), (5, 0)), 6))) == 120, "four of the five tokens are guesses"
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
@@ -107,14 +109,14 @@ def test_noise_lasts_as_long_as_it_was_seen_to(correlation: float) -> None:
 def test_a_step_outside_of_the_fitted_range_is_told() -> None:
     fitted = Fitted(max_rows=8, max_decodes=8, max_prefill_tokens=64, max_context_len=1000)
     cost = CostModel(fitted=fitted)
-    assert cost.outside(cost.counts(StepShape(((1, 999),) * 8, 8))) == ()
-    assert cost.outside(cost.counts(StepShape(((1, 1000),) + ((1, 5),) * 8, 9))) == (
+    assert cost.outside(counts_of(StepShape(((1, 999),) * 8, 8))) == ()
+    assert cost.outside(counts_of(StepShape(((1, 1000),) + ((1, 5),) * 8, 9))) == (
         "9 rows > 8",
         "9 decodes > 8",
         "1001 tokens of context > 1000",
     )
-    assert cost.outside(cost.counts(StepShape(((65, 0),), 1))) == ("65 prefill tokens > 64",)
-    assert CostModel().outside(cost.counts(StepShape(((65, 10**6),), 1))) == ()
+    assert cost.outside(counts_of(StepShape(((65, 0),), 1))) == ("65 prefill tokens > 64",)
+    assert CostModel().outside(counts_of(StepShape(((65, 10**6),), 1))) == ()
 
 
 def test_a_step_has_the_shape_of_its_rows() -> None:

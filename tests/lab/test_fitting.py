@@ -11,6 +11,7 @@ import pytest
 
 from penstock.lab.cost_model import CostModel, cold_share
 from penstock.lab.fitting import Fit, fit, nonnegative
+from penstock.lab.step_counts import counts_of
 from penstock.lab.steps import MeasuredStep
 from penstock.types.plan import StepShape
 from support.lab.fitting import COST, shapes, steps
@@ -89,7 +90,7 @@ def test_each_part_pays_for_its_own_work() -> None:
     """Attention that costs much per position is not taken for products of long rows."""
 
     def measured(idx: int, shape: StepShape) -> MeasuredStep:
-        counts = COST.counts(shape)
+        counts = counts_of(shape)
         parts = {
             "linear": 2_000_000 + 50_000 * counts.num_tokens,
             "attention": 700 * counts.num_decode_reads + 90 * counts.num_prefill_reads,
@@ -178,8 +179,8 @@ def test_the_range_is_told() -> None:
     assert fitted is not None
     assert fitted.max_rows == 40
     assert 1500 < fitted.max_context_len <= 2200
-    assert COST.counts(StepShape(((1, 5000),), 1)).max_context_len == 5001
-    assert cost.outside(COST.counts(StepShape(((1, 5000),), 1)))
+    assert counts_of(StepShape(((1, 5000),), 1)).max_context_len == 5001
+    assert cost.outside(counts_of(StepShape(((1, 5000),), 1)))
 
 
 @pytest.mark.parametrize("count", [0, 3])

@@ -17,6 +17,7 @@ from penstock.lab.kernel_files import Choice
 from penstock.lab.kernel_import import import_folder
 from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 from penstock.lab.sizing import with_more_bandwidth, with_more_compute
+from penstock.lab.step_counts import counts_of
 from penstock.types.plan import StepShape
 from support.lab.kernels import LAYER_US, NUM_LAYERS, chunk_us, decode_us, mixture_us, write_tables
 
@@ -85,13 +86,13 @@ def test_beyond_the_tables_times_grow_with_the_work_and_are_reported(folder: Pat
     assert attention_us(cost, *[(1, 8191)] * 64) == pytest.approx(2 * decode_us(64, 4096), abs=0.1)
     longer = StepShape(((512, 0),), 1)
     assert cost.duration_ns(longer) > 1.9 * cost.duration_ns(StepShape(((256, 0),), 1))
-    assert cost.outside(cost.counts(longer)) == ("512 prefill tokens > 256",)
-    assert cost.outside(cost.counts(StepShape(((1, 8191),) * 65, 65))) == (
+    assert cost.outside(counts_of(longer)) == ("512 prefill tokens > 256",)
+    assert cost.outside(counts_of(StepShape(((1, 8191),) * 65, 65))) == (
         "65 rows > 64",
         "65 decodes > 64",
         "8192 tokens of context > 4096",
     )
-    assert not cost.outside(cost.counts(StepShape(((1, 1023),) * 64, 64)))
+    assert not cost.outside(counts_of(StepShape(((1, 1023),) * 64, 64)))
 
 
 def test_uneven_decodes_are_between_their_mean_and_their_longest(folder: Path) -> None:

@@ -156,15 +156,11 @@ def test_kinds_have_a_legend_of_their_own_below_all_panels() -> None:
         Series("decode", [(2, 1), (4, 2)], "dashed", kind="the bound"),
         Series("prefill", [(50, 40)], "both", kind="measured"),
     ]
-    one = draw("a", plots.on_the_same_axes([panel(*series, is_log=True), panel(*series[:2], is_log=True)]))
+    one = draw("a", [panel(*series, is_log=True), panel(*series[:2], is_log=True)])
     one.png()
     (legend,) = one._figure.legends
     told = [text.get_text() for text in legend.get_texts()]
     assert told == ["decode", "prefill", "the roof", "one product", "the bound", "measured"]
-    first, second = one._figure.axes
-    assert first.get_xlim() == second.get_xlim()
-    assert first.get_xlim()[0] < 1
-    assert first.get_xlim()[1] > 100
 
 
 @needs_matplotlib

@@ -16,6 +16,7 @@ from penstock.engine.ports import Detokenizer
 from penstock.lab.cost_model import CostModel, coldness_after
 from penstock.lab.fitting import units_of
 from penstock.lab.recording import open_recording
+from penstock.lab.step_counts import counts_of
 from penstock.lab.step_design import _draw, design
 from penstock.lab.steps import (
     NUM_TO_WARM,
@@ -70,7 +71,7 @@ def test_designed_steps_fit_and_come_once() -> None:
 
 def test_designed_steps_reach_what_the_server_can_do() -> None:
     limits = replace(CAPACITY, num_blocks=4097, max_rows=32, max_step_tokens=512, max_model_len=8192)
-    counts = [CostModel().counts(shape) for shape in design(limits)]
+    counts = [counts_of(shape) for shape in design(limits)]
     assert max(one.num_rows for one in counts) == 32
     assert max(one.num_prefill_tokens for one in counts) == 512
     assert max(one.max_context_len for one in counts) >= 8190
@@ -84,7 +85,7 @@ def test_designed_steps_tell_more_than_as_many_drawn_ones() -> None:
     chosen, rng = design(limits), Random(3)
     drawn = [shape for shape in (_draw(limits, rng) for _ in range(400)) if shape.rows and fits(shape, limits)][: len(chosen)]
     rough = CostModel()
-    counts = [rough.counts(shape) for shape in (*chosen, *drawn)]
+    counts = [counts_of(shape) for shape in (*chosen, *drawn)]
     matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([[rough.cost_of(one)] for one in counts])
     matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
     half = len(chosen)

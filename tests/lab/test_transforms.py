@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from penstock.lab.transforms import (
     assign_tenants,
-    between,
     cancel,
     cap_lengths,
     converse,
@@ -72,13 +71,6 @@ def test_first_and_every_and_evenly_choose_jobs() -> None:
 def test_conversations_are_chosen_whole(talks: Workload) -> None:
     assert afters(every(talks, 2)) == [None, 0, None, 2, 3]
     assert afters(evenly(talks, 1)) == [None, 0]
-    assert afters(between(talks, 2.5, 9)) == [None, 0, 1]
-
-
-def test_a_slice_counts_time_from_its_begin_and_leaves_think_times_alone(talks: Workload) -> None:
-    assert [job.arrival_ns / S for job in between(talks, 2.5, 9).jobs] == [0.5, 0.5, 0.5]
-    with pytest.raises(ConfigError, match="no request from 7 s to 9 s"):
-        between(talks, 7, 9)
 
 
 def test_repeat_shares_what_was_shared_and_makes_the_rest_anew() -> None:

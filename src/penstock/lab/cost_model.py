@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, NamedTuple
 
 from penstock.lab.kernel_tables import KernelTables
-from penstock.lab.step_counts import NARROW_TOKENS, Counts
+from penstock.lab.step_counts import NARROW_TOKENS, Counts, counts_of
 from penstock.types.plan import RowPlan, StepShape
 
 
@@ -107,55 +107,9 @@ class CostModel:
     """Tables of kernel times, added to the other costs."""
     fitted: Fitted | None = None
 
-    def counts(self, shape: StepShape) -> Counts:
-        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
-        decode_reads = [context_len + 1 for query_len, context_len in shape.rows if query_len == 1]
-        for query_len, context_len in shape.rows:
-            if query_len == 1:
-                num_decodes += 1
-                num_decode_reads += context_len + 1
-            else:
-                num_prefill_tokens += query_len
-                num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
-                num_prefill_context += context_len
-            if context_len + query_len > max_context_len:
-                max_context_len = context_len + query_len
-        return Counts(
-            num_decodes + num_prefill_tokens,
-            num_decodes,
-            num_prefill_tokens,
-            num_decode_reads,
-            num_prefill_reads,
-            num_prefill_context,
-            shape.num_samples,
-            len(shape.rows),
-            max_context_len,
-            max(decode_reads, default=0),
-            min(decode_reads, default=0),
-        )
-
-    def parts_ns(self, shape: StepShape) -> Mapping[str, int]:
-        counts = self.counts(shape)
-        parts = {
-            "step": self.step_ns,
-            "decode_row": self.decode_row_ns * counts.num_decodes,
-            "prefill_token": self.prefill_token_ns * counts.num_prefill_tokens,
-            "decode_read": self.decode_read_ns * counts.num_decode_reads + self.narrow_read_ns * counts.num_narrow_reads,
-            "prefill_read": self.prefill_read_ns * counts.num_prefill_reads,
-        }
-        if self.prefill_context_ns:
-            parts["prefill_context"] = self.prefill_context_ns * counts.num_prefill_context
-        if self.sample_ns or self.sample_step_ns:
-            parts["sample"] = self._sample_ns(counts.num_samples)
-        if self.token_brackets:
-            parts["tokens"] = self._tokens_ns(counts.num_tokens)
-        if self.kernels is not None:
-            parts["kernels"] = self.kernels.step_ns(counts)
-        return {name: round(part_ns) for name, part_ns in parts.items()}
-
     def duration_ns(self, shape: StepShape) -> int:
         """Return the executor's time for a step of this shape, with warm caches and without noise."""
-        return self.cost_of(self.counts(shape))
+        return self.cost_of(counts_of(shape))
 
     def cost_of(self, counts: Counts) -> int:
         return round(

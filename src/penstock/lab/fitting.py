@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.lab.cost_model import CostModel, Fitted, Residuals, cold_share
-from penstock.lab.step_counts import Counts
+from penstock.lab.step_counts import Counts, counts_of
 from penstock.lab.steps import MeasuredStep
 
 Floats = NDArray[np.float64]
@@ -126,8 +126,7 @@ _Cost = Mapping[str, Mapping[str, float]]
 class _Table:
     def __init__(self, steps: Sequence[MeasuredStep], base: CostModel | None) -> None:
         self._base = base
-        counter = CostModel()
-        self.counts = [counter.counts(step.shape) for step in steps]
+        self.counts = [counts_of(step.shape) for step in steps]
         self.groups = np.array([step.group for step in steps])
         self.is_step = np.array([not step.is_for_host for step in steps])
         self._edges, units = units_of(self.counts)

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
@@ -134,18 +134,6 @@ def draw(title: str, panels: Sequence[Panel]) -> Plot:
         if kinds and panels:
             _draw_legend(figure, looks, kinds, min(PER_ROW, len(panels)))
     return Plot(figure, title)
-
-
-def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with equal axes, wide enough for all points, so that they can be compared by eye."""
-    points = [point for panel in panels for series in panel.series for point in series.points]
-    if not points:
-        return list(panels)
-    (low_x, high_x), (low_y, high_y) = ((min(values) / 1.2, max(values) * 1.2) for values in zip(*points, strict=True))
-    return [
-        replace(panel, x=replace(panel.x, low=low_x, high=high_x), y=replace(panel.y, low=low_y, high=high_y))
-        for panel in panels
-    ]
 
 
 def roofline(title: str, *, peak_gops: float, read_gbs: float, measured: Mapping[str, Sequence[tuple[float, float]]]) -> Panel:

@@ -9,6 +9,7 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.fitting import HOST, TOTAL, Errors, Fit
 from penstock.lab.kernel_tables import KernelTables
 from penstock.lab.recording import Arrival, Departure, Lost, Recording, StepDone
+from penstock.lab.step_counts import counts_of
 from penstock.lab.steps import ENGINE_PARTS
 from penstock.types.plan import StepShape
 from penstock.types.stats import HOST_PARTS
@@ -64,14 +65,13 @@ def kernel_lines(kernels: KernelTables) -> Iterator[str]:
         f"{kernels.num_layers} layers; up to {kernels.max_tokens} tokens of prompts, {kernels.max_decodes} decodes and "
         f"{kernels.max_context_len} tokens of context in a step; beyond, times grow with the work, and simulations say so"
     )
-    counter = CostModel(kernels=kernels)
     for words, rows in (
         ("a decode after 1,024 tokens", ((1, 1024),)),
         ("64 decodes after 1,024 tokens", ((1, 1024),) * 64),
         ("a prompt of 1,024 tokens", ((1024, 0),)),
         ("both", ((1, 1024),) * 64 + ((1024, 0),)),
     ):
-        ns = kernels.step_ns(counter.counts(StepShape(rows, len(rows))))
+        ns = kernels.step_ns(counts_of(StepShape(rows, len(rows))))
         yield f"  {words:30}{ns / 1e6:10.3f} ms"
 
 

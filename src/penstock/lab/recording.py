@@ -116,11 +116,6 @@ class Row:
     num_accepted: int = 0
     """How many of its `samples - 1` guesses were right."""
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether it samples after each of its tokens: a decode, with or without guesses, or a prompt's last token."""
-        return self.query_len <= self.samples
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:

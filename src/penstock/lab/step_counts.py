@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.types.plan import StepShape
+
 NARROW_TOKENS = 16
 """From this many tokens on, products are compute-bound and hide part of the time to fetch weights, keys and values."""
 
@@ -36,3 +38,31 @@ class Counts(NamedTuple):
     def has_prompts(self) -> bool:
         """Whether some tokens have no sample after them. A row with guesses samples after each token."""
         return self.num_tokens > self.num_samples
+
+
+def counts_of(shape: StepShape) -> Counts:
+    num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
+    decode_reads = [context_len + 1 for query_len, context_len in shape.rows if query_len == 1]
+    for query_len, context_len in shape.rows:
+        if query_len == 1:
+            num_decodes += 1
+            num_decode_reads += context_len + 1
+        else:
+            num_prefill_tokens += query_len
+            num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
+            num_prefill_context += context_len
+        if context_len + query_len > max_context_len:
+            max_context_len = context_len + query_len
+    return Counts(
+        num_decodes + num_prefill_tokens,
+        num_decodes,
+        num_prefill_tokens,
+        num_decode_reads,
+        num_prefill_reads,
+        num_prefill_context,
+        shape.num_samples,
+        len(shape.rows),
+        max_context_len,
+        max(decode_reads, default=0),
+        min(decode_reads, default=0),
+    )

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.lab.cost_model import CostModel
 from penstock.lab.fitting import units_of
+from penstock.lab.step_counts import counts_of
 from penstock.lab.steps import fits
 from penstock.types.plan import Capacity, StepShape
 
@@ -28,7 +29,7 @@ def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
     drawn = (_draw(capacity, rng) for _ in range(NUM_CANDIDATES))
     candidates = [*dict.fromkeys((*largest, *(shape for shape in drawn if shape.rows and fits(shape, capacity))))]
     rough = CostModel()  # only proportions matter
-    counts = [rough.counts(shape) for shape in candidates]
+    counts = [counts_of(shape) for shape in candidates]
     matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([rough.cost_of(one) for one in counts])[:, None]
     matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
     covariance = 1e6 * np.eye(matrix.shape[1])

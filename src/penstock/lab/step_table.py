@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from penstock.lab.cost_model import CostModel
 from penstock.lab.plots import Panel, roofline
 from penstock.lab.sizing import ModelSize, read_bytes
+from penstock.lab.step_counts import counts_of
 from penstock.lab.steps import MeasuredStep, fits
 from penstock.types.plan import Capacity, StepShape
 
@@ -75,7 +75,7 @@ def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | No
 
 def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
     """Return the minimum (operations, bytes read from memory) that a step of this shape needs."""
-    counts = CostModel().counts(shape)
+    counts = counts_of(shape)
     products = (
         counts.num_tokens * size.num_token_products
         + (counts.num_decode_reads + counts.num_prefill_reads) * size.num_attention_products

@@ -44,16 +44,6 @@ def evenly(workload: Workload, count: int) -> Workload:
     return _changed(workload, _kept(workload, chosen), f"{count} spread evenly")
 
 
-def between(workload: Workload, from_s: float, until_s: float) -> Workload:
-    """Keep single requests and conversations that arrive from `from_s` and before `until_s`. `from_s` becomes time 0."""
-    begin_ns, end_ns = round(from_s * NS_PER_S), round(until_s * NS_PER_S)
-    chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
-    if not chosen:
-        raise ConfigError(f"{workload.name} has no request from {from_s:g} s to {until_s:g} s.", remedy="Choose another slice.")
-    jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in _kept(workload, chosen)]
-    return _changed(workload, jobs, f"seconds {from_s:g} to {until_s:g}")
-
-
 def cut(workload: Workload, count: int) -> list[Workload]:
     """Cut a workload into `count` slices with equally many single requests or conversations. Each slice begins at time 0.
 
