@@ -212,8 +212,11 @@ class _Router:
     def _go_on(self, call: Call) -> None:
         if self._traffic.calls.get(call.request.request_id) is not call:
             return  # its client has left
+        self._or_turn_away(self._choose, call)
+
+    def _or_turn_away(self, ask: Callable[..., None], call: Call, *about: Sequence[str]) -> None:
         try:
-            self._choose(call)
+            ask(call, *about)
         except Rejected as rejected:
             self._traffic.turn_away(call, rejected)
 
@@ -324,7 +327,7 @@ class _Router:
 
     # Events of models.
 
-    def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
+    def _tell(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
         ended = self._models[name].ended
         for event in events:
             stats = None if event.finish_reason is None else ended.pop(event.request_id)
@@ -338,32 +341,29 @@ class _Router:
             has_failed = stats is not None and stats.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
             if attempt.together is not None:
                 if stats is not None:
-                    self._end_one(attempt, event.request_id, stats, now_ns, has_failed=has_failed)
+                    self._end_one(attempt, event.request_id, stats, has_failed=has_failed)
             elif stats is not None or sum(len(one.token_ids) for one in attempt.held) >= attempt.window:
-                self._judge(attempt, event.request_id, stats, now_ns, has_failed=has_failed)
+                self._judge(attempt, event.request_id, stats, has_failed=has_failed)
 
-    def _judge(self, attempt: _Attempt, request_id: str, stats: RequestStats | None, now_ns: int, *, has_failed: bool) -> None:
+    def _judge(self, attempt: _Attempt, request_id: str, stats: RequestStats | None, *, has_failed: bool) -> None:
         """Let the first tokens decide. `stats`: of the weak model's request, if it has ended."""
         gain = self._questions[attempt.call.record.index].start_gain or 0.0
         attempt.window = 0
         if has_failed or gain < self._strategy.threshold:
-            self._pass_on(attempt, [replace(event, at_ns=now_ns) for event in attempt.held], stats)
+            self._pass_on(attempt, attempt.held, stats)
             return
         if stats is None:
             self._models[attempt.model].abort(request_id)
         self._forget(attempt.call, request_id)
-        try:
-            self._ask(attempt.call, attempt.rest)
-        except Rejected as rejected:
-            self._traffic.turn_away(attempt.call, rejected)
+        self._or_turn_away(self._ask, attempt.call, attempt.rest)
 
-    def _end_one(self, attempt: _Attempt, request_id: str, stats: RequestStats, now_ns: int, *, has_failed: bool) -> None:
+    def _end_one(self, attempt: _Attempt, request_id: str, stats: RequestStats, *, has_failed: bool) -> None:
         """Note the end of an answer that is judged with others, or of the judge's."""
         together, call = attempt.together, attempt.call
         assert together is not None
         if has_failed:  # the client has left, or the deadline has passed
             others = [other for other in self._current[call.request.request_id] if other != request_id]
-            self._pass_on(attempt, [replace(event, at_ns=now_ns) for event in attempt.held], stats)
+            self._pass_on(attempt, attempt.held, stats)
             for other in others:
                 self._models[self._attempts.pop(other).model].abort(other)
             self._current.pop(call.request.request_id, None)
@@ -389,14 +389,9 @@ class _Router:
         strong = self._strategy.models[1]
         number = next((number for number, one in enumerate(attempts) if is_sure or one.model == strong), None)
         if number is None:
-            try:
-                self._ask(call, self._after_weak)
-            except Rejected as rejected:
-                self._traffic.turn_away(call, rejected)
-            return
-        now_ns = self._clock.now_ns()
-        events = [replace(event, at_ns=now_ns) for event in attempts[number].held]
-        self._tell_client(attempts[number], events, together.ended[number])
+            self._or_turn_away(self._ask, call, self._after_weak)
+        else:
+            self._tell_client(attempts[number], attempts[number].held, together.ended[number])
 
     def _pass_on(self, attempt: _Attempt, events: Sequence[TokenEvent], stats: RequestStats | None) -> None:
         """Pass events on to the client, and forget a request that has ended."""
@@ -406,7 +401,8 @@ class _Router:
 
     def _tell_client(self, attempt: _Attempt, events: Sequence[TokenEvent], stats: RequestStats | None) -> None:
         call = attempt.call
-        own = [replace(event, request_id=call.request.request_id) for event in events]
+        # Events that were held back reach the client now.
+        own = [replace(event, request_id=call.request.request_id, at_ns=self._clock.now_ns()) for event in events]
         self._traffic.tell(own)
         if stats is not None:
             self.answerers[call.record.index] = attempt.model
