@@ -8,6 +8,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -18,6 +19,8 @@ from penstock.config.components import config_from
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
 from penstock.lab.fitting import Errors
+from penstock.lab.plan import Sized
+from penstock.lab.plan import plan as size_deployment
 from penstock.machine import cpu_name
 from penstock.models.cache import default_cache_dir
 from penstock.types.errors import ConfigError
@@ -191,10 +194,12 @@ def test_a_preset_is_planned_beside_these_settings(briefly: Briefly, tiny_model:
 def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(
     briefly: Briefly, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise ConfigError("It does not fit.", remedy="Take less.")
+    def refuse(*about: Any, is_brief: bool = False) -> Sized:
+        if is_brief:
+            raise ConfigError("It does not fit.", remedy="Take less.")
+        return size_deployment(*about)
 
-    monkeypatch.setattr("penstock.lab.plan.plan_briefly", refuse)
+    monkeypatch.setattr("penstock.lab.plan.plan", refuse)
     result = briefly(tiny_model, *SHORT, "--slo", "e2e=5s", "--hardware", "L4", "--beside", "vllm")
     assert result.exit_code == 0, result.output
     assert "L4, preset vllm: left out. It does not fit." in result.stderr

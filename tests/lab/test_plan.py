@@ -39,7 +39,6 @@ from penstock.lab.plan import (
     make_trial,
     p99_ttft_ns,
     plan,
-    plan_briefly,
     saturated_rate,
     search,
 )
@@ -421,8 +420,8 @@ def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
 
 def test_bursts_are_shared_in_brief_plans_and_with_slower_steps_too() -> None:
     jobs = workload(72, prompt=300, output=5, instants=[10_000_000_000 * (i // 8) for i in range(72)])
-    slos = asked(["ttft=180ms"], least_run_s=0)
-    sized, rival = (make(replace(candidate(), step_error=1.5), BOX, jobs, slos) for make in (plan, plan_briefly))
+    slos, server = asked(["ttft=180ms"], least_run_s=0), replace(candidate(), step_error=1.5)
+    sized, rival = (plan(server, BOX, jobs, slos, is_brief=is_brief) for is_brief in (False, True))
     assert sized.fleet is not None
     assert sized.fleet.num_replicas == 2, "each computes four prompts of a burst"
     assert rival.fleet == sized.fleet
@@ -620,7 +619,7 @@ def test_policies_are_compared_at_a_rate_that_all_of_them_hold() -> None:
     """The rival's batches have four rows."""
     jobs = workload(60, instants=poisson(Random(1), 60, 1.0))
     slos = asked(["ttft=500ms"], rate=20.0, least_run_s=0)
-    sized, rival = plan(candidate(), BOX, jobs, slos), plan_briefly(candidate(max_rows=4), BOX, jobs, slos)
+    sized, rival = plan(candidate(), BOX, jobs, slos), plan(candidate(max_rows=4), BOX, jobs, slos, is_brief=True)
     assert sized.search is not None
     assert rival.search is not None
     assert (rival.binding, rival.search.rate > 0) == (None, True)

@@ -89,7 +89,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.lab import plan_report
     from penstock.lab.acceptance import acceptance_of
     from penstock.lab.figures import parse_slos
-    from penstock.lab.plan import Requirements, plan_briefly
+    from penstock.lab.plan import Requirements
     from penstock.lab.plan import plan as size_deployment
     from penstock.lab.workload_choice import make_workload
 
@@ -139,7 +139,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             try:
                 # A preset's replicas stand behind a plain load balancer: other servers do not bring a router.
                 rival = make_candidate(other, *about, seed=choice.seed)
-                rivals[name] = plan_briefly(rival, hardware, workload, in_turn)
+                rivals[name] = size_deployment(rival, hardware, workload, in_turn, is_brief=True)
             except PenstockError as error:
                 print(f"{hardware.name}, preset {name}: left out. {error}\n", file=sys.stderr)
         some.append(replace(sized, rivals=rivals))

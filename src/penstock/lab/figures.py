@@ -187,6 +187,12 @@ class Samples:
         found: Bools = self.end == ENDS.index(End.OK)
         return found
 
+    @property
+    def is_counted(self) -> Bools:
+        """Whether each request counts: its client did not go away."""
+        found: Bools = self.end != ENDS.index(End.CANCELLED)
+        return found
+
     def latency_ns(self, name: str) -> Ints:
         """Return one latency of each request: [n]. `UNKNOWN` if not measured, or if the request did not succeed.
 
@@ -475,13 +481,13 @@ def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, 
 
 
 def _goodput(samples: Samples, due: Samples, window: Window, slos: Sequence[Slo]) -> Goodput | None:
-    wanted = due.end != ENDS.index(End.CANCELLED)
-    if not wanted.any():
+    counted = due.is_counted
+    if not counted.any():
         return None
-    seconds = (due.ended_ns - due.intended_ns)[wanted] / NS_PER_S
-    by_slo = {str(slo): share_estimate(due.holds(slo)[wanted], seconds) for slo in slos}
+    seconds = (due.ended_ns - due.intended_ns)[counted] / NS_PER_S
+    by_slo = {str(slo): share_estimate(due.holds(slo)[counted], seconds) for slo in slos}
     good = make_rates(samples, window, samples.holds_all(slos))
-    return Goodput(tuple(slos), share_estimate(due.holds_all(slos)[wanted], seconds), by_slo, good.requests_per_s)
+    return Goodput(tuple(slos), share_estimate(due.holds_all(slos)[counted], seconds), by_slo, good.requests_per_s)
 
 
 def _cost(price_per_hour: float, rates: Rates) -> Cost:
@@ -495,7 +501,7 @@ def _cost(price_per_hour: float, rates: Rates) -> Cost:
 
 def _fairness(samples: Samples, window: Window) -> Fairness:
     chosen = (samples.intended_ns >= window.begin_ns) & (samples.intended_ns <= window.end_ns)
-    some = samples.rows(chosen & (samples.end != ENDS.index(End.CANCELLED)), samples.gaps)
+    some = samples.rows(chosen & samples.is_counted, samples.gaps)
     seconds = np.maximum(1, some.ended_ns - some.intended_ns) / NS_PER_S
     speeds = np.where(some.is_ok, some.num_output_tokens / seconds, 0.0)
     tokens = np.where(some.is_ok, some.num_prompt_tokens + some.num_output_tokens, 0)

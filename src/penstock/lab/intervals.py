@@ -114,6 +114,11 @@ def mean_estimate(series: Floats) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+def nearest_rank(values: Floats, share: float) -> float:
+    """Return the smallest of the values that the share `share` of them does not exceed."""
+    return float(np.sort(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)])
+
+
 def quantile_estimate(series: Floats, share: float) -> Estimate:
     """Return a quantile of a non-empty series in time order. Its interval is two order statistics (David and Nagaraja, 7.1)."""
     value = float(np.quantile(series, share))

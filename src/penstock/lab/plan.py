@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from penstock.lab.arrivals import arrive, constant, mean_rate, num_arrivals, poisson, rate_unit
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
-from penstock.lab.intervals import Estimate, share_estimate
-from penstock.lab.records import End
+from penstock.lab.intervals import Estimate, nearest_rank, share_estimate
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import (
     BatchPoint,
@@ -179,7 +178,7 @@ class Trial(NamedTuple):
 
 def make_trial(outcome: Outcome, rate: float, asked: Requirements) -> Trial:
     samples = Samples.of(outcome.records)
-    counted = samples.end != list(End).index(End.CANCELLED)
+    counted = samples.is_counted
     if not counted.any():
         raise ConfigError("The clients of all requests went away.", remedy="Lower --cancel-share.")
     ratios = {str(slo): _ratios(samples, slo)[counted] for slo in asked.slos}
@@ -191,8 +190,8 @@ def make_trial(outcome: Outcome, rate: float, asked: Requirements) -> Trial:
         num_requests=len(worst),
         num_good=int((worst <= 1).sum()),
         goal=asked.goal,
-        stress=_quantile(worst, asked.goal),
-        by_slo={name: _quantile(values, asked.goal) for name, values in ratios.items()},
+        stress=nearest_rank(worst, asked.goal),
+        by_slo={name: nearest_rank(values, asked.goal) for name, values in ratios.items()},
         duration_s=outcome.duration_ns / NS_PER_S,
         mean_e2e_s=float(seconds.mean()),
         kv_share=fmean(held for _, _, held in means),
@@ -207,10 +206,6 @@ def _ratios(samples: Samples, slo: Slo) -> NDArray[np.float64]:
     values = samples.longest_gap_ns if slo.metric == "itl" else samples.latency_ns(slo.metric)
     ratios = np.maximum(values, 0) / slo.limit_ns
     return np.where(samples.holds(slo), np.minimum(ratios, 1.0), np.where(values > slo.limit_ns, ratios, np.inf))
-
-
-def _quantile(values: NDArray[np.float64], share: float) -> float:
-    return float(np.sort(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)])
 
 
 def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
@@ -660,30 +655,26 @@ class Sized:
         return batch_table(simulation.cost, self.lengths, simulation.capacity)
 
 
-def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements) -> Sized:
-    """Size a deployment. Without SLOs, leave out the rate, its limiting resource, replicas and bill. Raises ConfigError."""
+def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements, *, is_brief: bool = False) -> Sized:
+    """Size a deployment. Without SLOs, leave out the rate, its limiting resource, replicas and bill. Raises ConfigError.
+
+    A brief plan leaves out the limiting resource and other step times.
+    """
     served = _checked(candidate, workload, asked)
     sized = Sized(hardware=hardware, candidate=candidate, workload=workload, asked=asked, warnings=candidate.doubts)
     if not asked.slos:
         return sized
     found = search(candidate, served, asked)
+    fleet = find_fleet(candidate, served, asked, found, asked.rate or mean_rate(workload) or found.rate)
+    sized = replace(sized, search=found, fleet=fleet, bill=_bill(hardware, workload, asked, fleet))
+    if is_brief:
+        return sized
     binding = find_binding(candidate, served, asked, found)
-    fleet = find_fleet(candidate, served, asked, found, _wanted(workload, asked, found))
     doubts = [*candidate.doubts, *warnings(workload, found, fleet)]
     error = candidate.step_error
     slow_and_fast = (error, 1 / error) if error > 1 else ()
     outlooks = [find_outlook(candidate, served, asked, found, fleet, slowness) for slowness in slow_and_fast]
-    bill = _bill(hardware, workload, asked, fleet)
-    return replace(sized, search=found, binding=binding, fleet=fleet, bill=bill, outlooks=outlooks, warnings=doubts)
-
-
-def plan_briefly(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements) -> Sized:
-    """Size a deployment, without the limiting resource and other step times. Raises ConfigError."""
-    served = _checked(candidate, workload, asked)
-    found = search(candidate, served, asked)
-    fleet = find_fleet(candidate, served, asked, found, _wanted(workload, asked, found))
-    sized = Sized(hardware=hardware, candidate=candidate, workload=workload, asked=asked, warnings=candidate.doubts)
-    return replace(sized, search=found, fleet=fleet, bill=_bill(hardware, workload, asked, fleet))
+    return replace(sized, binding=binding, outlooks=outlooks, warnings=doubts)
 
 
 def find_outlook(
@@ -705,7 +696,7 @@ def p99_ttft_ns(sized: Sized, rate: float) -> float:
     served = _checked(sized.candidate, sized.workload, sized.asked)
     outcome = sized.candidate.simulation.run(at_rate(served, rate, sized.asked.seed))
     samples = Samples.of(outcome.records)
-    return _quantile(samples.latency_ns("ttft")[samples.is_ok].astype(np.float64), 0.99)
+    return nearest_rank(samples.latency_ns("ttft")[samples.is_ok].astype(np.float64), 0.99)
 
 
 def _checked(candidate: Candidate, workload: Workload, asked: Requirements) -> Workload:
@@ -722,10 +713,6 @@ def _checked(candidate: Candidate, workload: Workload, asked: Requirements) -> W
             remedy="Shorten the workload (--max-input-tokens, --divide-lengths), or give more memory or another model.",
         )
     return long_enough(workload, fullest_batch(candidate.simulation.cost, lengths, capacity), asked.least_run_s)
-
-
-def _wanted(workload: Workload, asked: Requirements, found: Search) -> float:
-    return asked.rate or mean_rate(workload) or found.rate
 
 
 def _bill(hardware: Hardware, workload: Workload, asked: Requirements, fleet: Fleet | None) -> Bill | None:

@@ -17,8 +17,8 @@ from statistics import fmean
 import numpy as np
 
 from penstock.lab.figures import Samples, Slo
-from penstock.lab.intervals import LEVEL, Estimate, Floats, student_quantile
-from penstock.lab.records import End, Record
+from penstock.lab.intervals import LEVEL, Estimate, Floats, nearest_rank, student_quantile
+from penstock.lab.records import Record
 from penstock.lab.transforms import cut
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import ConfigError, PenstockError
@@ -82,14 +82,12 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
     if objective is Objective.THROUGHPUT:
         return float(samples.num_output_tokens[samples.is_ok].sum()) / span_s
     if objective is Objective.GOODPUT:
-        return float(np.logical_and.reduce([samples.holds(slo) for slo in slos]).sum()) / span_s
-    came_ns = samples.ended_ns if objective is Objective.E2E_MEAN else samples.first_ns
-    has_come = samples.is_ok & (came_ns >= 0)
-    counts = samples.end != list(End).index(End.CANCELLED)
-    late_s = np.sort(np.where(has_come, came_ns - samples.intended_ns, np.inf)[counts]) / NS_PER_S
+        return float(samples.holds_all(slos).sum()) / span_s
+    late_ns = samples.latency_ns("e2e" if objective is Objective.E2E_MEAN else "ttft")[samples.is_counted]
+    late_s = np.where(late_ns >= 0, late_ns, np.inf) / NS_PER_S
     if not len(late_s):
         raise ConfigError("The clients of all requests of a slice went away.", remedy="Lower --cancel-share.")
-    return float(late_s[math.ceil(0.99 * len(late_s)) - 1] if objective is Objective.TTFT_P99 else late_s.mean())
+    return nearest_rank(late_s, 0.99) if objective is Objective.TTFT_P99 else float(late_s.mean())
 
 
 def words(settings: Settings) -> str:
