@@ -229,6 +229,13 @@ def test_threads_that_take_memory_at_once_are_not_promised_more_than_there_is() 
         sys.setswitchinterval(interval_s)
 
 
+def test_a_model_that_does_not_fit_the_limit_of_memory_is_told_the_limit(paths: list[Path]) -> None:
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB, limit_bytes=200 * MIB))
+    with pytest.raises(NotEnoughMemory, match="--memory allows 200 MiB, of which 256 MiB are kept free") as caught:
+        start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent), resources)
+    assert caught.value.remedy.startswith("Raise --memory")
+
+
 @pytest.mark.parametrize("room_bytes", [-MIB, 16 << 10])
 def test_the_model_that_does_not_fit_beside_another_is_told_what_holds_the_memory(paths: list[Path], room_bytes: int) -> None:
     """Room for no weights, or for weights and no KV cache."""

@@ -253,7 +253,7 @@ def start_model(
     except BaseException as error:
         resources.memory.give_back(name)
         if isinstance(error, NotEnoughMemory) and not decide(config).is_on_gpu:
-            raise resources.memory.naming_holders(name, error) from error
+            raise resources.memory.explained(name, error) from error
         raise
     give_back_free_memory()  # the file's vocabulary was needed until now
     return running

@@ -164,13 +164,20 @@ class MemoryBudget:
                 self._stuck.append(_Stuck(name, share, is_held))
                 _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
 
-    def naming_holders(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
-        """Return the error with a longer message, which says how much memory other models and stuck steps use."""
+    def explained(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
+        """Return the error with the memory that other models and stuck steps hold, and the limit if that is what binds."""
         with self._lock:
             holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]
             holders += [f"a step of {one.name} that has not come back holds {one.share}" for one in self._stuck]
-        held = ", ".join(holders)
-        return NotEnoughMemory(f"{error.message} Of the machine's memory {held}.", remedy=error.remedy) if held else error
+        message, remedy = error.message, error.remedy
+        if holders:
+            message += f" Of the machine's memory {', '.join(holders)}."
+        if self._limit_bytes is not None and self.total_bytes() == self._limit_bytes:
+            message += (
+                f" --memory allows {format_size(self._limit_bytes)}, of which {format_size(RESERVE_BYTES)} are kept free."
+            )
+            remedy = "Raise --memory, or take a smaller model or KV cache."
+        return NotEnoughMemory(message, remedy=remedy)
 
 
 class Resources:
