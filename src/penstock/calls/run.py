@@ -34,7 +34,7 @@ from penstock.text.chat import require_chat_template
 from penstock.text.dialects import Message, for_template
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
 from penstock.text.parameters import Types
-from penstock.types.errors import MAX_TOLD_CHARS, Rejected, RejectReason, wrong
+from penstock.types.errors import MAX_TOLD_CHARS, Rejected, RejectReason, counted, wrong
 from penstock.types.request import Request, WaitTimes
 from penstock.types.sampling import Matcher
 
@@ -394,7 +394,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
             least = max(len(prompt.text) // running.tokenizer.max_token_bytes, len(prompt.cuts))
             if least > max_model_len:
                 raise _too_long(
-                    f"The model's context is {max_model_len} tokens; the prompt has at least {least}.", prompt.param
+                    f"The server takes up to {counted(max_model_len, 'token')}; the prompt has at least {least}.", prompt.param
                 )
         check_text_size(prompt.text, running, prompt.param)
         token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)
@@ -451,13 +451,14 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
     if call.max_tokens is None or call.request.ends_with_context:
         max_tokens = min(max_tokens, max(1, room))  # the client did not set this limit
     if max_tokens > room:
-        limit, remedy = f"The model's context is {max_model_len} tokens.", "Shorten the prompt or ask for fewer tokens."
+        limit = f"The server takes up to {counted(max_len, 'token')} of prompt and answer together"
         if max_len < max_model_len:
-            limit = f"The KV cache has room for {max_len} tokens of one request beside this adapter."
-            remedy = "Shorten the prompt, ask for fewer tokens, or give the server more KV cache."
+            limit += "; for more beside this adapter it needs more KV cache"
+        told = f"The prompt has {num_prompt_tokens}, so none are left for an answer. Shorten it."
+        if room > 0:
+            told = f"The prompt has {num_prompt_tokens} and the answer may have {max_tokens}. Shorten one of them."
         raise _too_long(
-            f"{limit} The prompt has {num_prompt_tokens} and the answer may have {max_tokens}, "
-            f"{num_prompt_tokens + max_tokens} together. {remedy}",
+            f"{limit}. {told}",
             call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
             (num_prompt_tokens, max_len) if room <= 0 else None,
         )
