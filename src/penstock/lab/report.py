@@ -82,12 +82,11 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     notes.append(f"Client's machine: {on.cpu or 'unknown CPU'}, {on.num_cpus} CPUs.{begun}")
     if first.options:
         notes.append("Options: " + ", ".join(f"{name} = {value}" for name, value in first.options.items()) + ".")
-    notes.append(
-        "Latencies count from the intended arrival. Below each figure is its 95 % interval, or "
-        f"{UNKNOWN_INTERVAL} if the sample is too small."
-    )
+    shows_runs = every_run or not several
+    intervals = f"Below each figure is its 95 % interval, or {UNKNOWN_INTERVAL} if the sample is too small."
+    notes.append(f"Latencies count from the intended arrival. {intervals if shows_runs else 'Their intervals: --every-run.'}")
     yield Section("Benchmark", notes, [_overview(result.runs)] if several else [])
-    if several and not every_run:
+    if not shows_runs:
         return
     for position, run in enumerate(result.runs):
         yield _section_of_run(run, plots.run_name(run, position) if several else "Figures")
