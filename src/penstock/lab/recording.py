@@ -246,12 +246,12 @@ def open_recording(path: Path) -> Recording:
 
 
 def _read_header(path: Path) -> Header:
+    remedy = "Name a file that `penstock serve --record FILE` wrote."
     try:
         with path.open("rb") as file:
             first = file.readline(MAX_LINE_BYTES)
     except OSError as error:
-        raise RecordingError(f"{path} can't be read: {error}.") from None
-    remedy = "Name a file that `penstock serve --record FILE` wrote."
+        raise RecordingError(f"{path} can't be read: {error.strerror or error}.", remedy=remedy) from None
     try:
         about = json.loads(first)
         if about["format"] != FORMAT:

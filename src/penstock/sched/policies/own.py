@@ -109,7 +109,7 @@ def _not_loaded(seam: str, name: str, where: str, error: Exception) -> OwnPolicy
         remedy = "Install it, add its folder to PYTHONPATH, or give the file itself, as in ./my_policy.py:Class."
         return OwnPolicyError(seam, name, cause, remedy=remedy)
     remedy = f"Try it alone: python {where}." if where.endswith(".py") else ""
-    return OwnPolicyError(seam, name, f"can't be loaded: {where} raises {_told(error)}", remedy=remedy)
+    return OwnPolicyError(seam, name, f"can't be loaded: {where} raises {_told(error)}.", remedy=remedy)
 
 
 def make(seam: str, name: str, factory: Callable[..., object], arguments: Mapping[str, object]) -> object:
@@ -122,7 +122,7 @@ def make(seam: str, name: str, factory: Callable[..., object], arguments: Mappin
     except ConfigError:
         raise
     except Exception as error:
-        cause = f"can't be made of its arguments: {_told(error)}"
+        cause = f"can't be made of its arguments: {_told(error)}."
         raise OwnPolicyError(seam, name, cause, remedy="Its constructor raised this.") from error
 
 
