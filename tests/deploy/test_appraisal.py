@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import Config, KvConfig, ModelConfig
+from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
 from penstock.deploy.forecast import Appraisal, appraise
 from penstock.models.catalog import resolve
 from support.parity.tiny import write_case
@@ -92,6 +92,13 @@ def test_sampling_backend_and_memory_are_checked_of_a_model_that_loads(tmp_path:
     assert "head_dim of tiny is 592" in found.refusals[1].cause
     assert found.outline is not None
     assert found.forecast is None
+
+
+def test_a_setting_that_changes_no_weight_is_refused(tmp_path: Path) -> None:
+    tiny = write_gguf(tmp_path / "tiny.gguf", TinyLlama())
+    [refusal] = appraisal_of(tiny, Config(backend=BackendConfig(weight_dtype="int8"))).refusals
+    assert refusal.check == "backend"
+    assert "weight_dtype is int8: on the CPU it is for models that read texts" in refusal.cause
 
 
 def test_what_the_native_kernels_lack_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

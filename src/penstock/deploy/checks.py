@@ -25,7 +25,14 @@ def check_block_size(compute: Compute) -> None:
         )
 
 
-def check_head_dim(compute: Compute, model: LoadedModel) -> None:
+def check_model(compute: Compute, model: LoadedModel) -> None:
+    """Raise ConfigError for a model that these settings can't compute, or that one of them would not change."""
+    _check_head_dim(compute, model)
+    check_state(compute, model)
+    _check_weight_dtype(compute, model)
+
+
+def _check_head_dim(compute: Compute, model: LoadedModel) -> None:
     """Raise ConfigError for attention heads that are too wide: the native kernels keep them on the stack."""
     head_dim = max((KvShape.of(attention).padded().head_dim for attention in model.spec.attentions), default=0)
     if compute.is_native and head_dim > native.LARGEST_HEAD_DIM:
@@ -45,7 +52,7 @@ def check_state(compute: Compute, model: LoadedModel) -> None:
         )
 
 
-def check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
+def _check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
     """Raise ConfigError if --weight-dtype would not change any weight."""
     from penstock.models.formats import BLOCKS, WeightFormat
 

@@ -17,7 +17,7 @@ from penstock.config import Config, Device
 from penstock.config.units import nanoseconds
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
-from penstock.deploy.checks import check_block_size, check_head_dim, check_state, check_weight_dtype
+from penstock.deploy.checks import check_block_size, check_model
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.factory import find_source, plan_share
 from penstock.deploy.policies import admission_limits, choose_policies
@@ -117,7 +117,7 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
     model = load_model(source, floats=compute.floats)
     if config.model.experts_on_disk:
         check_experts(compute, model)
-    check_weight_dtype(compute, model)
+    check_model(compute, model)
     return _outline_of(config, compute, model)
 
 
@@ -306,8 +306,7 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
 
     program = describe(model.spec)
     check_block_size(compute)
-    check_head_dim(compute, model)
-    check_state(compute, model)
+    check_model(compute, model)
     check_program(program)
 
 

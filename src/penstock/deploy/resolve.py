@@ -24,7 +24,7 @@ from penstock.config.setting import settings_of
 from penstock.config.units import nanoseconds
 from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
-from penstock.deploy.checks import check_block_size, check_cache, check_head_dim, check_state, check_weight_dtype
+from penstock.deploy.checks import check_block_size, check_cache, check_model
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.kv_events import plan_kv_events
@@ -63,8 +63,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     loading = _loading(config, source, compute)
     _check_address_space(config, compute, loading)
     model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
-    check_head_dim(compute, model)
-    check_weight_dtype(compute, model)
+    check_model(compute, model)
     adapters = adapter_room(config, model)
     weight_bytes = num_memory_bytes(config, model)
     if model.encoder is None:
@@ -342,7 +341,6 @@ def _plan_cache(
     config: Config, compute: Compute, model: LoadedModel, machine: Machine, adapters: sizing.AdapterRoom, weight_bytes: int
 ) -> sizing.KvPlan | None:
     """Return the plan of the KV cache, or None on a GPU, where it is measured once the weights are loaded."""
-    check_state(compute, model)
     if config.model.experts_on_disk:
         check_experts(compute, model)
         check_disk(expert_folder(config), model)
