@@ -27,7 +27,6 @@ from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Config
 from penstock.deploy.forecast import read_outline
-from penstock.lab.sizing import size_of
 from penstock.lab.step_table import Peaks, figures_of
 from penstock.lab.steps import REFERENCE, StepRunner, measure
 from penstock.models import architectures
@@ -97,14 +96,7 @@ def main(words: Sequence[str] | None = None) -> None:
     meter = PeakMeter(executor.num_threads, executor.variant)
     shapes = [plan_shape(step) for step in args.steps]
     steps, _ = measure(runner, shapes, num_rounds=args.rounds, progress=lambda *_: meter.sample([kind, "read"], repeat=1))
-    size = size_of(
-        architectures.describe(model.spec),
-        name=model.name,
-        kv_dtype=args.kv_cache_dtype,
-        num_weight_bytes=outline.num_weight_bytes,
-        num_read_bytes=outline.num_read_bytes,
-        is_quantised=outline.is_quantised,
-    )
+    size = outline.size(args.kv_cache_dtype)
     peaks = Peaks(ops_per_s=1e9 * meter.median(kind), read_bytes_per_s=1e9 * meter.median("read"), words=kind)
     rows, found = [], {}
     for shape, figures in zip(args.steps, figures_of(steps, size, peaks), strict=True):

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from penstock.lab.cost_files import SavedCost
     from penstock.lab.hardware import Hardware
     from penstock.lab.plan import Candidate
-    from penstock.lab.sizing import ModelSize
-    from penstock.types.kv_dtype import KvDtype
 
 ESTIMATE_ERROR, KERNELS_ERROR = 1.5, 1.1
 """Factor within which most step times are right, by their source (docs/plan.md): estimates from peaks; published kernel times,
@@ -154,7 +152,7 @@ def make_candidate(
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
-    size = size_of_outline(outline, expected.compute.kv_dtype)
+    size = outline.size(expected.compute.kv_dtype)
     rates = speeds(size, hardware)
     cost = saved.cost if saved else roofline(size, rates)
     simulation = replace(
@@ -178,20 +176,6 @@ def make_candidate(
         step_source=source,
         step_error=error,
         doubts=doubts,
-    )
-
-
-def size_of_outline(outline: Outline, kv_dtype: KvDtype) -> ModelSize:
-    from penstock.lab.sizing import size_of
-    from penstock.models.architectures import describe
-
-    return size_of(
-        describe(outline.spec),
-        name=outline.name,
-        kv_dtype=kv_dtype,
-        num_weight_bytes=outline.num_weight_bytes,
-        num_read_bytes=outline.num_read_bytes,
-        is_quantised=outline.is_quantised,
     )
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock import __version__
-from penstock.cli.candidates import size_of_outline
 from penstock.cli.files import output_file
 from penstock.cli.options import (
     EPILOG,
@@ -216,7 +215,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     outline = read_outline(config, source, is_gpu=compute.is_on_gpu)
     require_answers(outline.name, outline.spec, "a profile")
     blueprint, model, executor = open_executor(config, source)
-    size = size_of_outline(outline, blueprint.compute.kv_dtype)
+    size = outline.size(blueprint.compute.kv_dtype)
     try:
         runner = StepRunner(executor, model.spec.vocab_size)
         runner.fill()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.candidates import find_machines, size_of_outline
+from penstock.cli.candidates import find_machines
 from penstock.cli.options import (
     EPILOG,
     GroupedCommand,
@@ -154,7 +154,7 @@ def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
     outline = appraisal.outline
     if outline is None or outline.spec.ending is not None:
         return None
-    return size_of_outline(outline, decide(config, is_gpu=False).kv_dtype)
+    return outline.size(decide(config, is_gpu=False).kv_dtype)
 
 
 def _rows(

@@ -31,10 +31,12 @@ from penstock.types.plan import Capacity
 if TYPE_CHECKING:
     from penstock.lab.cost_model import CostModel
     from penstock.lab.simulation import Simulation
+    from penstock.lab.sizing import ModelSize
     from penstock.models.catalog import ModelSource
     from penstock.models.facts import ModelFacts
     from penstock.models.weights import LoadedModel
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.kv_dtype import KvDtype
     from penstock.types.model_spec import Pooling
     from penstock.types.vocab import GgufVocab
 
@@ -59,6 +61,19 @@ class Outline:
     """Whether most bytes of the matrix products are weights of at most 8 bits."""
     is_assumed: bool
     """Whether the weights are missing, and assumed to be bf16."""
+
+    def size(self, kv_dtype: KvDtype) -> ModelSize:
+        from penstock.lab.sizing import size_of
+        from penstock.models.architectures import describe
+
+        return size_of(
+            describe(self.spec),
+            name=self.name,
+            kv_dtype=kv_dtype,
+            num_weight_bytes=self.num_weight_bytes,
+            num_read_bytes=self.num_read_bytes,
+            is_quantised=self.is_quantised,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
