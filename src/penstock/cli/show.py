@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +28,7 @@ from penstock.types.errors import ModelError, counted
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.deploy.forecast import Appraisal
-    from penstock.lab.sizing import Bounds, ModelSize
+    from penstock.lab.sizing import ModelSize
     from penstock.models.catalog import ModelSource
     from penstock.models.facts import ModelFacts
 
@@ -81,7 +80,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
     size = _size(config, appraisal)
     sized = size if speed else None
     if is_json:
-        print(json.dumps(_as_json(source, appraisal, size, _speed(sized)), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(source, appraisal, size, sized), indent=2, allow_nan=False))
         return
     _print(_rows(config, source, appraisal, size, sized))
 
@@ -90,24 +89,6 @@ def _print(rows: Iterable[tuple[str, str]]) -> None:
     """Print each row as soon as it is known: computing the last ones takes seconds."""
     for name, value in rows:
         print(printable(f"{name:12}  {value}".replace("\n", " ")), flush=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Speed:
-    bounds: Bounds
-    read_bytes_per_s: float
-    ops_per_s: float
-    machine: str
-
-
-def _speed(size: ModelSize | None) -> _Speed | None:
-    from penstock.lab.sizing import bounds
-
-    if size is None:
-        return None
-    [hardware] = find_machines("this", None)
-    ops_per_s = hardware.ops_per_s(is_quantised=size.is_quantised)
-    return _Speed(bounds(size, hardware), hardware.read_bytes_per_s, ops_per_s, hardware.description)
 
 
 def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
@@ -160,7 +141,7 @@ def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
 def _rows(
     config: Config, source: ModelSource, appraisal: Appraisal, size: ModelSize | None, sized: ModelSize | None
 ) -> Iterator[tuple[str, str]]:
-    from penstock.lab.sizing import BOUND_ROWS, format_number
+    from penstock.lab.sizing import BOUND_ROWS, bounds, format_number
 
     facts = appraisal.facts
     yield "model", source.name
@@ -196,13 +177,15 @@ def _rows(
         yield "memory", _memory(appraisal, size)
     if appraisal.model is not None:
         yield "packed", _packed(config, source)
-    if (speed := _speed(sized)) is not None:
-        peaks = f"{format_number(speed.read_bytes_per_s, 'B/s')} from memory, {format_number(speed.ops_per_s, 'op/s')}"
-        prompt, alone, many = (f"{value:,.0f}" for value in speed.bounds)
+    if sized is not None:
+        [hardware] = find_machines("this", None)
+        ops_per_s = hardware.ops_per_s(is_quantised=sized.is_quantised)
+        peaks = f"{format_number(hardware.read_bytes_per_s, 'B/s')} from memory, {format_number(ops_per_s, 'op/s')}"
+        prompt, alone, many = (f"{value:,.0f}" for value in bounds(sized, hardware))
         yield (
             "speed",
             f"at most {alone} tokens/s in one conversation, {many} in {BOUND_ROWS} together, {prompt} of a prompt: upper "
-            f"bounds by the peaks measured just now ({peaks}; {speed.machine})",
+            f"bounds by the peaks measured just now ({peaks}; {hardware.description})",
         )
     for number, refusal in enumerate(appraisal.refusals):
         yield "" if number else "refused", f"{refusal.check}: {refusal.cause} {refusal.remedy}".rstrip()
@@ -275,10 +258,20 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     return words
 
 
-def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, speed: _Speed | None) -> dict[str, object]:
-    from penstock.lab.sizing import BOUND_ROWS
+def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, sized: ModelSize | None) -> dict[str, object]:
+    from penstock.lab.sizing import BOUND_ROWS, bounds
 
-    facts, forecast = appraisal.facts, appraisal.forecast
+    facts, forecast, upper_bounds = appraisal.facts, appraisal.forecast, None
+    if sized is not None:
+        [hardware] = find_machines("this", None)
+        prompt, alone, many = bounds(sized, hardware)
+        upper_bounds = {
+            "one_conversation_tokens_per_s": alone,
+            f"{BOUND_ROWS}_conversations_tokens_per_s": many,
+            "prompt_tokens_per_s": prompt,
+            "read_bytes_per_s": hardware.read_bytes_per_s,
+            "ops_per_s": hardware.ops_per_s(is_quantised=sized.is_quantised),
+        }
     return {
         "version": 1,
         "model": source.name,
@@ -313,14 +306,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
             "longest_request_tokens": None if forecast is None else forecast.kv.capacity.max_model_len,
             "free_bytes": appraisal.num_free_bytes,
         },
-        "upper_bounds": speed
-        and {
-            "one_conversation_tokens_per_s": speed.bounds.one_row_tokens_per_s,
-            f"{BOUND_ROWS}_conversations_tokens_per_s": speed.bounds.many_rows_tokens_per_s,
-            "prompt_tokens_per_s": speed.bounds.prompt_tokens_per_s,
-            "read_bytes_per_s": speed.read_bytes_per_s,
-            "ops_per_s": speed.ops_per_s,
-        },
+        "upper_bounds": upper_bounds,
         "refused": [
             {"check": refusal.check, "cause": refusal.cause, "remedy": refusal.remedy} for refusal in appraisal.refusals
         ],
