@@ -17,6 +17,8 @@ from penstock.models.catalog import ModelSource, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB = 1 << 30
@@ -114,6 +116,12 @@ def test_an_untied_embedding_is_no_read_of_a_step(tmp_path: Path) -> None:
     )
     assert tied.num_read_bytes == untied.num_read_bytes == tied.num_weight_bytes
     assert untied.num_weight_bytes >= untied.num_read_bytes
+
+
+def test_matrices_of_heads_are_read_as_the_floats_that_a_backend_makes_of_them(tmp_path: Path) -> None:
+    path = write_case(CASES["deepseek_v2_lite_old_q8_gguf"], tmp_path)
+    outline = read_outline(Config(), resolve(str(path), tmp_path), is_gpu=False)
+    assert outline.num_read_bytes == outline.num_weight_bytes, "its embedding stays in the file"
 
 
 def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:

@@ -137,27 +137,17 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
 
 
 def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline:
-    held, is_gpu = _held_bytes(compute, model), compute.is_on_gpu
+    held = model.held_bytes(compute.floats)
     read_bytes = sum(held.values()) - sum(held[name] for name in model.spec.looked_up)
     return Outline(
         name=model.name,
         spec=model.spec,
-        num_weight_bytes=sum(held.values()) if is_gpu else model.num_weight_bytes,
-        num_disk_bytes=0 if is_gpu else model.num_weight_bytes - resolve.num_memory_bytes(config, model),
+        num_weight_bytes=sum(held.values()) if compute.is_on_gpu else model.num_weight_bytes,
+        num_disk_bytes=model.num_expert_bytes if config.model.experts_on_disk else 0,
         num_read_bytes=read_bytes,
         is_quantised=_is_quantised(model),
         is_assumed=False,
     )
-
-
-def _held_bytes(compute: Compute, model: LoadedModel) -> Mapping[str, int]:
-    from penstock.models.formats import held_bytes
-    from penstock.models.weights import held_floats
-
-    return {
-        name: held_bytes(tensor.format, tensor.num_rows, tensor.num_cols, held_floats(name, compute.floats))
-        for name, tensor in model.weights.items()
-    }
 
 
 def _is_quantised(model: LoadedModel) -> bool:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from penstock.models import architectures, checks, endings, rope
 from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of, without_layers, without_shared_keys
-from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
+from penstock.models.formats import Floats, WeightFormat, dequantize
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
 from penstock.models.layers import rope_base
 from penstock.models.sentence import SentenceFiles
-from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_floats, is_of_heads
+from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_weight_bytes
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
@@ -102,7 +102,10 @@ def load_gguf(
             rows, cols = found_shapes[key]
             shape = (cols,) if key.endswith("_bias") else (rows, cols)
             entries[key] = replace(entries[key], shape=shape, num_bytes=entries[key].num_bytes // len(found[0].names))
-    held = _held_bytes(entries, floats) | dict.fromkeys(spec.looked_up, 0)  # their rows are read from the file
+    held = {
+        name: held_weight_bytes(name, WeightFormat.F32 if len(entry.shape) == 1 else entry.format, matrix_shape(entry), floats)
+        for name, entry in entries.items()
+    } | dict.fromkeys(spec.looked_up, 0)  # their rows are read from the file
     checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
     vocab = read_vocab(file, spec.vocab_size)
     eos_token_ids = read_eos_ids(file, vocab)
@@ -167,17 +170,6 @@ def _flattened(entry: TensorEntry) -> TensorEntry:
     """Return the entry, reshaped to a vector if it is a Mamba-2 vector that llama.cpp stores as a matrix."""
     is_vector = entry.name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
     return replace(entry, shape=(math.prod(entry.shape),)) if is_vector else entry
-
-
-def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> dict[str, int]:
-    return {
-        name: held_bytes(
-            WeightFormat.F32 if len(entry.shape) == 1 else WeightFormat.BF16 if is_of_heads(name) else entry.format,
-            *matrix_shape(entry),
-            held_floats(name, floats),
-        )
-        for name, entry in entries.items()
-    }
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:

@@ -23,7 +23,7 @@ from penstock.models.assembly import (
     without_middle,
     without_shared_keys,
 )
-from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
+from penstock.models.formats import Floats, WeightFormat, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
     ALWAYS_BIASED,
     JsonFile,
@@ -43,7 +43,7 @@ from penstock.models.layers import with_both_sides
 from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files, with_colbert
-from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, is_of_heads, row_slices
+from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_weight_bytes, row_slices
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 from penstock.types.vocab import MARKERS
@@ -163,9 +163,13 @@ def load_hf_directory(
     checks.check_weights(program, endings.shapes_with_made(architecture, spec, sizes.wanted, found_shapes, path), path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
     held = {
-        key: held_bytes(WeightFormat.BF16, *shape)
-        if is_of_heads(key)
-        else _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
+        key: held_weight_bytes(
+            key,
+            WeightFormat.F32 if len(first[key].shape) <= 1 else _format(first[key]),
+            shape,
+            floats,
+            scales.get(pieces[key][0].tensor),
+        )
         for key, shape in found_shapes.items()
     }
     held |= {name: _looked_up_bytes(first[name], floats) for name in spec.looked_up}
@@ -301,12 +305,6 @@ def _format(tensor: Stored) -> WeightFormat:
     if isinstance(tensor, Mxfp4Cube):
         return WeightFormat.MXFP4
     return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
-
-
-def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | None, floats: Floats) -> int:
-    fmt = WeightFormat.F32 if len(tensor.shape) <= 1 else _format(tensor)
-    has_blocks = scales is not None and scales.values.shape[1] > 1
-    return held_bytes(fmt, *shape, floats, has_blocks=has_blocks)
 
 
 def _looked_up_bytes(table: Stored, floats: Floats) -> int:

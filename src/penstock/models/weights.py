@@ -226,14 +226,15 @@ def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
     return np.arange(tensor.num_cols) if tensor.column_order is None else tensor.column_order
 
 
-def held_floats(name: str, floats: Floats) -> Floats:
-    """Return the format in which a backend keeps a weight's floats: `embed` and `output` are not rounded to fp8."""
-    return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
-
-
-def is_of_heads(name: str) -> bool:
-    """Return whether backends keep a weight as floats, one matrix per head, whatever its stored format."""
-    return name.rpartition(".")[2] in ("key_heads", "value_heads")
+def held_weight_bytes(
+    name: str, fmt: WeightFormat, shape: tuple[int, int], floats: Floats, scales: BlockScales | None = None
+) -> int:
+    """Return the bytes that a weight takes in a backend's memory. Matrices of single heads become floats in every format."""
+    if name.rpartition(".")[2] in ("key_heads", "value_heads"):
+        fmt = WeightFormat.BF16
+    if floats is Floats.FP8 and name in ("embed", "output"):  # these are not rounded to fp8
+        floats = Floats.AS_STORED
+    return held_bytes(fmt, *shape, floats, has_blocks=scales is not None and scales.values.shape[1] > 1)
 
 
 def is_of_experts(name: str) -> bool:
@@ -278,15 +279,20 @@ class LoadedModel:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of all weights in the native backend. An embedding takes none if its rows are read from the file."""
-        return sum(self._held_bytes(name) for name in self.weights)
+        held = self.held_bytes(Floats.BF16)
+        for name in self.spec.looked_up:
+            tensor = self.weights[name]
+            widened = held_table_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
+            held[name] = widened + (0 if tensor.is_mapped else tensor.num_bytes)
+        return sum(held.values())
 
     @property
     def num_expert_bytes(self) -> int:
-        return sum(self._held_bytes(name) for name in self.weights if is_of_experts(name))
+        return sum(size for name, size in self.held_bytes(Floats.BF16).items() if is_of_experts(name))
 
-    def _held_bytes(self, name: str) -> int:
-        tensor = self.weights[name]
-        if name in self.spec.looked_up:
-            widened = held_table_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
-            return widened + (0 if tensor.is_mapped else tensor.num_bytes)
-        return held_bytes(WeightFormat.BF16 if is_of_heads(name) else tensor.format, tensor.num_rows, tensor.num_cols)
+    def held_bytes(self, floats: Floats) -> dict[str, int]:
+        """Return the bytes that each weight takes in a backend's memory, an embedding as if its rows were not in the file."""
+        return {
+            name: held_weight_bytes(name, tensor.format, (tensor.num_rows, tensor.num_cols), floats, tensor.scales)
+            for name, tensor in self.weights.items()
+        }
