@@ -17,10 +17,8 @@ from penstock import fast_json
 from penstock.cli.options import (
     EPILOG,
     GroupedCommand,
-    client_tls,
     config_options,
     given_words,
-    is_given,
     models_argument,
     routing_of_file,
     tls_options,
@@ -103,22 +101,21 @@ def _read_again(words: Sequence[str]) -> Wanted:
 @tls_options
 def update(url: str | None, api_key: str | None, cafile: str | None, *, insecure: bool) -> None:
     """Let the cluster at URL read its configuration again, and replace the models whose settings have changed."""
-    from penstock.lab.target import Questions, Target
+    from penstock.cli.top import target_of
+    from penstock.lab.target import Questions
 
-    url = (url or f"{'https' if insecure or cafile else 'http'}://127.0.0.1:8000").rstrip("/")
-    # The environment may have several keys, as for `up`.
-    key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
-    target = Target(url=url, api_key=key, tls=client_tls(cafile, insecure=insecure))
+    target = target_of(url, None, api_key, cafile, insecure=insecure)
     with Questions(target, timeout_s=UPDATE_TIMEOUT_S) as questions:
         code, body = questions.ask("POST", "/cluster/update")
     try:
         answer = fast_json.loads(body)
         told = "\n".join(answer["changes"]) if code == 200 else answer["error"]["message"]
     except (LookupError, TypeError, ValueError):
-        raise PenstockError(f"{url} answered {code}.", remedy="Is it a cluster of Penstock, and of this version?") from None
+        remedy = "Is it a cluster of Penstock, and of this version?"
+        raise PenstockError(f"{target.url} answered {code}.", remedy=remedy) from None
     if code != 200:
         remedy = "Give an admin key with --api-key." if code in (401, 403) else ""
-        raise PenstockError(f"{url} answered {code}: {told}", remedy=remedy)
+        raise PenstockError(f"{target.url} answered {code}: {told}", remedy=remedy)
     print(told or "Nothing has changed.")
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
-import ssl
 import sys
 import time
 from collections import Counter, defaultdict
@@ -22,6 +20,7 @@ import click
 
 from penstock.cli.options import client_tls, is_given, tls_options, warn_of_unknown_variables
 from penstock.config.units import format_size, parse_duration
+from penstock.lab.evidence import series_of
 from penstock.lab.target import Questions, Target
 from penstock.types.errors import PenstockError
 
@@ -36,8 +35,6 @@ _FULL = "█"
 _STATES = ("decode", "prefill", "paused", "waiting", "ended")
 """States of requests, in the order shown."""
 _MAX_MAP_ROWS = 8
-_MODEL_LABEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
-_ESCAPED, _UNESCAPED = re.compile(r"\\(.)"), {"n": "\n"}
 _NAME_WIDTH = 20
 _SILENT_S = 2.0
 """Replicas report every second."""
@@ -83,6 +80,10 @@ def reader_of(
     url: str | None, port: int | None, api_key: str | None, model: str | None, cafile: str | None, *, insecure: bool
 ) -> Reader:
     """Return a reader of the server that these options of a command name."""
+    return Reader(target_of(url, port, api_key, cafile, insecure=insecure), model)
+
+
+def target_of(url: str | None, port: int | None, api_key: str | None, cafile: str | None, *, insecure: bool) -> Target:
     if url is None:
         url = f"{'https' if insecure or cafile is not None else 'http'}://127.0.0.1:{port or 8000}"
     elif port is not None:
@@ -91,7 +92,7 @@ def reader_of(
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
     # Like `serve`, accept several keys in the environment. Each of them is valid.
     key = api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key)
-    return Reader(url.rstrip("/"), key, model, tls=client_tls(cafile, insecure=insecure))
+    return Target(url=url.rstrip("/"), api_key=key, tls=client_tls(cafile, insecure=insecure))
 
 
 def _show_live(reader: Reader, interval_s: float) -> None:
@@ -165,9 +166,8 @@ class Look:
 class Reader:
     """HTTP client for the routes of one server. Raises PenstockError for an unexpected answer."""
 
-    def __init__(self, url: str, api_key: str | None, model: str | None = None, *, tls: ssl.SSLContext | None = None) -> None:
-        self._url = url
-        self._target = Target(url=url, api_key=None if api_key is None else _checked(api_key), tls=tls)
+    def __init__(self, target: Target, model: str | None) -> None:
+        self._target, self._url = target, target.url
         try:
             self.names = [str(line["name"]) for line in self.get_json("/load")["models"]]
             self.model = model or self.names[0]
@@ -220,26 +220,12 @@ class Reader:
 
 
 def counters(text: str) -> dict[str, dict[str, float]]:
-    """Parse Prometheus metrics. Return, for each model, the counters that end in _total, summed over other labels.
-
-    Raises ValueError.
-    """
+    """Return, for each model, the counters that end in _total, summed over other labels. Raises ValueError."""
     totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for line in text.splitlines():
-        series, _, value = line.rpartition(" ")
-        name, _, labels = series.partition("{")
-        if name.endswith("_total") and not line.startswith("#"):
-            of_model = _MODEL_LABEL.search(labels)
-            model = "" if of_model is None else _ESCAPED.sub(lambda found: _UNESCAPED.get(found[1], found[1]), of_model[1])
-            totals[model][name] += float(value)
+    for name, labels, value in series_of(text):
+        if name.endswith("_total"):
+            totals[labels.get("model", "")][name] += value
     return {model: dict(values) for model, values in totals.items()}
-
-
-def _checked(api_key: str) -> str:
-    key = api_key.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise PenstockError("The API key is empty or has characters that no key can have.", remedy="Check --api-key.")
-    return key
 
 
 # The view

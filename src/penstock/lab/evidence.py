@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,23 @@ TARGET_S = 0.05
 FOR_LOAD = ("queue_full", "queue_delay", "kv_headroom")
 """Refusal reasons (`RejectReason`) that more servers would avoid. Limits of single keys refuse on purpose."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def series_of(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name, labels, value) of each series in a page of `/metrics`.
+
+    Raises ValueError if this is not Prometheus' text format.
+    """
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name, _, labels = series.partition("{")
+            yield name, {key: _ESCAPED.sub(_unescaped, found) for key, found in _LABEL.findall(labels)}, float(value)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return "\n" if found[1] == "n" else found[1]
 
 
 class Scrape:
@@ -26,13 +43,9 @@ class Scrape:
     def __init__(self, text: str, model: str) -> None:
         """Raises ValueError if this is not Prometheus' text format."""
         self._series: list[tuple[str, dict[str, str], float]] = []
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                series, _, value = line.rpartition(" ")
-                name, _, labels = series.partition("{")
-                told = {key: found.replace('\\"', '"').replace("\\\\", "\\") for key, found in _LABEL.findall(labels)}
-                if told.pop("model", model) == model:
-                    self._series.append((name.removeprefix("penstock_"), told, float(value)))
+        for name, told, value in series_of(text):
+            if told.pop("model", model) == model:
+                self._series.append((name.removeprefix("penstock_"), told, value))
 
     def sum(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's series with these labels."""

@@ -94,10 +94,9 @@ class Target:
     """TLS settings for https. None trusts the system's certificate authorities."""
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise PenstockError(
-                "The API key has a character that no header can have.", remedy="Give it in ASCII, without a newline."
-            )
+        key = self.api_key
+        if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
+            raise PenstockError("The API key is empty or has a character that no header can have.", remedy="Check --api-key.")
 
     @property
     def asks_to_ignore_eos(self) -> bool:
