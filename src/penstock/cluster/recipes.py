@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,18 +17,10 @@ class Recipe:
     grammar: Grammar | None
     plan: AnswerPlan | None
 
-    def accept(self, token_ids: Sequence[int]) -> NoReturn:
-        del token_ids
+    def _elsewhere(self, *_: object) -> NoReturn:
         raise AssertionError("the matcher is at the replica")
 
-    def copy(self) -> NoReturn:
-        raise AssertionError("the matcher is at the replica")
-
-    def forced(self) -> NoReturn:
-        raise AssertionError("the matcher is at the replica")
-
-    def mask(self) -> NoReturn:
-        raise AssertionError("the matcher is at the replica")
+    accept = copy = forced = mask = _elsewhere
 
 
 class RecipeBook(Grammars):
