@@ -140,7 +140,9 @@ def test_all_strategies_of_a_cascade_stand_side_by_side(simulate: Callable[..., 
     assert shares[1] == 100
     result = json.loads((tmp_path / "r.json").read_text())
     assert "The large model answered 30.0%; quality 80.0%" in result["runs"][3]["notes"][0]
-    assert "cascade 50%" in (tmp_path / "r.html").read_text()
+    page = (tmp_path / "r.html").read_text()
+    assert "cascade 50%" in page
+    assert "Plots" not in page, "it has none"
 
 
 @pytest.mark.parametrize("name", ["agreed", "verified", "judged"])

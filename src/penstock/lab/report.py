@@ -148,7 +148,8 @@ def as_html(title: str, sections: Sequence[Section], drawn: Sequence[plots.Plot]
         body += [f'<p class="warning">{escape(_printable(warning))}</p>' for warning in section.warnings]
         body += [f"<p>{escape(_printable(note))}</p>" for note in section.notes]
         body += [_html_table(table) for table in section.tables]
-    body.append("<h2>Plots</h2>")
+    if drawn is None or drawn:
+        body.append("<h2>Plots</h2>")
     if drawn is None:
         body.append(f"<p>Plots need matplotlib, which is not installed: <code>{escape(plots.INSTALL)}</code></p>")
     for plot in drawn or ():
