@@ -94,6 +94,12 @@ def test_sampling_backend_and_memory_are_checked_of_a_model_that_loads(tmp_path:
     assert found.forecast is None
 
 
+def test_a_block_size_is_refused_once(tmp_path: Path) -> None:
+    tiny = write_gguf(tmp_path / "tiny.gguf", TinyLlama())
+    [refusal] = appraisal_of(tiny, Config(kv=KvConfig(block_size=8))).refusals
+    assert "block_size 8 is not a multiple of 16" in refusal.cause
+
+
 def test_a_setting_that_changes_no_weight_is_refused(tmp_path: Path) -> None:
     tiny = write_gguf(tmp_path / "tiny.gguf", TinyLlama())
     [refusal] = appraisal_of(tiny, Config(backend=BackendConfig(weight_dtype="int8"))).refusals

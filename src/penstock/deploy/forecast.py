@@ -219,6 +219,8 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
     All checks run, even after one has failed.
     """
+    from penstock.backends.native.lowering import check_program
+    from penstock.models.architectures import describe
     from penstock.models.facts import read_facts
     from penstock.models.generation import obeying
     from penstock.models.load import load_model
@@ -240,7 +242,8 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
         with _refusing("sampling", refusals):
             model = obeying(model, config.model.generation_config)
         with _refusing("backend", refusals):
-            _check_backend(compute, model)
+            check_model(compute, model)
+            check_program(describe(model.spec))
         outline = _outline_of(config, compute, model)
         with _refusing("disk", refusals):
             if config.model.experts_on_disk:
@@ -303,16 +306,6 @@ def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
         return find_tokenizer(source.path)
     file = open_gguf(source.path)
     return read_vocab(file, len(file.get_list("tokenizer.ggml.tokens", str)))
-
-
-def _check_backend(compute: Compute, model: LoadedModel) -> None:
-    from penstock.backends.native.lowering import check_program
-    from penstock.models.architectures import describe
-
-    program = describe(model.spec)
-    check_block_size(compute)
-    check_model(compute, model)
-    check_program(program)
 
 
 # --- the virtual server of `penstock simulate` ---
