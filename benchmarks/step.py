@@ -27,6 +27,7 @@ from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Config
 from penstock.deploy.forecast import read_outline
+from penstock.deploy.resolve import decide
 from penstock.lab.step_table import Peaks, figures_of
 from penstock.lab.steps import REFERENCE, StepRunner, measure
 from penstock.models import architectures
@@ -87,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-cache-dtype", type=KvDtype, choices=list(KvDtype), default=KvDtype.INT8)
     args = parser.parse_args(words)
     source = resolve(args.model, default_cache_dir())
-    model, outline = load_model(source), read_outline(Config(), source, is_gpu=False)
+    model, outline = load_model(source), read_outline(Config(), source, decide(Config(), is_gpu=False))
     executor = open_executor(model, args.steps, args.threads, args.variant, args.kv_cache_dtype)
     wait_for_huge_pages(executor)
     runner = StepRunner(executor, model.spec.vocab_size)

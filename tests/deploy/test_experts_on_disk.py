@@ -142,7 +142,7 @@ def test_a_simulated_server_says_that_its_steps_read_no_disk(mixture: Path, tmp_
     for on_disk in (True, False):
         config = config_of(mixture, tmp_path, experts_on_disk=on_disk)
         config = replace(config, backend=BackendConfig())
-        candidate = make_candidate(config, read_outline(config, source, is_gpu=False), machine, None)
+        candidate = make_candidate(config, read_outline(config, source, decide(config, is_gpu=False)), machine, None)
         assert any(words in doubt for doubt in candidate.doubts) == on_disk
 
 

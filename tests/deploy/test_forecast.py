@@ -10,6 +10,7 @@ import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
 from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, Outline, forecast, read_outline
+from penstock.deploy.resolve import decide
 from penstock.deploy.resolve import resolve as resolve_model
 from penstock.deploy.resources import Machine
 from penstock.machine import find_cores
@@ -39,7 +40,7 @@ LLAMA_3_8B = {
 
 
 def foresee(config: Config, source: ModelSource, *, is_gpu: bool, memory_bytes: int) -> tuple[Outline, Forecast]:
-    outline = read_outline(config, source, is_gpu=is_gpu)
+    outline = read_outline(config, source, decide(config, is_gpu=is_gpu))
     return outline, forecast(config, outline, is_gpu=is_gpu, memory_bytes=memory_bytes)
 
 
@@ -110,7 +111,7 @@ def test_an_untied_embedding_is_no_read_of_a_step(tmp_path: Path) -> None:
         read_outline(
             Config(),
             resolve(str(write_gguf(tmp_path / f"{is_tied}.gguf", TinyLlama(is_tied=is_tied))), tmp_path),
-            is_gpu=False,
+            decide(Config(), is_gpu=False),
         )
         for is_tied in (True, False)
     )
@@ -120,7 +121,7 @@ def test_an_untied_embedding_is_no_read_of_a_step(tmp_path: Path) -> None:
 
 def test_matrices_of_heads_are_read_as_the_floats_that_a_backend_makes_of_them(tmp_path: Path) -> None:
     path = write_case(CASES["deepseek_v2_lite_old_q8_gguf"], tmp_path)
-    outline = read_outline(Config(), resolve(str(path), tmp_path), is_gpu=False)
+    outline = read_outline(Config(), resolve(str(path), tmp_path), decide(Config(), is_gpu=False))
     assert outline.num_read_bytes == outline.num_weight_bytes, "its embedding stays in the file"
 
 

@@ -52,6 +52,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
     """Read a model's outline from the headers of its local files. Raises PenstockError."""
     from penstock.deploy.factory import find_source
     from penstock.deploy.forecast import read_outline, require_answers
+    from penstock.deploy.resolve import decide
 
     source = find_source(config)
     if not source.is_present:
@@ -59,7 +60,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
             f"The files of {source.name} are not here; their headers are needed.",
             remedy=f"Fetch them with `penstock pull {config.model.model}`, or name a folder with the model's config.json.",
         )
-    outline = read_outline(config, source, is_gpu=is_gpu)
+    outline = read_outline(config, source, decide(config, is_gpu=is_gpu))
     require_answers(outline.name, outline.spec, "a plan")
     return outline
 

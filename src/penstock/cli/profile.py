@@ -212,7 +212,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
                 f"The peaks of the {backend} backend are unknown, so no roofline can be drawn.", remedy="Leave out --plot."
             )
     source = locate(config)
-    outline = read_outline(config, source, is_gpu=compute.is_on_gpu)
+    outline = read_outline(config, source, compute)
     require_answers(outline.name, outline.spec, "a profile")
     blueprint, model, executor = open_executor(config, source)
     size = outline.size(blueprint.compute.kv_dtype)

@@ -114,7 +114,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
 # --- the model ---
 
 
-def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outline:
+def read_outline(config: Config, source: ModelSource, compute: Compute) -> Outline:
     """Read a model's outline from the headers of its files. Raises ModelError as `load_model`, and ConfigError as a server."""
     from penstock.models.catalog import SourceKind
     from penstock.models.load import load_model
@@ -128,7 +128,6 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
                 remedy="Leave out --experts-on-disk, or fetch them.",
             )
         return _assumed_outline(source.name, read_hf_spec(source.path))
-    compute = resolve.decide(config, is_gpu=is_gpu)
     model = load_model(source, floats=compute.floats)
     if config.model.experts_on_disk:
         check_experts(compute, model)
