@@ -7,13 +7,13 @@ arrival               queued           began               first token          
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from penstock.obs.explain.lives import Gap, Life, Pause, Phase, Span, Turn
+from penstock.obs.explain.lives import Counts, Gap, Life, Pause, Phase, Span, Turn
 from penstock.obs.waits import REASONS, WaitMark
 from penstock.types.errors import counted
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReason
+from penstock.types.stats import PreemptReason, PrefixEnd, WaitReason
 
 ROUTE = "route"
 """Waiting for its route to choose a model, including an answer another model began."""
@@ -71,8 +71,8 @@ class Route:
     """How long that took."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+@dataclass(slots=True, kw_only=True)
+class Explanation(Counts):
     """How one request's time was spent, as of an instant. Times are integer nanoseconds."""
 
     request_id: str
@@ -93,31 +93,13 @@ class Explanation:
     """`queue_ns` by what it waited for, without zeros."""
     waits_for: str
     """The queue's reason to wait now; empty if this request does not wait."""
-    num_before: int
-    """Earlier requests that waited when it was queued, without the other beams of its search."""
     num_passed_by: int
     """Later requests that ran first."""
     num_prompt_tokens: int
     num_generated_tokens: int
-    num_hit_tokens: int
-    """Prompt tokens found in the prefix cache when it first ran."""
-    stop: PrefixStop | None
-    """Why the prefix cache had no more. None while it waits, or if no history is kept."""
     evicted_ago_ns: int | None
     """Time from the eviction of the next block it needed to its first step."""
-    num_prefill_steps: int
-    """Prefill steps before its first token."""
-    num_prefill_tokens: int
-    """Tokens computed in those steps, including repeated ones."""
-    num_resume_steps: int
-    """Prefill steps after preemptions."""
-    num_resume_tokens: int
     num_decode_steps: int
-    num_forced_tokens: int
-    """Tokens that its grammar forced without a step."""
-    num_guesses: int
-    num_accepted: int
-    """Guesses that the model agreed with, which gave tokens without a step of their own."""
     decode_with_prompts_ns: int
     """The part of `decode_ns` in steps that computed others' prompts, including those in which the request had no row."""
     num_steps_with_prompts: int
@@ -127,20 +109,10 @@ class Explanation:
     mean_batch: float
     """Mean number of requests in its steps."""
     max_batch: int
-    num_sat_out_steps: int
-    """Steps that it sat out because of its grammar masks."""
-    sat_out_ns: int
-    """The part of `decode_ns` in steps that the request sat out."""
-    rested_ns: int
-    """The part of `decode_ns` in background steps."""
     longest_gap: Gap | None
     pauses: Sequence[ExplainedPause]
     route: Route | None = None
     """None unless a cluster computed it."""
-    first_step: int | None = None
-    """The engine's number of the first step that computed its prompt."""
-    last_step: int | None = None
-    """Number of the last step before its end."""
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
@@ -157,6 +129,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     stop = life.stop
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
     return Explanation(
+        **{one.name: getattr(life, one.name) for one in fields(Counts)},
         request_id=life.call_id or life.request_id,
         phase=life.phase,
         finish_reason=life.end.finish_reason if life.end else None,
@@ -168,33 +141,18 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         decode_ns=max(0, end.at_ns - decode_from_ns),
         waited_for_ns=_waited_for(life, life.began or end, turn),
         waits_for=(waits_for.value or STEP) if is_waiting else "",
-        num_before=life.num_before,
         num_passed_by=turn.num_passed_by,
         num_prompt_tokens=life.num_prompt_tokens,
         num_generated_tokens=num_generated,
-        num_hit_tokens=life.num_hit_tokens,
-        stop=stop,
         evicted_ago_ns=None if stop is None or stop.evicted_ns is None else max(0, began_ns - stop.evicted_ns),
-        num_prefill_steps=life.num_prefill_steps,
-        num_prefill_tokens=life.num_prefill_tokens,
-        num_resume_steps=life.num_resume_steps,
-        num_resume_tokens=life.num_resume_tokens,
         num_decode_steps=decodes.num_steps,
-        num_forced_tokens=life.num_forced_tokens,
-        num_guesses=life.num_guesses,
-        num_accepted=life.num_accepted,
         decode_with_prompts_ns=decodes.prompts_ns,
         num_steps_with_prompts=decodes.num_prompt_steps,
         other_models_ns=steps.waited_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
         max_batch=steps.max_rows,
-        num_sat_out_steps=life.num_sat_out,
-        sat_out_ns=life.sat_out_ns,
-        rested_ns=life.rested_ns,
         longest_gap=decodes.longest,
         pauses=[_pause(pause, life.arrival_ns, end) for pause in life.pauses],
-        first_step=life.first_step,
-        last_step=life.last_step,
     )
 
 

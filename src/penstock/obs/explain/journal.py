@@ -256,7 +256,7 @@ class Journal:
             self._close_decodes(life, number)
             life.decodes_from = number + 1
             if is_grammar:
-                life.num_sat_out += 1
+                life.num_sat_out_steps += 1
                 life.sat_out_ns += step_ns
             elif life.is_background or counts.num_background_tokens == counts.num_tokens:
                 life.rested_ns += step_ns

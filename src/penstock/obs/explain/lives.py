@@ -252,8 +252,42 @@ class Pause:
     """When the request was admitted again."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """The part of a request's history that its explanation repeats."""
+
+    num_before: int = 0
+    """Waiting requests that had arrived earlier when it was queued, without other beams of its search."""
+    num_hit_tokens: int = 0
+    """Prompt tokens found in the prefix cache when it first ran."""
+    stop: PrefixStop | None = None
+    """Why the prefix cache had no more. None while it waits, or if no history is kept."""
+    num_prefill_steps: int = 0
+    """Prefill steps before its first token."""
+    num_prefill_tokens: int = 0
+    """Tokens computed in those steps, including repeated ones."""
+    num_resume_steps: int = 0
+    """Prefill steps after preemptions."""
+    num_resume_tokens: int = 0
+    num_forced_tokens: int = 0
+    """Tokens that its grammar forced without a step."""
+    num_guesses: int = 0
+    num_accepted: int = 0
+    """Guesses that the model agreed with, which gave tokens without a step of their own."""
+    num_sat_out_steps: int = 0
+    """Steps that it sat out because of its grammar masks."""
+    sat_out_ns: int = 0
+    """Time of those steps."""
+    rested_ns: int = 0
+    """Time of background steps that left it out. For a background request: of any steps."""
+    first_step: int | None = None
+    """The engine's number of the first step that computed its prompt."""
+    last_step: int | None = None
+    """Number of the last step before its end."""
+
+
 @dataclass(slots=True)
-class Life:
+class Life(Counts):
     """Everything recorded about one request from its arrival to its end."""
 
     request_id: str
@@ -268,8 +302,6 @@ class Life:
     """Id of the call that this request represents, or empty."""
     ticket: Ticket | None = None
     """None if it was never queued."""
-    num_before: int = 0
-    """Waiting requests that had arrived earlier when it was queued, without other beams of its search."""
     queued: WaitMark | None = None
     phase: Phase = Phase.WAITING
     began: WaitMark | None = None
@@ -278,38 +310,17 @@ class Life:
     aside: WaitMark | None = None
     """When others were first allowed to pass it, before its first step."""
     aside_for: WaitReason = WaitReason.NOTHING
-    num_hit_tokens: int = 0
-    stop: PrefixStop | None = None
     num_target_tokens: int = 0
     """Tokens to compute before it samples."""
-    num_prefill_steps: int = 0
-    """Prefill steps and tokens before its first token."""
-    num_prefill_tokens: int = 0
-    num_resume_steps: int = 0
-    """Prefill steps and tokens after preemptions."""
-    num_resume_tokens: int = 0
     decodes_from: int = 0
     """The first decode step that is not yet in `decodes`."""
     prefills: Span = field(default_factory=Span)
     decodes: Span = field(default_factory=Span)
     num_first_tokens: int = 0
     """Tokens sampled by prefills: one at first, and one after each preemption."""
-    num_forced_tokens: int = 0
-    """Tokens that its grammar forced without a step."""
-    num_guesses: int = 0
-    num_accepted: int = 0
-    """Accepted guesses: tokens that needed no step of their own."""
     last_token_ns: int | None = None
     """Time of the last token before it was preempted or sat out. None while it decodes."""
-    num_sat_out: int = 0
-    """Steps that it sat out because of its grammar masks."""
-    sat_out_ns: int = 0
-    rested_ns: int = 0
-    """Time of background steps that left it out. For a background request: of any steps."""
     first_token_ns: int | None = None
-    first_step: int | None = None
-    """The engine's numbers of its first and its last step."""
-    last_step: int | None = None
     pauses: list[Pause] = field(default_factory=list)
     end: RequestStats | None = None
     left: WaitMark | None = None
