@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.obs.explain.explanation import GRAMMAR, INTAKE, MODEL, ORDER, Explanation, explain_intake, gap_cause, summary
+from penstock.obs.explain.explanation import (
+    GRAMMAR,
+    INTAKE,
+    MODEL,
+    ORDER,
+    Explanation,
+    Route,
+    continued,
+    explain_intake,
+    gap_cause,
+    summary,
+)
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
@@ -282,6 +293,18 @@ def test_a_long_prompt_that_is_held_back_waits_for_tokens_not_for_the_order() ->
     told = bench.told("long-2")
     assert told.num_passed_by > 0
     assert set(told.waited_for_ns) == {"tokens"}
+
+
+def test_an_answer_of_two_replicas_counts_what_both_did_for_it() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=5)
+    bench.run()
+    told = bench.told("a")
+    first = replace(told, num_forced_tokens=4, num_guesses=3, num_accepted=2, num_sat_out_steps=1, sat_out_ns=MS, rested_ns=MS)
+    last = replace(told, num_forced_tokens=1, num_guesses=3, num_accepted=3, rested_ns=MS, route=Route("two", 0, 0, 0))
+    whole = continued(first, last)
+    assert (whole.num_decode_steps, whole.num_forced_tokens, whole.num_guesses, whole.num_accepted) == (8, 5, 6, 5)
+    assert (whole.num_sat_out_steps, whole.sat_out_ns, whole.rested_ns) == (1, MS, 2 * MS)
 
 
 def test_the_longest_gap_names_the_prompt_that_made_it() -> None:

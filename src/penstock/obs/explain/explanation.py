@@ -156,6 +156,21 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     )
 
 
+_SUMS = (
+    "num_decode_steps",
+    "num_forced_tokens",
+    "num_guesses",
+    "num_accepted",
+    "decode_with_prompts_ns",
+    "num_steps_with_prompts",
+    "other_models_ns",
+    "num_sat_out_steps",
+    "sat_out_ns",
+    "rested_ns",
+)
+"""Counts of steps and tokens to which both replicas of an answer contribute."""
+
+
 def continued(first: Explanation, last: Explanation) -> Explanation:
     """Explain a request that got its first token at one replica, and ended or runs at another. Both know its arrival."""
     assert last.route is not None, "a cluster computed it"
@@ -176,9 +191,7 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
         num_prefill_tokens=first.num_prefill_tokens,
         num_resume_steps=last.num_prefill_steps,
         num_resume_tokens=last.num_prefill_tokens,
-        num_decode_steps=first.num_decode_steps + last.num_decode_steps,
-        decode_with_prompts_ns=first.decode_with_prompts_ns + last.decode_with_prompts_ns,
-        num_steps_with_prompts=first.num_steps_with_prompts + last.num_steps_with_prompts,
+        **{name: getattr(first, name) + getattr(last, name) for name in _SUMS},
         pauses=[*first.pauses, *last.pauses],
         route=replace(last.route, move_ns=max(0, last.queue_ns - ran_ns)),
     )
