@@ -16,7 +16,30 @@ class TenantLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Conditions:
+    """The terms of a call that admission reads."""
+
+    limits: TenantLimits | None = None
+    """Limits of the call's tenant. None: the defaults."""
+    is_limited: bool = True
+    """False: the call counts towards no limit of its tenant."""
+    priority: int = 0
+    """Lower is served first, if the scheduling order reads priorities."""
+    background: bool = False
+    """As `Request.background`. Clients cannot set it."""
+    deadline_ns: int | None = None
+    queue_deadline_ns: int | None = None
+    first_token_deadline_ns: int | None = None
+    slo_ttft_ns: int | None = None
+    """None means the server's."""
+    is_retry: bool = False
+    """The client says that this request is a retry."""
+    returns: bool = True
+    """False: if it is refused, it does not come back: another model is asked next, or the server itself made the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask(Conditions):
     """A client's call that asks to be admitted, before its prompt is tokenised."""
 
     num_requests: int = 1
@@ -26,22 +49,8 @@ class Ask:
     """Limit of each choice. None: the rest of the context."""
     min_new_tokens: int = 1
     tenant: str = ""
-    limits: TenantLimits | None = None
-    """Limits of the call's tenant. None: the defaults."""
-    is_limited: bool = True
-    """False: the call counts towards no limit of its tenant."""
-    priority: int = 0
-    """Lower is served first, if the scheduling order reads priorities."""
-    background: bool = False
-    deadline_ns: int | None = None
-    queue_deadline_ns: int | None = None
-    first_token_deadline_ns: int | None = None
-    slo_ttft_ns: int | None = None
     claim: bytes | None = None
     """Equal for all retries of the same call. None if unknown."""
-    is_retry: bool = False
-    returns: bool = True
-    """False: if it is refused, it goes elsewhere, and no place is kept for it."""
     adapter: AdapterRef | None = None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.admission.ask import TenantLimits
+from penstock.admission.ask import Conditions
 from penstock.deploy.running import RunningModel
 from penstock.text.dialects import NAME_CHARS, Message
 from penstock.text.grammar import Grammar
@@ -262,32 +262,16 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(Conditions):
     """A call's id, owner, deadlines and priority."""
 
     request_id: str
     owner: Owner = Owner()
     arrival_ns: int
-    deadline_ns: int | None = None
-    queue_deadline_ns: int | None = None
-    first_token_deadline_ns: int | None = None
-    slo_ttft_ns: int | None = None
-    """None means the server's."""
     slo_itl_ns: int | None = None
-    is_retry: bool = False
-    """The client says that this request is a retry."""
-    returns: bool = True
-    """False: if it is refused, it does not come back: another model is asked next, or the server itself made the call."""
-    priority: int = 0
-    background: bool = False
-    """As `Request.background`. Clients cannot set it."""
     cache_salt: bytes = b""
     waits: WaitTimes = NO_WAITS
     """Its waits so far, after its arrival."""
-    limits: TenantLimits | None = None
-    """The tenant's own limits, or None for the default limits."""
-    is_limited: bool = True
-    """False: the call counts towards no limit of its tenant."""
     conversation: bytes = b""
     """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.admission.ask import Ask
+from penstock.admission.ask import Ask, Conditions
 from penstock.admission.door import Place
 from penstock.calls.call import (
     Call,
@@ -126,20 +126,8 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:
     """Return what admission must know of a call with these terms, except its size."""
-    return Ask(
-        tenant=terms.owner.tenant,
-        limits=terms.limits,
-        is_limited=terms.is_limited,
-        priority=terms.priority,
-        background=terms.background,
-        deadline_ns=terms.deadline_ns,
-        queue_deadline_ns=terms.queue_deadline_ns,
-        first_token_deadline_ns=terms.first_token_deadline_ns,
-        slo_ttft_ns=terms.slo_ttft_ns,
-        claim=claim,
-        is_retry=terms.is_retry,
-        returns=terms.returns,
-    )
+    conditions = {one.name: getattr(terms, one.name) for one in dataclasses.fields(Conditions)}
+    return Ask(tenant=terms.owner.tenant, claim=claim, **conditions)
 
 
 def _ask(call: Call) -> Ask:
