@@ -21,26 +21,12 @@ from penstock import fast_json
 from penstock.calls.call import AnswerOptions, Terms
 from penstock.calls.in_flight import Chosen, RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.errors import (
-    ApiError,
-    cancelled,
-    deadline_exceeded,
-    failed,
-    from_rejected,
-    internal,
-)
+from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
 from penstock.serve.http.checks import CLIENT_LEFT, client_watch
 from penstock.serve.http.entries import entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageTold
-from penstock.text.answers import (
-    AnswerForm,
-    CallEnd,
-    Content,
-    HiddenTokens,
-    Part,
-    Reasoning,
-)
+from penstock.text.answers import Answer, AnswerForm, CallEnd, Content, HiddenTokens, Part, Reasoning, gather
 from penstock.text.dialects import short_id
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected, RejectReason
@@ -54,6 +40,7 @@ FINISH_WORDS: Mapping[FinishReason, FinishWord] = {FinishReason.STOP: "stop", Fi
 """OpenAI's words for finish reasons. Other reasons are errors."""
 LEAST_WAIT_NS = 10_000_000
 """Shorter waits in a send are not for the client: the event is written, or the event loop has other work."""
+DONE = b"data: [DONE]\n\n"
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that end a line in Unicode and may stand in a JSON string, with JSON's escapes."""
@@ -215,6 +202,9 @@ class ReadChoice:
                 self.num_calls += part.is_whole
                 self.is_cut |= not part.is_whole
         return parts if self._has_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
+
+    def whole(self, record: ChoiceRecord) -> Answer:
+        return gather([part for chunk in record.chunks for part in self.read(chunk)])
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.serve.errors import ApiError, internal
 from penstock.serve.events import EventReader, Garbage
 from penstock.serve.http.checks import identity_of, unless_gone
-from penstock.serve.streams import STREAM_HEADERS, Writer, whole_lines
+from penstock.serve.streams import DONE, STREAM_HEADERS, Writer, whole_lines
 from penstock.serve.upstream_exchange import Exchange
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 KEEPALIVE_S = 10.0
 END_TIMEOUT_S = 1.0
 """Time for the end of the body after the last event. Then the connection can be used again."""
-DONE = b"data: [DONE]\n\n"
 
 
 class UpstreamStream(Response):

@@ -19,7 +19,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, Object, arguments_object
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
-from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
+from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
 _ERROR_TYPES = {
@@ -151,7 +151,7 @@ class MessageWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> AnthropicMessage:
         [record] = records
-        content = _blocks([part for chunk in record.chunks for part in self._choice.read(chunk)])
+        content = _blocks(self._choice.whole(record))
         return {**self._head(), "content": content, **self._end_fields(record.last), "usage": self._usage()}
 
     def _head(self) -> MessageHead:
@@ -232,9 +232,8 @@ def _event(data: Mapping[str, Any]) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), fast_json.dumps(data))
 
 
-def _blocks(parts: Sequence[Part]) -> list[Block]:
-    """Return the content blocks of a whole answer: reasoning, text and tool calls. An incomplete call becomes text."""
-    answer = gather(parts)
+def _blocks(answer: Answer) -> list[Block]:
+    """Return the content blocks of a whole answer: reasoning, text and tool calls."""
     blocks: list[Block] = []
     if answer.reasoning:
         signature = hashlib.blake2b(answer.reasoning.encode(), digest_size=16).hexdigest()

@@ -14,7 +14,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, ToolCall, told_calls
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
-from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
+from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
 TextContent = TypedDict("TextContent", {"type": Literal["text"], "text": str})
@@ -87,7 +87,7 @@ class CohereWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> CohereAnswer:
         [record] = records
-        answer = gather([part for chunk in record.chunks for part in self._choice.read(chunk)])
+        answer = self._choice.whole(record)
         content: list[TextContent | ThinkingContent] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning})

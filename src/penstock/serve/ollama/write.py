@@ -76,9 +76,7 @@ class OllamaWriter(Writer):
         self._choice = ReadChoice(call, 0)
         self._begun: dict[int, CallBegin] = {}
         self._arguments: dict[int, list[str]] = {}
-        self._logprobs = None
-        if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs.of(call)
+        self._logprobs = ChatLogprobs.of(call) if call.answer.has_logprobs else None
 
     def keepalive(self) -> bytes:
         """Return an empty message, since every line must be JSON."""

@@ -25,20 +25,9 @@ from penstock.serve.logprobs import (
     prompt_logprobs,
 )
 from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, told_calls
-from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, comment, fingerprint, finish_word_of
+from penstock.serve.streams import DONE, FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, comment, fingerprint, finish_word_of
 from penstock.serve.timings import Timings
-from penstock.text.answers import (
-    Answer,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Content,
-    Part,
-    Reasoning,
-    gather,
-)
-
-DONE = b"data: [DONE]\n\n"
+from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 
 
 class AnswerHead(TypedDict):
@@ -309,14 +298,14 @@ class ChatWriter(AnswerWriter):
 
     def _choice(self, index: int, record: ChoiceRecord) -> ChatChoice:
         text, logprobs = record.text, None
-        if self._options.has_logprobs:
+        if self._logprobs:
             entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
-            logprobs = ChatLogprobs.of(self._call).write(entries, text, is_last=True)
+            logprobs = self._logprobs[index].write(entries, text, is_last=True)
         message: ChatAnswerMessage = {"role": "assistant", "content": text, "refusal": None}
         finish_word: ChatFinishWord | None = finish_word_of(record.last)
         if self._choices is not None:
             read = self._choices[index]
-            message = _message(gather([part for chunk in record.chunks for part in read.read(chunk)]))
+            message = _message(read.whole(record))
             finish_word = read.finish_word(record.last)
         choice: ChatChoice = {
             "index": index,

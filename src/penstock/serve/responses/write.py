@@ -44,9 +44,7 @@ class ResponsesWriter(Writer):
         self._question = question
         self._on_end = on_end
         self._choice = ReadChoice(call, 0)
-        self._logprobs: ChatLogprobs | None = None
-        if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs.of(call)
+        self._logprobs = ChatLogprobs.of(call) if call.answer.has_logprobs else None
         self._told_logprobs: list[Any] = []
         """Log-probabilities of tokens with text that was not sent yet."""
 
