@@ -348,7 +348,7 @@ class EventStream(Response):
         chunks = await self._next_chunks(send)
         data = self._begin(chunks[0]) if chunks else b""
         while chunks:
-            events, error = self._write(chunks)
+            events, error = write_chunks(self._call, self._writer, chunks)
             data += events
             if error is not None:
                 await send(_piece(data + self._fail(error), more=False))
@@ -384,24 +384,26 @@ class EventStream(Response):
             entry.ttft_s = _ttft_s(terms, first)
         return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits, self._call.chosen))
 
-    def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
-        write, count, index_of = self._writer.write, self._writer.usage.add, self._call.index_of
-        if len(chunks) == 1 and chunks[0].finish_reason is None:
-            index = index_of[chunks[0].request_id]
-            count(index, chunks[0])
-            return write(index, chunks[0]), None
-        parts: list[bytes] = []
-        for chunk in chunks:
-            error = error_of(self._call.terms, chunk)
-            if error is not None:
-                # The chunk may be merged with earlier ones, which are still shown.
-                chunk.finish_reason = None
-            index = index_of[chunk.request_id]
-            count(index, chunk)
-            parts.append(write(index, chunk))
-            if error is not None:
-                return b"".join(parts), error
-        return b"".join(parts), None
+
+def write_chunks(call: RunningCall, writer: Writer, chunks: Sequence[OutputChunk]) -> tuple[bytes, ApiError | None]:
+    """Return the events of these chunks up to the first error, and that error or None."""
+    write, count, index_of = writer.write, writer.usage.add, call.index_of
+    if len(chunks) == 1 and chunks[0].finish_reason is None:
+        index = index_of[chunks[0].request_id]
+        count(index, chunks[0])
+        return write(index, chunks[0]), None
+    parts: list[bytes] = []
+    for chunk in chunks:
+        error = error_of(call.terms, chunk)
+        if error is not None:
+            # The chunk may be merged with earlier ones, which are still shown.
+            chunk.finish_reason = None
+        index = index_of[chunk.request_id]
+        count(index, chunk)
+        parts.append(write(index, chunk))
+        if error is not None:
+            return b"".join(parts), error
+    return b"".join(parts), None
 
 
 def comment(text: str) -> bytes:

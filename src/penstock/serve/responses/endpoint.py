@@ -34,7 +34,7 @@ from penstock.serve.responses.read import Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
-from penstock.serve.streams import error_of, respond
+from penstock.serve.streams import respond, write_chunks
 from penstock.serve.terms import read_owner, repeated_name
 
 _log = logging.getLogger(__name__)
@@ -212,15 +212,11 @@ class ResponsesEndpoint:
             if is_queued:
                 is_queued = False
                 self._store.update(kept.as_of(question.told))
-            for chunk in chunks:
-                writer.usage.add(0, chunk)
-                if (error := error_of(opened.terms, chunk)) is not None:
-                    if self._is_stopping and self._store.outlives and error.code == "unavailable":
-                        raise _Stopped
-                    chunk.finish_reason = None
-                    writer.write(0, chunk)
-                    return writer.failure(error, "cancelled" if error.code == "request_cancelled" else "failed")
-                writer.write(0, chunk)
+            _, error = write_chunks(opened, writer, chunks)
+            if error is not None:
+                if self._is_stopping and self._store.outlives and error.code == "unavailable":
+                    raise _Stopped
+                return writer.failure(error, "cancelled" if error.code == "request_cancelled" else "failed")
         if opened.stream.is_cancelled:
             return writer.failure(internal(""), "cancelled")
         return writer.response()
