@@ -50,11 +50,10 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Takes the body's bytes and the request, and returns the response."""
 
 _HEADERS_KEY, _IDENTITY_KEY, _TRUSTS_TENANT_KEY = "penstock.headers", "penstock.request_identity", "penstock.trusts_tenant"
-_KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 """Keys of a scope for facts about the request."""
 SENDER_KEY = "penstock.sender"
-"""Key of a scope: the `Sender` of a request that the server sends itself. No client can set it."""
+"""Key of a scope: the `Sender` of a request, there from the start if the server sends it itself. No client can set it."""
 CLIENT_LEFT = "the client closed the connection"
 _Result = TypeVar("_Result")
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -102,7 +101,7 @@ class Wording:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The rights of a request that was checked when it came."""
+    """The rights of a request, by its key."""
 
     key: ApiKey | None = None
     is_admin: bool = False
@@ -142,13 +141,14 @@ def added_header(scope: Scope, name: bytes) -> str:
 
 def key_name(scope: Scope) -> str:
     """Return the name of the request's key, which is safe to log. Empty if the server has no keys."""
-    name: str = scope.get(_KEY_NAME_KEY, "")
-    return name
+    sender: Sender | None = scope.get(SENDER_KEY)
+    return "" if sender is None else sender.key_name
 
 
 def is_admin(scope: Scope) -> bool:
     """Return whether the request may load and unload models: it has an admin's key, or no key is needed."""
-    return bool(scope[_IS_ADMIN_KEY])
+    sender: Sender = scope[SENDER_KEY]
+    return sender.is_admin
 
 
 def trusts_tenant(scope: Scope) -> bool:
@@ -248,32 +248,27 @@ class RequestChecks:
         return RequestIdentity(self._new_request_id(), is_from_header=False)
 
     def _check_head(self, scope: Scope, identity: RequestIdentity) -> None:
-        """Check the request's id, origin and key, and note the key. Raises `ApiError`."""
+        """Check the request's id and sender, and note the sender. Raises `ApiError`."""
         if not identity.is_from_header and (given := values_of(scope, ID_HEADER)):
             rule = "was sent more than once" if len(given) > 1 else f"must be {_ID_RULE}"
             raise invalid(f"The header X-Request-Id {rule}.", "X-Request-Id")
-        sender: Sender | None = scope.get(SENDER_KEY)
-        if sender is not None:
-            scope[_KEY_KEY], scope[_KEY_NAME_KEY], scope[_IS_ADMIN_KEY] = sender.key, sender.key_name, sender.is_admin
-            return
+        if SENDER_KEY not in scope:
+            scope[SENDER_KEY] = self._find_sender(scope)
+
+    def _find_sender(self, scope: Scope) -> Sender:
+        """Return the rights of a client's request by its key. Raises `ApiError` for a wrong key or origin."""
         if self._keys is None:
             _keep_other_sites_out(scope)
-        if self._admin_keys is None:
-            scope[_IS_ADMIN_KEY] = self._keys is None
-        else:
-            self._look_for_admin(scope, self._admin_keys)
+        if self._admin_keys is not None:
+            with suppress(ApiError):  # other keys are refused below, if one is needed
+                return Sender(is_admin=True, key_name=_sent_key(scope, self._admin_keys).name)
+        if self._keys is None:
+            return Sender(is_admin=self._admin_keys is None)
         # GET / is the page, but POST / generates text.
-        is_open = scope["path"] in self._open_paths and scope["method"] in ("GET", "HEAD")
-        if self._keys is not None and not is_open and not scope[_IS_ADMIN_KEY]:
-            key = scope[_KEY_KEY] = _sent_key(scope, self._keys)
-            scope[_KEY_NAME_KEY] = key.name
-
-    def _look_for_admin(self, scope: Scope, admin_keys: KeyRing) -> None:
-        """Note whether the key is an admin's. Malformed keys are refused later, with the ordinary keys."""
-        scope[_IS_ADMIN_KEY] = False
-        with suppress(ApiError):
-            scope[_KEY_NAME_KEY] = _sent_key(scope, admin_keys).name
-            scope[_IS_ADMIN_KEY] = True
+        if scope["path"] in self._open_paths and scope["method"] in ("GET", "HEAD"):
+            return Sender()
+        key = _sent_key(scope, self._keys)
+        return Sender(key, key_name=key.name)
 
 
 class _Exchange:
@@ -347,8 +342,8 @@ class KeyRing:
 
 def key_of(scope: Scope) -> ApiKey | None:
     """Return the request's key with its limits, or None without keys or for an admin's key."""
-    key: ApiKey | None = scope.get(_KEY_KEY)
-    return key
+    sender: Sender = scope[SENDER_KEY]
+    return sender.key
 
 
 def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
