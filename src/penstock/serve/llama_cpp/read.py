@@ -35,7 +35,7 @@ from penstock.serve.bodies import (
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter, Shown
+from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter
 from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
@@ -240,7 +240,7 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
     _, limit = body.limit
     biases, banned = _biases(body.logit_bias, running)
     samplers = None if body.samplers is None else _sampler_names(body.samplers)
-    fields = tuple(body.response_fields or ())
+    fields = body.response_fields or ()
     request = CompletionRequest(
         names=body.names(),
         model=body.model,
@@ -259,6 +259,7 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
         is_streamed=bool(body.stream),
         has_timings=bool(body.timings_per_token),
         has_progress=bool(body.return_progress),
+        has_token_ids=bool(body.return_tokens),
         logprobs=body.num_probs or None,
         # No other request has this salt.
         cache_salt=asked.reader.deployment.sources.new_request_id() if body.cache_prompt is False else "",
@@ -266,19 +267,14 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
     call = asked.call(request)
     if samplers is not None:
         _check_order(samplers, call.sampling)
-    shown = Shown(
-        settings=generation_settings(call.sampling, n_predict=-1 if limit is None else limit)
-        | {
-            "stream": bool(body.stream),
-            "ignore_eos": bool(body.ignore_eos),
-            "n_probs": body.num_probs,
-            "grammar": body.grammar or "",
-            "timings_per_token": bool(body.timings_per_token),
-        },
-        fields=fields,
-        has_tokens=bool(body.return_tokens),
-    )
-    return call, partial(LlamaWriter, shown=shown)
+    settings = generation_settings(call.sampling, n_predict=-1 if limit is None else limit) | {
+        "stream": bool(body.stream),
+        "ignore_eos": bool(body.ignore_eos),
+        "n_probs": body.num_probs,
+        "grammar": body.grammar or "",
+        "timings_per_token": bool(body.timings_per_token),
+    }
+    return call, partial(LlamaWriter, settings=settings, fields=fields)
 
 
 def read_prompts(value: Any, param: str) -> tuple[Prompt, ...]:

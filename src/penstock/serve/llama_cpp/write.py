@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, cast
 
@@ -89,23 +88,13 @@ def llama_words(error: ApiError) -> LlamaError:
     return {"error": detail}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """Settings of the request that its answer shows, or that choose the answer's fields."""
-
-    settings: Mapping[str, Any]
-    """`generation_settings`, without the seed."""
-    fields: tuple[str, ...]
-    """`response_fields`, or empty for all."""
-    has_tokens: bool
-
-
 class LlamaWriter(Writer):
     """Writes completions. A stream has pieces of text with their tokens, and the end of each choice."""
 
-    def __init__(self, call: RunningCall, *, shown: Shown) -> None:
+    def __init__(self, call: RunningCall, *, settings: Mapping[str, Any], fields: Sequence[str]) -> None:
+        """`settings`: `generation_settings`, without the seed. `fields`: `response_fields`, or empty for all."""
         super().__init__(call)
-        self._shown = shown
+        self._settings, self._fields = settings, fields
         self._has_new_line = [False] * len(call.requests)
         self._timings = Timings(call)
 
@@ -126,7 +115,7 @@ class LlamaWriter(Writer):
     def _answer(self, index: int, record: ChoiceRecord) -> LlamaCompletion:
         text = record.text
         self._has_new_line[index] = "\n" in text
-        tokens = record.token_ids if self._shown.has_tokens else ()
+        tokens = record.token_ids if self._options.has_token_ids else ()
         entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
         return self._final(index, record.last, text, tokens, entries)
 
@@ -168,7 +157,7 @@ class LlamaWriter(Writer):
             "model": self._options.model_name,
             "tokens_predicted": chunk.num_generated_tokens,
             "tokens_evaluated": request.num_prompt_tokens,
-            "generation_settings": {"seed": request.sampling.seed, **self._shown.settings},
+            "generation_settings": {"seed": request.sampling.seed, **self._settings},
             "prompt": call.echoes[index // call.num_choices],
             "has_new_line": self._has_new_line[index],
             "truncated": self._is_at_limit(chunk) and num_tokens >= call.running.admission.max_len(self._options.adapter),
@@ -183,7 +172,7 @@ class LlamaWriter(Writer):
             answer["stop_type"], answer["stopping_word"] = "word", chunk.stop_reason
         if entries:
             answer["completion_probabilities"] = self._probabilities(entries)
-        return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
+        return answer if not self._fields else _chosen(answer, self._fields)
 
     def _is_at_limit(self, chunk: OutputChunk) -> bool:
         """Return whether the choice ended early, at a limit below the number of tokens that the client asked for."""
