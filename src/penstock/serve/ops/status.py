@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NotRequired
 
 from starlette.requests import Request as HttpRequest
@@ -15,14 +15,13 @@ from penstock.deploy.routes import stats_of
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.state import EngineState
 from penstock.machine import CpuMeter
-from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, may_ask, models_of, visible_models
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.plan import Capacity
-from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, RouteStats, UpstreamStats
+from penstock.types.stats import AdapterCounts, AdapterStats, ReplicaLoad, RouteStats
 
 
 class ModelLoad(TypedDict):
@@ -172,40 +171,33 @@ class StatusEndpoint:
 
     async def metrics(self, http: HttpRequest) -> Response:
         """Return metrics in Prometheus' text format, or as OpenMetrics if the scraper accepts that."""
-        # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         upstreams = [one.stats() for one in self._upstreams.values()]
         routes = [stats_of(one) for one in self._deployment.routes.values()]
         batches = None if self._batches is None else self._batches.stats()
         traces = None if self._count_traces is None else self._count_traces()
         metrics = [served.metrics for served in self._deployment.served]
         is_open = "application/openmetrics-text" in http.headers.get("accept", "")
-        return await asyncio.to_thread(self._render, metrics, upstreams, routes, batches, traces, is_open)
 
-    def _render(
-        self,
-        metrics: Sequence[Metrics],
-        upstreams: Sequence[UpstreamStats],
-        routes: Sequence[RouteStats],
-        batches: BatchStats | None,
-        traces: Mapping[str, int] | None,
-        is_open: bool,
-    ) -> Response:
-        from penstock.obs.prometheus import OPEN_METRICS, PLAIN, expose
+        def render() -> Response:
+            from penstock.obs.prometheus import OPEN_METRICS, PLAIN, expose
 
-        content_type = OPEN_METRICS if is_open else PLAIN
-        times = self._cpu_meter.read()
-        body = expose(
-            *metrics,
-            upstreams=upstreams,
-            routes=routes,
-            batches=batches,
-            traces=traces,
-            cpu_ns=None if times is None else {"running": times.run_ns, "waiting": times.wait_ns, "others": times.other_ns},
-            process=True,
-            vllm=self._has_vllm_names,
-            content_type=content_type,
-        )
-        return Response(body, headers={"content-type": content_type})
+            content_type = OPEN_METRICS if is_open else PLAIN
+            times = self._cpu_meter.read()
+            body = expose(
+                *metrics,
+                upstreams=upstreams,
+                routes=routes,
+                batches=batches,
+                traces=traces,
+                cpu_ns=None if times is None else {"running": times.run_ns, "waiting": times.wait_ns, "others": times.other_ns},
+                process=True,
+                vllm=self._has_vllm_names,
+                content_type=content_type,
+            )
+            return Response(body, headers={"content-type": content_type})
+
+        # It takes a millisecond, and the first call imports the Prometheus client.
+        return await asyncio.to_thread(render)
 
 
 def _route(stats: RouteStats) -> RouteTotals:
