@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.estimates import DrainMeter
+from penstock.admission.estimates import DRAIN_WINDOW_S, DrainMeter
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats
 
@@ -66,9 +66,9 @@ def test_who_was_turned_away_wanted_in_as_much_as_who_waits():
 
 
 def test_only_the_window_counts():
-    meter = DrainMeter(window_s=5)
+    meter = DrainMeter()
     serve(meter, start_s=0, seconds=20, rate=20.0, num_waiting=12)
-    now_s = serve(meter, start_s=20, seconds=10, rate=1.0, num_waiting=12)
+    now_s = serve(meter, start_s=20, seconds=35, rate=1.0, num_waiting=12)
     assert meter.rate(int(now_s * SECOND)) == pytest.approx(1.0, rel=0.3)
 
 
@@ -94,28 +94,20 @@ def test_refused_requests_free_no_place():
     assert meter.rate(5 * SECOND) == 0.0
 
 
-def test_a_window_without_seconds_is_an_error():
-    with pytest.raises(ValueError, match="window_s"):
-        DrainMeter(window_s=0)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 90), st.integers(0, 3), st.integers(0, 3)), max_size=30),
-    st.integers(1, 10),
-)
-def test_busy_time_never_exceeds_the_window(turns, window_s):
-    meter, now_s = DrainMeter(window_s=window_s), 0.0
+@given(st.lists(st.tuples(st.floats(0, 90), st.integers(0, 3), st.integers(0, 3)), max_size=30))
+def test_busy_time_never_exceeds_the_window(turns):
+    meter, now_s = DrainMeter(), 0.0
     for gap_s, num_ended, num_waiting in turns:
         now_s += gap_s
         for _ in range(num_ended):
             end(meter, now_s)
         step(meter, now_s, num_waiting)
-        assert 0 <= meter._totals(int(now_s * SECOND))[1] <= window_s + 1e-9
+        assert 0 <= meter._totals(int(now_s * SECOND))[1] <= DRAIN_WINDOW_S + 1e-9
 
 
 def test_a_step_longer_than_the_window_keeps_the_ends_it_brought():
-    meter = DrainMeter(window_s=5)
+    meter = DrainMeter()
     step(meter, 0, num_waiting=3)
-    end(meter, 20)
-    step(meter, 20, num_waiting=3)
-    assert meter.rate(20 * SECOND) == pytest.approx(1 / 4, rel=0.3)
+    end(meter, 100)
+    step(meter, 100, num_waiting=3)
+    assert meter.rate(100 * SECOND) == pytest.approx(1 / DRAIN_WINDOW_S, rel=0.3)

@@ -14,7 +14,7 @@ from penstock.deploy.running import ModelInfo, Sources
 from penstock.obs.metrics import Metrics
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import parse_body
-from penstock.serve.http.checks import RequestIdentity
+from penstock.serve.http.checks import SENDER_KEY, RequestIdentity, Sender
 from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import chat, completion
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
@@ -56,7 +56,7 @@ HI = [{"role": "user", "content": "a"}]
 
 def call_of(path="completion", **fields):
     """The call that a body becomes."""
-    scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
+    scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False), SENDER_KEY: Sender()}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
     asked = Asked(Reader(deployment_of(RUNNING), ServerConfig()), data := fast_json.dumps(body), scope)
     if path == "completion":
@@ -227,14 +227,14 @@ def entries(text):
 
 
 def test_tokens_that_share_a_character_have_its_offset():
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True, text_offset=0)
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True)
     written = writer.write(entries("aé<|end|>b"))
     assert written["text_offset"] == [0, 1, 1, 2, 2]
     assert written["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "<|end|>", "b"]
 
 
 def test_offsets_go_on_over_steps():
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=False, text_offset=0)
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=False)
     parts = [writer.write([entry])["text_offset"] for entry in entries("<|end|>é!")]
     assert parts == [[0], [7], [7], [8]]
 
@@ -303,5 +303,5 @@ def test_a_token_that_is_shown_in_part_has_the_bytes_of_that_part(tokens, text, 
 def test_offsets_follow_the_text_where_it_is_no_utf8(data, offsets):
     ids_by_byte = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(3, VOCAB_SIZE)}
     entries = [TokenLogprobs(ids_by_byte[bytes([byte])], 0.0, 0, ()) for byte in data]
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True, text_offset=0)
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True)
     assert [offset for entry in entries for offset in writer.write([entry])["text_offset"]] == offsets

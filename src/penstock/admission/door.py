@@ -75,7 +75,6 @@ class Admission:
         capacity: Capacity,
         *,
         reads_priority: bool = False,
-        window_s: int = 30,
         tenants: Tenants | None = None,
         adapters: AdapterSource | None = None,
         max_adapters: int = 0,
@@ -88,7 +87,7 @@ class Admission:
         """Called with the time of each call, except returns of refused calls."""
         self.num_engines = 1
         """Engines that share the requests: prompts that wait are computed side by side."""
-        self.drain = DrainMeter(window_s)
+        self.drain = DrainMeter()
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
         self.margin = Margin()

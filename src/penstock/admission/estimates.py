@@ -30,6 +30,7 @@ MAX_FACTOR = 4.0
 """Larger errors count as this. Otherwise no call that could correct them would be admitted."""
 
 _BUCKET_NS = 1_000_000_000
+DRAIN_WINDOW_S = 30
 
 GRACE_NS = 2_500_000_000
 """Added to promised times: `Retry-After` is in whole seconds, and the network takes time."""
@@ -137,14 +138,11 @@ class Margin:
 class DrainMeter:
     """Measures how often requests end while others wait.
 
-    The rate is (requests that ended) / (time) over the last `window_s` seconds, counting only time in which others waited or
-    were refused. Only `note_refusal` is for the event loop, all else for the engine thread.
+    The rate is (requests that ended) / (time) over the last `DRAIN_WINDOW_S` seconds, counting only time in which others
+    waited or were refused. Only `note_refusal` is for the event loop, all else for the engine thread.
     """
 
-    def __init__(self, window_s: int = 30) -> None:
-        if window_s < 1:
-            raise ValueError(f"window_s ({window_s}) must be at least 1")
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._buckets: dict[int, list[int]] = {}
         """Second (now_ns // 1e9) -> [requests that ended, busy nanoseconds]."""
         self._was_busy = False
@@ -168,7 +166,7 @@ class DrainMeter:
 
     def _totals(self, now_ns: int) -> tuple[int, float]:
         """Return (requests that ended, busy seconds) within the window before `now_ns`."""
-        oldest = now_ns // _BUCKET_NS - self._window_s
+        oldest = now_ns // _BUCKET_NS - DRAIN_WINDOW_S
         recent = [bucket for second, bucket in list(self._buckets.items()) if second > oldest]
         return sum([num_ended for num_ended, _ in recent]), sum([busy_ns for _, busy_ns in recent]) / 1e9
 
@@ -179,7 +177,7 @@ class DrainMeter:
         """Count the time since the last step as busy if requests were waiting then."""
         end_ns = stats.ended_ns
         if self._was_busy and self._last_ns is not None:
-            start_ns = max(self._last_ns, (end_ns // _BUCKET_NS - self._window_s + 1) * _BUCKET_NS)
+            start_ns = max(self._last_ns, (end_ns // _BUCKET_NS - DRAIN_WINDOW_S + 1) * _BUCKET_NS)
             while start_ns < end_ns:
                 until_ns = min(end_ns, (start_ns // _BUCKET_NS + 1) * _BUCKET_NS)
                 self._bucket(start_ns)[1] += until_ns - start_ns
@@ -194,7 +192,7 @@ class DrainMeter:
 
     def _bucket(self, at_ns: int) -> list[int]:
         bucket = self._buckets.setdefault(at_ns // _BUCKET_NS, [0, 0])
-        if len(self._buckets) > self._window_s:
+        if len(self._buckets) > DRAIN_WINDOW_S:
             del self._buckets[min(self._buckets)]
         return bucket
 

@@ -62,10 +62,10 @@ class CompletionLogprobs:
     position of that character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, text_offset: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skips_special_tokens = skips_special_tokens
-        self._offset = text_offset
+        self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, entries: Sequence[TokenLogprobs]) -> CompletionTokens:

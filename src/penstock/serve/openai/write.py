@@ -433,4 +433,4 @@ class CompletionWriter(AnswerWriter):
         return self._call.echoes[index // self._call.num_choices]
 
     def _logprob_writer(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._tokenizer, skips_special_tokens=self._options.skip_special_tokens, text_offset=0)
+        return CompletionLogprobs(self._tokenizer, skips_special_tokens=self._options.skip_special_tokens)

@@ -151,9 +151,7 @@ class MemoryStore:
         else:
             self._running.pop(kept.key, None)
         if kept.key in self._used_ns:
-            self._remove(self._shelves[kept.owner].kept[kept.response_id])
-            self._place(kept)
-            self._make_room()
+            self.put(kept)
 
     def delete(self, kept: Kept) -> None:
         if kept.key in self._used_ns:
