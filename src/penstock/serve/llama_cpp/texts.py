@@ -15,7 +15,7 @@ from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding as vector_of
 from penstock.serve.texts.numbers import scaled
-from penstock.serve.texts.read import TextsOrIds, name_in, open_model, read_prompted, require_embeddings
+from penstock.serve.texts.read import TextsOrIds, open_model, require_embeddings
 
 EUCLIDEAN, AS_IT_IS = 2, -1
 
@@ -41,7 +41,6 @@ def embedding(body: LlamaEmbeddingBody, asked: Asked) -> Answer:
             "The model's files say that its vectors are normalised: 'embd_normalize' must be 2, which is the default.",
             "embd_normalize",
         )
-    texts = read_prompted(body.content, "content", opened, None)
 
     def write(results: TextResults) -> list[LlamaEmbedding]:
         vectors = [vector_of(result, encoder, is_unit=norm == EUCLIDEAN) for result in results.results]
@@ -49,4 +48,4 @@ def embedding(body: LlamaEmbeddingBody, asked: Asked) -> Answer:
             vectors = [scaled(vector, norm) for vector in vectors]
         return [{"index": index, "embedding": [vector]} for index, vector in enumerate(vectors)]
 
-    return Answer(opened.call(texts, name_in("content", body.content)), write)
+    return Answer(opened.prompted(body.content, "content"), write)

@@ -43,7 +43,6 @@ def embed(body: OllamaEmbedBody, asked: Asked) -> Answer:
     opened = _open(body, asked)
     encoder, running = opened.encoder, opened.running
     read.check_dimensions(body.dimensions, encoder)
-    texts = read.read_prompted(body.input, "input", opened, None)
     truncation = None if body.truncate is False else read.read_truncation(-1, None, running)
 
     def write(results: TextResults) -> OllamaEmbed:
@@ -55,21 +54,18 @@ def embed(body: OllamaEmbedBody, asked: Asked) -> Answer:
             "prompt_eval_count": results.num_tokens,
         }
 
-    return Answer(opened.call(texts, read.name_in("input", body.input), truncation), write)
+    return Answer(opened.prompted(body.input, "input", truncation), write)
 
 
 def embeddings(body: OllamaEmbeddingsBody, asked: Asked) -> Answer:
     """Turn one text into a vector, in the older shape."""
     opened = _open(body, asked)
-    texts = read.read_prompted(body.prompt, "prompt", opened, None)
 
     def write(results: TextResults) -> OllamaEmbedding:
         [result] = results.results
         return {"embedding": embedding(result, opened.encoder, None)}
 
-    return Answer(
-        opened.call(texts, read.name_in("prompt", body.prompt), read.read_truncation(-1, None, opened.running)), write
-    )
+    return Answer(opened.prompted(body.prompt, "prompt", read.read_truncation(-1, None, opened.running)), write)
 
 
 def _open(body: OllamaBody, asked: Asked) -> read.Opened:

@@ -41,8 +41,8 @@ def create(body: EmbeddingsBody, asked: Asked) -> Answer:
     opened = read.open_body(asked, body)
     read.require_embeddings(opened)
     read.check_dimensions(body.dimensions, opened.encoder)
-    texts = read.read_prompted(body.input, "input", opened, body.prompt_name)
     truncation = read.read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
+    call = opened.prompted(body.input, "input", truncation, prompt_name=body.prompt_name)
 
     def write(results: TextResults) -> Embeddings:
         vectors = [embedding(result, opened.encoder, body.dimensions) for result in results.results]
@@ -57,4 +57,4 @@ def create(body: EmbeddingsBody, asked: Asked) -> Answer:
             "usage": results.usage,
         }
 
-    return Answer(opened.call(texts, read.name_in("input", body.input), truncation), write)
+    return Answer(call, write)

@@ -114,32 +114,32 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
     read.check_dimensions(body.dimensions, encoder)
     if body.normalize is False and encoder.is_normalised:
         raise invalid("The model's files say that its vectors are normalised: leave out 'normalize'.", "normalize")
-    texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
+    call = opened.prompted(body.inputs, "inputs", _truncation(body, opened), prompt_name=body.prompt_name)
     is_unit = body.normalize is not False
 
     def write(results: TextResults) -> list[Vector]:
         return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
 
-    return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
+    return Answer(call, write)
 
 
 def embed_all(body: InputsBody, asked: Asked) -> Answer:
     """Return a vector for each token of one or more texts, as the model's files have it."""
     opened = read.open_model(asked)
     read.require_token_embeddings(opened)
-    texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
+    call = opened.prompted(body.inputs, "inputs", _truncation(body, opened), prompt_name=body.prompt_name)
 
     def write(results: TextResults) -> list[Vector]:
         return [rows(result, opened.encoder) for result in results.results]
 
-    return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
+    return Answer(call, write)
 
 
 def embed_sparse(body: InputsBody, asked: Asked) -> Answer:
     """Return the tokens of the vocabulary that stand for a text, each with its weight."""
     opened = read.open_model(asked)
     read.require_sparse(opened)
-    texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
+    call = opened.prompted(body.inputs, "inputs", _truncation(body, opened), prompt_name=body.prompt_name)
 
     def write(results: TextResults) -> list[list[TeiSparse]]:
         lists: list[list[TeiSparse]] = []
@@ -154,7 +154,7 @@ def embed_sparse(body: InputsBody, asked: Asked) -> Answer:
             give_way()
         return lists
 
-    return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
+    return Answer(call, write)
 
 
 def predict(body: PredictBody, asked: Asked) -> Answer:

@@ -90,6 +90,21 @@ class Opened:
             claim=self.claim,
         )
 
+    def prompted(
+        self, value: Any, param: str, truncation: Truncation | None = None, *, prompt_name: str | None = None
+    ) -> TextsCall:
+        """Return the call for the texts of a field, with the model's prompt before each. Raises 400."""
+        prompt, name_of = prompt_text(self.encoder, prompt_name), name_in(param, value)
+        if isinstance(value, list):
+            if any(type(item) is int for item in value):
+                value = _spelled(value, param, self.running)
+            else:
+                value = [_spelled(item, f"{param}[{index}]", self.running) for index, item in enumerate(value)]
+        texts = read_texts(value, param, vocab_size=self.running.model.vocab_size, prefix=prompt)
+        if prompt_name is not None and any(isinstance(text, TokenIds) for text in texts):
+            raise invalid("'prompt_name' needs texts: token ids are taken as they are.", "prompt_name")
+        return self.call(texts, name_of, truncation)
+
 
 def open_body(asked: Asked, body: TextsBody) -> Opened:
     """Return the model and the terms of a body. Raises 400 unless the model is an encoder."""
@@ -156,20 +171,6 @@ def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix:
         else:
             ids = "" if vocab_size is None else ", or a list of token ids"
             raise invalid(f"'{name}' must be a string{ids}.", name)
-    return texts
-
-
-def read_prompted(value: Any, param: str, opened: Opened, prompt_name: str | None) -> list[TextInput]:
-    """Return the texts of a field with the model's prompt before each. Raises 400."""
-    prompt = prompt_text(opened.encoder, prompt_name)
-    if isinstance(value, list):
-        if any(type(item) is int for item in value):
-            value = _spelled(value, param, opened.running)
-        else:
-            value = [_spelled(item, f"{param}[{index}]", opened.running) for index, item in enumerate(value)]
-    texts = read_texts(value, param, vocab_size=opened.running.model.vocab_size, prefix=prompt)
-    if prompt_name is not None and any(isinstance(text, TokenIds) for text in texts):
-        raise invalid("'prompt_name' needs texts: token ids are taken as they are.", "prompt_name")
     return texts
 
 

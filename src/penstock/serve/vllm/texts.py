@@ -124,7 +124,7 @@ def pooling(body: PoolingBody, asked: Asked) -> Answer:
     task = ("token_" if encoder.is_per_token else "") + ("embed" if encoder.task is Task.EMBED else "classify")
     if body.task not in (None, task):
         raise invalid(f"'task' is {body.task!r}, and {opened.running.name} does {task!r}. Leave it out.", "task")
-    texts = read.read_prompted(body.input, "input", opened, body.prompt_name)
+    call = opened.prompted(body.input, "input", _truncation(body, opened), prompt_name=body.prompt_name)
 
     def write(results: TextResults) -> Pooling:
         items: list[Pooled] = []
@@ -134,7 +134,7 @@ def pooling(body: PoolingBody, asked: Asked) -> Answer:
             items.append({"index": index, "object": "pooling", "data": content})
         return {**_head("pool", opened, results), "data": items}
 
-    return Answer(opened.call(texts, read.name_in("input", body.input), _truncation(body, opened)), write)
+    return Answer(call, write)
 
 
 def _truncation(body: read.TextsBody, opened: read.Opened) -> Truncation | None:
