@@ -13,12 +13,6 @@ class Spec(NamedTuple):
     labels: tuple[str, ...]
     help: str
 
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The endings of its series."""
-        sums = ("_sum", "_count")
-        return {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", *sums), "summary": sums}[self.kind]
-
 
 _TABLE = """\
 # Requests
@@ -144,17 +138,3 @@ def _read() -> dict[str, Spec]:
 
 METRICS = _read()
 """By name, without `PREFIX` and without the `_total` of a counter."""
-
-SERIES = {
-    **{PREFIX + name + suffix: spec for name, spec in METRICS.items() for suffix in spec.suffixes},
-    **{
-        f"process_{name}": Spec(kind, (), "From the Prometheus client.")
-        for name, kind in (
-            ("cpu_seconds_total", "counter"),
-            ("resident_memory_bytes", "gauge"),
-            ("start_time_seconds", "gauge"),
-        )
-    },
-    "up": Spec("gauge", ("job", "instance"), "From Prometheus: 1 if the last scrape succeeded."),
-}
-"""Every series that a query may name."""
