@@ -146,6 +146,7 @@ def let_models_leave_at_once(monkeypatch):
 @pytest.mark.parametrize("num_rooms", [1, 2])
 async def test_every_call_is_answered_as_by_models_that_never_leave(num_rooms, monkeypatch):
     let_models_leave_at_once(monkeypatch)
+    monkeypatch.setattr("penstock.serve.waiting.MAX_LOADS", 100)  # on a busy machine one may leave before its callers wake
     expected = await answers_of_models_that_stay()
     jobs = [(index, *call) for index, call in enumerate(calls())] * 4
     random.Random(3).shuffle(jobs)
