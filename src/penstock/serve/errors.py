@@ -267,6 +267,8 @@ def from_rejected(rejected: Rejected) -> ApiError:
             | RejectReason.TENANT_TOKENS
             | RejectReason.TENANT_REQUESTS
         ):
+            if rejected.retry_after_s is not None:
+                message = f"{message.removesuffix('.')}. Try again in {max(1, math.ceil(rejected.retry_after_s))} s."
             return overloaded(f"Overloaded ({rejected.reason}): {message}", rejected.retry_after_s)
         case RejectReason.DEADLINE | RejectReason.QUEUE_TIMEOUT | RejectReason.FIRST_TOKEN_TIMEOUT:
             return past_deadline(message)
