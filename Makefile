@@ -91,6 +91,7 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 	$(BIN)/lint-imports
 # xdist would start the files with the most tests first, so that a file of one long test runs last, beside an idle worker.
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
@@ -165,6 +166,7 @@ lint: $(INSTALLED_TEST)  ## check style, types and layering, without tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 	$(BIN)/lint-imports
 
 format: $(INSTALLED_TEST)  ## rewrite the code in house style

@@ -23,7 +23,8 @@ from unittest.mock import patch
 
 from peaks import context, usable_threads
 
-from penstock import LLM, SamplingParams, StructuredOutputsParams
+from penstock.inprocess import SamplingParams, StructuredOutputsParams
+from penstock.llm import LLM
 from penstock.sched.scheduler import Scheduler
 
 SCHEMA = {

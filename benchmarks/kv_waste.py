@@ -95,7 +95,7 @@ def read_lengths(source: Source, count: int) -> list[Job]:
         Job(
             arrival_ns=0,
             num_prompt_tokens=text.num_prompt_tokens,
-            num_output_tokens=text.max_tokens,
+            num_output_tokens=text.num_output_tokens,
             prompt_token_ids=(idx,) * text.num_prompt_tokens,
         )
         for idx, text in enumerate(read_jobs("sharegpt", source, count))

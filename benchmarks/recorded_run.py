@@ -114,7 +114,9 @@ def recorded_times(recorded: Sequence[Mapping[str, Any]]) -> list[Times]:
     return [
         Times(
             row["arrival_time"] - start,
-            *(row[f"{name}_ts"] - offset - start for name in ("scheduled", "first_token", "last_token")),
+            row["scheduled_ts"] - offset - start,
+            row["first_token_ts"] - offset - start,
+            row["last_token_ts"] - offset - start,
             row["output_toks"],
         )
         for row in recorded
@@ -125,7 +127,8 @@ def simulated_times(outcome: Outcome) -> list[Times]:
     found = []
     for stats in outcome.ended:
         instants = (stats.arrival_ns, stats.first_scheduled_ns, stats.first_token_ns, stats.ended_ns)
-        found.append(Times(*((at or 0) / NS_PER_S for at in instants), stats.num_generated_tokens))
+        arrival, scheduled, first, last = ((at or 0) / NS_PER_S for at in instants)
+        found.append(Times(arrival, scheduled, first, last, stats.num_generated_tokens))
     return found
 
 

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from peaks import context, usable_threads
 from printed import origin, table
 
-from penstock import LLM, SamplingParams, StructuredOutputsParams
+from penstock.inprocess import SamplingParams, StructuredOutputsParams
+from penstock.llm import LLM
 from penstock.models.catalog import DEFAULT_MODEL
 
 PERSON = {

@@ -27,7 +27,7 @@ from penstock.clock import WallClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import Detokenizer, ObserverGroup, TokenObserverGroup
+from penstock.engine.ports import Detokenizer, ObserverGroup
 from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
@@ -127,7 +127,7 @@ class Listeners:
         admission = Admission(AdmissionLimits(), capacity, reads_priority=False)
         signals = Signals(capacity.max_rows, admission.drain.rate)
         self.observer = ObserverGroup([self.metrics, admission, signals])
-        self.token_observer = TokenObserverGroup([self.metrics, admission])
+        self.token_observer = ObserverGroup([self.metrics, admission])
 
 
 def _make_core(arguments: argparse.Namespace, listeners: Listeners | None) -> EngineCore:

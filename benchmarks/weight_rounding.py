@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from activation_rounding import bfloat16, forward, negative_log_likelihood
+from activation_rounding import bfloat16, exactly, forward, negative_log_likelihood
 from numpy.typing import NDArray
 
 from penstock.backends.reference.executor import ReferenceExecutor
@@ -100,7 +100,7 @@ def logits_of(model: LoadedModel, token_ids: list[int], activations: Callable[[F
     executor = ReferenceExecutor(
         model, architectures.describe(model.spec), **sizes, max_step_tokens=len(token_ids), max_model_len=len(token_ids) + 1
     )
-    return forward(executor, token_ids, activations)
+    return forward(executor, token_ids, activations or exactly, exactly)
 
 
 def main() -> None:
