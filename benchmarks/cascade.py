@@ -35,6 +35,7 @@ from typing import Any
 from checkable import Task, make_tasks
 from printed import origin, table
 from processes import Contender, started
+from usage import metric
 
 SMALL, LARGE, EMBEDDER, ROUTE = "smollm2:135m", "qwen2.5-coder:1.5b", "minilm", "auto"
 SEED = 1
@@ -101,10 +102,7 @@ def ask(port: int, model: str, task: Task) -> Said:
 
 
 def machine_s(port: int) -> float:
-    connection = HTTPConnection("127.0.0.1", port)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("penstock_machine_seconds_total"))
+    return metric(f"http://127.0.0.1:{port}", "penstock_machine_seconds_total")
 
 
 def measure(config: Path, model: str, tasks: Sequence[Task], concurrency: int, record: Path | None = None) -> Run:

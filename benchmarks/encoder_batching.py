@@ -16,7 +16,6 @@ import argparse
 import random
 import statistics
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,6 +26,7 @@ from peer_setup import Environments, make_minilm
 from peers import ENVIRONMENTS
 from printed import origin, percent, table
 from sessions import SERVED_NAME, LoadError
+from usage import metric
 from workloads import DEFAULT_TRACES
 
 from penstock.lab import plots
@@ -43,6 +43,7 @@ LOADS = (0.3, 0.6, 0.9)
 BATCH = 16
 CLIENTS = 64
 GRACE_S = 5.0
+PADDING = "penstock_padding_tokens_total"
 COLUMNS = ("texts/s", "p50, ms", "p99, ms", "late")
 _DYNAMIC = ("--batching", "dynamic", "--max-batch-size", str(BATCH))
 _NO_BUCKETS = ("--length-buckets", "1")
@@ -78,19 +79,12 @@ def capacity_per_s(server: Server, texts: Sequence[str]) -> float:
     return 1e9 * len(sent.records) / sent.duration_ns
 
 
-def num_padding_tokens(url: str) -> float:
-    """Return the padding positions computed since the server's start."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("penstock_padding_tokens_total"))
-
-
 def measured(server: Server, texts: Sequence[str], rate: float, seconds: float, seed: int) -> Figures:
     """An open loop for so many seconds; texts without an answer `GRACE_S` later are late, and in no latency."""
-    before = num_padding_tokens(server.url)
+    before = metric(server.url, PADDING)
     arrivals_ns = poisson(random.Random(seed), round(rate * seconds), rate)
     sent = sent_to(server.url, jobs_of(texts, arrivals_ns), Pace(), max_s=seconds + GRACE_S)
-    padding = num_padding_tokens(server.url) - before
+    padding = metric(server.url, PADDING) - before
     quantiles = make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles
     return {
         "texts/s": 1e9 * len(sent.records) / sent.duration_ns,

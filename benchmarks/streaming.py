@@ -22,6 +22,7 @@ from pathlib import Path
 from printed import origin, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
+from usage import metric
 
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -40,6 +41,7 @@ from penstock.types.result import StepResult, StepTiming
 
 POEM = Path(__file__).parents[1] / "tests" / "golden" / "sonnet_excerpt.txt"
 PROMPT = "Shall I compare thee to a summer's day? Thou art more lovely and more temperate. " * 4
+STEPS = "penstock_steps_total"
 PARTS = {"rows": 0, "linear": 0, "attention": 0, "sampling": 0}
 
 
@@ -47,8 +49,7 @@ class Sleeper(NoAdapters):
     """An executor with the native one's books and without its kernels."""
 
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
-        self.capacity = capacity
-        self.depth = 1
+        self.capacity, self.depth = capacity, 1
         self._rows = RowTable(**sizes_of(capacity), vocab_size=vocab_size, window=capacity.window)
         self.words = words
         self._step_s = step_s
@@ -111,10 +112,11 @@ def measure(session: ServerSession, engine: int, streams: int, tokens: int, roun
     pid = session.process.pid
     job = Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=tokens, prompt=PROMPT)
     session.replay([job] * streams, streams)
+    steps = metric(session.url, STEPS)
     http_s, engine_s = thread_cpu_s(pid, pid), thread_cpu_s(pid, engine)
     sent = session.replay([job] * (streams * rounds), streams)
     http_s, engine_s = thread_cpu_s(pid, pid) - http_s, thread_cpu_s(pid, engine) - engine_s
-    num_tokens, num_steps = tokens * streams * rounds, tokens * rounds
+    num_tokens, num_steps = tokens * streams * rounds, metric(session.url, STEPS) - steps
     return {
         "HTTP thread, us a token": http_s / num_tokens * 1e6,
         "engine thread, us a step": engine_s / num_steps * 1e6,
@@ -135,10 +137,8 @@ def main() -> None:
         serve(args.serve, args.step_ms / 1e3)
         return
     command = [sys.executable, __file__, "--step-ms", str(args.step_ms), "--serve", "{port}"]
-    with (
-        tempfile.NamedTemporaryFile("r") as log,
-        running(Contender("sleeper", command, health="/ready"), Path(log.name)) as session,
-    ):
+    server = Contender("sleeper", command, health="/ready")
+    with tempfile.NamedTemporaryFile("r") as log, running(server, Path(log.name)) as session:
         assert isinstance(session, ServerSession)
         engine = int(log.readline())
         results = [measure(session, engine, streams, args.tokens, args.rounds) for streams in args.streams]

@@ -1,10 +1,11 @@
-"""Memory, CPU time and files of programs, seen from outside, on Linux. For comparing servers; starts nothing."""
+"""Memory, CPU time, files and metrics of programs, seen from outside, on Linux. For comparing servers; starts nothing."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,6 +61,13 @@ def cpu_ticks(pid: int) -> int:
     with suppress(OSError):
         return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
     return 0
+
+
+def metric(url: str, name: str) -> float:
+    """Sum of a metric's samples."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
 def _pss_bytes(pid: int) -> int:
