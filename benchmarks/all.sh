@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every benchmark of docs/performance.md, one after the other; each writes the tables that stand there. Over an hour on two
-# cores, which should have nothing else to do.
+# Runs most benchmarks of docs/performance.md, one after the other: not encoder_peers.py, experts.py, packed.py and long_context.py.
+# Each writes the tables that stand there; `http` writes JSON. Over an hour on two cores, which should have nothing else to do.
 #
 #   make install && benchmarks/all.sh [FOLDER]        results go to build/results, or FOLDER
 #
@@ -32,16 +32,17 @@ run() {
 
 # http: the same requests over HTTP and without it
 http() {
-  local penstock load
+  local penstock load port
   penstock=("$python" -m penstock)
   load=(--input-tokens 100 --output-tokens 100 --requests 64 --concurrency 8,32 --repeat 3)
-  "${penstock[@]}" serve --no-prefix-caching --port 18431 &
+  port=$("$python" -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+  "${penstock[@]}" serve --no-prefix-caching --port "$port" &
   local server=$! status=0
-  until curl -sf localhost:18431/ready >/dev/null; do
+  until curl -sf "localhost:$port/ready" >/dev/null; do
     kill -0 $server || return 1
     sleep 0.2
   done
-  "${penstock[@]}" bench --url http://127.0.0.1:18431 "${load[@]}" --json "$folder/http.json" || status=1
+  "${penstock[@]}" bench --url "http://127.0.0.1:$port" "${load[@]}" --json "$folder/http.json" || status=1
   kill $server
   wait $server
   "${penstock[@]}" bench --in-process smollm2:135m --no-prefix-caching "${load[@]}" --json "$folder/in-process.json" || status=1
