@@ -2,7 +2,7 @@
 
 The interactive client asks for one short text at a time, in an open loop (Poisson), alone and beside a job: `--texts` texts in
 bodies of 2,048, one body after the other. Reports the client's latencies, counted from when its requests were due, and the
-job's share of the rest: its rate over that of the same job alone, times the share of time that the client's texts leave.
+job's share of the rest: its rate beside the client, over its rate alone times the share of time that the client's texts leave.
 
     python benchmarks/encoder_mixed.py
     python benchmarks/encoder_mixed.py --bulk short --texts 20000 --rate 10
@@ -44,14 +44,18 @@ def bulk_texts(texts: Sequence[str], count: int) -> list[str]:
 
 
 def do_job(url: str, texts: Sequence[str]) -> float:
-    """Texts per second of the whole job."""
-    sent = sent_to(url, bodies_of(texts, BODY_TEXTS), Pace(concurrency=1))
-    return 1e9 * len(texts) / sent.duration_ns
+    """Seconds of the whole job."""
+    return sent_to(url, bodies_of(texts, BODY_TEXTS), Pace(concurrency=1)).duration_ns / 1e9
 
 
 def ask(url: str, texts: Sequence[str], rate: float, seconds: float) -> Sent:
     """The interactive client, for so many seconds."""
     return sent_to(url, jobs_of(texts, poisson(random.Random(0), round(rate * seconds), rate)), Pace())
+
+
+def rate_beside(num_texts: int, job_s: float, client_s: float, alone: float) -> float:
+    """Texts per second of a job while the client ran. Both began together; after the client the job has its rate alone."""
+    return (num_texts - max(0.0, job_s - client_s) * alone) / min(job_s, client_s)
 
 
 def main() -> None:
@@ -70,17 +74,19 @@ def main() -> None:
     with running(penstock(setting, args.options.split()), environments.log("mixed")) as server:
         assert isinstance(server, Server)
         do_job(server.url, bulk[:BODY_TEXTS])
-        job_alone = do_job(server.url, bulk)
-        print(f"the job alone: {job_alone:.0f} texts/s", file=sys.stderr, flush=True)
         one_s = statistics.median(server.one_text_s(short[:ONE_TEXT_RUNS]) for _ in range(3))
-        seconds = args.texts / job_alone
+        if (rest := 1 - args.rate * one_s) <= 0:
+            parser.error(f"--rate {args.rate:g} leaves no time for the job: a text takes {1e3 * one_s:.1f} ms.")
+        seconds = do_job(server.url, bulk)
+        job_alone = args.texts / seconds
+        print(f"the job alone: {job_alone:.0f} texts/s", file=sys.stderr, flush=True)
         client_alone = ask(server.url, short, args.rate, seconds)
         # In a process of its own: to read a long answer would hold up the other client.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            pool.submit(int).result()  # the process has started
             job = pool.submit(do_job, server.url, bulk)
-            client_beside = ask(server.url, short, args.rate, 0.95 * seconds)  # ends before the job
-            job_beside = job.result()
-    rest = max(0.0, 1 - args.rate * one_s)
+            client_beside = ask(server.url, short, args.rate, 0.95 * seconds)
+            job_beside = rate_beside(args.texts, job.result(), client_beside.duration_ns / 1e9, job_alone)
     figures = [make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles for sent in (client_alone, client_beside)]
     lines = [
         [name, *(f"{of[share].value:.2f}" for share in ("p50", "p99")), job_rate]

@@ -6,7 +6,7 @@ import encoder_batching
 import pytest
 from encoder_batching import LOADS, STRATEGIES, capacity_per_s, measured, plot
 from encoder_contenders import Server
-from encoder_mixed import ask, bulk_texts, do_job
+from encoder_mixed import ask, bulk_texts, do_job, rate_beside
 from sessions import LoadError
 
 from support.lab.canned import CannedServer, plain
@@ -54,6 +54,11 @@ def test_the_job_asks_for_every_text_once_and_none_is_like_another(monkeypatch):
         assert [request.json["input"] for request in canned.requests] == [texts[:2], texts[2:4], texts[4:]]
         assert canned.max_running == 1
         assert len(ask(canned.url, ["c"], rate=100, seconds=0.05).records) == 5
+
+
+@pytest.mark.parametrize(("job_s", "rate"), [(39, 0), (29.5, 500), (20, 1000), (16, 1250)])
+def test_the_job_is_rated_while_the_client_ran(job_s, rate):
+    assert rate_beside(20_000, job_s, client_s=19, alone=1000) == pytest.approx(rate)
 
 
 def test_every_strategy_has_a_line_in_the_plot(tmp_path):
