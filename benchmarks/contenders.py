@@ -97,7 +97,8 @@ def vllm(setting: Setting, options: Sequence[str]) -> Contender:
     make = make_awq_directory if "awq" in options else make_bf16_directory
     folder = make(environments, setting.gguf)
     command = [environments.python("vllm").with_name("vllm"), "serve", folder, "--served-model-name", SERVED_NAME, *LISTEN]
-    command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
+    command += ["--dtype", "bfloat16", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
+    command += ["--max-model-len", str(setting.max_tokens)]
     environ = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_NO_USAGE_STATS": "1",

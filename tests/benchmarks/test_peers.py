@@ -114,6 +114,7 @@ def test_a_peer_is_a_name_and_options_of_its_own(tmp_path, monkeypatch):
     assert [ours.name, openvino.name, vllm.name, awq.name] == asked
     assert list(ours.command)[-2:] == ["--kv-cache-dtype", "bf16"]
     assert list(openvino.command)[-3:] == ["16", "A=1", "B=false"]
+    assert vllm.command[vllm.command.index("--max-model-len") + 1] == str(setting.max_tokens)
     assert (vllm.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"], vllm.environ["X"]) == ("0", "a=b")
     assert (tmp_path / "bf16" in vllm.command, tmp_path / "awq" in awq.command, awq.environ["X"]) == (True, True, "c")
 
