@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -179,7 +180,8 @@ def llamacpp(setting: Setting, options: Sequence[str]) -> Contender:
     environments = setting.environments
     programs, model = environments.llama_programs, make_gguf(environments, make_minilm(environments))
     command = [programs / "llama-server", "-m", model, "--alias", SERVED_NAME, *LISTEN, "--embedding"]
-    command += ["-np", "16", "-c", "8192", "-b", "2048", "-ub", "2048", "-t", "2", "--poll", "0", "--no-webui", *options]
+    command += ["-np", "16", "-c", "8192", "-b", "2048", "-ub", "2048", "--poll", "0", "--no-webui"]
+    command += ["-t", str(len(os.sched_getaffinity(0))), *options]
     libraries = (path for path in programs.iterdir() if ".so" in path.name)
     return Contender("llamacpp", command, installed=(programs / "llama-server", *libraries))
 
