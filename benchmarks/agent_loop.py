@@ -9,7 +9,7 @@ and not; results go back to it, and an answer in words begins the next task. Eve
 its tool's schema by hand-written rules, independent of the server's grammars. Then each task is asked again with few
 tokens, so that answers are cut within a call: no such fragment may be returned as a call.
 
-Reports calls by choice, answers in words, how many of those contain the JSON of a call, faults of each kind, and seconds.
+Reports calls by choice, complete answers in words, how many of those have the JSON of a call, faults of each kind, and seconds.
 The last line is JSON. Exits with 1 if there was a fault.
 """
 
@@ -249,8 +249,9 @@ class Loop:
             self.faults.update(fault for call in calls if (fault := fault_of(call)) is not None)
             self.calls[kind] += len(calls)
             if not calls or self.calls.total() >= num_calls:
-                self.words[kind] += not calls
-                self.written[kind] += not calls and '"arguments"' in (message.get("content") or "")
+                if not calls and finish != "length":
+                    self.words[kind] += 1
+                    self.written[kind] += '"arguments"' in (message.get("content") or "")
                 return
             messages.append(message)
             messages += [

@@ -127,7 +127,7 @@ def measure(command: str, kind: str, num_clients: int, seconds: float) -> dict[s
             most_mib = max(most_mib, resident_mib(pid))
         time.sleep(5)
         figures = {"warm": warm_mib, "most": most_mib, "idle": resident_mib(pid), "requests": len(statuses)}
-        return figures | {"server_errors": sum(status >= 500 for status in statuses)}
+        return figures | {"no_answer": statuses.count(0), "server_errors": sum(status >= 500 for status in statuses)}
 
 
 def main() -> None:
