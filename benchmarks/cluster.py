@@ -42,7 +42,7 @@ from cluster_processes import MAX_QUEUE, Stub, Values, send_all, started
 from other_routers import OTHERS, router_of
 from printed import origin, table
 from routing import BLOCK_SIZE, MAX_STEP_TOKENS, ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read, serve
-from simulated_and_real import PORT, Run, Told, measure, profile
+from simulated_and_real import Run, Told, measure, profile
 from split import MACHINES
 from workloads import DEFAULT_TRACES, read_tokenizer
 
@@ -175,16 +175,15 @@ def print_errors(simulated: Mapping[str, Figures], real: Mapping[str, Figures]) 
     print(table(("error of the simulation", *COMPARED), errors), end="\n\n")
 
 
-def answer_made_up(path: Path, port: int) -> list[Run]:
+def answer_made_up(path: Path) -> list[Run]:
     tokenizer = read_tokenizer(locate(config_from({})).path)
-    return measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"], port)
+    return measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"])
 
 
 def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapping[str, Figures]) -> dict[str, Figures]:
-    numbers = range(args.replicas)
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(args.replicas) as pool:
-        paths = [Path(folder) / f"steps{number}.rec" for number in numbers]
-        runs = pool.starmap(answer_made_up, [(path, PORT + number) for number, path in zip(numbers, paths, strict=True)])
+        paths = [Path(folder) / f"steps{number}.rec" for number in range(args.replicas)]
+        runs = pool.map(answer_made_up, paths)
         told = Told(paths[0], runs[0], profile(Path(folder) / "profile.json", ["--threads", "1"]))
     link = Link(bytes_per_token=kv_bytes_per_token(config_from(values)), bytes_per_s=LINK_BYTES_PER_S, latency_ns=LINK_NS)
     server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, link=link, max_tokens=None)

@@ -25,9 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
@@ -35,6 +34,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from processes import Contender, started
 from workloads import read_tokenizer
 
 from penstock.config.components import config_from
@@ -57,7 +57,7 @@ from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
 
-PORT, ROWS = 8931, 32
+ROWS = 32
 MADE_UP_NAME = "made up"
 MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1")
 CLOSED = {1: 3, 4: 6, 16: 16, 32: 32}
@@ -107,21 +107,12 @@ class Run:
 
 
 @contextmanager
-def serving(words: Sequence[str], port: int = PORT) -> Iterator[Target]:
+def serving(words: Sequence[str]) -> Iterator[Target]:
     """A server that is ready."""
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--port", str(port), "--log-level", "warning"]
-    command += [*SIZES, *words]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        while server.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=10):
-                break
-            time.sleep(0.1)
-        yield Target(url=url, model=DEFAULT_MODEL)
-    finally:
-        server.terminate()
-        server.wait()
+    command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--port", "{port}", "--log-level", "warning"]
+    server = Contender("penstock", [*command, *SIZES, *words], health="/ready")
+    with tempfile.TemporaryDirectory() as folder, started(server, Path(folder) / "log") as (_, port):
+        yield Target(url=f"http://127.0.0.1:{port}", model=DEFAULT_MODEL)
 
 
 def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0) -> Figures:
@@ -142,7 +133,6 @@ def measure(
     repeat: int,
     path: Path,
     words: Sequence[str] = (),
-    port: int = PORT,
 ) -> list[Run]:
     """Made-up requests before, between and after the workloads, each `repeat` times. The server's recording is at `path`.
 
@@ -155,7 +145,7 @@ def measure(
     between = [(MADE_UP_NAME, make_workload(choice), pace) for choice, pace in made_up]
     turns = [turn for name, workload in [*workloads.items()] * repeat for turn in ((name, workload, Pace()), *between)]
     runs: list[Run] = []
-    with serving([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words], port) as target:
+    with serving([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
         for name, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
             runs.append(Run(name, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
@@ -266,32 +256,30 @@ def main() -> None:
     choices = {name: replace(choice_of(name), **changes) for name in args.workloads}
     closed: dict[str, Any] = {"requests": 60, "arrivals": "closed", "cv": None, "think_time_s": 0.0}
     all_at_once = {name: make_workload(replace(choice, **closed)) for name, choice in choices.items()}  # a file may be missing
-    folder = Path(tempfile.mkdtemp())
-    base = profile(folder / "profile.json")
-    workloads: dict[str, Workload] = {}
-    with serving(GUESSES) as target:
-        for name, at_once in all_at_once.items():
-            capacity = len(at_once.jobs) * 1e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
-            print(f"{name}: capacity {capacity:.2f} requests/s", flush=True)
-            per_arrival = len(at_once.jobs) / num_arrivals(at_once)
-            for load in args.loads:
-                workloads[f"{name} at {load:g}"] = make_workload(replace(choices[name], rate=load * capacity / per_arrival))
-    middles: dict[str, dict[str, dict[str, Figures]]] = {name: {} for name in workloads}
-    for preset in args.presets:
-        path = folder / f"{preset}.rec"
-        runs = measure(preset, workloads, tokenizer, args.repeat, path)
-        compared = compare(preset, runs, Told(path, runs, base))
-        for workload, (real, simulated) in compared.items():
-            print(f"\n{preset}, {workload}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")
-            kinds = {"real": real, "simulated": simulated}
-            middle = {kind: {name: median(one[name] for one in some) for name in real[0]} for kind, some in kinds.items()}
-            middles[workload][preset] = middle
-            for name, value in middle["real"].items():
-                error = median(told[name] / seen[name] - 1 for seen, told in zip(real, simulated, strict=True))
-                spread = (
-                    f"{min(one[name] for one in real) / value - 1:+.0%} to {max(one[name] for one in real) / value - 1:+.0%}"
-                )
-                print(f"| {name} | {value:.4g} | {middle['simulated'][name]:.4g} | {error:+.1%} | {spread} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        base = profile(Path(folder) / "profile.json")
+        workloads: dict[str, Workload] = {}
+        with serving(GUESSES) as target:
+            for name, at_once in all_at_once.items():
+                capacity = len(at_once.jobs) * 1e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
+                print(f"{name}: capacity {capacity:.2f} requests/s", flush=True)
+                per_arrival = len(at_once.jobs) / num_arrivals(at_once)
+                for load in args.loads:
+                    workloads[f"{name} at {load:g}"] = make_workload(replace(choices[name], rate=load * capacity / per_arrival))
+        middles: dict[str, dict[str, dict[str, Figures]]] = {name: {} for name in workloads}
+        for preset in args.presets:
+            path = Path(folder) / f"{preset}.rec"
+            runs = measure(preset, workloads, tokenizer, args.repeat, path)
+            compared = compare(preset, runs, Told(path, runs, base))
+            for workload, (real, simulated) in compared.items():
+                print(f"\n{preset}, {workload}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")
+                kinds = {"real": real, "simulated": simulated}
+                middle = {kind: {name: median(one[name] for one in some) for name in real[0]} for kind, some in kinds.items()}
+                middles[workload][preset] = middle
+                for name, value in middle["real"].items():
+                    error = median(told[name] / seen[name] - 1 for seen, told in zip(real, simulated, strict=True))
+                    spread = " to ".join(f"{bound(one[name] for one in real) / value - 1:+.0%}" for bound in (min, max))
+                    print(f"| {name} | {value:.4g} | {middle['simulated'][name]:.4g} | {error:+.1%} | {spread} |", flush=True)
     for words, by_preset in middles.items():
         for name in RANKED if len(by_preset) > 1 else ():
             orders = [sorted(by_preset, key=lambda one: by_preset[one][kind][name]) for kind in ("real", "simulated")]
