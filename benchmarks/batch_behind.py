@@ -28,7 +28,7 @@ import httpx
 from printed import origin, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
-from usage import family
+from usage import cpu_s, family
 from workloads import read_tokenizer
 
 from penstock.lab.client import send
@@ -159,10 +159,7 @@ class Server:
 
 
 def _cpu_s(session: ServerSession) -> float:
-    ticks = 0
-    for pid in family(session.process.pid):
-        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(map(cpu_s, family(session.process.pid)))
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+
+from usage import resident_bytes
 
 from penstock import machine
 from penstock.lab.client import send
@@ -74,10 +77,6 @@ def speed(sent: Sent) -> dict[str, float]:
     }
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def agreement(url: str, count: int, num_tokens: int) -> dict[str, float]:
     """Our medians over theirs."""
     from support.lab import independent_client
@@ -110,10 +109,10 @@ def main(words: Sequence[str] | None = None) -> None:
             results["agree"].append(agreement(url, 32, 40))
         print({name: found[-1] for name, found in results.items()}, flush=True)
     with stub() as url:
-        before = resident_bytes()
+        before = resident_bytes(os.getpid())
         count = 8 * args.requests
         sent = run(url, count, 20, users=64)
-        held_bytes = (resident_bytes() - before) / len(sent.records)
+        held_bytes = (resident_bytes(os.getpid()) - before) / len(sent.records)
     medians = {name: {key: median(one[key] for one in runs) for key in runs[0]} for name, runs in results.items()}
     report = {"benchmark": "client", "date": time.strftime("%Y-%m-%d"), "cpu": machine.cpu_name(), "repeat": args.repeat}
     print(json.dumps(report | medians | {"memory": {"requests": count, "bytes_per_request": round(held_bytes)}}))

@@ -44,6 +44,7 @@ from printed import origin, table
 from routing import BLOCK_SIZE, MAX_STEP_TOKENS, ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read, serve
 from simulated_and_real import Run, Told, measure, profile
 from split import MACHINES
+from usage import cpu_s
 from workloads import DEFAULT_TRACES, read_tokenizer
 
 from penstock.config.components import DEFAULT_MODEL, config_from
@@ -74,11 +75,6 @@ def requests(count: int, rate: float, seed: int) -> Workload:
     words = partial(random.Random(seed).choices, WORDS, k=100)
     job = partial(Job, num_prompt_tokens=100, num_output_tokens=4)
     return Workload(name="", jobs=[job(arrival_ns=round(k * 1e9 / rate), prompt=" ".join(words())) for k in range(count)])
-
-
-def cpu_s(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def overhead_of(num_replicas: int, rate: float, seconds: float) -> Figures:

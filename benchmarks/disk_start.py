@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import tempfile
 import time
 from pathlib import Path
 
+from usage import resident_bytes
+
 from penstock.kv.tiers import Tier
 from penstock.storage.block_file import FINGERPRINT_BYTES, PAGE_BYTES, BlockFile
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def measure(folder: Path, num_slots: int) -> dict[str, float]:
@@ -33,14 +32,14 @@ def measure(folder: Path, num_slots: int) -> dict[str, float]:
     )
     for slot in range(num_slots):
         store.write(slot, slot.to_bytes(16, "big"), content)
-    before_bytes, began_s, began_cpu_s = resident_bytes(), time.monotonic(), time.process_time()
+    before_bytes, began_s, began_cpu_s = resident_bytes(os.getpid()), time.monotonic(), time.process_time()
     tier = Tier(store.num_slots, entries=store.entries())
     took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
     assert len(tier.slots) == num_slots, "all were found"
     most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     figures = {
         "bytes_at_most": most_bytes - before_bytes,
-        "bytes_kept": resident_bytes() - before_bytes,
+        "bytes_kept": resident_bytes(os.getpid()) - before_bytes,
         "us": took_s * 1e6,
         "cpu_us": took_cpu_s * 1e6,
     }

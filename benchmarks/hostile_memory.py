@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 from processes import Contender
 from sessions import ServerSession, running
+from usage import resident_bytes
 
 from penstock import machine
 
@@ -85,11 +86,6 @@ def schema(rng: random.Random) -> Request:
 KINDS: dict[str, Callable[[random.Random], Request]] = {"plain": plain, "body": body, "text": text, "schema": schema}
 
 
-def resident_mib(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
 def send(address: str, request: Request) -> int:
     """The status; 0 if the server closed the connection."""
     connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
@@ -110,7 +106,7 @@ def measure(command: str, kind: str, num_clients: int, seconds: float) -> dict[s
         assert isinstance(session, ServerSession)
         address, pid = urlsplit(session.url).netloc, session.process.pid
         send(address, completion("hello " * 1500, 2))
-        warm_mib = most_mib = resident_mib(pid)
+        warm_mib = most_mib = resident_bytes(pid) >> 20
         end_s = time.monotonic() + seconds
         statuses: list[int] = []
 
@@ -124,9 +120,9 @@ def measure(command: str, kind: str, num_clients: int, seconds: float) -> dict[s
             thread.start()
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.2)
-            most_mib = max(most_mib, resident_mib(pid))
+            most_mib = max(most_mib, resident_bytes(pid) >> 20)
         time.sleep(5)
-        figures = {"warm": warm_mib, "most": most_mib, "idle": resident_mib(pid), "requests": len(statuses)}
+        figures = {"warm": warm_mib, "most": most_mib, "idle": resident_bytes(pid) >> 20, "requests": len(statuses)}
         return figures | {"no_answer": statuses.count(0), "server_errors": sum(status >= 500 for status in statuses)}
 
 

@@ -9,7 +9,6 @@ Needs the default model (`penstock pull`) and the command `openssl`. Linux only 
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import ssl
 import subprocess
@@ -18,15 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from usage import resident_bytes
+
 NUM_WARM_UP = 100
 SETTLE_S = 5.0
 """Time for the engine to finish its start-up work."""
 PENSTOCK = Path(sys.executable).with_name("penstock")
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def opened(port: int, context: ssl.SSLContext | None) -> socket.socket:

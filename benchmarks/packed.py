@@ -12,7 +12,6 @@ Linux only (/proc).
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from printed import origin, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
+from usage import cpu_s
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config.components import config_from
@@ -69,12 +69,6 @@ def server(model: str, environ: dict[str, str]) -> Iterator[ServerSession]:
     with tempfile.NamedTemporaryFile() as log, running(contender, Path(log.name)) as session:
         assert isinstance(session, ServerSession)
         yield session
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_mib(session: ServerSession) -> dict[str, float]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import socket
 import statistics
@@ -37,7 +36,7 @@ from printed import origin, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
 from streaming import Sleeper, serve
-from usage import MB, OtherLoad
+from usage import MB, OtherLoad, resident_bytes
 
 from penstock import machine
 from penstock.serve import server as server_file
@@ -232,10 +231,6 @@ def serve_with_small_buffers(port: int, step_s: float) -> None:
     serve(port, step_s, Reciter)
 
 
-def resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MB
-
-
 def num_open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
@@ -278,7 +273,7 @@ async def measure(session: ServerSession, args: argparse.Namespace, texts: dict[
         stuck = [await run.stuck(number) for number in range(args.stuck if are_slow else 0)]
         while time.monotonic() < end_s:
             await asyncio.sleep(1.0)
-            sizes_mb.append(resident_mb(pid))
+            sizes_mb.append(resident_bytes(pid) / MB)
         run.is_over = True
     num_left = await asyncio.to_thread(files_left, pid, num_files)  # those who never read have theirs open still
     for connection in stuck:

@@ -15,7 +15,6 @@ Linux only (/proc).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from printed import origin, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
+from usage import threads_cpu_s
 
 from penstock.lab.workload import Job
 from penstock.models.cache import default_cache_dir
@@ -72,21 +72,12 @@ def weights_mb(url: str) -> float:
     return float(next(line for line in lines if line.startswith("penstock_weight_bytes{")).split()[-1]) / 1e6
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of all threads that live, so far."""
-    total_ns = 0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            total_ns += int(file.read_text().split()[0])
-    return total_ns / 1e9
-
-
 def idle_cpu_percent(pid: int) -> float:
     """Share of one core."""
     time.sleep(IDLE_CHECK_S)
-    before_s = cpu_s(pid)
+    before_s = threads_cpu_s(pid)
     time.sleep(IDLE_S)
-    return (cpu_s(pid) - before_s) / IDLE_S * 100
+    return (threads_cpu_s(pid) - before_s) / IDLE_S * 100
 
 
 def measure(session: ServerSession, model: Path) -> dict[str, float]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
+from usage import threads_cpu_s
 
 from penstock import machine
 from penstock.lab.workload import Job
@@ -85,12 +86,6 @@ def us_per_request(url: str) -> float:
     return (time.thread_time_ns() - begin_ns) / NUM_MADE / 1e3
 
 
-def cpu_s(session: ServerSession) -> float:
-    """Return the CPU time of all threads of a server."""
-    folder = Path(f"/proc/{session.process.pid}/task")
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in folder.iterdir()) / 1e9
-
-
 def shown(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 
@@ -122,11 +117,11 @@ def main() -> None:
             for name in ("off", "on") if number % 2 else ("on", "off"):
                 session = sessions[name]
                 assert isinstance(session, ServerSession)
-                before_s = cpu_s(session)
+                before_s = threads_cpu_s(session.process.pid)
                 sent = session.replay(jobs[first : first + args.requests], CLIENTS)
                 time.sleep(1.0)  # its last spans are sent
                 if number:
-                    per_request = (cpu_s(session) - before_s) / args.requests * 1e3
+                    per_request = (threads_cpu_s(session.process.pid) - before_s) / args.requests * 1e3
                     found[name].append((per_request, args.requests * TOKENS * 1e9 / sent.duration_ns))
             first += args.requests
     summary = {

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import startup
+import usage
 
 SMAPS = """\
 7f0000000000-7f0040000000 rw-p 00000000 00:00 0
@@ -28,4 +29,4 @@ def test_a_thread_that_ends_meanwhile_has_no_time(monkeypatch):
             raise ProcessLookupError
 
     monkeypatch.setattr(Path, "glob", lambda *_: [Ended(), Path("/proc/self/schedstat")])
-    assert startup.cpu_s(0) > 0
+    assert usage.threads_cpu_s(0) > 0
