@@ -85,11 +85,13 @@ class Server:
             sent = self._send(session, nth, users=args.users)
             capacity = make_figures(Samples.of(sent.records)).rates.requests_per_s.value or 0.0
             alone = self._people(session, nth, args.load * capacity)
-            self._begin_batch(session, nth)
+            batch_id = self._begin_batch(session, nth)
             beside = self._people(session, nth, args.load * capacity)
             before, began_s = self._batch_tokens(session), time.perf_counter()
             time.sleep(ALONE_S)
             rate = (self._batch_tokens(session) - before) / (time.perf_counter() - began_s)
+            status = httpx.get(f"{session.url}/v1/batches/{batch_id}", timeout=60).raise_for_status().json()["status"]
+            assert status == "in_progress", f"the batch is {status} already: it needs more than {MANY_LINES} lines"
         found = Round(capacity, alone, beside, rate)
         print(f"round {nth + 1}: {found}", file=sys.stderr, flush=True)
         return found
@@ -129,7 +131,7 @@ class Server:
             make_workload(WorkloadChoice(requests=count, rate=rate, seed=seed, **lengths)), tokenizer, seed=seed
         )
 
-    def _begin_batch(self, session: ServerSession, nth: int) -> None:
+    def _begin_batch(self, session: ServerSession, nth: int) -> str:
         jobs = self._workload(MANY_LINES, rate=None, seed=2 * nth + 1).jobs
         fixed = {"model": _OTHER_NAME if self._args.another else SERVED_NAME, "ignore_eos": True, "temperature": 0}
         lines = [
@@ -145,10 +147,11 @@ class Server:
         form = {"files": {"file": ("lines.jsonl", data)}, "data": {"purpose": "batch"}}
         file = httpx.post(f"{session.url}/v1/files", timeout=120, **form).raise_for_status().json()
         asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        httpx.post(f"{session.url}/v1/batches", json=asked, timeout=120).raise_for_status()
+        batch = httpx.post(f"{session.url}/v1/batches", json=asked, timeout=120).raise_for_status().json()
         while not self._batch_tokens(session):
             time.sleep(0.2)
         time.sleep(SETTLES_S)
+        return str(batch["id"])
 
     @staticmethod
     def _batch_tokens(session: ServerSession) -> float:
