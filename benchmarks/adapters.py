@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 from adapter_requests import Workload, drawn, found, run, shapes_of, start, write_adapters
-from printed import origin, table
+from printed import origin, spread, table
 
 from penstock.config import LoraConfig
 from penstock.deploy.factory import open_adapters
@@ -55,9 +55,8 @@ def throughput(args, running, workload, _folder):
             print(f"{num} adapters: {rates[num][-1]} tokens a second, and a second of CPU time", file=sys.stderr)
     rows, medians = [], {num: np.median(told, axis=0) for num, told in rates.items()}
     for num, median in medians.items():
-        walls = [wall for wall, _ in rates[num]]
         row = [num, len({ref.number for ref in arms[num] if ref})]
-        row += [f"{median[0]:.0f} ({min(walls):.0f} to {max(walls):.0f})", f"{median[1]:.0f}"]
+        row += [spread([wall for wall, _ in rates[num]], 0), f"{median[1]:.0f}"]
         rows.append(row + [" / ".join(f"{x:.1%}" for x in median / medians[to]) if to in medians else "" for to in (0, 5)])
     print(table(["adapters", "different", "tokens/s", "tokens/CPU s", "of the base", "of five"], rows))
     return {"tokens_per_s_and_cpu_s": rates}

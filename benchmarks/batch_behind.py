@@ -22,10 +22,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 import httpx
-from printed import origin, table
+from printed import origin, spread, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
 from usage import cpu_s, family
@@ -183,7 +182,7 @@ def main() -> None:
     print(origin(f"people at {args.load:g} of the capacity", "medians of the rounds and their range"))
     print(table(["people", "TTFT p50, ms", "TTFT p99", "ITL p50", "ITL p99", "busy"], _rows(rounds)))
     shares = [one.beside.batch_tokens_per_s / ((1 - args.load) * one.batch_alone_tokens_per_s) for one in rounds]
-    print(f"\nThe batch got {_cell(shares, 2)} of the rest.\n")
+    print(f"\nThe batch got {spread(shares, 2)} of the rest.\n")
     print(json.dumps({"load": args.load, "shares": shares, "rounds": [asdict(one) for one in rounds]}))
 
 
@@ -192,14 +191,10 @@ def _rows(rounds: Sequence[Round]) -> list[list[str]]:
     rows = []
     for title, runs in (("alone", [one.alone for one in rounds]), ("with a batch behind", [one.beside for one in rounds])):
         rows.append(
-            [title, *[_cell([getattr(run, name) for run in runs], 1) for name in names], _cell([run.busy for run in runs], 2)]
+            [title, *[spread([getattr(run, name) for run in runs], 1) for name in names], spread([run.busy for run in runs], 2)]
         )
     ratios = [[getattr(one.beside, name) / getattr(one.alone, name) for one in rounds] for name in names]
-    return [*rows, ["ratio", *[_cell(ratio, 2) for ratio in ratios], ""]]
-
-
-def _cell(values: Sequence[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return [*rows, ["ratio", *[spread(ratio, 2) for ratio in ratios], ""]]
 
 
 if __name__ == "__main__":

@@ -26,14 +26,13 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
 from batch_order import few_shot
 from contenders import LISTEN
 from peer_setup import Environments, make_requantized
-from printed import origin, table
+from printed import origin, spread, table
 from processes import Contender, started
 
 from penstock.models.cache import default_cache_dir
@@ -117,14 +116,10 @@ def main() -> None:
         name: [time / first for time, first in zip(times, took["batch run"], strict=True)] for name, times in took.items()
     }
     print(origin(f"{args.lines} lines", "medians of the rounds and their range"))
-    rows = [[name, _cell(times, 1), _cell(ratios[name], 2)] for name, times in took.items()]
+    rows = [[name, spread(times, 1), spread(ratios[name], 2)] for name, times in took.items()]
     print(table(["", "seconds", "over batch run"], rows))
     print()
     print(json.dumps({"lines": args.lines, "seconds": took, "ratios": ratios}))
-
-
-def _cell(values: Sequence[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

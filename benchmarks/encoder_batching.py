@@ -24,7 +24,7 @@ from encoder_contenders import AS_BYTES, Server, Setting, penstock, running
 from encoder_texts import TextSet, read_sets
 from peer_setup import Environments, make_minilm
 from peers import ENVIRONMENTS
-from printed import origin, percent, table
+from printed import origin, percent, spread, table
 from sessions import SERVED_NAME, LoadError
 from usage import metric
 from workloads import DEFAULT_TRACES
@@ -108,11 +108,6 @@ def plot(found: Mapping[tuple[str, float], Sequence[Figures]], path: Path) -> No
     plots.draw("Batching of whole texts", panels).save(path)
 
 
-def cell(rounds: Sequence[Figures], name: str, digits: int) -> str:
-    values = [one[name] for one in rounds]
-    return f"{middle(rounds, name):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="minilm", help="MODEL of Penstock (default: %(default)s)")
@@ -140,7 +135,7 @@ def main() -> None:
                     print(way, load, found[way, load][-1], file=sys.stderr, flush=True)
     print(origin(str(texts), f"capacity {rate:.0f} texts/s", "medians of the rounds and their range"))
     lines = [
-        [way, load, *(cell(of, name, 0) for name in COLUMNS), percent(middle(of, "padding"))]
+        [way, load, *(spread([one[name] for one in of], 0) for name in COLUMNS), percent(middle(of, "padding"))]
         for (way, load), of in found.items()
     ]
     print(table(["batching", "load", *COLUMNS, "padding"], lines))

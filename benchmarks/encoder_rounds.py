@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from encoder_contenders import IN_PROCESS, LOADS, OURS, Session, Vectors
 from encoder_texts import TextSet
-from printed import table
+from printed import spread, table
 from processes import ContenderError
 from sessions import LoadError
 from usage import OtherLoad
@@ -115,6 +115,6 @@ def _cell(rates: Mapping[str, float], ours: Mapping[str, float]) -> str:
     """Median and range; Penstock's rate over this one in the rounds that both have."""
     if not rates:
         return ""
-    cell = f"{statistics.median(rates.values()):.0f} ({min(rates.values()):.0f} to {max(rates.values()):.0f})"
+    cell = spread(rates.values(), 0)
     both = [ours[turn] / rates[turn] for turn in ours.keys() & rates.keys()]
     return f"{cell} **{statistics.median(both):.2f}**" if both else cell

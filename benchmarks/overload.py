@@ -18,9 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 
-from printed import origin, table
+from printed import origin, spread, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
 from usage import OtherLoad
@@ -142,12 +141,9 @@ def main() -> None:
 
 
 def _row(load: float, points: Sequence[Point], args: argparse.Namespace) -> list[str]:
-    def cell(values: list[float], digits: int = 2) -> str:
-        return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
     goodput, p50, p99 = ([getattr(point, name) for point in points] for name in ("goodput", "ttft_p50_s", "ttft_p99_s"))
-    refused = cell([point.num_refused for point in points], 0)
-    return [f"{load:g}", cell(goodput), cell(p50), cell(p99), f"{refused} of {args.requests}"]
+    refused = spread([point.num_refused for point in points], 0)
+    return [f"{load:g}", *(spread(values, 2) for values in (goodput, p50, p99)), f"{refused} of {args.requests}"]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from contenders import CONTENDERS, MODELS, OURS, Setting, prepared
 from peer_setup import Environments
-from printed import origin, table
+from printed import origin, spread, table
 from processes import Contender, ContenderError
 from sessions import LoadError, running, warm_up
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
@@ -85,7 +85,7 @@ def compared(
         cells = []
         for load in loads:
             rates = [one.rates[load] for one in theirs.values()]
-            cell = f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})"
+            cell = spread(rates, 0)
             if both:
                 ratios[name][load] = statistics.median(mine.rates[load] / peer.rates[load] for mine, peer in both)
                 cell += f" **{ratios[name][load]:.2f}**"

@@ -7,8 +7,9 @@ from __future__ import annotations
 import datetime
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from statistics import median
 
 from penstock import machine
 
@@ -23,6 +24,11 @@ def origin(*about: str) -> str:
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     told = [datetime.datetime.now(datetime.UTC).date().isoformat(), machine.cpu_name() or "unknown processor", *about]
     return f"`{command}`, {', '.join(told)}:\n"
+
+
+def spread(values: Collection[float], digits: int) -> str:
+    """Median (least to most)."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def percent(share: float) -> str:
