@@ -41,11 +41,11 @@ from typing import Any
 
 from printed import origin, percent, table
 from processes import Contender, started
+from sessions import answered
 from workloads import read_tokenizer
 
-from penstock.lab.client import send
 from penstock.lab.prompts import write_prompts
-from penstock.lab.records import End, Record
+from penstock.lab.records import Record
 from penstock.lab.target import Endpoint, Target
 from penstock.lab.transforms import think
 from penstock.lab.workload import Job, Workload
@@ -104,12 +104,8 @@ def serving(args: argparse.Namespace, *options: str) -> Iterator[str]:
 
 
 def play(url: str, workload: Workload, model: str) -> list[Record]:
-    """Send the workload. Raises RuntimeError if a request fails."""
-    records = send(workload, Target(url=url, model=model, endpoint=Endpoint.CHAT)).records
-    for record in records:
-        if record.end is not End.OK:
-            raise RuntimeError(f"request {record.index}: {record.http_status} {record.error}")
-    return records
+    """Send the workload. Raises LoadError if a request fails."""
+    return answered(workload, Target(url=url, model=model, endpoint=Endpoint.CHAT)).records
 
 
 def prefills_s(url: str, count: int) -> list[float]:

@@ -25,12 +25,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from sessions import answered
 from usage import resident_bytes
 
 from penstock import machine
-from penstock.lab.client import send
 from penstock.lab.pacing import Pace
-from penstock.lab.records import End, Sent
+from penstock.lab.records import Sent
 from penstock.lab.target import Target
 from penstock.lab.workload import Job, Workload
 
@@ -58,10 +58,7 @@ def run(url: str, count: int, num_tokens: int, *, users: int | None = None, rate
         Job(arrival_ns=round(k * gap_ns), num_prompt_tokens=100, num_output_tokens=num_tokens, prompt=PROMPT)
         for k in range(count)
     ]
-    sent = send(Workload(name="stub", jobs=jobs), Target(url=url, model="stub"), pace=Pace(concurrency=users))
-    if any(record.end is not End.OK for record in sent.records):
-        raise SystemExit("the stub did not answer every request")
-    return sent
+    return answered(Workload(name="stub", jobs=jobs), Target(url=url, model="stub"), pace=Pace(concurrency=users))
 
 
 def speed(sent: Sent) -> dict[str, float]:

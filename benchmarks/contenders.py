@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from installed import distribution_files, without_byte_code
 from peer_setup import RECIPES, Environments, SetupError, make_awq_directory, make_bf16_directory, make_requantized
@@ -122,26 +123,30 @@ def llamacpp(setting: Setting, options: Sequence[str]) -> Contender:
     return Contender("llamacpp", command, installed=(programs / "llama-server", *libraries))
 
 
-CONTENDERS: Mapping[str, Callable[[Setting, Sequence[str]], Contender]] = {
-    OURS: penstock,
-    "openvino": openvino,
-    "vllm": vllm,
-    "llamacpp": llamacpp,
+Choices = Mapping[str, tuple[str, Callable[[Any, Sequence[str]], Contender]]]
+"""Name -> the environment that it needs, and what makes it of a setting and its options."""
+CONTENDERS: Choices = {
+    OURS: ("", penstock),
+    "openvino": ("openvino", openvino),
+    "vllm": ("vllm", vllm),
+    "llamacpp": ("llamacpp", llamacpp),
 }
 
 
-def prepared(peers: Sequence[str], setting: Setting, *, setup: bool) -> Iterator[Contender]:
+def prepared(peers: Sequence[str], setting: Any, *, setup: bool, choices: Choices = CONTENDERS) -> Iterator[Contender]:
     """The contenders that can run here, each called as it was asked for. Says why others are left out."""
+    environments: Environments = setting.environments
     for peer in peers:
         name, *options = peer.split()
         try:
-            if name not in CONTENDERS:
-                raise SetupError(f"there are {', '.join(CONTENDERS)}")
-            if setup and name in RECIPES:
-                setting.environments.make(name)
-            if name in RECIPES and not setting.environments.is_made(name):
-                raise SetupError(f"{RECIPES[name][0]} is not in {setting.environments.root}; make it with --setup")
-            yield replace(CONTENDERS[name](setting, options), name=peer)
+            if name not in choices:
+                raise SetupError(f"there are {', '.join(choices)}")
+            needed, make = choices[name]
+            if needed and setup:
+                environments.make(needed)
+            if needed and not environments.is_made(needed):
+                raise SetupError(f"{RECIPES[needed][0]} is not in {environments.root}; make it with --setup")
+            yield replace(make(setting, options), name=peer)
         except SetupError as error:
             print(f"{peer} is left out: {error}", flush=True)
 

@@ -20,24 +20,20 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-from encoder_contenders import AS_BYTES, Server, Setting, penstock, running
+from encoder_contenders import Server, Setting, embed, penstock, running
 from encoder_texts import TextSet, read_sets
 from peer_setup import Environments, make_minilm
 from peers import ENVIRONMENTS
 from printed import origin, percent, spread, table
-from sessions import SERVED_NAME, LoadError
 from usage import metric
 from workloads import DEFAULT_TRACES
 
 from penstock.lab import plots
 from penstock.lab.arrivals import poisson
-from penstock.lab.client import SendOptions, send
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.pacing import Pace
 from penstock.lab.plots import Axis, Panel, Series
-from penstock.lab.records import End, Sent
-from penstock.lab.target import Endpoint, Target
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import Job
 
 LOADS = (0.3, 0.6, 0.9)
 BATCH = 16
@@ -64,18 +60,8 @@ def jobs_of(texts: Sequence[str], arrivals_ns: Sequence[int]) -> list[Job]:
     return [Job(arrival_ns=at_ns, num_prompt_tokens=0, num_output_tokens=1, prompt=text) for at_ns, text in due]
 
 
-def sent_to(url: str, jobs: Sequence[Job], pace: Pace, max_s: float | None = None) -> Sent:
-    """Raises LoadError if a request fails; those that are still under way after `max_s` count for nothing."""
-    target = Target(url=url, model=SERVED_NAME, endpoint=Endpoint.EMBEDDINGS, stream=False, extra_body=AS_BYTES)
-    sent = send(Workload(name="texts", jobs=jobs), target, pace=pace, options=SendOptions(max_s=max_s))
-    for record in sent.records:
-        if record.end is not End.OK:
-            raise LoadError(f"{record.http_status or ''} {record.error}".strip())
-    return sent
-
-
 def capacity_per_s(server: Server, texts: Sequence[str]) -> float:
-    sent = sent_to(server.url, jobs_of(texts, [0] * len(texts)), Pace(concurrency=CLIENTS))
+    sent = embed(server.url, jobs_of(texts, [0] * len(texts)), Pace(concurrency=CLIENTS))
     return 1e9 * len(sent.records) / sent.duration_ns
 
 
@@ -83,7 +69,7 @@ def measured(server: Server, texts: Sequence[str], rate: float, seconds: float, 
     """An open loop for so many seconds; texts without an answer `GRACE_S` later are late, and in no latency."""
     before = metric(server.url, PADDING)
     arrivals_ns = poisson(random.Random(seed), round(rate * seconds), rate)
-    sent = sent_to(server.url, jobs_of(texts, arrivals_ns), Pace(), max_s=seconds + GRACE_S)
+    sent = embed(server.url, jobs_of(texts, arrivals_ns), Pace(), max_s=seconds + GRACE_S)
     padding = metric(server.url, PADDING) - before
     quantiles = make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles
     return {

@@ -15,22 +15,22 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contenders import LISTEN, own_files, packages
-from peer_setup import RECIPES, Environments, SetupError, make_gguf, make_minilm, make_onnx
+from contenders import LISTEN, Choices, own_files, packages
+from peer_setup import Environments, make_gguf, make_minilm, make_onnx
 from processes import Contender, ContenderError, read_line, started
-from sessions import ANSWER_TIMEOUT_S, SERVED_NAME, LoadError
+from sessions import ANSWER_TIMEOUT_S, SERVED_NAME, answered
 from usage import ProcessGroup
 
-from penstock.lab.client import send
+from penstock.lab.client import SendOptions
 from penstock.lab.pacing import Pace
-from penstock.lab.records import End, Sent
+from penstock.lab.records import Sent
 from penstock.lab.target import Endpoint, Target
 from penstock.lab.workload import Job, Workload
 
@@ -94,27 +94,17 @@ class Server(ProcessGroup):
         self.url = url
 
     def seconds(self, texts: Sequence[str], load: str) -> float:
-        return self._send(texts, *LOADS[load]).duration_ns / 1e9
+        num_texts, concurrency = LOADS[load]
+        return embed(self.url, jobs_of(texts, num_texts), Pace(concurrency=concurrency)).duration_ns / 1e9
 
     def one_text_s(self, texts: Sequence[str]) -> float:
         """The median of one text after the other, from the first byte sent to the last received."""
-        return statistics.median(one.ended_ns - one.sent_ns for one in self._send(texts, 1, 1).records) / 1e9
+        sent = embed(self.url, jobs_of(texts, 1), Pace(concurrency=1))
+        return statistics.median(one.ended_ns - one.sent_ns for one in sent.records) / 1e9
 
     def vectors(self, texts: Sequence[str]) -> Vectors:
         parts = (texts[k : k + BODY_TEXTS] for k in range(0, len(texts), BODY_TEXTS))
         return np.concatenate([embedded(self.url, part) for part in parts])
-
-    def _send(self, texts: Sequence[str], num_texts: int, concurrency: int) -> Sent:
-        """Raises LoadError if a request fails."""
-        sent = send(
-            Workload(name="texts", jobs=jobs_of(texts, num_texts)),
-            Target(url=self.url, model=SERVED_NAME, endpoint=Endpoint.EMBEDDINGS, stream=False, extra_body=AS_BYTES),
-            pace=Pace(concurrency=concurrency),
-        )
-        for record in sent.records:
-            if record.end is not End.OK:
-                raise LoadError(f"{record.http_status or ''} {record.error}".strip())
-        return sent
 
 
 AS_BYTES = {"encoding_format": "base64"}
@@ -124,6 +114,12 @@ def jobs_of(texts: Sequence[str], num_texts: int) -> list[Job]:
     """Requests with `num_texts` texts each, in order, all due at once."""
     parts = [tuple(texts[k : k + num_texts]) for k in range(0, len(texts), num_texts)]
     return [Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=1, texts=part) for part in parts]
+
+
+def embed(url: str, jobs: Sequence[Job], pace: Pace, max_s: float | None = None) -> Sent:
+    """Raises LoadError if a request fails; those that are still under way after `max_s` count for nothing."""
+    target = Target(url=url, model=SERVED_NAME, endpoint=Endpoint.EMBEDDINGS, stream=False, extra_body=AS_BYTES)
+    return answered(Workload(name="texts", jobs=jobs), target, pace=pace, options=SendOptions(max_s=max_s))
 
 
 def embedded(url: str, texts: Sequence[str]) -> Vectors:
@@ -191,7 +187,7 @@ def has_tiles() -> bool:
     return "amx_bf16" in Path("/proc/cpuinfo").read_text()
 
 
-CONTENDERS: Mapping[str, tuple[str, Callable[[Setting, Sequence[str]], Contender]]] = {
+CONTENDERS: Choices = {
     OURS: ("", penstock),
     "openvino": ("encoders", library("openvino", f"precision={'bf16' if has_tiles() else 'f32'}")),
     "openvino-int8": ("encoders", library("openvino", "file=model-int8.xml")),
@@ -203,21 +199,3 @@ CONTENDERS: Mapping[str, tuple[str, Callable[[Setting, Sequence[str]], Contender
     "infinity": ("infinity", infinity),
     "llamacpp": ("llamacpp", llamacpp),
 }
-"""Name -> the environment that it needs, and what makes it."""
-
-
-def prepared(peers: Sequence[str], setting: Setting, *, setup: bool) -> Iterator[Contender]:
-    """The contenders that can run here, each called as it was asked for. Says why others are left out."""
-    for peer in peers:
-        name, *options = peer.split()
-        try:
-            if name not in CONTENDERS:
-                raise SetupError(f"there are {', '.join(CONTENDERS)}")
-            needed, make = CONTENDERS[name]
-            if needed and setup:
-                setting.environments.make(needed)
-            if needed and not setting.environments.is_made(needed):
-                raise SetupError(f"{RECIPES[needed][0]} is not in {setting.environments.root}; make it with --setup")
-            yield replace(make(setting, options), name=peer)
-        except SetupError as error:
-            print(f"{peer} is left out: {error}", flush=True)

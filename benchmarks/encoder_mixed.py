@@ -20,8 +20,8 @@ from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 
-from encoder_batching import jobs_of, sent_to
-from encoder_contenders import Server, Setting, penstock, running
+from encoder_batching import jobs_of
+from encoder_contenders import Server, Setting, embed, penstock, running
 from encoder_contenders import jobs_of as bodies_of
 from encoder_texts import SETS, read_sets
 from peer_setup import Environments, make_minilm
@@ -45,12 +45,12 @@ def bulk_texts(texts: Sequence[str], count: int) -> list[str]:
 
 def do_job(url: str, texts: Sequence[str]) -> float:
     """Seconds of the whole job."""
-    return sent_to(url, bodies_of(texts, BODY_TEXTS), Pace(concurrency=1)).duration_ns / 1e9
+    return embed(url, bodies_of(texts, BODY_TEXTS), Pace(concurrency=1)).duration_ns / 1e9
 
 
 def ask(url: str, texts: Sequence[str], rate: float, seconds: float) -> Sent:
     """The interactive client, for so many seconds."""
-    return sent_to(url, jobs_of(texts, poisson(random.Random(0), round(rate * seconds), rate)), Pace())
+    return embed(url, jobs_of(texts, poisson(random.Random(0), round(rate * seconds), rate)), Pace())
 
 
 def rate_beside(num_texts: int, job_s: float, client_s: float, alone: float) -> float:

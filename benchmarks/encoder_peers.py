@@ -25,7 +25,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from encoder_contenders import CONTENDERS, YARDSTICK, Setting, Vectors, prepared, running
+from contenders import prepared
+from encoder_contenders import CONTENDERS, YARDSTICK, Setting, Vectors, running
 from encoder_rounds import MOST_OTHERS, Comparison, printed
 from encoder_texts import SETS, TextSet, read_sets
 from peaks import KINDS, PeakMeter, usable_threads
@@ -45,7 +46,7 @@ def yardsticks(setting: Setting, folder: Path, sets: Sequence[TextSet]) -> dict[
     """The vectors of sentence-transformers in float32; computed once for the same texts."""
     paths = {of.name: folder / f"vectors-{of.digest}.npy" for of in sets}
     if missing := [of for of in sets if not paths[of.name].exists()]:
-        for contender in prepared([YARDSTICK], setting, setup=False):
+        for contender in prepared([YARDSTICK], setting, setup=False, choices=CONTENDERS):
             with running(contender, setting.environments.log("yardstick")) as session:
                 for of in missing:
                     np.save(paths[of.name], session.vectors(of.texts))
@@ -77,7 +78,7 @@ def main() -> None:
     meter.sample(KINDS)
     comparison = Comparison(sets, yardsticks(setting, folder, sets) if args.repeat else {}, args.save, args.most_others)
     with ExitStack() as stack:
-        for contender in prepared(args.peers if args.repeat else [], setting, setup=args.setup):
+        for contender in prepared(args.peers if args.repeat else [], setting, setup=args.setup, choices=CONTENDERS):
             log = environments.log("-".join(contender.name.replace("/", "-").split()))
             try:
                 comparison.add(contender.name, stack.enter_context(running(contender, log)))

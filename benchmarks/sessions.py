@@ -86,12 +86,13 @@ def _record(index: int, reply: Mapping[str, Any]) -> Record:
 
 def replay(url: str, model: str, jobs: Sequence[Job], concurrency: int) -> Sent:
     """All jobs in order, `concurrency` at a time, with the answers' texts. Raises LoadError if one fails."""
-    sent = send(
-        Workload(name="replay", jobs=jobs),
-        Target(url=url, model=model),
-        pace=Pace(concurrency=concurrency),
-        options=SendOptions(keeps_text=True),
-    )
+    workload, target = Workload(name="replay", jobs=jobs), Target(url=url, model=model)
+    return answered(workload, target, pace=Pace(concurrency=concurrency), options=SendOptions(keeps_text=True))
+
+
+def answered(workload: Workload, target: Target, *, pace: Pace | None = None, options: SendOptions | None = None) -> Sent:
+    """Send the workload. Raises LoadError if a request fails."""
+    sent = send(workload, target, pace=pace, options=options)
     for record in sent.records:
         if record.end is not End.OK:
             raise LoadError(f"{record.http_status or ''} {record.error}".strip())

@@ -13,7 +13,8 @@ import encoder_contenders
 import encoder_texts
 import numpy as np
 import pytest
-from encoder_contenders import IN_PROCESS, OURS, Server, Setting, jobs_of, prepared, running
+from contenders import prepared
+from encoder_contenders import IN_PROCESS, OURS, Server, Setting, jobs_of, running
 from encoder_rounds import ONE_TEXT, Comparison, printed
 from encoder_texts import TextSet, read_sets
 from peer_setup import Environments, SetupError, _unpack_minilm
@@ -157,7 +158,7 @@ def test_table_compares_a_library_with_bodies_and_a_server_with_the_same_load():
 
 def test_contender_that_is_not_made_is_left_out_with_the_remedy(tmp_path, capsys):
     setting = Setting(Environments(tmp_path), "minilm", ())
-    (ours,) = prepared(["nobody", "infinity", OURS], setting, setup=False)
+    (ours,) = prepared(["nobody", "infinity", OURS], setting, setup=False, choices=encoder_contenders.CONTENDERS)
     said = capsys.readouterr().out
     assert "nobody is left out: there are" in said
     assert "infinity is left out" in said
