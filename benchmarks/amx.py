@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amx_goals import GOALS, PROMPT, ROW, Results
+from amx_goals import GOALS, PROMPT, ROW, Goal, Results
 from peaks import KINDS, usable_threads
 from printed import origin, table
 from workloads import DEFAULT_TRACES, trace_file
@@ -78,26 +78,25 @@ def result_of(name: str, output: str) -> Any:
     return {"passed": counts.get("passed", 0) / sum(counts.values())}
 
 
-def run(name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run(name: str, command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     print(f"== {name}: {shlex.join(command)}", file=sys.stderr, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    (FOLDER / f"{name}.md").write_text(done.stdout)
+    (folder / f"{name}.md").write_text(done.stdout)
     print(done.stdout, file=sys.stderr, flush=True)
     return done
 
 
 def prepare(name: str, command: Sequence[str]) -> None:
     """Raises SystemExit if it fails, or a peer is left out."""
-    done = run(name, command)
+    done = run(name, command, FOLDER)
     lacking = [line for line in done.stdout.splitlines() if " is left out: " in line]
     if lacking or done.returncode != 0:
         told = lacking or [f"{name} exited with {done.returncode}."]
         sys.exit("\n".join([*told, "Nothing was measured. To do without a peer: --without NAME."]))
 
 
-def measure(name: str, command: Sequence[str]) -> Any:
+def figures_of(name: str, done: subprocess.CompletedProcess[str]) -> Any:
     """Return a run's figures, or None on failure."""
-    done = run(name, command)
     try:
         return result_of(name, done.stdout)
     except ValueError as error:
@@ -105,12 +104,19 @@ def measure(name: str, command: Sequence[str]) -> Any:
         return None
 
 
-def beside(results: Results) -> list[list[str]]:
-    """Return the figures without goals: the peaks and step times."""
+def peaks_of(results: Results) -> list[list[str]]:
     peaks = results["peaks"]["peaks"]["amx"] if "peaks" in results else {}
-    rows = [[f"peak, {name}", f"{rate:.0f} {'GOP/s' if name in KINDS else 'GB/s'}"] for name, rate in peaks.items()]
+    return [[f"peak, {name}", f"{rate:.0f} {'GOP/s' if name in KINDS else 'GB/s'}"] for name, rate in peaks.items()]
+
+
+def judge(goals: Sequence[Goal], results: Results, others: Sequence[Sequence[str]] = ()) -> bool:
+    """Print the goals beside what was measured, and the figures without goals. Return whether all goals are met."""
     steps = {name: result["steps"] for name, result in results.items() if name.startswith("step")}
-    return rows + [[f"{name}, {step}", f"{found['ms']:.2f} ms"] for name in steps for step, found in steps[name].items()]
+    times = [[f"{name}, {step}", f"{found['ms']:.2f} ms"] for name in steps for step, found in steps[name].items()]
+    rows = [goal.row(results) for goal in goals]
+    print(origin(f"{usable_threads()} threads"))
+    print(table(["goal", "wanted", "measured", "met"], rows), table(["", "measured"], [*others, *times]), sep="\n\n")
+    return all(row[-1] == "yes" for row in rows)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -132,12 +138,11 @@ def main(words: Sequence[str] | None = None) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, command in before.items():
         prepare(name, command)
-    results = {name: found for name, command in runs.items() if (found := measure(name, command)) is not None}
-    rows = [goal.row(results) for goal in GOALS]
-    print(origin(f"{usable_threads()} threads"))
-    print(table(["goal", "wanted", "measured", "met"], rows), table(["", "measured"], beside(results)), sep="\n\n")
+    done = {name: figures_of(name, run(name, command, FOLDER)) for name, command in runs.items()}
+    results = {name: found for name, found in done.items() if found is not None}
+    are_met = judge(GOALS, results, peaks_of(results))
     print("\nAnswers are compared with those of transformers by `make test-parity`.")
-    sys.exit(any(row[-1] != "yes" for row in rows))
+    sys.exit(not are_met)
 
 
 if __name__ == "__main__":

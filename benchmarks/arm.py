@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amx import MODELS, load, result_of
+from amx import MODELS, ROOT, figures_of, judge, load, run
 from amx_goals import PROMPT, ROW, Goal
-from peaks import usable_threads
-from printed import origin, table
 from workloads import DEFAULT_TRACES, trace_file
 
 from penstock.backends.native._native import usable_variants
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "arm-bench"
 TESTS = ("tests/contracts", "tests/backends/test_choice.py", "tests/backends/test_native_kernels.py")
 TESTS += tuple(f"tests/backends/test_native_{name}.py" for name in ("formats", "row8", "limits"))
@@ -71,17 +67,10 @@ def goals(variants: Sequence[str], *, has_peer: bool) -> list[Goal]:
 
 def measure(name: str, command: Sequence[str]) -> Any:
     """The figures of a run; None if it failed or has none."""
-    print(f"== {name}: {shlex.join(command)}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    (FOLDER / f"{name}.md").write_text(done.stdout)
-    print(done.stdout, file=sys.stderr, flush=True)
+    done = run(name, command, FOLDER)
     if name.startswith(("pull", "answers", "same-answers")):
         return {"passed": float(done.returncode == 0)}
-    try:
-        return result_of("tiles" if name == "tests" else name, done.stdout)
-    except ValueError:
-        print(f"{name} exited with {done.returncode}.", file=sys.stderr, flush=True)
-        return None
+    return figures_of("tiles" if name == "tests" else name, done)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -102,16 +91,7 @@ def main(words: Sequence[str] | None = None) -> None:
         trace_file(args.traces)
     FOLDER.mkdir(parents=True, exist_ok=True)
     results = {name: found for name, command in runs.items() if (found := measure(name, command)) is not None}
-    steps = [
-        [f"{name}, {step}", f"{figures['ms']:.2f} ms"]
-        for name, result in results.items()
-        if name.startswith("step")
-        for step, figures in result["steps"].items()
-    ]
-    rows = [goal.row(results) for goal in goals(variants, has_peer=has_peer)]
-    print(origin(f"{usable_threads()} threads"))
-    print(table(["goal", "wanted", "measured", "met"], rows), table(["", "measured"], steps), sep="\n\n")
-    sys.exit(any(row[-1] != "yes" for row in rows))
+    sys.exit(not judge(goals(variants, has_peer=has_peer), results))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import amx
 import pytest
 from workloads import SHAREGPT_FILE
 
@@ -34,7 +35,7 @@ def run(monkeypatch, tmp_path, capsys):
         done = lambda command, **_: SimpleNamespace(  # noqa: E731
             stdout=output_of(command), returncode=int(bool(fails) and fails in command)
         )
-        monkeypatch.setattr(arm.subprocess, "run", done)
+        monkeypatch.setattr(amx.subprocess, "run", done)
         with pytest.raises(SystemExit) as ended:
             arm.main(["--traces", str(tmp_path), *words])
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
