@@ -1,11 +1,11 @@
 """How far do the logits move when the inputs or weights of the linear layers are rounded in various ways?
 
-Runs the float32 reference backend over one text, rounding one operand of every product, and compares with
-the same run without rounding. It decided the native backend's activation format
-(docs/decisions/int8-activations.md) and the operands of its tiles (docs/decisions/bf16-tiles.md).
+Runs the float32 reference backend over one text, rounding an operand of every product or the file's matrices, and compares
+with the same run without rounding. It decided the native backend's activation format (docs/decisions/int8-activations.md), the
+operands of its tiles (docs/decisions/bf16-tiles.md) and the scales of `--weight-dtype fp8` (docs/decisions/gpu-weights.md).
 
     python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900
-    python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900 --of weights
+    python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900 --of weights    # or fp8
 
 The last line printed is one JSON object.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,16 @@ from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
+from penstock.models.formats import WeightFormat
 from penstock.models.load import load_model
+from penstock.models.weights import LoadedModel, WeightTensor
 from penstock.text.tokenizer import load_tokenizer
 
 F32 = NDArray[np.float32]
 Rounding = Callable[[F32], F32]
+LARGEST = np.float32(448)
+TINY = np.float32(1e-30)
+TABLES = ("embed", "output")
 
 
 class Int8:
@@ -50,7 +56,7 @@ class Int8:
         rms = np.sqrt((x**2).mean(-1))[:, None, None]
         is_outlier = np.abs(groups) > self._ratio * rms
         largest = np.abs(np.where(is_outlier, 0, groups)).max(-1, keepdims=True)
-        step = np.maximum(largest, np.float32(1e-30)) / np.float32(127)
+        step = np.maximum(largest, TINY) / np.float32(127)
         if self._power_of_two:
             step = np.exp2(np.ceil(np.log2(step)))
         self.num_values += is_outlier.size
@@ -70,7 +76,7 @@ class Int8Weights:
         if place not in self._rounded:
             width = self._piece if self._piece and weight.shape[1] % self._piece == 0 else weight.shape[1]
             pieces = weight.reshape(len(weight), -1, width)
-            step = np.maximum(np.abs(pieces).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+            step = np.maximum(np.abs(pieces).max(-1, keepdims=True), TINY) / np.float32(127)
             self._rounded[place] = (np.rint(pieces / step) * step).reshape(weight.shape)
         return self._rounded[place]
 
@@ -88,6 +94,89 @@ def exactly(x: F32) -> F32:
 def bfloat16(x: F32) -> F32:
     bits = np.ascontiguousarray(x).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def e4m3(x: F32) -> F32:
+    """The nearest number of the type, 448 at most."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) & np.uint32(0xFFF00000)).view(np.float32)  # three bits of mantissa
+    found = np.where(np.abs(x) < np.float32(2**-6), np.rint(x * np.float32(512)) / np.float32(512), normal)
+    return np.clip(found, -LARGEST, LARGEST)
+
+
+def fp8_per_row(x: F32) -> F32:
+    """The largest of a row becomes 448."""
+    scale = np.maximum(np.abs(x).max(axis=1, keepdims=True), TINY) / LARGEST
+    return np.asarray(e4m3(x / scale) * scale)
+
+
+def fp8_power_of_two(x: F32) -> F32:
+    """The largest of a row becomes more than 224, at most 448."""
+    largest = np.maximum(np.abs(x).max(axis=1, keepdims=True), TINY)
+    scale = np.exp2(np.ceil(np.log2(largest / LARGEST))).astype(np.float32)
+    return np.asarray(e4m3(x / scale) * scale)
+
+
+def fp8_per_matrix(x: F32) -> F32:
+    scale = np.maximum(np.abs(x).max(), TINY) / LARGEST
+    return np.asarray(e4m3(x / scale) * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How `inputs` and `weights` of all products are rounded, and beforehand the matrices of the `file`."""
+
+    inputs: Rounding = exactly
+    weights: Rounding = exactly
+    file: Rounding | None = None
+    with_tables: bool = False
+    """Whether the file's embeddings and logits are rounded, too."""
+
+
+def cases_of(what: str) -> dict[str, Case]:
+    if what == "fp8":
+        return {
+            "bf16": Case(file=bfloat16),
+            "fp8, scale per row, a power of two": Case(file=fp8_power_of_two),
+            "the same, embeddings and logits, too": Case(file=fp8_power_of_two, with_tables=True),
+            "fp8, scale per row": Case(file=fp8_per_row),
+            "fp8, scale per matrix": Case(file=fp8_per_matrix),
+            "int8, scale per row": Case(file=Int8(0)),
+            "fp8 per row, activations in fp8 per token": Case(file=fp8_per_row, inputs=fp8_per_row),
+        }
+    if what == "weights":
+        per_row = Int8Weights()
+        return {
+            "bf16, weights truncated to bf16": Case(bfloat16, truncated),
+            "weights int8 per row": Case(weights=per_row),
+            "weights int8 per row and 288 columns": Case(weights=Int8Weights(288)),
+            "per row, outliers above 6 rms": Case(Int8(0, outlier_ratio=6)),
+            "the same, weights int8 per row": Case(Int8(0, outlier_ratio=6), per_row),
+        }
+    roundings: dict[str, Rounding] = {"bf16": bfloat16}
+    roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32)}
+    roundings |= {f"group 32, outliers above {t} rms": Int8(32, outlier_ratio=t) for t in (6, 8)}
+    roundings |= {
+        f"group 32, power of two, outliers above {t} rms": Int8(32, power_of_two=True, outlier_ratio=t) for t in (4, 6, 8, 12)
+    }
+    return {name: Case(rounding) for name, rounding in roundings.items()}
+
+
+def rounded(model: LoadedModel, rounding: Rounding, *, with_tables: bool) -> LoadedModel:
+    """Its matrices in float32."""
+    weights = dict(model.weights)
+    for name, tensor in model.weights.items():
+        if tensor.num_rows > 1 and (with_tables or name not in TABLES):
+            values = rounding(tensor.dequantize())
+            weights[name] = WeightTensor(name, tensor.num_rows, tensor.num_cols, WeightFormat.F32, values)
+    return replace(model, weights=weights)
+
+
+def executor_of(model: LoadedModel, num_tokens: int) -> ReferenceExecutor:
+    sizes = {"num_blocks": num_tokens // 16 + 2, "block_size": 16, "max_rows": 1}
+    return ReferenceExecutor(
+        model, architectures.describe(model.spec), **sizes, max_step_tokens=num_tokens, max_model_len=num_tokens + 1
+    )
 
 
 def forward(executor: ReferenceExecutor, token_ids: list[int], of_inputs: Rounding, of_weights: Rounding) -> F32:
@@ -111,45 +200,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--of", choices=("inputs", "weights"), default="inputs")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--of", choices=("inputs", "weights", "fp8"), default="inputs")
     args = parser.parse_args()
-    model = load_model(resolve(DEFAULT_MODEL, default_cache_dir()))
+    model = load_model(resolve(args.model, default_cache_dir()))
     token_ids = load_tokenizer(model.tokenizer_source).encode(args.text.read_text(), add_special_tokens=False)[: args.tokens]
-    sizes = {"num_blocks": args.tokens // 16 + 2, "block_size": 16, "max_rows": 1}
-    executor = ReferenceExecutor(
-        model, architectures.describe(model.spec), **sizes, max_step_tokens=args.tokens, max_model_len=args.tokens + 1
-    )
-    roundings: dict[str, Rounding] = {"bf16": bfloat16}
-    roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32)}
-    roundings |= {f"group 32, outliers above {t} rms": Int8(32, outlier_ratio=t) for t in (6, 8)}
-    roundings |= {
-        f"group 32, power of two, outliers above {t} rms": Int8(32, power_of_two=True, outlier_ratio=t) for t in (4, 6, 8, 12)
-    }
-    both: dict[str, tuple[Rounding, Rounding]] = {name: (rounding, exactly) for name, rounding in roundings.items()}
-    if args.of == "weights":
-        per_row = Int8Weights()
-        both = {
-            "bf16, weights truncated to bf16": (bfloat16, truncated),
-            "weights int8 per row": (exactly, per_row),
-            "weights int8 per row and 288 columns": (exactly, Int8Weights(288)),
-            "per row, outliers above 6 rms": (Int8(0, outlier_ratio=6), exactly),
-            "the same, weights int8 per row": (Int8(0, outlier_ratio=6), per_row),
-        }
-    exact = forward(executor, token_ids, exactly, exactly)
+    plain = executor_of(model, len(token_ids))
+    exact = forward(plain, token_ids, exactly, exactly)
     base = negative_log_likelihood(exact, token_ids)
     results = {}
-    for name, (rounding, of_weights) in both.items():
-        logits = forward(executor, token_ids, rounding, of_weights)
+    for name, case in cases_of(args.of).items():
+        executor = plain
+        if case.file is not None:
+            executor = executor_of(rounded(model, case.file, with_tables=case.with_tables), len(token_ids))
+        logits = forward(executor, token_ids, case.inputs, case.weights)
         error = logits - exact
         error -= error.mean(-1, keepdims=True)
         results[name] = {
             "rms": round(float(np.sqrt((error**2).mean())), 4),
             "perplexity_ratio": round(float(np.exp(negative_log_likelihood(logits, token_ids) - base)), 5),
             "argmax_changed": int((logits.argmax(-1) != exact.argmax(-1)).sum()),
-            "outliers": round(rounding.num_outliers / rounding.num_values, 5) if isinstance(rounding, Int8) else 0,
+            "outliers": round(case.inputs.num_outliers / case.inputs.num_values, 5) if isinstance(case.inputs, Int8) else 0,
         }
         print(f"{name:48} {results[name]}", flush=True)
-    print(json.dumps({"benchmark": "activation_rounding", "tokens": len(token_ids), "results": results}))
+    about = {"model": args.model, "tokens": len(token_ids), "perplexity": round(float(np.exp(base)), 4)}
+    print(json.dumps({"benchmark": "activation_rounding", **about, "results": results}))
 
 
 if __name__ == "__main__":
