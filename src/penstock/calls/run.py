@@ -442,9 +442,9 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
         limit = f"The server takes up to {counted(max_len, 'token')} of prompt and answer together"
         if max_len < max_model_len:
             limit += "; for more beside this adapter it needs more KV cache"
-        told = f"The prompt has {num_prompt_tokens}, so none are left for an answer. Shorten it."
+        told = f"The prompt has {num_prompt_tokens}, so none are left for an answer. Shorten it by {1 - room} or more."
         if room > 0:
-            told = f"The prompt has {num_prompt_tokens} and the answer may have {max_tokens}. Shorten one of them."
+            told = f"The prompt has {num_prompt_tokens} and the answer may have {max_tokens}: {max_tokens - room} too many."
         raise _too_long(
             f"{limit}. {told}",
             call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
