@@ -200,6 +200,27 @@ def test_an_answer_before_its_first_token_can_be_asked_for_again_after_a_reload(
         assert len(kept(browser)[0]["next"][0]["next"]) == 1
 
 
+def test_what_followed_an_empty_answer_stays_when_another_is_asked_for(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "First")
+        browser.click("#stop")
+        browser.wait_text(".facts-line", "stopped")
+        server.gate.open()
+        ask(browser, "Second")
+        complete(browser)
+        browser.click(".answer .tools button:last-of-type")
+        browser.until("return document.querySelectorAll('.answer').length === 1")
+        complete(browser)
+        press(browser, "Version before")
+        assert shown(kept(browser)[0]) == [
+            ("user", "First"),
+            ("assistant", ""),
+            ("user", "Second"),
+            ("assistant", "Hello, reader."),
+        ]
+
+
 def test_an_answer_goes_on_while_another_conversation_is_open(browser):
     with speaking("Hello, reader.", is_open=False) as server:
         browser.open(server.url)

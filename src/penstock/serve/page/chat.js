@@ -54,9 +54,9 @@ function pathTo(message) {
   return path.slice(0, path.indexOf(message) + 1);
 }
 
-/** Have a question of the open conversation answered, beside the answers that it has. An empty one gives way. */
+/** Have a question of the open conversation answered, beside the answers that it has. An empty one that nothing followed gives way. */
 function answer(question, settings) {
-  question.next = question.next.filter(({ content, reasoning, toolCalls }) => content || reasoning || toolCalls.length);
+  question.next = question.next.filter(({ content, reasoning, toolCalls, next }) => content || reasoning || toolCalls.length || next.length);
   const message = branch(question, { role: "assistant", content: "", reasoning: "", toolCalls: [] });
   run(question, message, bodyOf(settings, pathTo(question)));
 }
