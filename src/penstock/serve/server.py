@@ -2,8 +2,8 @@
 
 - The first SIGTERM or SIGINT drains: new requests get a 503, running ones have the shutdown timeout to finish.
 - A second one ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
-- SIGHUP reads the files of TLS and keys again. Without such files, or when a terminal was closed, SIGHUP drains. It never
-  counts as the second signal, because it may come twice, or after SIGTERM from systemd. Under `nohup` it stays ignored.
+- SIGHUP reads the files of TLS and keys again. In a terminal it means that this was closed, and drains. It never counts as
+  the second signal, because it may come twice, or after SIGTERM from systemd. Under `nohup` it stays ignored.
 """
 
 from __future__ import annotations
@@ -181,8 +181,14 @@ class Server:
 
     def reload(self) -> None:
         """Read the files of TLS and keys again. Thread-safe."""
-        if self._loop is not None and self._watch is not None:
-            self._loop.call_soon_threadsafe(self._watch.ask)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._reload)
+
+    def _reload(self) -> None:
+        if self._watch is None:
+            _log.info("there is no file of TLS or keys to read again")
+        else:
+            self._watch.ask()
 
     def request_shutdown(self) -> None:
         """Begin to drain. Thread-safe and idempotent."""
@@ -194,7 +200,7 @@ class Server:
         del frame
         if self._loop is None:
             os._exit(128 + number)
-        if number == signal.SIGHUP and self._watch is not None and not self._has_terminal:
+        if number == signal.SIGHUP and not self._has_terminal:
             self.reload()
         else:
             self.request_shutdown()
