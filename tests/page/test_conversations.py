@@ -7,6 +7,7 @@ import json
 from support.page.browser import ENTER, ESCAPE
 from support.page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
 from support.page.servers import speaking
+from support.server.harness import wait_until
 
 TITLES = "return Array.from(document.querySelectorAll('#conversations .title'), (one) => one.innerText)"
 SAVED = """
@@ -234,6 +235,59 @@ def test_an_answer_goes_on_while_another_conversation_is_open(browser):
         browser.until("return !document.getElementById('conversations').innerText.includes('answered')")
         press(browser, "About rivers")
         assert browser.text(".answer > .text") == "Hello, reader."
+
+
+OTHER_TAB = """
+    const key = Object.keys(localStorage).find((one) => one.startsWith("penstock.conversation."));
+    const other = JSON.parse(localStorage.getItem(key));
+    const change = (newValue) => {
+      if (newValue) localStorage.setItem(key, newValue);
+      else localStorage.removeItem(key);
+      dispatchEvent(new StorageEvent("storage", {key, newValue}));
+    };
+"""
+
+
+def test_what_another_tab_keeps_meanwhile_stays_beside_the_answer(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "About rivers")
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        browser.run(
+            OTHER_TAB + "other.chosen = other.next.push({role: 'user', content: 'About lakes', next: [], chosen: 0}) - 1;"
+            "other.changedMs += 1; change(JSON.stringify(other));"
+        )
+        server.gate.open()
+        complete(browser)
+        assert browser.run(TITLES) == ["About rivers (copy)", "About lakes"]
+        browser.open(server.url)
+        assert browser.text(".answer > .text") == "Hello, reader."
+
+
+def test_a_conversation_that_another_tab_deletes_ends_its_answer(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "About rivers")
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        browser.run(OTHER_TAB + "change(null);")
+        browser.find("#send")
+        server.gate.open()
+        wait_until(lambda: server.runtime.engine.load().num_running == 0)
+        assert kept(browser) == []
+
+
+def test_an_edit_stays_when_another_tab_keeps_the_conversation(page):
+    converse(page, "About rivers")
+    page.click(".question .tools button")
+    page.press(" and lakes")
+    page.run(OTHER_TAB + "other.changedMs += 1; other.title = 'Water'; change(JSON.stringify(other));")
+    assert page.run(TITLES) == ["Water"]
+    page.press(ENTER)
+    page.wait_text(".question .text", "About rivers and lakes")
+    complete(page)
+    assert page.run(TITLES) == ["About rivers and lakes (copy)", "Water"]
 
 
 def test_deleting_a_conversation_ends_its_answer(browser):

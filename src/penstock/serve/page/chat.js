@@ -11,7 +11,7 @@ const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionSt
 const KEEP_MS = 1000; // A growing answer is kept so often, in case the browser ends without saying so.
 
 let open = newConversation();
-const running = new Map(); // Conversation id -> `{message, view, controller}`.
+const running = new Map(); // Conversation -> `{message, view, controller}`.
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -19,14 +19,13 @@ const status = (text) => { byId("status").textContent = text; };
 
 const list = {
   openId: () => open.id,
-  isAnswering: (id) => running.has(id),
+  isAnswering: (conversation) => running.has(conversation),
   open: (conversation) => {
     show(conversation);
     unfold("list", false);
   },
   gone: (conversation) => {
-    running.get(conversation.id)?.controller.abort();
-    running.delete(conversation.id);
+    end(conversation);
     if (conversation.id === open.id) show(newConversation());
     else showList(list);
     status("The conversation was deleted.");
@@ -34,10 +33,19 @@ const list = {
   },
 };
 
+/** End the answer of a conversation that is gone. */
+function end(conversation) {
+  running.get(conversation)?.controller.abort();
+  running.delete(conversation);
+}
+
 const NO_ROOM = "The browser has no room to keep this conversation. Export it, or delete others.";
 
 function keepOrTell(conversation) {
-  if (!keep(conversation)) status(NO_ROOM);
+  const isKept = keep(conversation);
+  if (!isKept) status(NO_ROOM);
+  if (conversation === open) sessionStorage.setItem(OPEN, open.id); // A copy has another one.
+  return isKept;
 }
 
 // The answer
@@ -73,28 +81,28 @@ async function run(question, message, body) {
   message.facts = { requestId: `page-${newId()}`, model: body.model, end: "interrupted" };
   const view = viewOf(message, question);
   const one = { message, view, controller: new AbortController() };
-  running.set(conversation.id, one);
+  running.set(conversation, one);
   keepOrTell(conversation);
   show(conversation);
   log.scrollTop = log.scrollHeight;
   status("The answer is on its way.");
   const ended = await outcome(body, one, conversation);
-  if (running.get(conversation.id) !== one) return; // The conversation was deleted meanwhile.
-  running.delete(conversation.id);
+  if (running.get(conversation) !== one) return; // The conversation was deleted meanwhile.
+  running.delete(conversation);
   view.finish();
   // The model may have turned out to be an encoder. If the list does not come either, the answer says why already.
   if (message.error) loadModels().catch(() => {});
-  const isKept = keep(conversation);
+  const isKept = keepOrTell(conversation);
   showList(list);
   if (conversation.id !== open.id) return;
   showRunning();
-  status(isKept ? ended : NO_ROOM);
+  if (isKept) status(ended);
 }
 
 /** Stream an answer, and note in the message how it ended. Returns words for the status. */
 async function outcome(body, { message, view, controller }, conversation) {
   const { facts } = message;
-  const keeping = setInterval(() => keepRunning(conversation.id), KEEP_MS);
+  const keeping = setInterval(() => keepRunning(conversation), KEEP_MS);
   try {
     await stream(body, message, { changed: () => view.change(), waits: (text) => view.wait(text) }, controller.signal);
     if (facts.end === "interrupted") delete facts.end;
@@ -116,8 +124,8 @@ async function outcome(body, { message, view, controller }, conversation) {
 }
 
 /** Keep the conversation of an answer that is on its way. One that was deleted has none. */
-function keepRunning(id) {
-  if (running.has(id)) keepOrTell(conversations.get(id));
+function keepRunning(conversation) {
+  if (running.has(conversation)) keepOrTell(conversation);
 }
 
 // What is shown
@@ -138,7 +146,7 @@ function show(conversation) {
 }
 
 function showRunning() {
-  const isRunning = running.has(open.id);
+  const isRunning = running.has(open);
   byId("send").hidden = isRunning;
   byId("stop").hidden = !isRunning;
   log.setAttribute("aria-busy", String(isRunning));
@@ -152,7 +160,7 @@ function itemOf(message, index, path) {
       versions: () => versions(message, parent),
     });
   }
-  const one = running.get(open.id);
+  const one = running.get(open);
   if (one?.message === message) return one.view.item;
   const view = viewOf(message, parent);
   view.finish();
@@ -189,7 +197,7 @@ function versions(message, parent) {
 
 /** Begin an answer in the open conversation, unless one is on its way there, or a setting is wrong. Returns whether it began. */
 function begin(how) {
-  if (running.has(open.id)) {
+  if (running.has(open)) {
     status("An answer is on its way. Stop it first.");
     return false;
   }
@@ -218,7 +226,7 @@ function fit() {
   prompt.style.height = `${prompt.scrollHeight + 2}px`;
 }
 
-const stop = () => running.get(open.id)?.controller.abort();
+const stop = () => running.get(open)?.controller.abort();
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -243,11 +251,12 @@ byId("new").addEventListener("click", () => {
 });
 byId("search").addEventListener("input", () => showList(list));
 addEventListener("pagehide", () => {
-  for (const id of running.keys()) keepRunning(id);
+  for (const conversation of running.keys()) keepRunning(conversation);
 });
-followOtherTabs((id) => running.has(id), (id) => {
-  if (id !== open.id) showList(list);
-  else show(conversations.get(id) ?? newConversation());
+followOtherTabs((conversation) => running.has(conversation), (before, now) => {
+  if (!now) end(before);
+  if ((now ?? before)?.id !== open.id || log.querySelector(".edit")) showList(list);
+  else show(now ?? newConversation());
 });
 
 show(conversations.get(sessionStorage.getItem(OPEN)) ?? open);

@@ -11,7 +11,7 @@ const MAX_TITLE_CHARS = 60;
 /** Conversations by id: `{id, title, changedMs, next, chosen}`. */
 export const conversations = new Map();
 
-const read = (text) => {
+const read = (text) => { // Also of what is not there: null.
   try {
     return JSON.parse(text);
   } catch {
@@ -29,11 +29,19 @@ export function newConversation() {
   return { id: newId(), title: "", changedMs: Date.now(), next: [], chosen: 0 };
 }
 
-/** Keep a conversation. Returns false if the browser has no room for it. */
+/** Keep a conversation, as a copy if another tab kept it since it was read here. Returns false if the browser has no room for it. */
 export function keep(conversation) {
-  conversation.changedMs = Date.now();
+  const kept = read(localStorage.getItem(PREFIX + conversation.id));
+  if (kept?.id && kept.changedMs !== conversation.changedMs) {
+    conversations.set(kept.id, kept);
+    conversation.title = `${titleOf(conversation)} (copy)`;
+    conversation.id = newId();
+  }
   conversations.set(conversation.id, conversation);
-  return store(PREFIX + conversation.id, JSON.stringify(conversation));
+  const changedMs = Date.now();
+  const isKept = store(PREFIX + conversation.id, JSON.stringify({ ...conversation, changedMs }));
+  if (isKept) conversation.changedMs = changedMs;
+  return isKept;
 }
 
 export function forget(conversation) {
@@ -41,16 +49,17 @@ export function forget(conversation) {
   localStorage.removeItem(PREFIX + conversation.id);
 }
 
-/** Calls `changed(id)` when another tab has kept or deleted a conversation, unless `isOurs(id)`: then this tab's stays. */
-export function followOtherTabs(isOurs, changed) {
+/** Calls `changed(before, now)` when another tab has kept or deleted a conversation. It is not read while `isGrowing` here. */
+export function followOtherTabs(isGrowing, changed) {
   addEventListener("storage", ({ key, newValue }) => {
     if (!key?.startsWith(PREFIX)) return;
     const id = key.slice(PREFIX.length);
-    if (isOurs(id)) return;
-    const kept = newValue && read(newValue);
-    if (kept) conversations.set(id, kept);
+    const before = conversations.get(id);
+    const now = read(newValue);
+    if (now && isGrowing(before)) return;
+    if (now) conversations.set(id, now);
     else conversations.delete(id);
-    changed(id);
+    changed(before, now);
   });
 }
 

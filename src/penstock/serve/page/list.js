@@ -3,7 +3,7 @@
 import { asMarkdown, forget, found, keep, titleOf } from "./conversations.js";
 import { button, byId, element } from "./shared.js";
 
-/** Draw the list. `chat` has what the list calls: `openId()`, `open(conversation)`, `isAnswering(id)`, `gone(conversation)`. */
+/** Draw the list. `chat` has what the list calls: `openId()`, `open(conversation)`, `isAnswering(conversation)`, `gone(conversation)`. */
 export function showList(chat) {
   if (byId("conversations").querySelector("form")?.dataset.id === chat.openId()) return; // It is being renamed.
   const wanted = byId("search").value;
@@ -18,7 +18,7 @@ function item(conversation, chat) {
   const isOpen = conversation.id === chat.openId();
   const title = titleOf(conversation);
   const name = button(title, () => chat.open(conversation), { className: "title", title, ...(isOpen ? { "aria-current": "true" } : {}) });
-  const state = chat.isAnswering(conversation.id) ? [element("span", { className: "note" }, "is being answered")] : [];
+  const state = chat.isAnswering(conversation) ? [element("span", { className: "note" }, "is being answered")] : [];
   return element("li", {}, name, ...state, ...(isOpen ? [tools(conversation, chat, name)] : []));
 }
 
