@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -159,6 +160,22 @@ def test_an_edit_can_be_given_up(page):
     page.press("x" + ESCAPE)
     assert page.text(".question .text") == "First"
     assert page.focused() == "Edit"
+
+
+def test_escape_in_another_field_or_view_stops_no_answer(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        for opened in (partial(press, browser, "Edit"), partial(press, browser, "Rename"), partial(browser.click, "#search")):
+            opened()
+            browser.press(ESCAPE)
+        browser.click("nav a[href='#live']")
+        browser.press(ESCAPE)
+        server.gate.open()
+        browser.click("nav a[href='#chat']")
+        assert complete(browser) == "Hello, reader."
 
 
 def test_an_answer_is_made_anew(page):

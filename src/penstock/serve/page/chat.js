@@ -242,8 +242,9 @@ byId("stop").addEventListener("click", () => {
   stop();
   prompt.focus();
 });
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+document.addEventListener("keydown", ({ key, isComposing, target }) => {
+  const isOfOther = byId("chat-view").hidden || target.closest("dialog, #search, form:not(#composer)"); // Escape closes or clears it.
+  if (key === "Escape" && !isComposing && !isOfOther) stop();
 });
 byId("new").addEventListener("click", () => {
   list.open(newConversation());
