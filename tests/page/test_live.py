@@ -115,6 +115,19 @@ def test_several_models_are_listed_and_one_is_chosen(browser):
         other.close()
 
 
+def test_a_model_that_is_not_served_any_more_gives_way(browser):
+    with speaking("Hello.") as server:
+        browser.open(f"{server.url}/#live")
+        figure(browser, "Running", "0")
+        browser.run("""
+            const one = document.getElementById("live-model");
+            one.replaceChildren(new Option("gone"));
+            one.dispatchEvent(new Event("change"));
+        """)
+        browser.until("return document.getElementById('live-model').value === 'toy'")
+        browser.wait_text("#live-status", "^$")
+
+
 @pytest.mark.parametrize("width", [320, 390, 700, 1280])
 def test_the_figures_leave_no_empty_tile(browser, width):
     """The lines between them are their background, which an empty place in the last row would show."""

@@ -15,7 +15,7 @@ const CELLS_IN_ROW = 128;
 const NUM_OWNERS = 10; // Colours in the stylesheet.
 
 let readings = []; // `{at, metrics}` of the chosen model, the latest last.
-let model = ""; // Its name; the first one as long as it is empty.
+let model = ""; // Its name; the first one if the server has none of that name.
 let timer = null;
 let isAsking = false;
 
@@ -44,7 +44,10 @@ async function turn() {
 
 async function look() {
   const all = await askJson("load");
-  model ||= all.models[0].name;
+  if (!all.models.some(({ name }) => name === model)) {
+    model = all.models[0].name;
+    readings = [];
+  }
   const ofModel = `?model=${encodeURIComponent(model)}`;
   const load = all.models.length > 1 ? await askJson(`load${ofModel}`) : all;
   const [text, requests, pool] = await Promise.all([
