@@ -137,6 +137,38 @@ def test_stopping_keeps_what_was_said(browser):
         assert browser.focused() == "prompt"
 
 
+HUNG = """
+    const [usual, limit] = [window.fetch, AbortSignal.timeout];
+    AbortSignal.timeout = () => limit.call(AbortSignal, 100);
+    window.asked = 0;
+    window.fetch = (path, options) => !arguments[0].some((one) => path.startsWith(one)) ? usual(path, options)
+      : new Promise((_, reject) => {
+          window.asked += 1;
+          options.signal.addEventListener("abort", () => reject(options.signal.reason));
+        });
+"""
+
+
+def test_stopping_does_not_wait_for_a_server_that_hangs(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        browser.run(HUNG, ["v1/requests"])
+        browser.click("#stop")
+        browser.wait_text("#status", "Stopped")
+        server.gate.open()
+
+
+def test_the_live_view_says_that_a_server_hangs(page):
+    page.run(HUNG, ["load"])
+    page.click("nav a[href='#live']")
+    page.wait_text("#live-status", "The server does not answer")
+    asked = page.run("return window.asked")
+    page.until("return window.asked > arguments[0]", asked)
+
+
 def test_an_edited_message_is_answered_in_place_of_what_followed(page):
     ask(page, "First")
     complete(page)

@@ -45,6 +45,7 @@ export const share = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / 
 // The server
 
 const KEY = "penstock.key";
+const LIMIT_MS = 5000;
 let asking = null; // The dialog's promise, while it is open: it asks once, however many questions wait for the key.
 
 export class ServerError extends Error {
@@ -55,12 +56,16 @@ export class ServerError extends Error {
   }
 }
 
-/** The response to a question. It asks the reader for a key if the server does. Throws `ServerError` for any other status. */
+/**
+ * The response to a question. It asks the reader for a key if the server does. Throws `ServerError` for any other status, and
+ * after `LIMIT_MS`, unless `options` has a signal that ends the question.
+ */
 export async function ask(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-    const response = await fetch(path, { ...options, headers }).catch((error) => {
+    const signal = options.signal ?? AbortSignal.timeout(LIMIT_MS);
+    const response = await fetch(path, { ...options, headers, signal }).catch((error) => {
       if (error.name === "AbortError") throw error;
       throw new ServerError("The server does not answer.", 0);
     });

@@ -11,7 +11,13 @@ const WAIT_MS = 1000; // After it without a token, the server is asked what the 
 export async function stream(body, message, told, signal) {
   const begun = performance.now();
   const { facts } = message;
-  const waiting = setInterval(() => tellWait(facts.requestId, told), WAIT_MS);
+  let isTelling = false; // One at a time: a browser has few connections to a server.
+  const waiting = setInterval(async () => {
+    if (isTelling) return;
+    isTelling = true;
+    await tellWait(facts.requestId, told);
+    isTelling = false;
+  }, WAIT_MS);
   try {
     const response = await ask("v1/chat/completions", {
       method: "POST", signal, body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
