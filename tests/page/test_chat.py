@@ -238,6 +238,24 @@ def test_settings_reach_the_request(page):
     assert [message["role"] for message in sent["messages"]] == ["system", "user"]
 
 
+def test_a_chosen_model_is_remembered_where_no_list_came(page):
+    page.run("document.getElementById('model').value = arguments[0]", "org/toy")
+    page.type("#seed", "4" + TAB)
+    script = """
+        const usual = window.fetch;
+        window.fetch = (path, options) => path === "v1/models" ? Promise.reject(new TypeError()) : usual(path, options);
+        window.mend = () => { window.fetch = usual; };
+    """
+    with page.before_pages(script):
+        page.open(page.server.url)
+        page.wait_text("#status", "does not answer")
+        page.type("#seed", "5" + TAB)
+        page.run("window.mend()")
+        ask(page)
+        complete(page)
+        page.until("return document.getElementById('model').value === 'org/toy'")
+
+
 def test_a_setting_that_is_no_number_in_its_range_is_not_sent(page):
     page.type("#top_p", "7")
     ask(page)

@@ -93,18 +93,45 @@ def test_a_conversation_is_exported(page):
     assert shown(json.loads(page.until("return window.saved"))) == [("user", "About rivers?"), ("assistant", "Hello, reader.")]
 
 
+FULL = """
+    const usual = Storage.prototype.setItem;
+    Storage.prototype.setItem = function (...entry) {
+      if (this === localStorage) throw new DOMException("full", "QuotaExceededError");
+      usual.apply(this, entry);
+    };
+"""
+
+
 def test_a_full_browser_is_told(page):
-    page.run("""
-        const usual = Storage.prototype.setItem;
-        Storage.prototype.setItem = function (...entry) {
-          if (this === localStorage) throw new DOMException("full", "QuotaExceededError");
-          usual.apply(this, entry);
-        };
-    """)
+    page.run(FULL)
     ask(page)
     page.wait_text(".answer .tools", "Regenerate")
     page.wait_text("#status", "no room to keep")
     assert kept(page) == []
+
+
+def test_a_full_browser_is_told_of_a_name_that_it_does_not_keep(page):
+    converse(page, "About rivers")
+    page.run(FULL)
+    press(page, "Rename")
+    page.press("Water" + ENTER)
+    page.wait_text("#status", "no room to keep")
+    page.click("#theme")
+    assert page.text("#theme") == "Light theme"
+
+
+def test_the_page_works_where_it_may_keep_nothing(page):
+    script = """
+        for (const name of ["localStorage", "sessionStorage"]) {
+          Object.defineProperty(window, name, {get() { throw new DOMException("forbidden", "SecurityError"); }});
+        }
+    """
+    with page.before_pages(script):
+        page.open(page.server.url)
+        page.click("#theme")
+        assert page.text("#theme") == "Light theme"
+        converse(page, "About rivers")
+        assert page.run(TITLES) == ["About rivers"]
 
 
 def test_a_conversation_of_another_tab_is_listed(page):
@@ -112,14 +139,15 @@ def test_a_conversation_of_another_tab_is_listed(page):
     page.run("""
         const said = {role: "user", content: "x", next: [], chosen: 0};
         const other = {id: "other", title: "Elsewhere", changedMs: 1, next: [said], chosen: 0};
-        const newValue = JSON.stringify(other);
-        dispatchEvent(new StorageEvent("storage", {key: "penstock.conversation.other", newValue}));
+        localStorage.setItem("penstock.conversation.other", JSON.stringify(other));
+        dispatchEvent(new StorageEvent("storage", {key: "penstock.conversation.other"}));
     """)
     assert page.run(TITLES) == ["About rivers", "Elsewhere"]
 
 
 def test_what_else_is_in_the_storage_does_no_harm(page):
     page.run("localStorage.setItem('penstock.conversation.x', '{'); localStorage.setItem('penstock.conversation.y', '7')")
+    page.run("localStorage.setItem('penstock.settings', '{')")
     page.open(page.server.url)
     converse(page, "About rivers")
     assert page.run(TITLES) == ["About rivers"]
@@ -243,7 +271,7 @@ OTHER_TAB = """
     const change = (newValue) => {
       if (newValue) localStorage.setItem(key, newValue);
       else localStorage.removeItem(key);
-      dispatchEvent(new StorageEvent("storage", {key, newValue}));
+      dispatchEvent(new StorageEvent("storage", {key}));
     };
 """
 

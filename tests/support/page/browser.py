@@ -110,6 +110,15 @@ class Browser:
         """The system's theme: `light` or `dark`."""
         self._devtools("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
 
+    @contextmanager
+    def before_pages(self, script: str) -> Iterator[None]:
+        """Run a script in each page that is opened in here, before those of the page."""
+        name = self._devtools("Page.addScriptToEvaluateOnNewDocument", {"source": script})["identifier"]
+        try:
+            yield
+        finally:
+            self._devtools("Page.removeScriptToEvaluateOnNewDocument", {"identifier": name})
+
     def picture(self) -> bytes:
         """The window as PNG."""
         return base64.b64decode(self._call("GET", "screenshot"))
@@ -118,8 +127,8 @@ class Browser:
         """All that the console said since it was asked last: errors, violations of the policy, files that were not there."""
         return [entry["message"] for entry in self._call("POST", "se/log", {"type": "browser"})]
 
-    def _devtools(self, command: str, parameters: dict[str, Any]) -> None:
-        self._call("POST", "goog/cdp/execute", {"cmd": command, "params": parameters})
+    def _devtools(self, command: str, parameters: dict[str, Any]) -> Any:
+        return self._call("POST", "goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def _call(self, method: str, command: str, body: dict[str, Any] | None = None) -> Any:
         return call(self._connection, method, f"/session/{self._session}/{command}", body)

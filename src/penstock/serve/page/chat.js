@@ -4,7 +4,7 @@ import { AnswerView, isSend, questionItem } from "./answers.js";
 import { branch, conversations, followOtherTabs, keep, newConversation, pathOf } from "./conversations.js";
 import { showList } from "./list.js";
 import { loadModels, recallSettings, settingsOfRequest, systemMessages, unfold } from "./settings.js";
-import { button, byId, counted, element, newId, ServerError } from "./shared.js";
+import { button, byId, counted, element, newId, ServerError, session } from "./shared.js";
 import { stream, tokensOfStopped } from "./stream.js";
 
 const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionStorage.
@@ -18,6 +18,7 @@ const prompt = byId("prompt");
 const status = (text) => { byId("status").textContent = text; };
 
 const list = {
+  keep: keepOrTell,
   openId: () => open.id,
   isAnswering: (conversation) => running.has(conversation),
   open: (conversation) => {
@@ -44,7 +45,7 @@ const NO_ROOM = "The browser has no room to keep this conversation. Export it, o
 function keepOrTell(conversation) {
   const isKept = keep(conversation);
   if (!isKept) status(NO_ROOM);
-  if (conversation === open) sessionStorage.setItem(OPEN, open.id); // A copy has another one.
+  if (conversation === open) session.setItem(OPEN, open.id); // A copy has another one.
   return isKept;
 }
 
@@ -90,8 +91,8 @@ async function run(question, message, body) {
   if (running.get(conversation) !== one) return; // The conversation was deleted meanwhile.
   running.delete(conversation);
   view.finish();
-  // The model may have turned out to be an encoder. If the list does not come either, the answer says why already.
-  if (message.error) loadModels().catch(() => {});
+  // The model may have turned out to be an encoder, or the list did not come. If it does not now, the answer says why already.
+  if (message.error || !byId("model").value) loadModels().catch(() => {});
   const isKept = keepOrTell(conversation);
   showList(list);
   if (conversation.id !== open.id) return;
@@ -134,7 +135,7 @@ function keepRunning(conversation) {
 function show(conversation) {
   const isAnother = conversation !== open;
   open = conversation;
-  sessionStorage.setItem(OPEN, open.id);
+  session.setItem(OPEN, open.id);
   log.replaceChildren(...pathOf(open).map(itemOf));
   if (!open.next.length) log.append(element("p", { className: "empty" }, "Ask the model something."));
   if (isAnother) {
@@ -260,7 +261,7 @@ followOtherTabs((conversation) => running.has(conversation), (before, now) => {
   else show(now ?? newConversation());
 });
 
-show(conversations.get(sessionStorage.getItem(OPEN)) ?? open);
+show(conversations.get(session.getItem(OPEN)) ?? open);
 log.scrollTop = log.scrollHeight;
 prompt.focus();
 recallSettings().catch((error) => status(error.message));

@@ -3,7 +3,7 @@
 // A conversation is a tree. Each message has the messages that were sent after it in `next`, and `chosen` is the index of the one
 // that is shown. So an edited message, or an answer that was made anew, stands beside the old one, which keeps what followed it.
 
-import { newId, store } from "./shared.js";
+import { local, newId, recall, store } from "./shared.js";
 
 const PREFIX = "penstock.conversation.";
 const MAX_TITLE_CHARS = 60;
@@ -11,16 +11,8 @@ const MAX_TITLE_CHARS = 60;
 /** Conversations by id: `{id, title, changedMs, next, chosen}`. */
 export const conversations = new Map();
 
-const read = (text) => { // Also of what is not there: null.
-  try {
-    return JSON.parse(text);
-  } catch {
-    return null; // Something else wrote under our name.
-  }
-};
-
-for (const [key, text] of Object.entries(localStorage)) {
-  const kept = key.startsWith(PREFIX) ? read(text) : null;
+for (const key of Object.keys(local)) {
+  const kept = key.startsWith(PREFIX) ? recall(key) : null; // Null, too, if something else wrote under our name.
   if (kept?.id) conversations.set(kept.id, kept);
 }
 
@@ -31,7 +23,7 @@ export function newConversation() {
 
 /** Keep a conversation, as a copy if another tab kept it since it was read here. Returns false if the browser has no room for it. */
 export function keep(conversation) {
-  const kept = read(localStorage.getItem(PREFIX + conversation.id));
+  const kept = recall(PREFIX + conversation.id);
   if (kept?.id && kept.changedMs !== conversation.changedMs) {
     conversations.set(kept.id, kept);
     conversation.title = `${titleOf(conversation)} (copy)`;
@@ -46,16 +38,16 @@ export function keep(conversation) {
 
 export function forget(conversation) {
   conversations.delete(conversation.id);
-  localStorage.removeItem(PREFIX + conversation.id);
+  local.removeItem(PREFIX + conversation.id);
 }
 
 /** Calls `changed(before, now)` when another tab has kept or deleted a conversation. It is not read while `isGrowing` here. */
 export function followOtherTabs(isGrowing, changed) {
-  addEventListener("storage", ({ key, newValue }) => {
+  addEventListener("storage", ({ key }) => {
     if (!key?.startsWith(PREFIX)) return;
     const id = key.slice(PREFIX.length);
     const before = conversations.get(id);
-    const now = read(newValue);
+    const now = recall(key);
     if (now && isGrowing(before)) return;
     if (now) conversations.set(id, now);
     else conversations.delete(id);

@@ -1,9 +1,9 @@
 // The list of conversations: a search, and for the open one its name, its export and its end.
 
-import { asMarkdown, forget, found, keep, titleOf } from "./conversations.js";
+import { asMarkdown, forget, found, titleOf } from "./conversations.js";
 import { button, byId, element } from "./shared.js";
 
-/** Draw the list. `chat` has what the list calls: `openId()`, `open(conversation)`, `isAnswering(conversation)`, `gone(conversation)`. */
+/** Draw the list. `chat` has what the list calls: `openId()`, and `open`, `keep`, `isAnswering` and `gone` of a conversation. */
 export function showList(chat) {
   if (byId("conversations").querySelector("form")?.dataset.id === chat.openId()) return; // It is being renamed.
   const wanted = byId("search").value;
@@ -51,7 +51,7 @@ function rename(conversation, chat, name) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     conversation.title = field.value.trim();
-    keep(conversation);
+    chat.keep(conversation);
     close();
   });
   field.addEventListener("keydown", (event) => {

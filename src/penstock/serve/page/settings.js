@@ -1,25 +1,30 @@
 // The settings at the side of the chat: what they hold, and the fields of a request that they make. The browser keeps them.
 
-import { askJson, byId, element, store } from "./shared.js";
+import { askJson, byId, element, recall, store } from "./shared.js";
 
 const STORE = "penstock.settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const FIELDS = ["model", "system", "schema", ...NUMBERS];
 
+/** The model that is chosen, also while there is no list to choose from. */
+const chosenModel = () => byId("model").value || recall(STORE)?.model;
+
 function keepSettings() {
-  store(STORE, JSON.stringify(Object.fromEntries(FIELDS.map((name) => [name, byId(name).value]))));
+  const values = Object.fromEntries(FIELDS.map((name) => [name, byId(name).value]));
+  store(STORE, JSON.stringify({ ...values, model: chosenModel() }));
 }
 
 /** Fill in what was kept, then ask the server for its models. Throws `ServerError`. */
 export async function recallSettings() {
-  const kept = JSON.parse(localStorage.getItem(STORE) ?? "{}");
-  for (const name of FIELDS) if (name !== "model") byId(name).value = kept[name] ?? "";
-  await loadModels(kept.model);
+  const kept = recall(STORE);
+  for (const name of FIELDS) if (name !== "model") byId(name).value = kept?.[name] ?? "";
+  await loadModels();
 }
 
 /** List the models that write text. A model's task is null until it was loaded for the first time: that one is listed, too. */
-export async function loadModels(chosen = byId("model").value) {
+export async function loadModels() {
   const { data } = await askJson("v1/models");
+  const chosen = chosenModel();
   const writers = data.filter(({ task }) => task === "generate" || task === null);
   const select = byId("model");
   select.replaceChildren(...writers.map(({ id, status: { value } }) =>

@@ -20,13 +20,35 @@ export function button(text, onclick, properties = {}) {
   return made;
 }
 
+/** A storage of the browser, or one that lasts as long as the page, where the reader forbids it. */
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    const kept = new Map();
+    return { getItem: (key) => kept.get(key) ?? null, setItem: (...entry) => kept.set(...entry), removeItem: (key) => kept.delete(key) };
+  }
+}
+
+export const local = storage("localStorage");
+export const session = storage("sessionStorage");
+
 /** Keep a text in this browser. Returns false if there is no room for it. */
 export function store(key, text) {
   try {
-    localStorage.setItem(key, text);
+    local.setItem(key, text);
     return true;
   } catch {
     return false;
+  }
+}
+
+/** What was kept as JSON; null if there is nothing, or something else. */
+export function recall(key) {
+  try {
+    return JSON.parse(local.getItem(key));
+  } catch {
+    return null;
   }
 }
 
@@ -62,7 +84,7 @@ export class ServerError extends Error {
  */
 export async function ask(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = session.getItem(KEY);
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
     const signal = options.signal ?? AbortSignal.timeout(LIMIT_MS);
     const response = await fetch(path, { ...options, headers, signal }).catch((error) => {
@@ -72,7 +94,7 @@ export async function ask(path, options = {}) {
     if (response.ok) return response;
     const error = await errorOf(response);
     if (response.status !== 401) throw error;
-    const hasOther = sessionStorage.getItem(KEY) !== key; // The reader gave one meanwhile.
+    const hasOther = session.getItem(KEY) !== key; // The reader gave one meanwhile.
     if (!hasOther && !(await askForKey(error))) throw error;
   }
 }
@@ -91,13 +113,13 @@ function askForKey(error) {
   asking ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
     byId("key").value = "";
-    byId("key-message").textContent = sessionStorage.getItem(KEY) ? error.message : "";
+    byId("key-message").textContent = session.getItem(KEY) ? error.message : "";
     dialog.returnValue = "";
     dialog.addEventListener("close", () => {
       asking = null;
       const key = dialog.returnValue === "use" ? byId("key").value.trim() : "";
       byId("key").value = "";
-      if (key) sessionStorage.setItem(KEY, key);
+      if (key) session.setItem(KEY, key);
       showKeyButton();
       resolve(Boolean(key));
     }, { once: true });
@@ -107,11 +129,11 @@ function askForKey(error) {
 }
 
 function showKeyButton() {
-  byId("key-button").hidden = !sessionStorage.getItem(KEY);
+  byId("key-button").hidden = !session.getItem(KEY);
 }
 
 byId("key-button").addEventListener("click", () => {
-  sessionStorage.removeItem(KEY);
+  session.removeItem(KEY);
   showKeyButton();
 });
 showKeyButton();

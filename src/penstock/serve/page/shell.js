@@ -6,7 +6,19 @@ const THEME_KEY = "penstock.theme";
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  localStorage.setItem(THEME_KEY, theme);
+  try {
+    localStorage.setItem(THEME_KEY, theme);
+  } catch {
+    // Forbidden, or full: the theme lasts as long as the page.
+  }
+}
+
+function keptTheme() {
+  try {
+    return localStorage.getItem(THEME_KEY);
+  } catch {
+    return null;
+  }
 }
 
 function showTheme() {
@@ -31,8 +43,7 @@ function showView() {
   document.title = name === "live" ? "Penstock: live" : "Penstock";
 }
 
-const keptTheme = localStorage.getItem(THEME_KEY);
-setTheme(keptTheme in THEMES ? keptTheme : "");
+setTheme(keptTheme() in THEMES ? keptTheme() : "");
 document.addEventListener("DOMContentLoaded", () => {
   showTheme();
   showView();
