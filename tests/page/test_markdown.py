@@ -136,3 +136,21 @@ def test_every_grammar_that_is_named_is_there(page):
     assert len(names) > 10
     served = {path.removeprefix("/page/vendor/highlight/") for path in PAGE_PATHS if "/highlight/" in path}
     assert served == {"core.min.js", *(f"{name}.min.js" for name in names)}
+
+
+def test_the_button_that_copies_keeps_its_name(page):
+    said = """return import("/page/markdown.js").then(async ({ copy }) => {
+        const [button, after] = [document.createElement("button"), []];
+        window.setTimeout = (call) => after.push(call);
+        await copy("x", button);
+        await copy("x", button);
+        after.forEach((call) => call());
+        return button.textContent;
+    })"""
+    assert page.run(said) == "Copy"
+
+
+def test_times_are_rounded_before_they_are_split(page):
+    told = "return import('/page/shared.js').then(({ duration }) => arguments[0].map(duration))"
+    times = {9.96: "10 ms", 63: "63 ms", 999.7: "1.00 s", 9996: "10.0 s", 59_960: "1 min 0 s", 119_600: "2 min 0 s"}
+    assert page.run(told, list(times)) == list(times.values())

@@ -161,16 +161,15 @@ export function codeBlock(text, language = "", isComplete = false) {
     element("pre", { tabIndex: 0 }, code));
 }
 
-/** Puts a text into the clipboard, and says so on the button for a moment. */
+/** Puts a text into the clipboard, and says so on the button "Copy" for a moment. */
 export async function copy(text, button) {
-  const said = button.textContent;
   try {
     await navigator.clipboard.writeText(text); // There is none without HTTPS, but on this machine.
     button.textContent = "Copied";
   } catch {
     button.textContent = "Not allowed here";
   }
-  setTimeout(() => { button.textContent = said; }, 1500);
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
 /** The nodes of a text within a block. */
