@@ -345,6 +345,23 @@ def test_reasoning_is_folded_and_calls_are_shown(page):
     assert '{"at": "sea"}' in page.text(".answer figure.code")
 
 
+def test_reasoning_is_sent_back(page):
+    page.run("""
+        window.fetch = async (path, options) => {
+          if (options.body) window.sent = options.body;
+          const choices = [{index: 0, delta: {content: "Done.", reasoning_content: "Let me think."}}];
+          return new Response(`data: ${JSON.stringify({choices})}\\n\\ndata: [DONE]\\n\\n`);
+        };
+    """)
+    ask(page)
+    assert complete(page) == "Done."
+    ask(page, "And then?")
+    page.until("return document.querySelectorAll('.answer .tools').length === 2")
+    asked, answered, _ = last_request(page)["messages"]
+    assert asked == {"role": "user", "content": "What is a river?"}
+    assert answered == {"role": "assistant", "content": "Done.", "reasoning_content": "Let me think."}
+
+
 def test_reasoning_keeps_its_paragraphs_while_more_comes(page):
     page.run("""
         window.fetch = async () => new Response(new ReadableStream({start(controller) {

@@ -53,7 +53,8 @@ function keepOrTell(conversation) {
 
 /** The fields of a request that has a message answered, or the answer that is the last message continued. */
 function bodyOf(settings, path) {
-  const said = path.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+  const said = path.filter(({ content }) => content)
+    .map(({ role, content, reasoning }) => ({ role, content, reasoning_content: reasoning || undefined }));
   return { ...settings, messages: [...systemMessages(), ...said] };
 }
 
