@@ -471,6 +471,10 @@ def test_a_server_with_keys_asks_for_one_once(browser):
     config = ServerConfig(port=0, api_keys=("secret",), shutdown_timeout_s=0.0)
     with speaking("Hello.", config=config) as server:
         browser.open(server.url)
+        for cut in ("k\u2026y", "sch\u00f6n"):
+            browser.type("#key", cut)
+            browser.press(ENTER)
+            assert browser.run("return document.getElementById('key').matches('dialog[open] :invalid')")
         browser.type("#key", "wrong")
         browser.press(ENTER)
         browser.wait_text("#key-message", "wrong")
