@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import tracemalloc
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -170,6 +170,25 @@ def test_a_check_takes_no_memory_for_each_line(tmp_path):
         finally:
             tracemalloc.stop()
     assert held[1] < held[0] + 100_000  # SQLite's cache does not count, and has its own limit
+
+
+def test_lines_are_sorted_in_the_folder_of_the_batch(tmp_path, monkeypatch):
+    """The temporary folder of a container is in memory, and small."""
+    monkeypatch.setattr(module, "CACHE_KIB", 64)
+    monkeypatch.setattr(module, "_LOOKED_EACH", 1000)
+    folder = tmp_path / "it's"
+    folder.mkdir()
+    (folder / "in").write_bytes(b"\n".join(line(str(nth), body={"prompt": f"{nth:05}" * 400}) for nth in range(10_000)))
+    seen = set()
+
+    def look() -> bool:
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # the listing's own
+                seen.update({link.readlink().parent} if link.readlink().name.startswith("etilqs_") else ())
+        return False
+
+    prepare(folder / "base", folder / "in", (URL,), MOST, look)
+    assert seen == {folder}
 
 
 def test_a_file_has_not_too_many_lines(tmp_path, monkeypatch):
