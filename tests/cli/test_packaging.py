@@ -191,7 +191,9 @@ def test_the_images_command_serves_is_healthy_and_tells_the_manager(
     with subprocess.Popen(command, env=inside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert manager.recv(100) == b"READY=1"
-            assert subprocess.run(health, env=inside, capture_output=True, timeout=60).returncode == 0
+            proxied = {**inside, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+            for variables in (inside, proxied):
+                assert subprocess.run(health, env=variables, capture_output=True, timeout=60).returncode == 0
             server.send_signal(signal.SIGTERM)
             assert manager.recv(100) == b"STOPPING=1"
             out, error = server.communicate(timeout=60)
