@@ -19,7 +19,7 @@ INSTALLED_TEST := .venv/.installed-test
 INSTALLED_DOCS := .venv/.installed-docs
 LOCK := packaging/requirements-dev.lock
 LOCKED := .venv/.locked
-SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
+SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py src/penstock/models/codebooks.h $(shell find native -type f)
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-locked lock wheels test-wheels serve pull test test-slow test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-cluster test-monitoring test-image bench lint format docs docs-site clean

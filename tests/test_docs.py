@@ -166,6 +166,14 @@ def test_every_make_target_is_listed_by_help() -> None:
     assert phony == set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
 
 
+def test_the_native_module_is_built_again_after_a_change_of_any_source() -> None:
+    builds = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    shared = set(re.findall(r"\bsrc/penstock/\S+\.h\b", builds))
+    assert shared
+    for path in ("Makefile", "tests/pythons/run.sh"):
+        assert [name for name in shared if name not in (ROOT / path).read_text(encoding="utf-8")] == [], path
+
+
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_commands_for_beginners_exist(page: Path) -> None:
     """Each `penstock COMMAND --flag` and `make target` of a first page is one that there is."""

@@ -17,7 +17,7 @@ name=$("$PYTHON" -c 'import sys, sysconfig; print(sysconfig.get_config_var("SOAB
 }
 ENV=build/pythons/$name-$kind
 
-if [[ ! -e $ENV/.installed || -n $(find pyproject.toml CMakeLists.txt native -type f -newer "$ENV/.installed") ]]; then
+if [[ ! -e $ENV/.installed || -n $(find pyproject.toml CMakeLists.txt src/penstock/models/codebooks.h native -type f -newer "$ENV/.installed") ]]; then
   echo "Building Penstock for $("$PYTHON" -VV) in $ENV; the first time takes a few minutes, in which pip is silent."
   rm -rf "$ENV"
   "$PYTHON" -m venv "$ENV"
