@@ -45,7 +45,7 @@ $(INSTALLED_TEST): $(SOURCES) | .venv
 
 # The tools alone: the site is made from the source, without importing it.
 $(INSTALLED_DOCS): pyproject.toml | .venv
-	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	  > $@.txt && $(PIP_INSTALL) -r $@.txt || $(PIP_FAILED)
 	@touch $@
 
