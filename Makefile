@@ -159,7 +159,7 @@ test-monitoring: $(INSTALLED_TEST)  ## rules, alerts and the board against a rea
 test-image: $(INSTALLED_TEST)  ## build packaging/Containerfile with podman and check the image: size, start, rights, stop (minutes)
 	@tests/image/run.sh $(ARGS)
 
-bench: $(INSTALLED)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
+bench: $(INSTALLED_TEST)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 lint: $(INSTALLED_TEST)  ## check style, types and layering, without tests
