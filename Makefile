@@ -174,7 +174,7 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED_TEST)  ## write docs/configuration.md, and tables in docs/notes/checked-models.md and docs/http-api.md
-	@$(BIN)/python tests/configuration_page.py > docs/configuration.md
+	@page=$$($(BIN)/python tests/configuration_page.py) && echo "$$page" > docs/configuration.md
 	@PYTHONPATH=tests $(BIN)/python -m parity.checked
 	@$(BIN)/python tests/sampling_table.py
 
