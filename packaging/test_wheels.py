@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEBIAN = ROOT / "build/wheels/debian11"
 MODEL = "smollm2:135m"
+START_S = 300
 QUESTION = {"model": MODEL, "messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}
 PASSED = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "PIP_CERT", "SSL_CERT_FILE", "HTTPS_PROXY", "https_proxy")
 # Run as root of new namespaces: mounts what programs expect, then changes its root folder to the Debian.
@@ -88,7 +89,8 @@ def free_port() -> int:
 
 
 def ask(port: int, server: subprocess.Popen[bytes]) -> str:
-    """Return the first answer of the server, asked again until it listens."""
+    """Return the first answer of the server, asked again for `START_S` until it listens."""
+    end = time.monotonic() + START_S
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(QUESTION).encode(), {"Content-Type": "application/json"}
     )
@@ -101,6 +103,8 @@ def ask(port: int, server: subprocess.Popen[bytes]) -> str:
                 raise
             if server.poll() is not None:
                 sys.exit(f"error: the server ended with {server.returncode}.")
+            if time.monotonic() > end:
+                sys.exit(f"error: the server does not answer within {START_S} s: {error}")
             time.sleep(0.02)
 
 
