@@ -173,7 +173,7 @@ export async function copy(text, button) {
 }
 
 /** The nodes of a text within a block. */
-export function inline(text, depth = 0) {
+function inline(text, depth = 0) {
   const nodes = [];
   const search = new Search(text);
   let plain = "";
