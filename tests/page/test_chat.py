@@ -204,6 +204,7 @@ def test_escape_in_another_field_or_view_stops_no_answer(browser):
             opened()
             browser.press(ESCAPE)
         browser.click("nav a[href='#live']")
+        browser.find("#live-view")
         browser.press(ESCAPE)
         server.gate.open()
         browser.click("nav a[href='#chat']")
