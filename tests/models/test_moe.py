@@ -155,6 +155,13 @@ def test_an_ernie_that_says_little_has_defaults(tmp_path: Path) -> None:
     assert rotation.inv_freq[1] == pytest.approx(5e5 ** (-2 / 24))
 
 
+@pytest.mark.parametrize("name", ["mixtral_gguf", "gpt_oss_gguf", "minimax_m2_gguf"])
+def test_a_gguf_file_may_scale_the_shares_of_the_experts(tmp_path: Path, name: str) -> None:
+    mlp = load(changed(name, expert_weights_scale=2.5), tmp_path).spec.layers[0].mlp
+    assert isinstance(mlp, ExpertsMlp)
+    assert mlp.share_factor == 2.5
+
+
 def test_a_qwen_2_moe_has_biases_unless_it_says_that_it_has_none(tmp_path: Path) -> None:
     config = dict(CASES["qwen2_moe"].config)
     for told, has_bias in (({}, True), ({"qkv_bias": True}, True), ({"qkv_bias": False}, False)):

@@ -178,11 +178,10 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         file,
         scoring="softmax" if function == 1 else "sigmoid",
         is_renormalised=file.get(f"{key}.expert_weights_norm", bool) or False,
-        share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
         has_selection_bias=has_bias,
+        num_shared=file.require(f"{key}.expert_shared_count", int),
         **groups,
     )
-    mlp = replace(mlp, shared_size=mlp.intermediate_size * file.require(f"{key}.expert_shared_count", int))
     return with_experts(spec, mlp, file.path, dense=range(file.get(f"{key}.leading_dense_block_count", int) or 0))
 
 

@@ -112,9 +112,9 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the experts' keys. The chosen experts' shares are always divided by their sum, as in llama.cpp."""
     key = file.architecture
-    mlp = read_gguf_experts(file, share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0, has_shared_gate=True)
     width = file.get(f"{key}.expert_shared_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int)
-    return with_experts(_of_gguf(file, spec), replace(mlp, shared_size=width), file.path)
+    mlp = read_gguf_experts(file, has_shared_gate=True, shared_size=width)
+    return with_experts(_of_gguf(file, spec), mlp, file.path)
 
 
 def _usual_layers(spec: ModelSpec, period: int | None) -> list[bool]:

@@ -101,12 +101,16 @@ def experts_of_gguf(file: GgufFile, spec: ModelSpec, **others: Any) -> ModelSpec
     return with_experts(spec, read_gguf_experts(file, **others), file.path)
 
 
-def read_gguf_experts(file: GgufFile, **others: Any) -> ExpertsMlp:
+def read_gguf_experts(file: GgufFile, *, num_shared: int = 0, **others: Any) -> ExpertsMlp:
+    """Return a GGUF file's experts. `num_shared` experts of the same width are shared; `others`: fields of `ExpertsMlp`."""
     key = file.architecture
+    width = file.get(f"{key}.expert_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int)
+    others.setdefault("shared_size", width * num_shared)
     return ExpertsMlp(
         num_experts=file.require(f"{key}.expert_count", int),
         num_experts_per_token=file.require(f"{key}.expert_used_count", int),
-        intermediate_size=file.get(f"{key}.expert_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int),
+        intermediate_size=width,
+        share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
         **others,
     )
 

@@ -16,8 +16,8 @@ from penstock.models import checks, llama
 from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts, with_biases
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
-from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
+from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
+from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
 _MAX_KERNEL = 17
 """Largest kernel whose state (one column fewer) fits the native backend's smallest block, 16 positions."""
@@ -54,16 +54,16 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     factor = config.get("routed_scaling_factor", float)
-    mlp = ExpertsMlp(
-        num_experts=config.require("num_experts", int),
-        num_experts_per_token=config.require("num_experts_per_tok", int),
-        intermediate_size=config.require("moe_intermediate_size", int),
+    return experts_of_hf(
+        config,
+        _of_hf(config, spec),
+        width="moe_intermediate_size",
+        dense=range(config.require("num_dense_layers", int)),
         scoring="sigmoid",
         is_renormalised=config.get("norm_topk_prob", bool) is not False,
         share_factor=1.0 if factor is None else factor,
         has_selection_bias=config.get("use_expert_bias", bool) is not False,
     )
-    return with_experts(_of_hf(config, spec), mlp, config.path, dense=range(config.require("num_dense_layers", int)))
 
 
 def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
@@ -99,12 +99,7 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = "lfm2moe"
     if (function := file.require(f"{key}.expert_gating_func", int)) != 2:
         raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "a sigmoid (2) is")
-    mlp = read_gguf_experts(
-        file,
-        scoring="sigmoid",
-        share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
-        has_selection_bias=True,
-    )
+    mlp = read_gguf_experts(file, scoring="sigmoid", has_selection_bias=True)
     num_dense = file.get(f"{key}.leading_dense_block_count", int) or 0
     return with_experts(_of_gguf(file, spec), mlp, file.path, dense=range(num_dense))
 

@@ -144,9 +144,8 @@ def _of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = file.architecture
     spec = llama.with_granite_factors(file, spec)
     if file.get(f"{key}.expert_count", int):
-        mlp = read_gguf_experts(file)
         width = file.get(f"{key}.expert_shared_feed_forward_length", int) or 0
-        spec = with_experts(spec, replace(mlp, shared_size=width), file.path)
+        spec = with_experts(spec, read_gguf_experts(file, shared_size=width), file.path)
     counts = file.get_list(f"{key}.attention.head_count_kv", int)
     if len(counts) != spec.num_layers:
         raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")

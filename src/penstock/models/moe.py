@@ -24,6 +24,7 @@ from penstock.models.layers import (
     local_layers,
     local_layers_of_gguf,
     read_gguf_experts,
+    sigmoid_experts_of_hf,
     with_experts,
     with_local_layers,
     with_windows,
@@ -80,8 +81,7 @@ def _of_qwen2_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the experts' keys. Shares are never divided by their sum, as in llama.cpp."""
     width = file.get("qwen2moe.expert_shared_feed_forward_length", int) or file.require("qwen2moe.feed_forward_length", int)
-    factor = file.get("qwen2moe.expert_weights_scale", float) or 1.0
-    return experts_of_gguf(file, spec, is_renormalised=False, share_factor=factor, shared_size=width, has_shared_gate=True)
+    return experts_of_gguf(file, spec, is_renormalised=False, shared_size=width, has_shared_gate=True)
 
 
 def _mellum_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -265,6 +265,8 @@ HUNYUAN_MOE = Architecture(
 
 _GLM4_DEFAULTS = {
     "partial_rotary_factor": 0.5,
+    "n_group": 1,
+    "topk_group": 1,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
@@ -278,17 +280,7 @@ def _describe_glm4(spec: ModelSpec) -> Program:
 
 def _of_glm4_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only_all(hidden_act="silu", n_group=1, topk_group=1)
-    mixed = experts_of_hf(
-        config,
-        spec,
-        width="moe_intermediate_size",
-        dense=range(config.require("first_k_dense_replace", int)),
-        scoring="sigmoid",
-        is_renormalised=config.require("norm_topk_prob", bool),
-        share_factor=config.require("routed_scaling_factor", float),
-        has_selection_bias=True,
-        shared_size=config.require("moe_intermediate_size", int) * config.require("n_shared_experts", int),
-    )
+    mixed = sigmoid_experts_of_hf(config, spec, range(config.require("first_k_dense_replace", int)))
     return _with_qk_norms(mixed, config.get("use_qk_norm", bool) or False)
 
 
@@ -304,10 +296,9 @@ def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         file,
         scoring="sigmoid",
         is_renormalised=file.get("glm4moe.expert_weights_norm", bool) or False,
-        share_factor=file.get("glm4moe.expert_weights_scale", float) or 1.0,
         has_selection_bias=True,
+        num_shared=file.require("glm4moe.expert_shared_count", int),
     )
-    mlp = replace(mlp, shared_size=mlp.intermediate_size * file.require("glm4moe.expert_shared_count", int))
     dense = range(file.get("glm4moe.leading_dense_block_count", int) or 0)
     return _with_qk_norms(with_experts(spec, mlp, file.path, dense=dense), "blk.0.attn_q_norm.weight" in file.tensors)
 
@@ -350,8 +341,7 @@ def _of_m2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def _of_m2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if (function := file.require("minimax-m2.expert_gating_func", int)) != 2:
         raise checks.unsupported(file.path, f"minimax-m2.expert_gating_func is {function}", "a sigmoid (2) is")
-    factor = file.get("minimax-m2.expert_weights_scale", float) or 1.0
-    return experts_of_gguf(file, spec, share_factor=factor, **_M2_SCORES)
+    return experts_of_gguf(file, spec, **_M2_SCORES)
 
 
 MINIMAX_M2 = Architecture(
@@ -399,9 +389,8 @@ def _of_ernie4_5_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     step, first = file.require(f"{key}.interleave_moe_layer_step", int), file.get(f"{key}.leading_dense_block_count", int) or 0
     if step < 1:
         raise file.error(f"{key}.interleave_moe_layer_step is {step}")
-    factor = file.get(f"{key}.expert_weights_scale", float) or 1.0
-    mlp = read_gguf_experts(file, has_selection_bias=True, share_factor=factor)
-    mlp = replace(mlp, shared_size=mlp.intermediate_size * (file.get(f"{key}.expert_shared_count", int) or 0))
+    num_shared = file.get(f"{key}.expert_shared_count", int) or 0
+    mlp = read_gguf_experts(file, has_selection_bias=True, num_shared=num_shared)
     dense = [i for i in range(spec.num_layers) if i < first or (i + 1) % step]
     return with_experts(spec, mlp, file.path, dense=dense)
 

@@ -19,10 +19,10 @@ from penstock.models.decoder import Decoder
 from penstock.models.delta_net import negative_exp
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts, without_further_layers
+from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts, without_further_layers
 from penstock.models.mamba import GGUF_MAMBA, HF_MIXER, read_gguf_mamba, read_limits
 from penstock.models.program import Program
-from penstock.types.model_spec import Activation, ExpertsMlp, LayerSpec, LinearAttentionSpec, ModelSpec, PlainMlp
+from penstock.types.model_spec import Activation, LayerSpec, LinearAttentionSpec, ModelSpec, PlainMlp
 
 Kind = Literal["linear_attention", "full_attention", "mlp", "moe"]
 _KINDS: Mapping[str, Kind] = {
@@ -43,7 +43,7 @@ _DEFAULTS = {
     "n_groups": 8,
     "conv_kernel": 4,
     "use_conv_bias": True,
-    "n_routed_experts": 8,
+    "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 7688,
     "moe_shared_expert_intermediate_size": 7688,
@@ -55,6 +55,7 @@ _OLD_KEYS = {
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
+    "n_routed_experts": "num_experts",
     "layer_types": "layers_block_type",
 }
 
@@ -91,16 +92,16 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     activation = read_activation(config, "mlp_hidden_act", "relu2")
     if "moe" in kinds:
         config.only_all(n_group=1, topk_group=1, n_shared_experts=1)
-        mlp = ExpertsMlp(
-            num_experts=config.require("n_routed_experts", int),
-            num_experts_per_token=config.require("num_experts_per_tok", int),
-            intermediate_size=config.require("moe_intermediate_size", int),
+        spec = experts_of_hf(
+            config,
+            spec,
+            width="moe_intermediate_size",
+            dense=[layer for layer, kind in enumerate(kinds) if kind != "moe"],
             shared_size=config.require("moe_shared_expert_intermediate_size", int),
             is_renormalised=config.require("norm_topk_prob", bool),
             share_factor=config.positive("routed_scaling_factor"),
             **_experts(activation),
         )
-        spec = with_experts(spec, mlp, config.path, dense=[layer for layer, kind in enumerate(kinds) if kind != "moe"])
     return _with_kinds(spec, kinds, net, activation, config.path)
 
 
@@ -171,7 +172,6 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
             file,
             shared_size=file.require(f"{key}.expert_shared_feed_forward_length", int),
             is_renormalised=file.require(f"{key}.expert_weights_norm", bool),
-            share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
             **_experts("relu2"),
         )
         spec = with_experts(spec, mlp, file.path)
