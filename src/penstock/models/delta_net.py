@@ -12,16 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, Run, with_defaults
 from penstock.models.checks import LIMITS
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts, without_further_layers
+from penstock.models.layers import GGUF_EXPERTS, local_layers, read_gguf_experts, with_experts, without_further_layers
+from penstock.models.mamba import linear_attention_of_gguf, negative_exp
 from penstock.models.moe import GATE_UP_DOWN, SHARED, of_qwen
 from penstock.models.program import Program
 from penstock.types.model_spec import LayerSpec, LinearAttentionSpec, ModelSpec
@@ -72,7 +70,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if config.values.get("layer_types") is not None:
         is_linear = _linear_layers(config, spec)
     else:
-        is_linear = _usual_layers(spec, config.require("full_attention_interval", int))
+        is_linear = local_layers(spec, max(1, config.require("full_attention_interval", int)))
     return _with_nets(spec, _net_of_hf(config), is_linear)
 
 
@@ -91,22 +89,12 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     spec = without_further_layers(file, spec)
     is_linear: Sequence[bool] = file.get_list(f"{key}.attention.recurrent_layers", bool)[: spec.num_layers]
     if not is_linear:
-        is_linear = _usual_layers(spec, file.get(f"{key}.full_attention_interval", int, 4))
+        is_linear = local_layers(spec, max(1, file.get(f"{key}.full_attention_interval", int, 4) or 1))
     if len(is_linear) != spec.num_layers:
         raise file.error(f"{key}.attention.recurrent_layers has {len(is_linear)} values for {spec.num_layers} layers")
-    num_heads, inner = (file.require(f"{key}.ssm.{name}", int) for name in ("time_step_rank", "inner_size"))
-    num_key_heads = file.require(f"{key}.ssm.group_count", int)
-    net = LinearAttentionSpec(
-        num_heads=num_heads,
-        num_key_heads=num_key_heads,
-        key_dim=file.require(f"{key}.ssm.state_size", int),
-        value_dim=inner // max(1, num_heads),
-        kernel=file.require(f"{key}.ssm.conv_kernel", int),
-        has_delta_rule=True,
-        # The converter permutes the value heads of Qwen 3.5.
-        has_tiled_heads=key != "qwen3next" and num_heads != num_key_heads,
-    )
-    return _with_nets(spec, net, is_linear)
+    net = linear_attention_of_gguf(file, has_delta_rule=True)
+    is_tiled = key != "qwen3next" and net.num_heads != net.num_key_heads  # the converter permutes the value heads of Qwen 3.5
+    return _with_nets(spec, replace(net, has_tiled_heads=is_tiled), is_linear)
 
 
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -115,11 +103,6 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     width = file.get(f"{key}.expert_shared_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int)
     mlp = read_gguf_experts(file, has_shared_gate=True, shared_size=width)
     return with_experts(_of_gguf(file, spec), mlp, file.path)
-
-
-def _usual_layers(spec: ModelSpec, period: int | None) -> list[bool]:
-    """Return for each layer whether it has a delta net: all but the last of each period."""
-    return [(layer + 1) % max(1, period or 1) != 0 for layer in range(spec.num_layers)]
 
 
 def _with_nets(spec: ModelSpec, net: LinearAttentionSpec, is_linear: Sequence[bool]) -> ModelSpec:
@@ -159,10 +142,6 @@ def _by_head(num_heads: int, *widths: int) -> list[list[Run]]:
         [(head * sum(widths) + start, width, 1) for head in range(num_heads)]
         for start, width in zip(starts, widths, strict=True)
     ]
-
-
-def negative_exp(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return -np.exp(values)
 
 
 def _text_name(name: str) -> str | None:

@@ -176,8 +176,8 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     for name, expected in (("attention.value_length_swa", local_dim), ("rope.dimension_count_swa", local_dim)):
         if (found := file.get(f"{key}.{name}", int, expected)) != expected:
             raise checks.unsupported(file.path, f"{key}.{name} is {found}", f"{expected}, as key_length_swa says, is")
-    kv_heads = _by_layer(file, f"{key}.attention.head_count_kv", number)
-    widths = _by_layer(file, f"{key}.feed_forward_length", number)
+    kv_heads = file.numbers_by_layer(f"{key}.attention.head_count_kv", number)
+    widths = file.numbers_by_layer(f"{key}.feed_forward_length", number)
     window, is_local = file.require(f"{key}.attention.sliding_window", int), local_layers_of_gguf(file, spec)
     check_window(window, is_local, file.path)
     layers = [
@@ -204,16 +204,6 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if len(set(widths)) > 1:
         raise checks.unsupported(file.path, f"{key}.feed_forward_length has several values", "a single one is")
     return _with_mixture(spec, read_gguf_experts(file), widths[0], file.path)
-
-
-def _by_layer(file: GgufFile, key: str, num_layers: int) -> list[int]:
-    """Return a key's number for each layer. The file has one for all, or a list."""
-    if not isinstance(file.metadata.get(key), list):
-        return [file.require(key, int)] * num_layers
-    numbers = file.get_list(key, int)
-    if len(numbers) != num_layers:
-        raise file.error(f"{key} has {len(numbers)} values for {num_layers} layers")
-    return numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

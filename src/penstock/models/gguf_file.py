@@ -104,6 +104,15 @@ class GgufFile:
             raise self.error(f"{key} is an array of {type(values[0]).__name__}, not of {kind.__name__}")
         return values
 
+    def numbers_by_layer(self, key: str, num_layers: int) -> list[int]:
+        """Return a key's number for each layer. The file has one for all, or a list. Raises ModelError."""
+        if not isinstance(self.metadata.get(key), list):
+            return [self.require(key, int)] * num_layers
+        numbers = self.get_list(key, int)
+        if len(numbers) != num_layers:
+            raise self.error(f"{key} has {len(numbers)} values for {num_layers} layers")
+        return numbers
+
     def error(self, cause: str) -> ModelError:
         return damaged(self.path, cause)
 

@@ -224,7 +224,7 @@ def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> 
 
 
 def local_layers(spec: ModelSpec, period: int | None = None, *, first: int = 1) -> list[bool]:
-    """Return for each layer whether it has an attention window: all but the last of each period have one.
+    """Return for each layer whether it has an attention window or a delta net: all but the last of each period have one.
 
     `first`: number of the first layer within its period. With 0, the first of each period has no window instead.
     """

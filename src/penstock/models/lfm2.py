@@ -86,10 +86,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = file.architecture
     if file.get(f"{key}.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
-    told = file.metadata.get(f"{key}.attention.head_count_kv")
-    counts = told if isinstance(told, list) else [told] * spec.num_layers
-    if len(counts) != spec.num_layers:
-        raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")
+    counts = file.numbers_by_layer(f"{key}.attention.head_count_kv", spec.num_layers)
     conv = ShortConvSpec(kernel=file.require(f"{key}.shortconv.l_cache", int))
     return _with_convs(spec, conv, [count == 0 for count in counts], file.path)
 

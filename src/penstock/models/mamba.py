@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from penstock.models import checks, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, HF_TOP, Architecture, Parts, with_biases, with_defaults
 from penstock.models.decoder import Decoder
-from penstock.models.delta_net import negative_exp
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
@@ -79,7 +78,7 @@ def _read_mamba(config: JsonFile, spec: ModelSpec, **others: Any) -> LinearAtten
     )
 
 
-def read_gguf_mamba(file: GgufFile, **others: Any) -> LinearAttentionSpec:
+def linear_attention_of_gguf(file: GgufFile, *, has_delta_rule: bool = False, **others: Any) -> LinearAttentionSpec:
     key = file.architecture
     num_heads, inner = (file.require(f"{key}.ssm.{name}", int) for name in ("time_step_rank", "inner_size"))
     return LinearAttentionSpec(
@@ -88,7 +87,7 @@ def read_gguf_mamba(file: GgufFile, **others: Any) -> LinearAttentionSpec:
         key_dim=file.require(f"{key}.ssm.state_size", int),
         value_dim=inner // max(1, num_heads),
         kernel=file.require(f"{key}.ssm.conv_kernel", int),
-        has_delta_rule=False,
+        has_delta_rule=has_delta_rule,
         has_conv_bias=any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
         **others,
     )
@@ -103,6 +102,10 @@ def read_limits(config: JsonFile) -> tuple[float, float]:
     if not is_right or not 0 <= found[0] <= min(found[1], _LARGEST_STEP):
         raise config.error(f"time_step_limit is {limits!r}, not a least and a largest step")
     return float(found[0]), math.inf if found[1] > _LARGEST_STEP else float(found[1])
+
+
+def negative_exp(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return -np.exp(values)
 
 
 def _with_mamba(spec: ModelSpec, net: LinearAttentionSpec, attends: Sequence[bool]) -> ModelSpec:
@@ -146,10 +149,8 @@ def _of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if file.get(f"{key}.expert_count", int):
         width = file.get(f"{key}.expert_shared_feed_forward_length", int) or 0
         spec = with_experts(spec, read_gguf_experts(file, shared_size=width), file.path)
-    counts = file.get_list(f"{key}.attention.head_count_kv", int)
-    if len(counts) != spec.num_layers:
-        raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")
-    return _with_mamba(spec, read_gguf_mamba(file), [count > 0 for count in counts])
+    counts = file.numbers_by_layer(f"{key}.attention.head_count_kv", spec.num_layers)
+    return _with_mamba(spec, linear_attention_of_gguf(file), [count > 0 for count in counts])
 
 
 _IN, _IN_BIAS = (Parts(tuple(f"mix_{name}{end}" for name in ("gate", "in", "steps"))) for end in ("", "_bias"))
@@ -272,7 +273,7 @@ def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of Mamba-2. The converter has multiplied the matrices by all factors."""
     if any(name.endswith(".ssm_norm.weight") for name in file.tensors):
         raise checks.unsupported(file.path, "the output of its Mamba layers is normed", "Falcon H1 without such norms is")
-    net = read_gguf_mamba(file, has_norm=False)
+    net = linear_attention_of_gguf(file, has_norm=False)
     return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=LayerFactors()))
 
 

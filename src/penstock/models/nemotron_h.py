@@ -16,11 +16,10 @@ from typing import Any, Literal
 from penstock.models import checks
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, HF_TOP, Architecture, Parts
 from penstock.models.decoder import Decoder
-from penstock.models.delta_net import negative_exp
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts, without_further_layers
-from penstock.models.mamba import GGUF_MAMBA, HF_MIXER, read_gguf_mamba, read_limits
+from penstock.models.mamba import GGUF_MAMBA, HF_MIXER, linear_attention_of_gguf, negative_exp, read_limits
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, LayerSpec, LinearAttentionSpec, ModelSpec, PlainMlp
 
@@ -156,9 +155,8 @@ def _with_kinds(
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys. Layers with neither KV heads nor an MLP have Mamba-2, as in llama.cpp."""
     key, num_stored, spec = file.architecture, spec.num_layers, without_further_layers(file, spec)
-    counts, widths = (file.get_list(f"{key}.{name}", int) for name in ("attention.head_count_kv", "feed_forward_length"))
-    if not len(counts) == len(widths) == num_stored:
-        raise file.error(f"{key}: head_count_kv and feed_forward_length are not lists of {num_stored} numbers")
+    counts = file.numbers_by_layer(f"{key}.attention.head_count_kv", num_stored)
+    widths = file.numbers_by_layer(f"{key}.feed_forward_length", num_stored)
     has_experts = bool(file.get(f"{key}.expert_count", int))
     of_widths: Kind = "moe" if has_experts else "mlp"
     kinds = [
@@ -175,8 +173,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
             **_experts("relu2"),
         )
         spec = with_experts(spec, mlp, file.path)
-    net = read_gguf_mamba(file)
-    return _with_kinds(spec, kinds, net, "relu2", file.path)
+    return _with_kinds(spec, kinds, linear_attention_of_gguf(file), "relu2", file.path)
 
 
 def _text_name(name: str) -> str | None:
