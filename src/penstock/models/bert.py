@@ -589,19 +589,6 @@ JINA_BERT = replace(
 
 # ModernBERT
 
-
-def _describe_modernbert(spec: ModelSpec) -> Program:
-    build = Decoder(spec)
-    x = build.norm(build.embed(), "embed_norm", "x")
-    for layer in range(spec.num_layers):
-        at = f"layers.{layer}"
-        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm") if layer else x)
-        x, attended = build.gather_after_last(layer, x, attended)
-        build.add_output(layer, x, attended)
-        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.finish(build.norm(x, "norm"))
-
-
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _MODERNBERT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 50368,
@@ -692,7 +679,7 @@ def _modernbert_head(hf_class: str, config: JsonFile) -> Head | None:
 
 
 MODERNBERT = Architecture(
-    describe=_describe_modernbert,
+    describe=partial(llama.describe, has_embed_norm=True, has_first_norm=False),
     is_encoder=True,
     of_hf=_of_modernbert,
     hf_values=_modernbert_values,

@@ -225,7 +225,7 @@ def _describe_olmo(spec: ModelSpec) -> Program:
         x, mixed = build.gather_after_last(layer, x, build.attention(layer, x, qk_norms="rows"))
         branch = build.linear(mixed, f"{at}.o", "projected", spec.hidden_size)
         build.add(x, build.norm(branch, f"{at}.mlp_norm", branch))
-        branch = build.linear(build.activated(layer, x), f"{at}.down", "projected", spec.hidden_size)
+        branch = build.mlp(layer, x)
         build.add(x, build.norm(branch, f"{at}.post_mlp_norm", branch))
     return build.finish(build.norm(x, "norm"))
 

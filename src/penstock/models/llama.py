@@ -46,11 +46,14 @@ def describe(
     norms: Literal["before", "behind", "both"] = "before",
     has_positions: bool = False,
     has_embed_norm: bool = False,
+    has_first_norm: bool = True,
+    dense: str = "",
 ) -> Program:
     """Return the program of one step of a Llama-like model. Attention and MLP both add to the residual stream.
 
     `norms`: pre-norms (`before`), post-norms (`behind`) or both. `has_positions`: positions are learned embeddings.
-    `has_embed_norm`: the embeddings are normed, too.
+    `has_embed_norm`: the embeddings are normed, too. Without `has_first_norm`, layer 0 attends to them as they are.
+    `dense`: name prefix of the matrices of an MLP without experts.
     """
     build = Decoder(spec)
     x = build.add_types(build.embed())
@@ -58,12 +61,13 @@ def describe(
     x = build.norm(x, "embed_norm", x) if has_embed_norm else x
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
-        normed = x if norms == "behind" else build.norm(x, f"{at}.attn_norm")
+        has_norm = norms != "behind" and (layer > 0 or has_first_norm)
+        normed = build.norm(x, f"{at}.attn_norm") if has_norm else x
         mixed = build.mix(layer, normed, qk_norms=qk_norms)
         x, mixed = build.gather_after_last(layer, x, mixed)
         if norms == "before":
             build.add_output(layer, x, mixed)
-            build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+            build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"), dense=dense)
         else:
             branch = build.linear(mixed, f"{at}.o", "projected", spec.hidden_size)
             build.add(x, build.norm(branch, f"{at}.post_attn_norm", branch))

@@ -40,19 +40,6 @@ _LARGEST_STEP = 2.0**64
 """Larger limits bound nothing: states would not be finite."""
 
 
-def describe(spec: ModelSpec, *, dense: str = "") -> Program:
-    """Return the program of one step. `dense`: name prefix of the matrices of an MLP without experts."""
-    build = Decoder(spec)
-    x = build.embed()
-    for layer in range(spec.num_layers):
-        at = f"layers.{layer}"
-        mixed = build.mix(layer, build.norm(x, f"{at}.attn_norm"))
-        x, mixed = build.gather_after_last(layer, x, mixed)
-        build.add_output(layer, x, mixed)
-        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"), dense=dense)
-    return build.finish(build.norm(x, "norm"))
-
-
 def _read_mamba(config: JsonFile, spec: ModelSpec, **others: Any) -> LinearAttentionSpec:
     num_heads, expand = config.require("mamba_n_heads", int), config.require("mamba_expand", int)
     width, words = config.get("mamba_d_ssm", int), "mamba_d_ssm"
@@ -177,7 +164,7 @@ GGUF_MAMBA: Mapping[str, str | Parts] = {
 _SHARED_OF_DENSE = {f"ffn_{name}.weight": f"shared_{name}" for name in ("gate", "up", "down")}
 GRANITE_HYBRID = replace(
     GRANITE_MOE_SHARED,
-    describe=partial(describe, dense="shared_"),
+    describe=partial(llama.describe, dense="shared_"),
     of_hf=_of_granite,
     of_gguf=_of_granite_gguf,
     hf_values=_granite_values,
@@ -200,7 +187,7 @@ def _of_bamba(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 BAMBA = Architecture(
-    describe=describe,
+    describe=llama.describe,
     of_hf=_of_bamba,
     hf_values=lambda values: {**with_defaults(values, {**_DEFAULTS, "rms_norm_eps": 1e-5}), "partial_rotary_factor": 0.5},
     hf_top={**HF_TOP, "model.final_layernorm.weight": "norm"},
