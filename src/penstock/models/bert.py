@@ -353,6 +353,11 @@ def _nomic_name(name: str) -> str:
     return _bare_name(bare.replace("emb_ln.", "embeddings.LayerNorm.", 1) if bare.startswith("emb_ln.") else bare)
 
 
+_POST_NORM_LAYER: Mapping[str, str] = {
+    **HF_LAYER,
+    **with_biases({"post_attention_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_mlp_norm"}),
+}
+"""Names of a layer's tensors in Nomic-BERT, GTE and Jina 3, as transformers writes them."""
 NOMIC_BERT = replace(
     BERT,
     hf_words=None,
@@ -362,15 +367,8 @@ NOMIC_BERT = replace(
     hf_name=_nomic_name,
     hf_layers="layers.",
     hf_layer={
-        **HF_LAYER,
-        **with_biases(
-            {
-                "post_attention_layernorm": "post_attn_norm",
-                "post_mlp_layernorm": "post_mlp_norm",
-                "norm1": "post_attn_norm",
-                "norm2": "post_mlp_norm",
-            }
-        ),
+        **_POST_NORM_LAYER,
+        **with_biases({"norm1": "post_attn_norm", "norm2": "post_mlp_norm"}),
         "attn.Wqkv.weight": QKV,
         "attn.out_proj.weight": "o",
         "mlp.fc11.weight": "up",
@@ -425,16 +423,9 @@ GTE = replace(
     hf_name=lambda name: name.removeprefix("gte.").removeprefix("new.").replace("encoder.layer.", "layers.", 1),
     hf_layers="layers.",
     hf_layer={
-        **HF_LAYER,
-        **with_biases(
-            {
-                "post_attention_layernorm": "post_attn_norm",
-                "post_mlp_layernorm": "post_mlp_norm",
-                "attn_ln": "post_attn_norm",
-                "mlp_ln": "post_mlp_norm",
-                **{f"attention.{part}_proj": part for part in "qkvo"},
-            }
-        ),
+        **_POST_NORM_LAYER,
+        **with_biases({"attn_ln": "post_attn_norm", "mlp_ln": "post_mlp_norm"}),
+        **with_biases({f"attention.{part}_proj": part for part in "qkvo"}),
         "attention.qkv_proj.weight": QKV,
         "attention.qkv_proj.bias": QKV_BIAS,
         "mlp.up_gate_proj.weight": Parts(("up", "gate")),
@@ -470,17 +461,7 @@ JINA_3 = replace(
         rope_theta=20_000.0,
     ),
     hf_layers="layers.",
-    hf_layer={
-        **HF_LAYER,
-        **with_biases(
-            {
-                "post_attention_layernorm": "post_attn_norm",
-                "post_mlp_layernorm": "post_mlp_norm",
-                "mlp.fc1": "up",
-                "mlp.fc2": "down",
-            }
-        ),
-    },
+    hf_layer={**_POST_NORM_LAYER, **with_biases({"mlp.fc1": "up", "mlp.fc2": "down"})},
 )
 
 
@@ -692,7 +673,7 @@ MODERNBERT = Architecture(
     hf_layer={
         **with_biases({"attn_norm": "attn_norm", "attn.Wo": "o", "mlp_norm": "mlp_norm", "mlp.Wo": "down"}),
         "attn.Wqkv.weight": QKV,
-        "attn.Wqkv.bias": Parts(("q_bias", "k_bias", "v_bias")),
+        "attn.Wqkv.bias": QKV_BIAS,
         "mlp.Wi.weight": GATE_AND_UP,
         "mlp.Wi.bias": Parts(("gate_bias", "up_bias")),
     },

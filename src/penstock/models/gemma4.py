@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models import checks
-from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_LAYER, HF_TOP, Architecture, Parts, with_defaults
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts, with_defaults
 from penstock.models.decoder import Decoder
+from penstock.models.gemma import GEMMA2
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, check_window, local_layers_of_gguf, read_gguf_experts, rope_base, with_experts
@@ -262,10 +263,7 @@ def _with_mixture(spec: ModelSpec, mlp: ExpertsMlp, width: int, path: Path) -> M
 
 
 _HF_LAYER: Mapping[str, str | Parts] = {
-    **HF_LAYER,
-    "post_attention_layernorm.weight": "post_attn_norm",
-    "pre_feedforward_layernorm.weight": "mlp_norm",
-    "post_feedforward_layernorm.weight": "post_mlp_norm",
+    **GEMMA2.hf_layer,
     "layer_scalar": "scale",
     "per_layer_input_gate.weight": "input_gate",
     "per_layer_projection.weight": "input_projection",

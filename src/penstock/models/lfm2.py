@@ -115,9 +115,7 @@ def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], 
 _HF_LAYER = with_biases(
     {
         "operator_norm": "attn_norm",
-        "self_attn.q_proj": "q",
-        "self_attn.k_proj": "k",
-        "self_attn.v_proj": "v",
+        **{f"self_attn.{name}_proj": name for name in "qkv"},
         "self_attn.out_proj": "o",
         "self_attn.q_layernorm": "q_norm",
         "self_attn.k_layernorm": "k_norm",

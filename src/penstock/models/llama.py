@@ -208,14 +208,7 @@ ARCEE = Architecture(
 # Apertus (Swiss AI): per-head norms of q and k, and an ungated MLP with xIELU (arXiv 2411.13010), an activation with three
 # learned numbers.
 
-_APERTUS_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 12000000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+_APERTUS_ROPE = {**_CWM_ROPE, "rope_theta": 12e6, "factor": 8.0}
 
 
 def _of_apertus(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -609,13 +602,11 @@ GPT2 = Architecture(
 # GPT-Neo (EleutherAI, 2021): GPT-2 with windows in some layers, and scores without a scale.
 
 _GPT_NEO_DEFAULTS = {
-    "vocab_size": 50257,
+    **_GPT2_DEFAULTS,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
     "attention_types": [[["global", "local"], 12]],
     "window_size": 256,
 }

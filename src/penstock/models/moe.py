@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.models import checks, llama
+from penstock.models import checks, gemma, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_defaults
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
@@ -178,12 +178,7 @@ FLEX_OLMO = Architecture(
     describe=partial(llama.describe, norms="behind", qk_norms="rows"),
     of_hf=_of_olmoe,
     hf_values=lambda values: {"rope_theta": 5e5, **values},
-    hf_layer={
-        **HF_LAYER,
-        **GATE_UP_DOWN,
-        "post_attention_layernorm.weight": "post_attn_norm",
-        "post_feedforward_layernorm.weight": "post_mlp_norm",
-    },
+    hf_layer={**gemma.OLMO2.hf_layer, **GATE_UP_DOWN},
 )
 """FlexOlmo (Ai2; arXiv 2507.07024): OLMo 2 with experts."""
 GRANITE_MOE = Architecture(
