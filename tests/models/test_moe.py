@@ -114,9 +114,13 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, name: s
         load(untold if gguf is None else replace(whole, gguf=case.gguf), tmp_path / "untold")
 
 
-def test_a_part_of_an_ernie_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
-    case = CASES["ernie4_5_moe"]
-    more = replace(case, shapes={**case.shapes, "model.mtp_block.0.mlp.up_proj.weight": (100, 72)})
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight"), ("exaone_moe", "mtp.fc.weight"), ("mellum", "mtp.fc.weight")],
+)
+def test_a_part_that_predicts_further_tokens_is_left_out(tmp_path: Path, name: str, tensor: str) -> None:
+    case = CASES[name]
+    more = replace(case, shapes={**case.shapes, tensor: (100, 72)})
     assert load(more, tmp_path).weights.keys() == load(case, tmp_path).weights.keys()
 
 

@@ -25,7 +25,6 @@ from penstock.models.layers import (
     read_gguf_experts,
     sigmoid_experts_of_hf,
     with_experts,
-    without_further_layers,
 )
 from penstock.models.moe import GATE_UP_DOWN, SHARED
 from penstock.types.errors import damaged
@@ -167,7 +166,7 @@ def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of llama.cpp's `deepseek2`: of V2, V3, Kimi K2, Moonlight and GLM-4.7-Flash."""
     key = file.architecture
-    spec = _with_gguf_latents(file, without_further_layers(file, spec))
+    spec = _with_gguf_latents(file, spec)
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
     function = file.get(f"{key}.expert_gating_func", int) or (2 if has_bias else 1)  # old files of V2 lack it
     if function not in (1, 2):
@@ -290,13 +289,13 @@ DEEPSEEK_V2 = Architecture(
         "attn_v_b.weight": Parts(("value_heads",)),
     },
     has_latents_in_gguf=True,
+    has_further_layers=True,
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     of_hf=_of_v3,
     hf_values=lambda values: _values(values, _V3_DEFAULTS),
     hf_layer={**DEEPSEEK_V2.hf_layer, "mlp.gate.e_score_correction_bias": "selection_bias"},
-    has_further_layers=True,
 )
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, of_hf=_of_glm, hf_values=lambda values: _values(values, _GLM_DEFAULTS))
 YOUTU = replace(

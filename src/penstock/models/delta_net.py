@@ -18,7 +18,7 @@ from penstock.models.checks import LIMITS
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, local_layers, read_gguf_experts, with_experts, without_further_layers
+from penstock.models.layers import GGUF_EXPERTS, local_layers, read_gguf_experts, with_experts
 from penstock.models.mamba import linear_attention_of_gguf, negative_exp
 from penstock.models.moe import GATE_UP_DOWN, SHARED, of_qwen
 from penstock.models.program import Program
@@ -86,7 +86,6 @@ def _of_moe3_5_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = file.architecture
-    spec = without_further_layers(file, spec)
     is_linear: Sequence[bool] = file.get_list(f"{key}.attention.recurrent_layers", bool)[: spec.num_layers]
     if not is_linear:
         is_linear = local_layers(spec, max(1, file.get(f"{key}.full_attention_interval", int, 4) or 1))
@@ -145,8 +144,8 @@ def _by_head(num_heads: int, *widths: int) -> list[list[Run]]:
 
 
 def _text_name(name: str) -> str | None:
-    """Drop vision and multi-token-prediction tensors, and the prefix `language_model.` that some text models have."""
-    if re.match(r"(model\.)?(mtp|visual)\.", name):
+    """Drop vision tensors, and the prefix `language_model.` that some text models have."""
+    if re.match(r"(model\.)?visual\.", name):
         return None
     return re.sub(r"^model\.language_model\.", "model.", name)
 
@@ -194,6 +193,7 @@ QWEN3_5 = Architecture(
     hf_name=_text_name,
     hf_layer=_HF_LAYER,
     gguf_layer=_GGUF_LAYER,
+    has_further_layers=True,
     has_partial_rope=True,
     hf_norm_offset=1.0,
     hf_changed={"mix_decay": negative_exp},

@@ -248,7 +248,7 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int, architecture: Archite
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "num_layers": file.require(f"{key}.block_count", int),
+        "num_layers": _num_layers(file, key, architecture),
         "num_heads": num_heads,
         "num_kv_heads": _num_kv_heads(file, f"{key}.attention.head_count_kv", by_layer=by_layer) or num_heads,
         "head_dim": head_dim,
@@ -257,6 +257,16 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int, architecture: Archite
         or file.require(f"{key}.feed_forward_length", int),
         "max_model_len": file.require(f"{key}.context_length", int),
     }
+
+
+def _num_layers(file: GgufFile, key: str, architecture: Architecture) -> int:
+    """Return the number of layers without those of multi-token prediction, which come last."""
+    num_layers, num_more = file.require(f"{key}.block_count", int), 0
+    if architecture.has_further_layers:
+        num_more = file.get(f"{key}.nextn_predict_layers", int) or 0
+    if num_more and not 0 < num_more < num_layers:
+        raise file.error(f"{key}.nextn_predict_layers is {num_more}")
+    return num_layers - num_more
 
 
 def _width(file: GgufFile, key: str, *, by_layer: bool) -> int | None:

@@ -50,7 +50,8 @@ from penstock.types.vocab import MARKERS
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
-_DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; config.json says the same.
+_LEFT_OUT = re.compile(r".*rotary_emb\.inv_freq|(model\.)?mtp[._].*")
+"""Tensors of frequencies in old checkpoints, which follow from config.json, and of multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def load_hf_directory(
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
     top = endings.top_names(architecture.hf_top, head, ending)
-    stored_names = {name: None for name in opened.tensors if not name.endswith(_DERIVED)}
+    stored_names = {name: None for name in opened.tensors if not _LEFT_OUT.fullmatch(name)}
     tensors = _renamed(endings.hf_names(architecture, stored_names, top, ending), opened.tensors, path)
     if described.is_wrapped:
         tensors = _text_tensors(tensors, path)

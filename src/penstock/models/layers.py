@@ -115,14 +115,6 @@ def read_gguf_experts(file: GgufFile, *, num_shared: int = 0, **others: Any) -> 
     )
 
 
-def without_further_layers(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec without the file's multi-token-prediction layers, which come last."""
-    num_more = file.get(f"{file.architecture}.nextn_predict_layers", int) or 0
-    if not 0 <= num_more < spec.num_layers:
-        raise file.error(f"{file.architecture}.nextn_predict_layers is {num_more}")
-    return replace(spec, layers=spec.layers[: spec.num_layers - num_more])
-
-
 def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path, *, dense: Container[int] = ()) -> ModelSpec:
     """Return the spec with these experts in every layer that is not `dense`. Raises ModelError for impossible numbers."""
     if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= 1 << 14 or mlp.intermediate_size < 1:

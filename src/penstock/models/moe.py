@@ -28,7 +28,6 @@ from penstock.models.layers import (
     with_experts,
     with_local_layers,
     with_windows,
-    without_further_layers,
 )
 from penstock.models.program import Program
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
@@ -146,7 +145,6 @@ MELLUM = replace(
     of_hf=_of_mellum,
     of_gguf=lambda _, spec: spec,
     hf_values=_mellum_values,
-    hf_name=lambda name: None if name.startswith("mtp.") else name,  # multi-token prediction
 )
 """Mellum 2 (JetBrains): Qwen 3 MoE with windows and dense layers by lists."""
 QWEN3_VL_MOE = replace(
@@ -286,7 +284,6 @@ def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     for name, usual in (("expert_gating_func", 2), ("expert_group_count", 1)):
         if (value := file.get(f"glm4moe.{name}", int) or usual) != usual:
             raise checks.unsupported(file.path, f"glm4moe.{name} is {value}", f"{usual} is")
-    spec = without_further_layers(file, spec)
     mlp = read_gguf_experts(
         file,
         scoring="sigmoid",
@@ -395,7 +392,6 @@ ERNIE4_5_MOE = Architecture(
     of_hf=_of_ernie4_5_moe,
     of_gguf=_of_ernie4_5_moe_gguf,
     hf_values=lambda values: with_defaults(values, _ERNIE_DEFAULTS, _ERNIE_NAMES),
-    hf_name=lambda name: None if name.startswith("model.mtp_") else name,  # multi-token prediction
     hf_layer={
         **HF_LAYER,
         **GATE_UP_DOWN,

@@ -18,7 +18,7 @@ from penstock.models.architectures import GGUF_LAYER, HF_LAYER, HF_TOP, Architec
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts, without_further_layers
+from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
 from penstock.models.mamba import GGUF_MAMBA, HF_MIXER, linear_attention_of_gguf, negative_exp, read_limits
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, LayerSpec, LinearAttentionSpec, ModelSpec, PlainMlp
@@ -154,7 +154,8 @@ def _with_kinds(
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys. Layers with neither KV heads nor an MLP have Mamba-2, as in llama.cpp."""
-    key, num_stored, spec = file.architecture, spec.num_layers, without_further_layers(file, spec)
+    key = file.architecture
+    num_stored = file.require(f"{key}.block_count", int)
     counts = file.numbers_by_layer(f"{key}.attention.head_count_kv", num_stored)
     widths = file.numbers_by_layer(f"{key}.feed_forward_length", num_stored)
     has_experts = bool(file.get(f"{key}.expert_count", int))
@@ -176,11 +177,6 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     return _with_kinds(spec, kinds, linear_attention_of_gguf(file), "relu2", file.path)
 
 
-def _text_name(name: str) -> str | None:
-    """Drop `mtp.` tensors; rename `backbone.` to `model.`."""
-    return None if name.startswith("mtp.") else re.sub(r"^(model\.)?backbone\.", "model.", name)
-
-
 _HF_LAYER: Mapping[str, str | Parts] = {
     "norm.weight": "attn_norm",
     **{name.replace("self_attn.", "mixer."): ours for name, ours in HF_LAYER.items() if name.startswith("self_attn.")},
@@ -197,10 +193,11 @@ NEMOTRON_H = Architecture(
     of_hf=_of_hf,
     of_gguf=_of_gguf,
     hf_values=_values,
-    hf_name=_text_name,
+    hf_name=lambda name: re.sub(r"^(model\.)?backbone\.", "model.", name),
     hf_top={**HF_TOP, "model.embeddings.weight": "embed", "model.norm_f.weight": "norm"},
     hf_layer=_HF_LAYER,
     gguf_layer={**GGUF_LAYER, **GGUF_MAMBA},
+    has_further_layers=True,
     has_partial_rope=True,
     has_sizes_by_layer_in_gguf=True,
     is_interleaved_in_gguf=True,

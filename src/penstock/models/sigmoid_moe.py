@@ -125,7 +125,6 @@ EXAONE_MOE = Architecture(
     describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_exaone,
     hf_values=_exaone_values,
-    hf_name=lambda name: None if name.startswith("mtp.") else name,  # multi-token prediction
     hf_layer=_HF_LAYER,
 )
 
