@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -187,12 +187,17 @@ def with_biases(names: Mapping[str, str]) -> dict[str, str]:
     return {f"{theirs}.{end}": f"{ours}{suffix}" for theirs, ours in names.items() for end, suffix in ends}
 
 
-def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], renamed: Mapping[str, str] = {}) -> dict[str, Any]:
+def with_defaults(
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    renamed: Mapping[str, str] = {},
+    nulls: Container[str] = (),
+) -> dict[str, Any]:
     """Return the values of config.json without nulls, with keys renamed (old -> new) and defaults for missing keys.
 
-    If both keys are present, the new one wins.
+    If both keys are present, the new one wins. A null of a key in `nulls` has a meaning, and is kept.
     """
-    found = {key: value for key, value in values.items() if value is not None}
+    found = {key: value for key, value in values.items() if value is not None or key in nulls}
     old = {renamed[key]: value for key, value in found.items() if key in renamed}
     return {**defaults, **old, **{key: value for key, value in found.items() if key not in renamed}}
 

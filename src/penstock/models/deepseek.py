@@ -67,11 +67,12 @@ _MINICPM_DEFAULTS = {
 }
 
 
+_NULLS = ("q_lora_rank", "scale_depth", "dim_model_base")
+
+
 def _values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults, but not for a `q_lora_rank` of null. `head_dim` becomes the rotary columns."""
-    found = with_defaults(values, defaults, {"n_routed_experts": "num_local_experts"})
-    if values.get("q_lora_rank", 0) is None:
-        del found["q_lora_rank"]
+    """Fill in transformers' defaults. Null disables a factor or a query rank. `head_dim` becomes the rotary columns."""
+    found = with_defaults(values, defaults, {"n_routed_experts": "num_local_experts"}, nulls=_NULLS)
     heads = {"num_key_value_heads": found["num_attention_heads"]} if "num_attention_heads" in found else {}
     return {**heads, **found, "head_dim": found["qk_rope_head_dim"]}
 
@@ -105,14 +106,11 @@ def _of_glm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _minicpm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults. Null disables a factor; `v_head_dim` defaults to hidden_size / num_heads."""
+    """Fill in transformers' defaults; `v_head_dim` defaults to hidden_size / num_heads."""
     found = dict(_values(values, _MINICPM_DEFAULTS))
     hidden_size, num_heads = found.get("hidden_size"), found.get("num_attention_heads")
     if values.get("v_head_dim") is None and type(hidden_size) is int and type(num_heads) is int and num_heads > 0:
         found["v_head_dim"] = hidden_size // num_heads
-    for key in ("scale_depth", "dim_model_base"):
-        if values.get(key, 0) is None:
-            del found[key]
     return found
 
 

@@ -86,14 +86,6 @@ SOLAR_OPEN = Architecture(
 )
 
 
-def _dots_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults, but not for a window of null."""
-    found = with_defaults(values, _DOTS_DEFAULTS, _OLD_NAMES)
-    if values.get("sliding_window", 0) is None:
-        del found["sliding_window"]
-    return found
-
-
 def _of_dots(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
     first = config.require("max_window_layers", int)
@@ -105,15 +97,9 @@ def _of_dots(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 DOTS1 = Architecture(
     describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_dots,
-    hf_values=_dots_values,
+    hf_values=lambda values: with_defaults(values, _DOTS_DEFAULTS, _OLD_NAMES, nulls=("sliding_window",)),
     hf_layer=_HF_LAYER,
 )
-
-
-def _exaone_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults. A window of null is kept: it means none."""
-    null = {"sliding_window": None} if values.get("sliding_window", 0) is None else {}
-    return {**with_defaults(values, _EXAONE_DEFAULTS), **null}
 
 
 def _of_exaone(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -124,7 +110,7 @@ def _of_exaone(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 EXAONE_MOE = Architecture(
     describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_exaone,
-    hf_values=_exaone_values,
+    hf_values=lambda values: with_defaults(values, _EXAONE_DEFAULTS, nulls=("sliding_window",)),
     hf_layer=_HF_LAYER,
 )
 
