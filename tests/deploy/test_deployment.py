@@ -230,10 +230,18 @@ def test_threads_that_take_memory_at_once_are_not_promised_more_than_there_is() 
 
 
 def test_a_model_that_does_not_fit_the_limit_of_memory_is_told_the_limit(paths: list[Path]) -> None:
-    resources = Resources(MemoryBudget(lambda: 2048 * MIB, limit_bytes=200 * MIB))
-    with pytest.raises(NotEnoughMemory, match="--memory allows 200 MiB, of which 256 MiB are kept free") as caught:
-        start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent), resources)
-    assert caught.value.remedy.startswith("Raise --memory")
+    source = resolve(str(paths[0]), paths[0].parent)
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB, limit_bytes=256 * MIB))
+    with pytest.raises(NotEnoughMemory, match="--memory is 256 MiB, and a model takes 256 MiB beside its weights") as caught:
+        start_model(config_of(paths[0]), source, resources)
+    assert caught.value.remedy.endswith("or raise --memory.")
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB, limit_bytes=1024 * MIB))
+    with pytest.raises(NotEnoughMemory, match="needs .* of KV cache") as caught:
+        start_model(
+            replace(config_of(paths[0], max_model_len=64), kv=KvConfig(kv_cache_memory_bytes=8 << 10)), source, resources
+        )
+    assert "--kv-cache-memory" in caught.value.remedy
+    assert "--memory" not in caught.value.remedy.replace("--kv-cache-memory", "")
 
 
 @pytest.mark.parametrize("room_bytes", [-MIB, 16 << 10])

@@ -397,7 +397,10 @@ class Deployment:
     def _plan(self, served: ServedModel) -> MemoryShare:
         """Return the memory that a model will take. Raises NotEnoughMemory if it can never fit, and the errors of `plan`."""
         if served.share is None:
-            served.share = served.plan()
+            try:
+                served.share = served.plan()
+            except NotEnoughMemory as error:
+                raise self.memory.explained(served.name, error) from error
         kept = [one.num_bytes for one in self.served if one.is_kept and one.running is not None and one is not served]
         stuck_bytes = self.memory.stuck_bytes()
         if served.share.num_bytes > self.memory.total_bytes() - sum(kept) - stuck_bytes:
@@ -406,7 +409,7 @@ class Deployment:
             raise NotEnoughMemory(
                 f"{served.name} takes {served.share}, all models together may take "
                 f"{format_size(self.memory.total_bytes())}{beside}.",
-                remedy="Lower --kv-cache-memory, take a smaller model, or free some memory.",
+                remedy=f"Lower --kv-cache-memory, take a smaller model, or {NotEnoughMemory.FREE}.",
             )
         return served.share
 

@@ -144,7 +144,7 @@ class MemoryBudget:
             if share.num_bytes > left_bytes:
                 raise NotEnoughMemory(
                     f"{name} takes {share}, and {format_size(max(0, left_bytes))} are left.",
-                    remedy="Lower --kv-cache-memory, take a smaller model, or free some memory.",
+                    remedy=f"Lower --kv-cache-memory, take a smaller model, or {NotEnoughMemory.FREE}.",
                 )
             self._shares[name] = share
 
@@ -172,11 +172,10 @@ class MemoryBudget:
         message, remedy = error.message, error.remedy
         if holders:
             message += f" Of the machine's memory {', '.join(holders)}."
-        if self._limit_bytes is not None and self.total_bytes() == self._limit_bytes:
-            message += (
-                f" --memory allows {format_size(self._limit_bytes)}, of which {format_size(RESERVE_BYTES)} are kept free."
-            )
-            remedy = "Raise --memory, or take a smaller model or KV cache."
+        if self._limit_bytes is not None and self._read_available_bytes() > self.left_bytes(name):
+            limit, beside = format_size(self._limit_bytes), format_size(RESERVE_BYTES)
+            message += f" --memory is {limit}, and a model takes {beside} beside its weights and KV cache."
+            remedy = remedy.replace(error.FREE, "raise --memory")
         return NotEnoughMemory(message, remedy=remedy)
 
 

@@ -89,7 +89,7 @@ def plan_kv(
             f"Weights of {format_size(num_weight_bytes)} and the experts or latents of a step's "
             f"{wanted.max_step_tokens} tokens, {format_size(step_bytes)}, "
             f"leave no KV cache of the {format_size(available_bytes)} that are free.",
-            remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
+            remedy=f"Lower --max-num-batched-tokens, keep experts in a file (--experts-on-disk), or {NotEnoughMemory.FREE}.",
         )
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
     free_bytes -= adapters.num_bytes
@@ -102,7 +102,7 @@ def plan_kv(
         raise NotEnoughMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
             f"after the weights{' and the index of the disk tier' if kv.kv_disk_size_bytes else ''}.",
-            remedy="Lower --kv-cache-memory, or free some memory.",
+            remedy=f"Lower --kv-cache-memory, or {NotEnoughMemory.FREE}.",
         )
     found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact)
     return replace(found, num_step_bytes=step_bytes)
@@ -154,7 +154,7 @@ def check_adapter_room(adapters: AdapterRoom, free_bytes: int, *, least_kv_bytes
             f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
             f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the "
             f"machine's memory that are free{beside}.",
-            remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
+            remedy=f"Lower --max-cpu-loras or --max-lora-rank, or {NotEnoughMemory.FREE}.",
         )
 
 
@@ -179,7 +179,7 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
         raise NotEnoughMemory(
             f"kv_host_size {format_size(asked_bytes)} takes {format_size(needed_bytes)} with its books, and "
             f"{format_size(max(0, free_bytes))} of the machine's memory are free.",
-            remedy="Lower --kv-host-size, or free some memory.",
+            remedy=f"Lower --kv-host-size, or {NotEnoughMemory.FREE}.",
         )
     if asked_bytes < block_bytes:
         raise ConfigError(
@@ -215,7 +215,7 @@ def _plan(
         raise NotEnoughMemory(
             f"The KV cache gets {format_size(budget_bytes)}, which is less than the minimum: two blocks of "
             f"{format_size(block_bytes)}{words}.",
-            remedy=f"Raise {growth}, or free some memory.",
+            remedy=f"Raise {growth}, or {NotEnoughMemory.FREE}.",
         )
     wanted_len, most_blocks = wanted.max_model_len, wanted.most_blocks(wanted.max_model_len)
     is_shortened = most_blocks > num_blocks - 1

@@ -221,7 +221,7 @@ def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, 
     needed = sum(held.values()) - (expert_bytes if experts_on_disk else 0)
     if max_bytes is None or needed <= max_bytes:
         return
-    remedy = "Free memory, or use a smaller or more strongly quantised model."
+    remedy = f"Use a smaller or more strongly quantised model, or {NotEnoughMemory.FREE}."
     if not experts_on_disk and needed - expert_bytes <= max_bytes:
         remedy = f"{remedy[:-1]}; or keep the experts, {expert_bytes / 2**20:,.0f} MiB of them, on disk: --experts-on-disk."
     raise NotEnoughMemory(

@@ -56,6 +56,9 @@ def damaged(path: object, cause: str) -> ModelError:
 class NotEnoughMemory(ConfigError, ModelError):
     """A model does not fit the free memory with these settings."""
 
+    FREE = "free some memory"
+    """Words of a remedy. Where `--memory` is what binds, they are replaced."""
+
 
 class DownloadError(PenstockError):
     """Weights could not be downloaded, verified or stored."""
