@@ -307,6 +307,22 @@ def test_an_answer_of_two_replicas_counts_what_both_did_for_it() -> None:
     assert (whole.num_sat_out_steps, whole.sat_out_ns, whole.rested_ns) == (1, MS, 2 * MS)
 
 
+def test_an_answer_of_two_replicas_tells_of_the_resumes_batches_and_gaps_of_both() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=5)
+    bench.run()
+    told = bench.told("a")
+    assert (told.num_prefill_steps, told.num_decode_steps) == (1, 4)
+    first = replace(
+        told, num_resume_steps=5, num_resume_tokens=50, mean_batch=20.0, max_batch=30, longest_gap=Gap(9 * MS, None)
+    )
+    last = replace(told, num_resume_steps=2, num_resume_tokens=20, longest_gap=Gap(MS, None), route=Route("two", 0, 0, 0))
+    whole = continued(first, last)
+    assert (whole.num_resume_steps, whole.num_resume_tokens) == (5 + 1 + 2, 50 + 8 + 20)
+    assert (whole.max_batch, whole.longest_gap) == (30, Gap(9 * MS, None))
+    assert whole.mean_batch == (20 * 10 + 1 * 7) / 17
+
+
 def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
     bench = Bench()
     bench.add("a", 8, max_tokens=12)

@@ -114,6 +114,10 @@ class Explanation(Counts):
     route: Route | None = None
     """None unless a cluster computed it."""
 
+    @property
+    def num_steps(self) -> int:
+        return self.num_prefill_steps + self.num_resume_steps + self.num_decode_steps
+
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
     """Explain a request as of `now`. `decodes` has the totals of all steps in which it decoded."""
@@ -175,6 +179,7 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
     """Explain a request that got its first token at one replica, and ended or runs at another. Both know its arrival."""
     assert last.route is not None, "a cluster computed it"
     ran_ns = first.queue_ns + first.prefill_ns
+    num_rows = first.mean_batch * first.num_steps + last.mean_batch * last.num_steps
     return replace(
         last,
         queue_ns=first.queue_ns,
@@ -189,8 +194,11 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
         first_step=first.first_step,
         num_prefill_steps=first.num_prefill_steps,
         num_prefill_tokens=first.num_prefill_tokens,
-        num_resume_steps=last.num_prefill_steps,
-        num_resume_tokens=last.num_prefill_tokens,
+        num_resume_steps=first.num_resume_steps + last.num_prefill_steps + last.num_resume_steps,
+        num_resume_tokens=first.num_resume_tokens + last.num_prefill_tokens + last.num_resume_tokens,
+        mean_batch=num_rows / max(1, first.num_steps + last.num_steps),
+        max_batch=max(first.max_batch, last.max_batch),
+        longest_gap=max(filter(None, (first.longest_gap, last.longest_gap)), key=lambda gap: gap.gap_ns, default=None),
         **{name: getattr(first, name) + getattr(last, name) for name in _SUMS},
         pauses=[*first.pauses, *last.pauses],
         route=replace(last.route, move_ns=max(0, last.queue_ns - ran_ns)),
