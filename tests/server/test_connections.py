@@ -98,6 +98,7 @@ async def test_an_overloaded_server_answers_429_with_the_time_to_wait():
             assert response.json()["error"]["code"] == "overloaded"
             assert "queue" in response.json()["error"]["message"]
             assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["message"].endswith(f"Try again in {response.headers['retry-after']} s.")
             metrics = (await client.get("/metrics")).text
             assert 'penstock_requests_rejected_total{model="toy",reason="queue_full"} 1.0' in metrics
             for writer in writers:

@@ -216,7 +216,10 @@ def cancelled(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float | None) -> ApiError:
-    return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=_retry_after(retry_after_s))
+    """Return the error for a request that may come back: the message says when, as the header does."""
+    headers = _retry_after(retry_after_s)
+    message = f"{message.removesuffix('.')}. Try again in {headers['Retry-After']} s."
+    return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=headers)
 
 
 def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
@@ -267,8 +270,6 @@ def from_rejected(rejected: Rejected) -> ApiError:
             | RejectReason.TENANT_TOKENS
             | RejectReason.TENANT_REQUESTS
         ):
-            if rejected.retry_after_s is not None:
-                message = f"{message.removesuffix('.')}. Try again in {max(1, math.ceil(rejected.retry_after_s))} s."
             return overloaded(f"Overloaded ({rejected.reason}): {message}", rejected.retry_after_s)
         case RejectReason.DEADLINE | RejectReason.QUEUE_TIMEOUT | RejectReason.FIRST_TOKEN_TIMEOUT:
             return past_deadline(message)
