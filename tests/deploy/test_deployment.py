@@ -236,7 +236,7 @@ def test_a_model_that_does_not_fit_the_limit_of_memory_is_told_the_limit(paths: 
         start_model(config_of(paths[0]), source, resources)
     assert caught.value.remedy.endswith("or raise --memory.")
     resources = Resources(MemoryBudget(lambda: 2048 * MIB, limit_bytes=1024 * MIB))
-    with pytest.raises(NotEnoughMemory, match="needs .* of KV cache") as caught:
+    with pytest.raises(NotEnoughMemory, match=r"needs .* of KV cache") as caught:
         start_model(
             replace(config_of(paths[0], max_model_len=64), kv=KvConfig(kv_cache_memory_bytes=8 << 10)), source, resources
         )

@@ -377,7 +377,7 @@ async def test_a_check_whose_model_can_not_read_all_sources_is_an_error(models, 
     finally:
         short.close()
     assert answer.status_code == 500, answer.text
-    assert answer.json()["error"]["message"].startswith("short can't judge answers: The server takes up to 48 tokens")
+    assert answer.json()["error"]["message"].startswith("short can't judge answers: short's context is 48 tokens")
     assert all(one.bridge.num_open_requests == 0 for one in models)
 
 

@@ -193,10 +193,10 @@ def test_a_prompt_keeps_its_last_tokens():
 def test_the_numbers_of_what_does_not_fit_are_told():
     with pytest.raises(Rejected) as caught:
         tokenised(100, max_tokens=1)
-    assert "The prompt has 100, so none are left for an answer. Shorten it by 1 or more." in caught.value.detail
+    assert "The prompt has 100 and the answer may have 1: 1 too many." in caught.value.detail
     with pytest.raises(Rejected) as caught:
-        tokenised(90, max_tokens=11)
-    assert "The prompt has 90 and the answer may have 11: 1 too many." in caught.value.detail
+        tokenised(105, max_tokens=50)
+    assert "The prompt has 105 and the answer may have 50: 55 too many." in caught.value.detail
     for ids, stops, limit in (([], "1 stop token", 19), ([5], "2 stop tokens", 18)):
         with pytest.raises(Rejected) as caught:
             sampling(n=20, use_beam_search=True, temperature=0, stop_token_ids=ids)

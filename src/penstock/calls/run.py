@@ -381,9 +381,8 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
             # Even the longest tokens would be too many, or one for each part of a cut prompt.
             least = max(len(prompt.text) // running.tokenizer.max_token_bytes, len(prompt.cuts))
             if least > max_model_len:
-                raise _too_long(
-                    f"The server takes up to {counted(max_model_len, 'token')}; the prompt has at least {least}.", prompt.param
-                )
+                limit = f"{running.name}'s context is {counted(max_model_len, 'token')} on this server"
+                raise _too_long(f"{limit}; the prompt has at least {least}.", prompt.param)
         check_text_size(prompt.text, running, prompt.param)
         token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
@@ -439,14 +438,10 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
     if call.max_tokens is None or call.request.ends_with_context:
         max_tokens = min(max_tokens, max(1, room))  # the client did not set this limit
     if max_tokens > room:
-        limit = f"The server takes up to {counted(max_len, 'token')} of prompt and answer together"
-        if max_len < max_model_len:
-            limit += "; for more beside this adapter it needs more KV cache"
-        told = f"The prompt has {num_prompt_tokens}, so none are left for an answer. Shorten it by {1 - room} or more."
-        if room > 0:
-            told = f"The prompt has {num_prompt_tokens} and the answer may have {max_tokens}: {max_tokens - room} too many."
+        beside = " beside this adapter, and more with more KV cache" if max_len < max_model_len else ""
         raise _too_long(
-            f"{limit}. {told}",
+            f"{call.running.name}'s context is {counted(max_len, 'token')} on this server{beside}. "
+            f"The prompt has {num_prompt_tokens} and the answer may have {max_tokens}: {max_tokens - room} too many.",
             call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
             (num_prompt_tokens, max_len) if room <= 0 else None,
         )
