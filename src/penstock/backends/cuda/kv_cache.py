@@ -23,9 +23,7 @@ VALUE_SCALE_DTYPE = torch.float32
 
 
 def only_kv_shape(program: Program) -> KvShape:
-    """Return the shape of all layers' keys and values. Raises ModelError if layers differ, have latents or lack attention."""
-    if not program.kv_shapes:
-        raise ModelError("no layer of the model attends, and the cuda backend needs one.", remedy="Choose another model.")
+    """Return the shape of all layers' keys and values. Raises ModelError if layers differ or have latents."""
     if any(shape.num_latent for shape in program.kv_shapes):
         raise ModelError("the cuda backend can't compute latent attention yet.", remedy="Use --device cpu for this model.")
     if len(set(program.kv_shapes)) > 1:

@@ -56,7 +56,7 @@ from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 
 Launch = Callable[[StepTensors], object]
-REMEDY = "Use --device cpu --backend reference for this architecture."
+REMEDY = "Use --device cpu for this model."
 COMPUTED = frozenset(
     {
         *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
