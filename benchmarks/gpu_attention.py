@@ -139,12 +139,12 @@ def make_step(case: Case, block_size: int, device: str) -> StepTensors:
     )
 
 
-def position_bytes(heads: Heads, kind: KvDtype, dtype: torch.dtype) -> int:
+def position_bytes(heads: Heads, kind: KvDtype) -> int:
     """Bytes of one position's keys and values in one layer."""
-    from penstock.backends.cuda.kv_cache import block_bytes
+    from penstock.backends.cuda.supported import block_bytes
+    from penstock.models.program import KvShape, Program
 
-    sizes = {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
-    return block_bytes(num_layers=1, block_size=1, kv_dtype=kind, dtype=dtype, **sizes)
+    return block_bytes(Program((), (), (KvShape(heads.num_kv_heads, heads.head_dim),), 0), kind, 1)
 
 
 def make_layers(case: Case, heads: Heads, kind: KvDtype, block_size: int, dtype: torch.dtype, device: str) -> list[KvLayer]:
@@ -154,7 +154,7 @@ def make_layers(case: Case, heads: Heads, kind: KvDtype, block_size: int, dtype:
     num_rows = len(case.query_lens)
     num_blocks = 1 + num_rows * -(-(case.context_len + max(case.query_lens)) // block_size)
     most = (LAYERS_OF_PREFILLS if case.prefills else MAX_LAYERS) if device == "cuda" else 1
-    wanted = -(-COPIES_BYTES // (num_blocks * block_size * position_bytes(heads, kind, dtype)))
+    wanted = -(-COPIES_BYTES // (num_blocks * block_size * position_bytes(heads, kind)))
     cache = PagedKvCache(
         num_layers=min(most, wanted),
         num_blocks=num_blocks,
@@ -192,7 +192,7 @@ class Bench:
         layers = make_layers(case, heads, kind, block_size, dtype, device)
         widths = [n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
         q, k, v = torch.randn((step.num_tokens, sum(widths)), dtype=dtype, device=device).split(widths, 1)
-        kv_bytes = position_bytes(heads, kind, dtype)
+        kv_bytes = position_bytes(heads, kind)
         num_read = sum(case.context_len + n for n in case.query_lens)
         work = Work(
             4.0 * case.num_visible * heads.num_heads * heads.head_dim,

@@ -77,7 +77,7 @@ def test_a_model_of_which_only_config_json_is_here(config_alone: Path) -> None:
     assert found.compute.kv_dtype is KvDtype.BF16
     left = int(0.9 * 80_000_000_000) - outline.num_weight_bytes - ASSUMED_GPU_STEP_BYTES
     assert found.kv.num_bytes == pytest.approx(left, rel=0.001)
-    assert found.kv.num_tokens == pytest.approx(left / (131_072 + 1024), rel=0.001)
+    assert found.kv.num_tokens == pytest.approx(left / 131_072, rel=0.001)
     assert (found.kv.capacity.max_rows, found.kv.capacity.max_step_tokens) == (256, 2048)
 
 
@@ -87,6 +87,15 @@ def test_what_does_not_fit_is_refused_as_by_a_server(config_alone: Path) -> None
         foresee(Config(), source, is_gpu=False, memory_bytes=8 * GIB)
     with pytest.raises(ConfigError, match="less than two blocks"):
         foresee(Config(), source, is_gpu=True, memory_bytes=8 * GIB)
+
+
+def test_a_gpu_has_blocks_and_refusals_of_its_own(config_alone: Path) -> None:
+    source, config = resolve(str(config_alone), config_alone), Config(kv=KvConfig(kv_cache_dtype="int8"))
+    outline, found = foresee(config, source, is_gpu=True, memory_bytes=80 * GIB)
+    assert found.kv.num_bytes == found.kv.capacity.num_blocks * 16 * 32 * 8 * (2 * 128 + 4 * 2 + 4)
+    spec = outline.spec.with_attention(lambda i, attention: replace(attention, head_dim=64 if i else 128))
+    with pytest.raises(ModelError, match="several shapes"):
+        forecast(config, replace(outline, spec=spec), is_gpu=True, memory_bytes=80 * GIB)
 
 
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tmp_path: Path, config_alone: Path) -> None:

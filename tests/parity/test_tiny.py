@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from penstock.backends.cuda import supported
+from penstock.backends.native import lowering
 from penstock.kv.prefix_cache import MARK_TOKENS
 from penstock.kv.states import MIN_SAVED_BLOCKS
 from penstock.models import architectures, catalog
@@ -97,11 +99,13 @@ def test_logits_are_those_of_transformers(load: LoadCase, name: str, backend: st
     assert rms < MAX_RELATIVE_RMS[backend] * golden.std
 
 
-def test_what_a_backend_does_not_compute_it_refuses_by_name(load: LoadCase) -> None:
-    for name, case in CASES.items():
-        if (words := (case.refused_by or {}).get("native")) is not None:
-            with pytest.raises(ModelError, match=words):
-                make(load(name), "native", KvDtype.BF16, case.num_tokens)
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_backend_does_not_compute_it_refuses_by_name(load: LoadCase, name: str) -> None:
+    program = architectures.describe(load(name).spec)
+    for backend, check in (("native", lowering.check_program), ("cuda", supported.check_program)):
+        words = (CASES[name].refused_by or {}).get(backend)
+        with nullcontext() if words is None else pytest.raises(ModelError, match=words):
+            check(program)
 
 
 @pytest.mark.parametrize(("name", "backend", "kv_dtype"), runs(is_through_core=True))

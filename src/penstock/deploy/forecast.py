@@ -85,7 +85,7 @@ class Forecast:
 def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: int) -> Forecast:
     """Return the memory plan that a server would have on a machine with `memory_bytes` free, or on a GPU of that size.
 
-    Raises the ConfigError that the server would raise.
+    Raises the ConfigError or ModelError that the server would raise.
     """
     compute = resolve.decide(config, is_gpu=is_gpu)
     check_block_size(compute)
@@ -97,7 +97,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             compute.wanted(outline.spec, config.model.max_model_len),
             config.kv,
             is_exact=config.model.max_model_len is not None,
-            block_bytes=footprint.block_bytes(outline.spec, compute.kv_dtype, compute.block_size),
+            block_bytes=_block_bytes(compute, outline.spec),
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
     else:
@@ -109,6 +109,18 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             available_bytes=memory_bytes,
         )
     return Forecast(compute=compute, kv=kv)
+
+
+def _block_bytes(compute: Compute, spec: ModelSpec) -> int:
+    """Return the bytes of a KV block. Raises ModelError for a model that the GPU's backend does not compute."""
+    if not compute.is_on_gpu:
+        return footprint.block_bytes(spec, compute.kv_dtype, compute.block_size)
+    from penstock.backends.cuda import supported
+    from penstock.models.architectures import describe
+
+    program = describe(spec)
+    supported.check_program(program)
+    return supported.block_bytes(program, compute.kv_dtype, compute.block_size)
 
 
 # --- the model ---
@@ -371,7 +383,7 @@ def kv_bytes_per_token(config: Config) -> int:
     """Return the bytes of one token in the model's KV cache, including a token's part of the recurrent state in its block."""
     compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
     size = compute.block_size
-    return -(-footprint.block_bytes(_load(config).spec, compute.kv_dtype, size) // size)
+    return -(-_block_bytes(compute, _load(config).spec) // size)
 
 
 def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capacity:

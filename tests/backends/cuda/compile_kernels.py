@@ -27,6 +27,7 @@ from penstock.backends.cuda.kernels.page_indices import page_indices
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import AdaptedRows, StepTensors
+from penstock.backends.cuda.supported import ACTIVATIONS
 from penstock.backends.cuda.weights import DenseMatrix
 from penstock.models import architectures
 from penstock.models.formats import BLOCKS, WeightFormat
@@ -202,7 +203,7 @@ def compile_sampling(spec: ModelSpec) -> None:
 def compile_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     """Kernels, and variants of these, that no model above has."""
     x, vector, ids = torch.zeros((4, 576), dtype=dtype), torch.ones(576), torch.zeros(4, dtype=torch.int32)
-    for kind in activation.KINDS:
+    for kind in ACTIVATIONS:
         activation.gated(x, x, x, kind)
     norm.layer_norm(x, x, vector, vector, 1e-5)
     norm.layer_norm(x, x, vector, None, 1e-5)

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backends.cuda.experts import Mixture, Scratch
-from penstock.backends.cuda.kernels.activation import KINDS
 from penstock.backends.cuda.kernels.experts import sort_by_expert
+from penstock.backends.cuda.supported import ACTIVATIONS
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.models.formats import BLOCKS, WeightFormat
@@ -159,7 +159,7 @@ def test_every_kind_of_router_and_every_bias(name: str) -> None:
     np.testing.assert_allclose(found, layer.expected(range(9)), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_every_activation(kind: Activation) -> None:
     layer = Layer(replace(ODD, activation=kind, gate_bias="gb", up_bias="ub", down_bias="db"), 72)
     layer.values("embed")[:] *= 2  # some products are cut by `swiglu_clamped`

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backends.cuda.kv_cache import KV_DTYPES, PagedKvCache, block_bytes
+from penstock.backends.cuda.kv_cache import KV_DTYPES, PagedKvCache
 from penstock.backends.cuda.stream import open_stream
+from penstock.backends.cuda.supported import block_bytes
+from penstock.models.program import KvShape, Program
 from penstock.types.kv_dtype import KvDtype
 from support.interpreted import DEVICE
 
@@ -40,7 +42,7 @@ def contents(cache: PagedKvCache, block_id: int) -> list[list[float]]:
 
 def test_the_size_of_a_block_is_known_before_there_is_a_cache(kv_dtype: KvDtype) -> None:
     cache = make(kv_dtype)
-    assert cache.block_bytes == block_bytes(kv_dtype=kv_dtype, dtype=torch.bfloat16, **SIZES)
+    assert cache.block_bytes == block_bytes(Program((), (), (KvShape(2, 40),) * 3, 7), kv_dtype, 4)
     assert cache.num_bytes == 6 * cache.block_bytes
 
 

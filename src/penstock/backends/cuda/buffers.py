@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.backends.cuda.patterns import Gather, linear_run
+from penstock.backends.cuda.supported import REMEDY
 from penstock.models.program import Op, Program
 from penstock.types.errors import ModelError
 
@@ -34,13 +35,12 @@ class Buffers:
     """GPU memory for the values between operations. Raises `ModelError` if the program gives no width for a name."""
 
     def __init__(
-        self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int, remedy: str
+        self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int
     ) -> None:
         self._widths = dict(program.buffers)
         self._dtype = dtype
         self._device = device
         self._num_rows = {False: max_tokens, True: max_samples}
-        self._remedy = remedy
         self._made: dict[tuple[str, bool], torch.Tensor] = {}
         self._rows: dict[tuple[int, int], Rows] = {}
         """By address and width."""
@@ -56,7 +56,7 @@ class Buffers:
 
     def width(self, name: str) -> int:
         if name not in self._widths:
-            raise ModelError(f"the program does not say how wide the buffer {name!r} is.", remedy=self._remedy)
+            raise ModelError(f"the program does not say how wide the buffer {name!r} is.", remedy=REMEDY)
         return self._widths[name]
 
     def of(self, name: str, *, of_samples: bool) -> torch.Tensor:

@@ -24,10 +24,11 @@ from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight, TextFlight, UnsampledStep
 from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
-from penstock.backends.cuda.kv_cache import PagedKvCache, only_kv_shape
+from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.launcher import StepLauncher
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
+from penstock.backends.cuda.supported import only_kv_shape
 from penstock.backends.cuda.tables import COMPUTED, num_mask_words
 from penstock.backends.cuda.text_launcher import TextLauncher
 from penstock.backends.cuda.text_logits import text_logits

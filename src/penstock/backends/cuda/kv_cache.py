@@ -10,9 +10,8 @@ import torch
 
 from penstock.backends.batch import NULL_BLOCK
 from penstock.backends.cuda.stream import Mark, Stream
-from penstock.models.program import KvShape, Program
-from penstock.types.errors import ModelError
-from penstock.types.kv_dtype import KEY_GROUP, KvDtype
+from penstock.backends.cuda.supported import key_groups
+from penstock.types.kv_dtype import KvDtype
 
 KV_DTYPES = (KvDtype.INT8, KvDtype.BF16)
 """The types of keys and values that the kernels compute with."""
@@ -20,19 +19,6 @@ KEY_SCALE_DTYPE = torch.bfloat16
 """The type of a key's scale, the same as in the reference backend."""
 VALUE_SCALE_DTYPE = torch.float32
 """Scales are bf16 numbers, stored as float32: asynchronous copies need at least four bytes."""
-
-
-def only_kv_shape(program: Program) -> KvShape:
-    """Return the shape of all layers' keys and values. Raises ModelError if layers differ or have latents."""
-    if any(shape.num_latent for shape in program.kv_shapes):
-        raise ModelError("the cuda backend can't compute latent attention yet.", remedy="Use --device cpu for this model.")
-    if len(set(program.kv_shapes)) > 1:
-        words = " and ".join(f"{shape.num_kv_heads} x {shape.head_dim}" for shape in dict.fromkeys(program.kv_shapes))
-        raise ModelError(
-            f"the cuda backend can't store keys and values of several shapes yet: the model's layers have {words} columns.",
-            remedy="Use --device cpu for this model.",
-        )
-    return program.kv_shapes[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,20 +36,6 @@ class KvLayer:
     @property
     def block_size(self) -> int:
         return int(self.k.shape[1])
-
-
-def key_groups(head_dim: int) -> int:
-    return -(-head_dim // KEY_GROUP)
-
-
-def block_bytes(
-    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, kv_dtype: KvDtype, dtype: torch.dtype
-) -> int:
-    if kv_dtype is KvDtype.INT8:
-        head_bytes = 2 * head_dim + key_groups(head_dim) * int(KEY_SCALE_DTYPE.itemsize) + int(VALUE_SCALE_DTYPE.itemsize)
-    else:
-        head_bytes = 2 * head_dim * int(dtype.itemsize)
-    return num_layers * block_size * num_kv_heads * head_bytes
 
 
 @dataclass(slots=True, eq=False)

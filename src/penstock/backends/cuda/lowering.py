@@ -22,6 +22,7 @@ from penstock.backends.cuda.linear import Linear as LinearProduct
 from penstock.backends.cuda.linear import Workspace
 from penstock.backends.cuda.patterns import Gather, gated_at, linear_run, normed_sum_at, written_keys_at
 from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.supported import REMEDY, check_program
 from penstock.backends.cuda.triton_attention import TritonAttention
 from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
 from penstock.models.adapter import site_of
@@ -48,7 +49,6 @@ from penstock.models.program import (
     Softcap,
     States,
     TextAttention,
-    features,
 )
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
@@ -56,34 +56,6 @@ from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 
 Launch = Callable[[StepTensors], object]
-REMEDY = "Use --device cpu for this model."
-COMPUTED = frozenset(
-    {
-        *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
-        *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
-        *("Linear", "Linear.bias", "Linear.residual", "Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
-        *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
-        *(
-            "Attention",
-            "Attention.window",
-            "Attention.softcap",
-            "Attention.sinks",
-            "Add",
-            "Add.factor",
-            "GatherRows",
-            "Softcap",
-        ),
-        *("GatedActivation", *(f"GatedActivation with {kind}" for kind in activation.KINDS)),
-        *("Act", *(f"Act with {kind}" for kind in activation.KINDS if kind != "swiglu_clamped")),
-        *("Experts", *(f"Experts with {kind}" for kind in activation.KINDS), "Experts.scoring", "Experts.is_renormalised"),
-        *("Experts.share_factor", "Experts.router_bias", "Experts.selection_bias"),
-        *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
-        *("TextAttention", "TextAttention.mask", "TextAttention.window"),
-        *("TextAttention.distances", "TextAttention.num_distances", "FirstRows", "MeanRows"),
-        *("Logits", "Logits.scale", "States", "States.is_normalised"),
-    }
-)
-"""The `features` that this backend computes."""
 
 
 class CompiledProgram:
@@ -175,9 +147,7 @@ class _Lowering:
         self.attention_shapes: list[AttentionShape] = []
         self._products: list[LinearProduct] = []
         self._tables: dict[tuple[tuple[float, ...], float, float, int], torch.Tensor] = {}
-        self._buffers = Buffers(
-            program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples, remedy=REMEDY
-        )
+        self._buffers = Buffers(program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples)
         self._scratches: dict[tuple[int, int, int, int], Scratch] = {}
         self._matrices: dict[str, list[Matrix]] = {}
         """Loaded matrices by weight name, because an embedding and the logits may share one."""
@@ -194,15 +164,7 @@ class _Lowering:
         return self._buffers.num_bytes + self._workspace.num_bytes + scratch_bytes + adapter_bytes
 
     def run(self) -> None:
-        for feature in (feature for op in self._ops for feature in features(op)):
-            if feature not in COMPUTED:
-                raise ModelError(f"the cuda backend can't compute {feature}.", remedy=REMEDY)
-        ending = self._program.ending
-        if self._program.is_one_pass != isinstance(ending, States):
-            reads = "texts" if self._program.is_one_pass else "a KV cache"
-            raise ModelError(
-                f"the cuda backend can't compute {type(ending).__name__} of a program that reads {reads}.", remedy=REMEDY
-            )
+        check_program(self._program)
         at = 0
         while at < len(self._ops):
             at += self._emit(at)

@@ -4,35 +4,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 import triton
 import triton.language as tl
 
 from penstock.backends.cuda.kernels.launch import cdiv, jit
+from penstock.backends.cuda.supported import ACTIVATIONS
 from penstock.types.model_spec import Activation
 
 BLOCK = 1024
-KINDS: Mapping[Activation, int] = MappingProxyType(
-    {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "tanh": 6, "swiglu_clamped": 7}
-)
-"""Activations and their numbers in kernels. `swiglu_clamped` always has a gate."""
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Activation) -> None:
     """Write activation(gate) * up to `out`, all [rows, width]. `out` may be `gate` or `up`."""
     if gate.shape[0]:
         _gated_kernel[_grid(gate)](
-            out, gate, up, out.stride(0), gate.stride(0), up.stride(0), gate.shape[1], KIND=KINDS[kind], BLOCK=BLOCK
+            out, gate, up, out.stride(0), gate.stride(0), up.stride(0), gate.shape[1], KIND=ACTIVATIONS[kind], BLOCK=BLOCK
         )
 
 
 def act(out: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
     """Write activation(x) to `out`, both [rows, width]. `out` may be `x`."""
     if x.shape[0]:
-        _act_kernel[_grid(x)](out, x, out.stride(0), x.stride(0), x.shape[1], KIND=KINDS[kind], BLOCK=BLOCK)
+        _act_kernel[_grid(x)](out, x, out.stride(0), x.stride(0), x.shape[1], KIND=ACTIVATIONS[kind], BLOCK=BLOCK)
 
 
 def softcap(x: torch.Tensor, cap: float) -> None:

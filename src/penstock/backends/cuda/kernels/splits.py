@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda.kernels.activation import KINDS, activate_gate
+from penstock.backends.cuda.kernels.activation import activate_gate
 from penstock.backends.cuda.kernels.launch import cdiv, jit, next_power_of_2
+from penstock.backends.cuda.supported import ACTIVATIONS
 from penstock.types.model_spec import Activation
 
 BLOCK = 512
@@ -89,7 +90,7 @@ def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | 
         out.stride(0),
         SPLITS=splits.num_splits,
         HAS_BIAS=bias is not None,
-        KIND=KINDS[kind],
+        KIND=ACTIVATIONS[kind],
         BLOCK=BLOCK,
         num_warps=4,
     )
