@@ -234,10 +234,6 @@ class AdapterScratch:
         """Allocate the buffers. Call this before the first product runs."""
         self.hidden = torch.empty(self._num_rows * self.format.hidden_ranks, dtype=torch.float32, device=self.device)
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.hidden.nbytes)
-
 
 class AdaptedProduct:
     """Adds the LoRA term (x A^T) B^T to a product or embedding of one or several weight matrices (sites)."""

@@ -49,11 +49,6 @@ class Buffers:
             parts = self._allocate(sum(widths), dtype, of_samples=of_samples).split(widths, dim=1)
             self._made.update({(name, of_samples): part for name, part in zip(names, parts, strict=True)})
 
-    @property
-    def num_bytes(self) -> int:
-        storages = (buffer.untyped_storage() for buffer in self._made.values())
-        return int(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
-
     def width(self, name: str) -> int:
         if name not in self._widths:
             raise ModelError(f"the program does not say how wide the buffer {name!r} is.", remedy=REMEDY)

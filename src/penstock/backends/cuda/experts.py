@@ -45,11 +45,6 @@ class Scratch:
             outer=torch.zeros((num_pairs, width), dtype=dtype, device=device),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        parts = (self.experts, self.shares, self.order, self.starts, self.inner, self.outer)
-        return sum(int(part.nbytes) for part in parts)
-
 
 class Mixture:
     """A layer's mixture of experts, with its weights. The router is always float32."""

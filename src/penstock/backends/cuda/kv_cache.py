@@ -140,10 +140,6 @@ class PagedKvCache:
     def block_bytes(self) -> int:
         return sum(part[:, 0].numel() * part.dtype.itemsize for part in self._parts)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.numel() * part.dtype.itemsize for part in self._parts)
-
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Queue copies of blocks, given as ids (source, destination), in order."""
         for source, destination in pairs:

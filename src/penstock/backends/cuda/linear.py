@@ -43,10 +43,6 @@ class Workspace:
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
         self.ordered = torch.empty(self._num_ordered, dtype=self._dtype, device=self._device)
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.partials.nbytes + self.unpacked.nbytes + self.ordered.nbytes)
-
 
 class Linear:
     """A linear layer: x @ weight.T (+ bias) (+ residual). The rows of all `matrices`, stacked, are `weight`."""

@@ -94,7 +94,6 @@ class CompiledProgram:
         self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
         """The distinct shapes of the program's attention."""
         self.weight_bytes: int = lowering.weight_bytes
-        self.buffer_bytes: int = lowering.buffer_bytes
 
     def run(self, step: StepTensors) -> torch.Tensor:
         """Queue a step. Return float32 logits [num_samples, vocab_size].
@@ -156,12 +155,6 @@ class _Lowering:
         self.on_samples: list[Launch] = []
         self.result = torch.empty(0, device=device)
         self.weight_bytes = 0
-
-    @property
-    def buffer_bytes(self) -> int:
-        scratch_bytes = sum(scratch.num_bytes for scratch in self._scratches.values())
-        adapter_bytes = 0 if self._adapters is None else self._adapters.num_bytes
-        return self._buffers.num_bytes + self._workspace.num_bytes + scratch_bytes + adapter_bytes
 
     def run(self) -> None:
         check_program(self._program)

@@ -64,10 +64,6 @@ class RowTables:
         self.params_f64 = self.params.view(torch.float64)
 
     @property
-    def num_bytes(self) -> int:
-        return int(self._arena.nbytes)
-
-    @property
     def table_width(self) -> int:
         return int(self.tokens.shape[1])
 
