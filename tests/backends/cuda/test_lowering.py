@@ -225,7 +225,7 @@ PROJECTIONS = (
 )
 PROGRAMS = {
     "embed": (),
-    "rms_norm_of_groups": (RMSNorm("y", "x", "group", 1e-3, 8), RMSNorm("x", "y", "norm", 1e-3, 16)),
+    "rms_norm_of_groups": (RMSNorm("y", "x", "group", 1e-3, 8), RMSNorm("x", "y", "norm", 1e-3)),
     "layer_norm": (LayerNorm("x", "x", "norm", "bias", 1e-3), LayerNorm("x", "x", "norm", None, 1e-3)),
     "positions": (EmbedPositions("y", "x", "positions", 64), EmbedPositions("x", "y", "positions", 64)),
     "act": (Act("y", "x", "silu"), Act("x", "y", "gelu_tanh")),

@@ -13,7 +13,7 @@ from penstock.backends.cuda.kernels.launch import jit, next_power_of_2
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int = 0) -> None:
     """Write x / sqrt(mean(x^2) + eps) * weight to `out`; means are over `group` columns (0: whole rows).
 
-    x, out [rows, width], may be the same. `weight` [width], or [group] for every group.
+    x, out [rows, width], may be the same. `weight` [group].
     """
     num_rows, width = x.shape
     group = group or width
@@ -25,7 +25,6 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
             out.stride(0),
             x.stride(0),
             group,
-            0 if weight.numel() == group else group,
             eps,
             BLOCK=next_power_of_2(group),
             num_warps=_num_warps(group),
@@ -66,13 +65,13 @@ def _num_warps(width: int) -> int:
 
 
 @jit()
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, out_stride, x_stride, group, weight_step, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, out_stride, x_stride, group, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * group
     cols = tl.arange(0, BLOCK)
     mask = cols < group
     x = tl.load(x_ptr + row * x_stride + first + cols, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + tl.program_id(1) * weight_step + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     mean_square = tl.sum(x * x, axis=0) / group
     normed = x / tl.sqrt(mean_square + eps) * weight
     tl.store(out_ptr + row * out_stride + first + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)
