@@ -108,6 +108,13 @@ def test_what_a_backend_does_not_compute_it_refuses_by_name(load: LoadCase, name
             check(program)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_no_weight_has_the_name_of_a_buffer(load: LoadCase, name: str) -> None:
+    """Otherwise `Op.reads` takes the weight for the buffer, and operations are not fused that could be."""
+    model = load(name)
+    assert not dict(architectures.describe(model.spec).buffers).keys() & model.weights.keys()
+
+
 @pytest.mark.parametrize(("name", "backend", "kv_dtype"), runs(is_through_core=True))
 def test_the_core_answers_as_transformers_however_it_schedules(
     load: LoadCase, name: str, backend: str, kv_dtype: KvDtype

@@ -19,6 +19,10 @@ from penstock.types.model_spec import Activation, AttentionSpec, Mask, Scoring
 class Op:
     """An operation of a program. Its fields name buffers and weights. `out` may be an input of the same shape."""
 
+    def reads(self, name: str) -> bool:
+        """Return whether the operation reads buffer `name`, or a weight that has this name."""
+        return any(getattr(self, field.name) == name for field in fields(self) if field.name != "out")
+
 
 @dataclass(frozen=True, slots=True)
 class Map(Op):

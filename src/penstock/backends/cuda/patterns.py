@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from penstock.models.program import (
-    Experts,
     FirstRows,
     GatedActivation,
     GatherRows,
@@ -20,8 +19,6 @@ from penstock.models.program import (
 
 Gather = GatherRows | FirstRows | MeanRows
 """Operations after which buffers have a row per sample."""
-
-_NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks", "distances")
 
 
 def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
@@ -40,17 +37,11 @@ def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
 
 def is_read(ops: Sequence[Op], name: str, at: int) -> bool:
     for op in ops[at:]:
-        if name in _read_by(op):
+        if op.reads(name):
             return True
         if getattr(op, "out", None) == name:
             return False
     return False
-
-
-def _read_by(op: Op) -> set[object]:
-    if isinstance(op, Experts):  # `_NOT_READ` lacks the names of its weights
-        return {op.x}
-    return {getattr(op, field.name) for field in fields(op) if field.name not in _NOT_READ}
 
 
 def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation] | None:

@@ -224,16 +224,15 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
 
 def _are_independent(op: prog.Linear, run: Sequence[prog.Linear]) -> bool:
     written = {other.out for other in run}
-    read = {name for other in run for name in _read_by(other)}
-    return not written & {op.out, op.x, op.residual} and op.out not in read
+    return not written & {op.out, op.x, op.residual} and not any(other.reads(op.out) for other in run)
 
 
 def _uses(ops: Sequence[Op], name: str, at: int) -> Iterator[Op]:
     """Yield the operations from index `at` on that read buffer `name` before it is overwritten."""
     for op in ops[at:]:
-        if name in _read_by(op):
+        if op.reads(name):
             yield op
-        if _written_by(op) == name:
+        if getattr(op, "out", None) == name:
             return
 
 
@@ -254,16 +253,6 @@ def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights
         and not (isinstance(op, prog.Linear) and op.residual == name)
         for op in _uses(ops, name, at)
     )
-
-
-def _written_by(op: Op) -> str | None:
-    return None if isinstance(op, prog.KvWrite | prog.LatentWrite | prog.Rope | prog.Softcap) else getattr(op, "out", None)
-
-
-def _read_by(op: Op) -> set[str | None]:
-    others = ("x", "residual", "q", "k", "v", "a", "b", "router_x", "steps", "gates", "latent", "q_latent")
-    names = ("gate", "up") if isinstance(op, prog.GatedActivation) else others
-    return {getattr(op, name, None) for name in names}
 
 
 # The second pass: instructions
