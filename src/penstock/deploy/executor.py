@@ -154,8 +154,6 @@ def _profile(blueprint: Blueprint, model: LoadedModel) -> tuple[CudaExecutor, Us
             f"The weights and a step of {capacity.max_step_tokens} tokens do not fit the GPU: {error}",
             remedy="Lower --max-num-batched-tokens, take a smaller model, or end what else uses the GPU.",
         ) from error
-    except ValueError as error:  # more rows times tokens than the device's tables can address
-        raise ConfigError(f"{error}.", remedy="Lower --max-model-len or --max-num-seqs.") from error
 
 
 def _make_ready(executor: CudaExecutor, blueprint: Blueprint) -> None:

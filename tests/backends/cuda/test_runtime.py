@@ -329,12 +329,3 @@ def test_a_cache_that_the_device_does_not_give_is_an_error_of_the_settings(gguf:
         ConfigError, match=r"does not give the .* KV cache that were free: fragments.* --gpu-memory-utilization"
     ):
         build(gguf)
-
-
-def test_tables_that_cannot_be_addressed_are_an_error_of_the_settings(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("2 rows of 256 tokens are more than the tables can address")
-
-    monkeypatch.setattr("penstock.backends.cuda.launcher.RowTables", refuse)
-    with pytest.raises(ConfigError, match=r"tables can address\. Lower --max-model-len or --max-num-seqs"):
-        build(gguf)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from penstock.backends.cuda.sample_plan import make_changes, make_plan
 from penstock.backends.cuda.staging import Download, Upload, mask_message_words, message_words, step_arrays
 from penstock.backends.cuda.stream import HostStream, Stream, open_stream
 from penstock.backends.cuda.tables import RowTables, num_mask_words
+from penstock.types.errors import ConfigError
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 from support.interpreted import DEVICE
@@ -93,6 +96,12 @@ def test_results_of_two_steps_do_not_share_memory(stream: Stream, device: torch.
             found.append(download.fetch(3))
         stream.mark().wait()
     assert [words.tolist() for words in found] == [[5] * 3, [6] * 3]
+
+
+def test_tables_that_cannot_be_addressed_are_an_error_of_the_settings(device: torch.device) -> None:
+    capacity = replace(CAPACITY, max_rows=4096, max_model_len=1_000_000)
+    with pytest.raises(ConfigError, match=r"4096 rows of 1000000 tokens.* Lower --max-model-len or --max-num-seqs"):
+        RowTables(capacity, vocab_size=50, device=device)
 
 
 def test_a_padded_step_writes_to_the_null_block_alone(device: torch.device) -> None:

@@ -55,7 +55,7 @@ class CudaExecutor:
     - `device`: anything but a GPU is for tests, in Triton's interpreter. Enable it before importing Triton.
     - `poison`: for tests, stale KV becomes NaN.
 
-    Raises `ModelError` or ConfigError for an unsupported program or attention, and MemoryError.
+    Raises `ModelError` or ConfigError for an unsupported program, attention or size, ValueError for int4 KV, and MemoryError.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 
@@ -42,7 +43,10 @@ MAX_INVERSE_TEMPERATURE = 1e250
 
 
 class RowTables:
-    """The device tables of admitted requests. A request has one slot in all of them. Slot `max_rows` is for padding."""
+    """The device tables of admitted requests. A request has one slot in all of them. Slot `max_rows` is for padding.
+
+    Raises ConfigError if they would have more than 2^31 - 1 words.
+    """
 
     def __init__(self, capacity: Capacity, *, vocab_size: int, device: torch.device) -> None:
         num_slots = capacity.max_rows + 1
@@ -50,8 +54,9 @@ class RowTables:
         widths = (PARAM_WORDS, max_tokens, -(-max_tokens // capacity.block_size), num_mask_words(vocab_size))
         self._bases = [0, *np.cumsum(np.array(widths) * num_slots).tolist()]
         if self._bases[-1] > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"{capacity.max_rows} rows of {capacity.max_model_len} tokens are more than the tables can address"
+            raise ConfigError(
+                f"{capacity.max_rows} rows of {capacity.max_model_len} tokens are more than the tables can address.",
+                remedy="Lower --max-model-len or --max-num-seqs.",
             )
         self._arena = torch.zeros(self._bases[-1], dtype=torch.int32, device=device)
         parts = [
