@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.backends.cuda import sampling
 from penstock.backends.cuda.sampling import SampledWords, Sampler
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.reference.sampling import (
@@ -363,6 +364,32 @@ class Waits(TorchDispatchMode):
         if waits:
             self.found.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the tokens that are added up at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ == "scatter_add_":
+            self.counts.append(args[2].numel())
+        return function(*args, **(kwargs or {}))
+
+
+def test_penalties_of_long_texts_take_no_more_memory_than_those_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MAX_COUNTED_TOKENS", 9)
+    rng = np.random.default_rng(3)
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, logprobs=5)
+    rows = [Case(rng.normal(0, 1, 8).astype(np.float32), params, rng.integers(0, 8, length).tolist()) for length in (22, 5)]
+    rows[1] = replace(rows[1], params=replace(params, penalty_window=3))
+    with Gathered() as gathered:
+        found = choose(rows)
+    assert (max(gathered.counts), sum(gathered.counts)) == (8, 2 * 2 * 22)
+    for case, chosen in zip(rows, found, strict=True):
+        assert_as_specified(case, chosen)
 
 
 def test_changing_logits_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

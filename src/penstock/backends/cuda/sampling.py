@@ -28,6 +28,8 @@ NUM_PIVOTS = 4
 NUM_PIVOTS_INTERPRETED = 16
 """The same in Triton's interpreter, where a pass costs the same for any number."""
 LARGEST = float(np.finfo(np.float32).max)
+MAX_COUNTED_TOKENS = 1 << 19
+"""Most tokens counted at once for penalties, in all rows together. They take 10 MB; whole texts could take gigabytes."""
 
 
 class Sampler:
@@ -170,14 +172,16 @@ class Sampler:
     def _penalized(self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, max_tokens: int) -> torch.Tensor:
         params = self._tables.params.index_select(0, slots)
         repetition, frequency, presence = params[:, 10:13].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
-        ids = self._tables.tokens[:, :max_tokens].index_select(0, slots).long()
-        place = torch.arange(max_tokens, dtype=torch.int32, device=x.device)
-        is_token = (place < positions[:, None]) & (place >= positions[:, None] - params[:, 13:14])
-        is_output = is_token & (place >= params[:, 9:10])
-        is_seen = torch.zeros_like(x).scatter_add_(1, ids, is_token.to(x.dtype)) > 0
-        counts = torch.zeros_like(x).scatter_add_(1, ids, is_output.to(x.dtype))
+        seen, counts = torch.zeros_like(x), torch.zeros_like(x)
+        num_columns = max(1, MAX_COUNTED_TOKENS // len(slots))
+        for begin in range(0, max_tokens, num_columns):
+            place = torch.arange(begin, min(begin + num_columns, max_tokens), dtype=torch.int32, device=x.device)
+            ids = self._tables.tokens[:, begin : begin + len(place)].index_select(0, slots).long()
+            is_token = (place < positions[:, None]) & (place >= positions[:, None] - params[:, 13:14])
+            seen.scatter_add_(1, ids, is_token.to(x.dtype))
+            counts.scatter_add_(1, ids, (is_token & (place >= params[:, 9:10])).to(x.dtype))
         repeated = torch.where(x > 0, x / repetition, x * repetition).clamp(-LARGEST, LARGEST)
-        x = torch.where(is_seen & x.isfinite() & (repetition != 1.0), repeated, x)
+        x = torch.where((seen > 0) & x.isfinite() & (repetition != 1.0), repeated, x)
         is_in_output = counts > 0
         x = torch.where(is_in_output, x - frequency * counts, x)
         return torch.where(is_in_output, x - presence, x)
