@@ -394,20 +394,23 @@ async def test_logprobs(client):
     assert events[-1]["response"]["output"][0]["content"] == [part]
 
 
-async def test_text_that_comes_with_reasoning_has_its_logprobs(monkeypatch):
-    """A chunk has all that came while its reader was busy, or while a route held the answer back."""
+@pytest.mark.parametrize("said_text", ["<think>Hm.</think>Sun.", "Sun." + CALL_NOW])
+@pytest.mark.parametrize("is_merged", [False, True])
+async def test_a_message_has_the_logprobs_of_its_text_alone(said_text, is_merged, monkeypatch):
+    """A merged chunk has all that came while its reader was busy, or while a route held the answer back."""
+    whole = ResponsesWriter.whole
 
     def merged(self, records):
         records[0].chunks = merge_chunks(records[0].chunks)
         return whole(self, records)
 
-    body = {"include": ["message.output_text.logprobs"], "chat_template": THINKING_TEMPLATE}
-    [_, one_by_one] = (await said("<think>Hm.</think>Sun.", **body))[0]["output"]
-    whole = ResponsesWriter.whole
-    monkeypatch.setattr(ResponsesWriter, "whole", merged)
-    [_, at_once] = (await said("<think>Hm.</think>Sun.", **body))[0]["output"]
-    assert at_once == one_by_one
-    assert "".join(entry["token"] for entry in at_once["content"][0]["logprobs"]).endswith("Sun.")
+    if is_merged:
+        monkeypatch.setattr(ResponsesWriter, "whole", merged)
+    template = THINKING_TEMPLATE if "<think>" in said_text else TOOLS_TEMPLATE
+    body = {"include": ["message.output_text.logprobs"], "tools": FUNCTIONS, "chat_template": template}
+    answer, _ = await said(said_text, **body)
+    [part] = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Sun."
 
 
 async def test_a_request_id_of_the_client_is_no_id_of_a_response(client):

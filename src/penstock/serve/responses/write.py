@@ -6,7 +6,7 @@ https://developers.openai.com/api/reference/resources/responses/streaming-events
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Literal
@@ -161,27 +161,31 @@ class ResponsesWriter(Writer):
                 self._grow(text)
             case Reasoning(text):
                 self._open("reasoning")
-                self._drop_logprobs(text)
+                self._take_logprobs(text)
                 self._grow(text)
             case CallBegin(_, call_id, name):
                 self._close()
                 names = self._question.tools.namespaced.get(name, {"name": name})
                 item = {"type": "function_call", "call_id": call_id, **names, "arguments": ""}
                 self._begin_item(item, "function_call_arguments")
-                self._told_logprobs.clear()
             case CallArguments(_, text):
                 self._grow(text)
-            case CallEnd(_, is_whole, _):
-                self._told_logprobs.clear()
+            case CallEnd(_, is_whole, text):
+                self._take_logprobs(text)
                 self._close(is_whole=is_whole)
 
-    def _drop_logprobs(self, reasoning: str) -> None:
-        """Drop log-probabilities up to the end of this reasoning. Tokens of text may have come with it."""
-        pieces, said = [bytes(entry["bytes"]) for entry in self._told_logprobs], reasoning.encode()
-        begin = b"".join(pieces).find(said)
+    def _take_logprobs(self, text: str) -> list[Any]:
+        """Take the log-probabilities up to the end of this text, and return those of the text, or all if they lack it."""
+        if not text:
+            return []
+        pieces, said = [bytes(entry["bytes"]) for entry in self._told_logprobs], text.encode()
         ends = [*accumulate(map(len, pieces))]
-        num_dropped = len(ends) if begin < 0 else bisect_left(ends, begin + len(said)) + 1
-        del self._told_logprobs[:num_dropped]
+        begin, first, end = b"".join(pieces).find(said), 0, len(ends)
+        if begin >= 0:
+            first, end = bisect_right(ends, begin), bisect_left(ends, begin + len(said)) + 1
+        taken = self._told_logprobs[first:end]
+        del self._told_logprobs[:end]
+        return taken
 
     def _open(self, kind: str) -> None:
         """Begin an item of this kind with text, unless such an item is open."""
@@ -211,7 +215,7 @@ class ResponsesWriter(Writer):
         self._pieces.append(text)
         logprobs: list[Any] = []
         if is_message := self._items[-1]["type"] == "message":
-            logprobs, self._told_logprobs = self._told_logprobs, []
+            logprobs = self._take_logprobs(text)
             self._item_logprobs += logprobs
         if self._is_streamed and text:
             rest = b',"sequence_number":%d' % self._num_events
