@@ -243,7 +243,8 @@ class TeiEndpoint:
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the tokens of one or more texts."""
         running = self._model(http)
-        content = await running.off_loop.run(len(data), lambda: self._tokens(data, running))
+        with running.using():
+            content = await running.off_loop.run(len(data), lambda: self._tokens(data, running))
         return Response(content, media_type="application/json")
 
     def _model(self, http: HttpRequest) -> RunningModel:
