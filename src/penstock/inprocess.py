@@ -403,7 +403,7 @@ class Asked:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
         from penstock.calls.run import render_here
-        from penstock.serve.bodies import ChatTemplateFields, read_told_conversation
+        from penstock.serve.messages import ChatTemplateFields, read_told_conversation
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
         fields = {name: _plain(value) for name, value in self.template.items()}

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from penstock import fast_json
 from penstock.serve.anthropic.schemas import MessagesBody
-from penstock.serve.bodies import MAX_CONTAINERS, MAX_MESSAGES, MAX_TOKEN_IDS, parse_body
+from penstock.serve.bodies import MAX_CONTAINERS, MAX_TOKEN_IDS, parse_body
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
+from penstock.serve.messages import MAX_MESSAGES
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody

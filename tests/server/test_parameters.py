@@ -15,18 +15,20 @@ from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataB
 from penstock.serve.bodies import (
     MAX_LOGGED_CHARS,
     MAX_LOGGED_NAMES,
-    PART_NO_EFFECT,
     Body,
-    CalledFunction,
-    ChatMessage,
     IgnoredParameters,
     StructuredOutputs,
-    ToolCallBody,
     parse_body,
 )
 from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
+from penstock.serve.messages import (
+    PART_NO_EFFECT,
+    CalledFunction,
+    ChatMessage,
+    ToolCallBody,
+)
 from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OptionsBody
 from penstock.serve.openai.embeddings import EmbeddingsBody

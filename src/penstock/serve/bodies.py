@@ -1,4 +1,4 @@
-"""Request bodies: the base class, the fields, messages and tools that several APIs share, and the parser, for any thread.
+"""Request bodies: the base class, the fields that several APIs share, and the parser, for any thread.
 
 A body is refused early if checking it would hold the interpreter's lock for long. Each object and each error costs a
 microsecond, so lists are checked up to their first wrong item, and objects have a size limit.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -30,11 +29,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from penstock import fast_json
-from penstock.calls.call import NAME_RULE, TOOL_NAME, Conversation, FunctionTool, Names
 from penstock.calls.check import MAX_CHOICES as MAX_CHOICES
-from penstock.calls.check import check_conversation, told_tools
-from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path, shorten
-from penstock.text.dialects import Message, PastCall
+from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS
@@ -55,13 +51,7 @@ MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
 """Most elements of lists and objects in one body, such as token ids. Parsing this many blocks the process for tens of ms."""
-MAX_MESSAGES = 2**12
-"""Most messages in one body. Validating them blocks the process for 10 us each."""
 MAX_TEMPLATE_KWARGS = 256
-MAX_TOOLS = 128
-"""OpenAI's limit of tools. Also limits the calls in one message."""
-MAX_DESCRIPTION_CHARS = 1 << 15
-MAX_CALL_ID_CHARS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
 """Limits of `choice`: answers, and characters of one."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -279,45 +269,6 @@ Metadata = Annotated[
 Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
 
 
-class FunctionBody(Body):
-    """A function that an answer can call."""
-
-    name: str
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
-    parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
-    """JSON schema of the arguments. None: the function takes no arguments."""
-    strict: bool | None = None
-    """True: refuse a schema that can't be enforced. Otherwise a call may have any object as arguments."""
-
-
-class ToolBody(Body):
-    remedies = dict.fromkeys(
-        ("name", "description", "parameters", "input_schema", "strict"),
-        'A tool has the form {"type": "function", "function": {"name": ..., "parameters": ...}}.',
-    )
-
-    type: Literal["function"]
-    function: FunctionBody
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: Any = ""
-    """JSON text of an object, or the object itself."""
-    parsed_arguments: Unread = None
-    """OpenAI's clients parse `arguments` into this field, and send it back with the history."""
-
-
-class ToolCallBody(Body):
-    """A tool call by the assistant, earlier in the conversation."""
-
-    id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: Unread = None
-    """Sent back by clients that assembled the call from a stream."""
-
-
 # From bytes to a body.
 
 _Body = TypeVar("_Body", bound=Body)
@@ -458,28 +409,13 @@ def _count(data: bytes, marks: bytes) -> int:
     return sum([data.count(mark) for mark in marks])
 
 
-def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
-    """Return an earlier tool call of the conversation. `arguments`: an object or JSON. `at`: path in the body. Raises 400."""
-    if not TOOL_NAME.fullmatch(name):
-        raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
-    if isinstance(arguments, str):
-        try:
-            arguments = fast_json.loads(arguments or "{}")
-        except fast_json.DecodeError:
-            raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
-    if not isinstance(arguments, dict):
-        raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
-    check_depth(arguments, f"{at}.arguments")
-    return PastCall(call_id, name, arguments)
-
-
 def check_depth(value: Any, param: str) -> None:
     """Raise 400 if the value is nested too deeply for templates and grammars, which recurse."""
     if fast_json.is_deeper(value, MAX_VALUE_DEPTH):
         raise invalid(f"'{param}' is nested too deeply: make it flatter.", param)
 
 
-# Fields, messages and tools in the form of OpenAI and vLLM, which several APIs share
+# Fields in the form of OpenAI and vLLM, which several APIs share
 
 _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
     {
@@ -619,155 +555,3 @@ def json_grammar(schema: Any, param: str) -> Grammar:
     if schema is None:
         return Grammar(GrammarKind.JSON_OBJECT, param=param)
     return grammar_of(GrammarKind.JSON_SCHEMA, schema, param)
-
-
-# Messages and tools
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
-PART_NO_EFFECT = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Fields of a message's part that have no effect, because prefixes are always cached."""
-
-
-@has_not_yet('annotations=[] audio function_call="none"|"auto" refusal')
-class ChatMessage(Body):
-    role: Any
-    content: Any = None
-    name: str | None = None
-    parsed: Unread = None
-    """OpenAI's client parses `content` into this field, and sends it back with the history."""
-    provider_specific_fields: Unread = None
-    """litellm copies unknown fields of an answer here, and sends them back with the history."""
-    cache_control: Unread = None
-    reasoning: str | None = None
-    """vLLM's name for `reasoning_content`."""
-    reasoning_content: str | None = None
-    """An assistant's reasoning. The chat template decides whether the model sees it."""
-    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class ChatTemplateFields(Body):
-    """Fields that decide how messages become a prompt."""
-
-    messages: Messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    chat_template: Annotated[Any, NotYet()] = None
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-
-
-def read_conversation(fields: ChatTemplateFields) -> Conversation:
-    """Return the conversation without its tools. Raises 400, also for message parts other than text."""
-    continues = bool(fields.continue_final_message)
-    # To continue the last message means that no new turn is opened.
-    opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
-    messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
-    return Conversation(messages, opens, continues, fields.chat_template_kwargs or {})
-
-
-def read_tools(tools: Sequence[ToolBody]) -> list[FunctionTool]:
-    """Return the tools in the form for all APIs. Raises 400 for schemas nested too deeply."""
-    for index, tool in enumerate(tools):
-        check_depth(tool.function.parameters, f"tools[{index}].function.parameters")
-    return [
-        FunctionTool(
-            name=tool.function.name,
-            description=tool.function.description,
-            parameters=tool.function.parameters,
-            is_strict=bool(tool.function.strict),
-        )
-        for tool in tools
-    ]
-
-
-def read_told_conversation(fields: ChatTemplateFields) -> Conversation:
-    """Return the checked conversation, with its tools as the chat template gets them. Raises 400 and `Rejected`."""
-    names = Names(fields={"tools.*": "tools[{}].function"})
-    conversation = read_conversation(fields)
-    check_conversation(conversation, names)
-    return replace(conversation, tools=told_tools(read_tools(fields.tools or ()), names))
-
-
-def _read_message(message: ChatMessage, at: str) -> Message:
-    reasoning = message.reasoning_content or message.reasoning or ""
-    if message.reasoning and message.reasoning != reasoning:
-        raise invalid(f"'{at}.reasoning' and '{at}.reasoning_content' differ; give one of them.", f"{at}.reasoning")
-    return make_message(
-        at,
-        message.role,
-        message.content,
-        name=message.name,
-        calls=message.tool_calls or (),
-        call_id=message.tool_call_id,
-        reasoning=reasoning,
-    )
-
-
-def make_message(
-    at: str,
-    role: Any,
-    content: Any,
-    *,
-    name: str | None = None,
-    calls: Sequence[ToolCallBody] = (),
-    call_id: str | None = None,
-    reasoning: str = "",
-) -> Message:
-    """Return a message. `at`: its path in the body. `content`: a text or a list of text parts. Raises 400."""
-    role = _role(role, f"{at}.role")
-    past_calls: list[PastCall] = []
-    for index, call in enumerate(calls):
-        past_calls.append(past_call(call.id, call.function.name, call.function.arguments, f"{at}.tool_calls[{index}].function"))
-    for field, value in (("tool_calls", calls), ("reasoning_content", reasoning)):
-        if value and role != "assistant":
-            raise invalid(f"'{at}.{field}' is for messages with the role 'assistant', not '{role}'.", f"{at}.{field}")
-    if role == "tool" and call_id is None:
-        raise invalid(f"Missing required parameter: '{at}.tool_call_id'.", f"{at}.tool_call_id")
-    if role != "tool" and call_id is not None:
-        raise invalid(f"'{at}.tool_call_id' is for messages with the role 'tool'.", f"{at}.tool_call_id")
-    return Message(
-        role=role,
-        content="" if calls and content in (None, []) else _text(content, f"{at}.content"),
-        name=name,
-        calls=tuple(past_calls),
-        call_id=call_id or "",
-        reasoning=reasoning,
-    )
-
-
-def _role(role: Any, param: str) -> str:
-    """Return the role, with `developer` as `system`. Raises 400."""
-    if role == "function":
-        raise invalid(f"'{param}' 'function' is not supported: send the role 'tool', which took its place.", param)
-    if not isinstance(role, str) or role not in _ROLES:
-        raise invalid(f"'{param}' must be one of {', '.join(_ROLES)}.", param)
-    return "system" if role == "developer" else role
-
-
-def _text(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise invalid(f"'{param}' must be a string, or a list of text parts that is not empty.", param)
-    return "".join([_part_text(part, f"{param}[{index}]") for index, part in enumerate(content)])
-
-
-def _part_text(part: Any, param: str) -> str:
-    if not isinstance(part, dict):
-        raise invalid(f"'{param}' must be an object.", param)
-    kind = part.get("type")
-    if kind in _PARTS_NOT_YET:
-        raise invalid(f"'{param}.type' {kind!r} is not supported yet; only text is.", f"{param}.type")
-    if kind != "text":
-        raise invalid(f"'{param}.type' must be 'text'.", f"{param}.type")
-    for name in part:
-        if name not in ("type", "text") and name not in PART_NO_EFFECT:
-            raise invalid(f"Unknown parameter: '{param}.{shorten(name)}'.", param)
-    if not isinstance(part.get("text"), str):
-        raise invalid(f"'{param}.text' must be a string.", f"{param}.text")
-    return str(part["text"])

@@ -9,14 +9,21 @@ from typing import Any
 
 from starlette.types import Scope
 
-from penstock.calls.call import NAME_RULE, TOOL_NAME, Call, ChatRequest, Conversation, FunctionTool, Names, ToolChoice
+from penstock.calls.call import Call, ChatRequest, Conversation, FunctionTool, Names, ToolChoice
 from penstock.calls.check import check_conversation, told_tools
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
 from penstock.serve.asking import Asked, Reader, find_model
-from penstock.serve.bodies import MAX_CALL_ID_CHARS, MAX_TOOLS, NotYet, check_depth, json_grammar, parse_body, sampling_of
+from penstock.serve.bodies import (
+    NotYet,
+    check_depth,
+    json_grammar,
+    parse_body,
+    sampling_of,
+)
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
+from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_TOOLS, function_tool, past_call
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
@@ -139,12 +146,9 @@ def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
 
 
 def _tools(body: CountTokensBody) -> list[FunctionTool]:
-    tools = body.tools or ()
-    for index, tool in enumerate(tools):
-        check_depth(tool.input_schema, f"tools[{index}].input_schema")
     return [
-        FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema, is_strict=bool(tool.strict))
-        for tool in tools
+        function_tool(one.name, one.description, one.input_schema, is_strict=one.strict, at=f"tools[{index}].input_schema")
+        for index, one in enumerate(body.tools or ())
     ]
 
 
@@ -228,15 +232,13 @@ class _Messages:
         call_id, name = _string(block, "id", at), _string(block, "name", at)
         if not 0 < len(call_id) <= MAX_CALL_ID_CHARS:
             raise invalid(f"'{at}.id' must have 1 to {counted(MAX_CALL_ID_CHARS, 'character')}.", f"{at}.id")
-        if not TOOL_NAME.fullmatch(name):
-            raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
         if not isinstance(block.get("input"), dict):
             raise invalid(f"'{at}.input' must be an object.", f"{at}.input")
-        check_depth(block["input"], f"{at}.input")
+        call = past_call(call_id, name, block["input"], at, field="input")
         if len(self._calls) == MAX_TOOLS:
             raise invalid(f"'{at}' is too many: a turn has at most {MAX_TOOLS} blocks of the type 'tool_use'.", at)
         self._call_ids.add(call_id)
-        self._calls.append(PastCall(call_id, name, block["input"]))
+        self._calls.append(call)
 
     def _add_result(self, block: Mapping[str, Any], at: str) -> None:
         call_id = _string(block, "tool_use_id", at)

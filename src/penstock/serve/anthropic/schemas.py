@@ -12,12 +12,9 @@ from pydantic_core import PydanticCustomError
 
 from penstock.serve.bodies import (
     INT32_MAX,
-    MAX_DESCRIPTION_CHARS,
-    MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_TOKENS_LIMIT,
-    MAX_TOOLS,
     Body,
     NoEffect,
     Schema,
@@ -27,6 +24,7 @@ from penstock.serve.bodies import (
     has_unread,
 )
 from penstock.serve.errors import RULE, shorten
+from penstock.serve.messages import MAX_DESCRIPTION_CHARS, MAX_MESSAGES, MAX_TOOLS
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 

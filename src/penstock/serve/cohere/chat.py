@@ -11,26 +11,28 @@ from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
-    MAX_CALL_ID_CHARS,
-    MAX_MESSAGES,
     MAX_TOKENS_LIMIT,
-    MAX_TOOLS,
     Body,
     ReasoningBudget,
     Schema,
     StopStrings,
-    ToolBody,
-    ToolCallBody,
     Unread,
     has_not_yet,
     has_sampling,
     json_grammar,
-    make_message,
-    read_tools,
     sampling_of,
 )
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
+from penstock.serve.messages import (
+    MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ToolBody,
+    ToolCallBody,
+    make_message,
+    read_tools,
+)
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message
 from penstock.text.grammar import Grammar

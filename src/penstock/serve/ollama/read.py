@@ -19,23 +19,25 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
-    MAX_CALL_ID_CHARS,
-    MAX_MESSAGES,
     MAX_TOKENS_LIMIT,
-    MAX_TOOLS,
     Body,
     StopStrings,
-    ToolBody,
     has_not_yet,
     has_sampling,
     has_unread,
     json_grammar,
-    past_call,
-    read_tools,
     sampling_of,
 )
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import is_admin
+from penstock.serve.messages import (
+    MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ToolBody,
+    past_call,
+    read_tools,
+)
 from penstock.serve.ollama.write import OllamaWriter
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message, PastCall

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Scope
@@ -24,12 +23,11 @@ from penstock.serve.bodies import (
     grammar_of,
     json_grammar,
     parse_body,
-    read_conversation,
-    read_tools,
     structured_grammar,
 )
-from penstock.serve.errors import invalid, refuse_unknown
+from penstock.serve.errors import invalid
 from penstock.serve.http.checks import identity_of
+from penstock.serve.messages import read_choice, read_conversation, read_tools
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody, ResponseFormat
 from penstock.serve.openai.write import ChatWriter, CompletionWriter
 from penstock.serve.streams import NewWriter
@@ -198,41 +196,8 @@ def _choice(body: ChatCompletionBody) -> ToolChoice:
     if has_functions or body.function_call not in (None, "none", "auto"):
         field, instead = ("functions", "tools") if has_functions else ("function_call", "tool_choice")
         raise invalid(f"'{field}' is not supported: send '{instead}', which took its place.", field)
-    choice, names, param = body.tool_choice, [tool.function.name for tool in body.tools or ()], "tool_choice"
-    is_parallel = body.parallel_tool_calls is not False
-    if choice is None or isinstance(choice, str):
-        if choice == "required" and not names:
-            raise invalid("'tool_choice' is 'required', but there are no 'tools'.", param)
-        if choice in (None, "none", "auto", "required"):
-            return ToolChoice(choice or "auto", is_parallel=is_parallel)  # type: ignore[arg-type]
-        raise invalid(f"'{param}' must be 'none', 'auto', 'required', or an object that names a tool.", param)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        return ToolChoice("required", frozenset([_named(choice, names, param)]), is_parallel=False)
-    if kind == "allowed_tools":
-        refuse_unknown(choice, ("type", "allowed_tools"), param)
-        allowed = choice.get("allowed_tools")
-        mode = allowed.get("mode") if isinstance(allowed, dict) else None
-        listed = allowed.get("tools") if isinstance(allowed, dict) else None
-        if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise invalid(f"'{param}.allowed_tools' must have a 'mode' of 'auto' or 'required', and 'tools'.", param)
-        refuse_unknown(allowed, ("mode", "tools"), f"{param}.allowed_tools")
-        found = [_named(one, names, f"{param}.allowed_tools.tools[{at}]") for at, one in enumerate(listed)]
-        return ToolChoice(mode, frozenset(found), is_parallel=is_parallel)
-    raise invalid(f"'{param}.type' must be 'function' or 'allowed_tools'.", param)
-
-
-def _named(one: Any, names: Sequence[str], param: str) -> str:
-    function = one.get("function") if isinstance(one, dict) else None
-    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
-        raise invalid(f"'{param}.function.name' must be a string.", f"{param}.function.name")
-    if one.get("type", "function") != "function":
-        raise invalid(f"'{param}.type' must be 'function'.", f"{param}.type")
-    refuse_unknown(one, ("type", "function"), param)
-    refuse_unknown(function, ("name",), f"{param}.function")
-    if name not in names:
-        raise invalid(f"'{param}.function.name' is {name[:64]!r}, which none of the 'tools' has.", f"{param}.function.name")
-    return name
+    names = [tool.function.name for tool in body.tools or ()]
+    return read_choice(body.tool_choice, names, is_parallel=body.parallel_tool_calls is not False, is_nested=True)
 
 
 def _budget(body: ChatCompletionBody) -> tuple[str, int | None]:

@@ -20,7 +20,6 @@ from penstock.serve.bodies import (
     MAX_SUFFIX_CHARS,
     MAX_TOKENS_LIMIT,
     Body,
-    ChatTemplateFields,
     GenerationFields,
     NoEffect,
     NotYet,
@@ -31,6 +30,7 @@ from penstock.serve.bodies import (
     has_unread,
 )
 from penstock.serve.errors import RULE
+from penstock.serve.messages import ChatTemplateFields
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
 

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from penstock import fast_json
-from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
+from penstock.calls.call import Call, ChatRequest, Conversation, Names
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import MAX_MESSAGES, check_part, json_grammar, past_call, sampling_of
+from penstock.serve.bodies import check_part, json_grammar, sampling_of
 from penstock.serve.course import course_of
-from penstock.serve.errors import invalid, refuse_unknown, shorten
+from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.checks import identity_of
+from penstock.serve.messages import MAX_MESSAGES, past_call, read_choice
 from penstock.serve.responses.answers import Response
 from penstock.serve.responses.schemas import (
     LOGPROBS,
@@ -280,10 +281,11 @@ def _request(body: ResponsesBody, messages: list[Message], tools: Tools) -> Chat
         model=body.model,
         conversation=Conversation(messages, variables=body.chat_template_kwargs or {}, param="input"),
         tools=tools.functions,
-        tool_choice=_choice(
+        tool_choice=read_choice(
             body.tool_choice,
             [tool.name for tool in tools.functions],
             is_parallel=body.parallel_tool_calls is not False,
+            is_nested=False,
         ),
         grammar=None if body.text is None or body.text.format is None else _grammar(body.text.format),
         sampling=sampling_of(body, "responses"),
@@ -311,41 +313,6 @@ def _grammar(asked: TextFormat) -> Grammar | None:
         name = "text.format.name" if asked.name is None else "text.format.schema"
         raise invalid(f"Missing required parameter: '{name}'.", name)
     return json_grammar(asked.schema_, "text.format.schema")
-
-
-def _choice(choice: Any, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
-    match choice:
-        case "required" if not names:
-            raise invalid("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
-        case None | "auto" | "none" | "required":
-            return ToolChoice(choice or "auto", is_parallel=is_parallel)
-        case str():
-            message = "'tool_choice' must be 'none', 'auto', 'required', or an object that names a tool."
-            raise invalid(message, "tool_choice")
-        case {"type": "function"}:
-            return ToolChoice("required", frozenset([_named(choice, names, "tool_choice")]), is_parallel=False)
-        case {"type": "allowed_tools"}:
-            refuse_unknown(choice, ("type", "mode", "tools"), "tool_choice")
-            mode, listed = choice.get("mode"), choice.get("tools")
-            if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-                raise invalid("'tool_choice' must have a 'mode' of 'auto' or 'required', and 'tools'.", "tool_choice")
-            found = [_named(one, names, f"tool_choice.tools[{at}]") for at, one in enumerate(listed)]
-            return ToolChoice(mode, frozenset(found), is_parallel=is_parallel)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
-    raise invalid(f"'tool_choice.type'{told} is not supported; it must be 'function' or 'allowed_tools'.", "tool_choice.type")
-
-
-def _named(one: Any, names: Sequence[str], param: str) -> str:
-    name = one.get("name") if isinstance(one, dict) else None
-    if not isinstance(name, str):
-        raise invalid(f"'{param}.name' must be a string.", f"{param}.name")
-    if one.get("type") != "function":
-        raise invalid(f"'{param}.type' must be 'function'.", f"{param}.type")
-    refuse_unknown(one, ("type", "name"), param)
-    if name not in names:
-        raise invalid(f"'{param}.name' is {name[:64]!r}, which none of the 'tools' has.", f"{param}.name")
-    return name
 
 
 # The response repeats the request

@@ -9,11 +9,8 @@ from pydantic import Field, WithJsonSchema
 from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
-    MAX_CALL_ID_CHARS,
-    MAX_DESCRIPTION_CHARS,
     MAX_SALT_CHARS,
     MAX_TOKENS_LIMIT,
-    MAX_TOOLS,
     Body,
     LogitBias,
     Metadata,
@@ -27,6 +24,7 @@ from penstock.serve.bodies import (
     has_sampling,
     has_unread,
 )
+from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_DESCRIPTION_CHARS, MAX_TOOLS
 from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 512

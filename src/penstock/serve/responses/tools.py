@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.calls.call import FunctionTool
-from penstock.serve.bodies import MAX_TOOLS, check_depth, check_part
+from penstock.serve.bodies import check_part
 from penstock.serve.errors import invalid, shorten
+from penstock.serve.messages import MAX_TOOLS, function_tool
 from penstock.serve.responses.schemas import FunctionBody, NamespaceTool
 
 LEFT_OUT = ("custom", "image_generation", "tool_search", "web_search", "web_search_preview")
@@ -77,15 +78,8 @@ def _add(tools: Tools, tool: FunctionBody | NamespaceTool, place: str) -> None:
         if isinstance(tool, NamespaceTool):
             name = chat_name(tool.name, function.name)
             tools.namespaced[name] = {"name": function.name, "namespace": tool.name}
-        check_depth(function.parameters, f"{at}.parameters")
-        tools.functions.append(
-            FunctionTool(
-                name=name,
-                description=function.description,
-                parameters=function.parameters,
-                is_strict=bool(function.strict),
-            )
-        )
+        made = function_tool(name, function.description, function.parameters, is_strict=function.strict, at=f"{at}.parameters")
+        tools.functions.append(made)
         tools.places.append(at)
 
 

@@ -21,14 +21,12 @@ from penstock.serve.asking import find_model
 from penstock.serve.bodies import (
     MAX_TOKEN_IDS,
     Body,
-    ChatTemplateFields,
-    Messages,
     TokenId,
     parse_body,
-    read_told_conversation,
 )
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import unless_gone
+from penstock.serve.messages import ChatTemplateFields, Messages, read_told_conversation
 from penstock.serve.shapes import Count
 from penstock.serve.terms import read_owner
 from penstock.text.tokenizer import Tokenizer
