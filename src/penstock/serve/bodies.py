@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    TypeAdapter,
     ValidationError,
     WithJsonSchema,
     create_model,
@@ -47,8 +48,6 @@ MAX_SUFFIX_CHARS = 2**20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1000
 MAX_STOP_TOKENS = 256
-MAX_SALT_CHARS = 256
-MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
 """Most elements of lists and objects in one body, such as token ids. Parsing this many blocks the process for tens of ms."""
 MAX_TEMPLATE_KWARGS = 256
@@ -226,24 +225,20 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
-    BeforeValidator(_one_or_many),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                    "maxItems": MAX_STOP_STRINGS,
-                },
-            ]
-        }
-    ),
-]
+def described(kind: Any) -> WithJsonSchema:
+    """Return the JSON schema of a type for a field that is checked in another way."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
 
+
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopList = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+StopStrings = Annotated[StopList, BeforeValidator(_one_or_many), described(_StopString | StopList)]
+
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
+RequestId = Annotated[str, Field(min_length=1, max_length=128)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 ReasoningBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 LogitBias = Annotated[
@@ -474,7 +469,7 @@ class GenerationFields(Body):
     """Fields that `penstock.SamplingParams`, completions and chats share. Null is the same as absent."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    max_tokens: MaxTokens | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
     bad_words: (
@@ -498,7 +493,7 @@ class GenerationFields(Body):
 class PythonFields(GenerationFields):
     """The fields of `penstock.SamplingParams`, checked like a request's body."""
 
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
 
 
 def fields_of(body: GenerationFields) -> dict[str, Any]:

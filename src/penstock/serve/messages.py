@@ -19,19 +19,20 @@ MAX_MESSAGES = 2**12
 """Most messages in one body. Validating them blocks the process for 10 us each."""
 MAX_TOOLS = 128
 """OpenAI's limit of tools. Also limits the calls in one message."""
-MAX_DESCRIPTION_CHARS = 1 << 15
 MAX_CALL_ID_CHARS = 256
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
 PART_NO_EFFECT = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a message's part that have no effect, because prefixes are always cached."""
+Description = Annotated[str, Field(max_length=1 << 15)]
+CallId = Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
 
 
 class FunctionBody(Body):
     """A function that an answer can call."""
 
     name: str
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
     """JSON schema of the arguments. None: the function takes no arguments."""
     strict: bool | None = None
@@ -59,11 +60,15 @@ class CalledFunction(Body):
 class ToolCallBody(Body):
     """A tool call by the assistant, earlier in the conversation."""
 
-    id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Unread = None
     """Sent back by clients that assembled the call from a stream."""
+
+
+ToolBodies = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolCallBodies = Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def read_tools(tools: Sequence[ToolBody]) -> list[FunctionTool]:
@@ -165,8 +170,8 @@ class ChatMessage(Body):
     """vLLM's name for `reasoning_content`."""
     reasoning_content: str | None = None
     """An assistant's reasoning. The chat template decides whether the model sees it."""
-    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: CallId | None = None
+    tool_calls: ToolCallBodies | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -180,7 +185,7 @@ class ChatTemplateFields(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     chat_template: Annotated[Any, NotYet()] = None
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ToolBodies | None = None
 
 
 def read_conversation(fields: ChatTemplateFields) -> Conversation:

@@ -12,19 +12,18 @@ from pydantic_core import PydanticCustomError
 
 from penstock.serve.bodies import (
     INT32_MAX,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_TOKENS_LIMIT,
     Body,
+    MaxTokens,
     NoEffect,
     Schema,
+    StopList,
     Unread,
     has_not_yet,
     has_sampling,
     has_unread,
 )
 from penstock.serve.errors import RULE, shorten
-from penstock.serve.messages import MAX_DESCRIPTION_CHARS, MAX_MESSAGES, MAX_TOOLS
+from penstock.serve.messages import MAX_MESSAGES, MAX_TOOLS, Description
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
@@ -48,7 +47,7 @@ class ClientTool(Body):
     """A tool that the client runs."""
 
     name: str
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     input_schema: Schema
     type: Literal["custom"] | None = None
     strict: bool | None = None
@@ -127,15 +126,9 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
+    max_tokens: MaxTokens
     stream: bool | None = None
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-            Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    stop_sequences: StopList | None = None
     metadata: MetadataBody | None = None
     thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
     """Refused by `read` with the code on which clients send whole conversations."""

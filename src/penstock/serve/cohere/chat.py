@@ -9,10 +9,9 @@ from pydantic import Field
 from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
-    INT32_MAX,
-    INT32_MIN,
-    MAX_TOKENS_LIMIT,
     Body,
+    MaxTokens,
+    Priority,
     ReasoningBudget,
     Schema,
     StopStrings,
@@ -25,11 +24,10 @@ from penstock.serve.bodies import (
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
 from penstock.serve.messages import (
-    MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
-    MAX_TOOLS,
-    ToolBody,
-    ToolCallBody,
+    CallId,
+    ToolBodies,
+    ToolCallBodies,
     make_message,
     read_tools,
 )
@@ -50,10 +48,10 @@ class CohereMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: Any = None
     """A string, or a list of parts."""
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: ToolCallBodies | None = None
     tool_plan: str | None = None
     """The assistant's text before its calls."""
-    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    tool_call_id: CallId | None = None
 
 
 class CohereFormat(Body):
@@ -76,16 +74,16 @@ class CohereChatBody(Body):
     model: str | None = None
     messages: Annotated[list[CohereMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     stream: bool | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ToolBodies | None = None
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
     """Without this field, the model may call tools or not."""
     strict_tools: Unread = None
     """No effect: calls always follow their schemas."""
     response_format: CohereFormat | None = None
     thinking: CohereThinking | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    max_tokens: MaxTokens | None = None
     stop_sequences: StopStrings | None = None
-    priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
+    priority: Priority | None = None
 
 
 def chat(body: CohereChatBody, asked: Asked) -> tuple[Call, NewWriter]:

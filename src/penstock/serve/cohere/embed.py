@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import Body, has_not_yet
+from penstock.serve.bodies import Body, Priority, has_not_yet
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.shapes import ApiVersion, Count, Vector
 from penstock.serve.texts import read
@@ -38,7 +38,7 @@ class CohereEmbedBody(Body):
     """The side to cut off a text that is too long. NONE refuses the text. The default is END."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longer texts are cut."""
-    priority: read.Priority | None = None
+    priority: Priority | None = None
 
 
 class EmbeddingsByType(TypedDict):

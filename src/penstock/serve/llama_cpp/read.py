@@ -18,12 +18,13 @@ from penstock.calls.check import MAX_BIAS, MAX_CHOICES
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
+    INT32_MAX,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_SUFFIX_CHARS,
-    MAX_TOKENS_LIMIT,
     Body,
     NotYet,
+    NumLogprobs,
     Schema,
     StopStrings,
     Unread,
@@ -41,7 +42,7 @@ from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
 from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind
 from penstock.types.errors import counted
-from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS, LineLimits, SamplingParams
+from penstock.types.sampling import PARAMETERS, LineLimits, SamplingParams
 
 MAX_FILES = 1024
 MAX_FILE_NAME_CHARS = 4096
@@ -89,9 +90,8 @@ _INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"}, {"top_n_sigma"
 _LIMITS, _CHOICES, _PROBS = ("n_predict", "max_completion_tokens", "max_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
 """Each tuple has the names of one field."""
 
-Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)]
+Limit = Annotated[int, Field(ge=-2, le=INT32_MAX)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
-NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 @has_sampling("llama_cpp")
@@ -137,8 +137,8 @@ class LlamaBody(Body):
     """GBNF."""
     json_schema: Schema | None = None
 
-    n_probs: NumProbs | None = None
-    logprobs: NumProbs | None = None
+    n_probs: NumLogprobs | None = None
+    logprobs: NumLogprobs | None = None
     """Another name of `n_probs`."""
     return_tokens: bool | None = None
     timings_per_token: bool | None = None

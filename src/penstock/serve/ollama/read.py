@@ -19,8 +19,9 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
-    MAX_TOKENS_LIMIT,
+    INT32_MAX,
     Body,
+    NumLogprobs,
     StopStrings,
     has_not_yet,
     has_sampling,
@@ -31,9 +32,10 @@ from penstock.serve.bodies import (
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import is_admin
 from penstock.serve.messages import (
-    MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallId,
+    ToolBodies,
     ToolBody,
     past_call,
     read_tools,
@@ -42,7 +44,6 @@ from penstock.serve.ollama.write import OllamaWriter
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message, PastCall
 from penstock.text.grammar import Grammar
-from penstock.types.sampling import MAX_LOGPROBS
 
 LATEST = ":latest"
 """The tag that Ollama's clients append to a name without one."""
@@ -76,7 +77,7 @@ class OptionsBody(Body):
     """The field `options`. Null is the same as absent."""
 
     stop: StopStrings | None = None
-    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     """Most tokens to generate. -1 and -2: the rest of the context."""
 
 
@@ -107,7 +108,7 @@ class _AnswerBody(OllamaBody):
     """`json`, or a JSON schema of the answer."""
     think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": list(_EFFORTS)}]})] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
 
     def check_rules(self) -> None:
         super().check_rules()
@@ -125,7 +126,7 @@ class OllamaFunction(Body):
 
 class OllamaCall(Body):
     function: OllamaFunction
-    id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    id: CallId | None = None
     type: Literal["function"] | None = None
 
 
@@ -135,9 +136,9 @@ class OllamaMessage(Body):
     content: str | None = None
     thinking: str | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_name: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    tool_name: CallId | None = None
     """The name of the tool with this result."""
-    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    tool_call_id: CallId | None = None
 
 
 class OllamaChatBody(_AnswerBody):
@@ -145,7 +146,7 @@ class OllamaChatBody(_AnswerBody):
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Without messages, the model is only loaded, or unloaded if `keep_alive` is 0."""
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ToolBodies | None = None
 
 
 @has_not_yet('template="" context=[] images=[] width height steps')

@@ -14,16 +14,18 @@ from pydantic_core import PydanticCustomError
 
 from penstock.serve.bodies import (
     INT32_MAX,
-    INT32_MIN,
     MAX_CHOICES,
-    MAX_SALT_CHARS,
     MAX_SUFFIX_CHARS,
-    MAX_TOKENS_LIMIT,
     Body,
+    CacheSalt,
     GenerationFields,
+    MaxTokens,
     NoEffect,
     NotYet,
+    NumLogprobs,
+    Priority,
     ReasoningBudget,
+    RequestId,
     Schema,
     Unread,
     has_not_yet,
@@ -31,7 +33,7 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.errors import RULE
 from penstock.serve.messages import ChatTemplateFields
-from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
+from penstock.types.sampling import MAX_LENGTH_PENALTY
 
 
 def _true_false_or_never(value: Any) -> Any:
@@ -132,12 +134,12 @@ class GenerationBody(GenerationFields):
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     """vLLM's: return log-probabilities of each prompt token and of this many likeliest ones. Not in a stream."""
     return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
 
     user: Annotated[str | None, NoEffect()] = None
     """The user's name, unless `safety_identifier` gives one (docs/ab.md)."""
@@ -164,9 +166,9 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """0: generate nothing. The prompt is computed, and scored with `echo` and `logprobs`."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
@@ -190,9 +192,9 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
         "prompt": "A prompt goes to /v1/completions; this route takes 'messages'.",
     }
 
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
 
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""

@@ -8,14 +8,16 @@ from pydantic import Field, WithJsonSchema
 
 from penstock.serve.bodies import (
     INT32_MAX,
-    INT32_MIN,
-    MAX_SALT_CHARS,
-    MAX_TOKENS_LIMIT,
     Body,
+    CacheSalt,
     LogitBias,
+    MaxTokens,
     Metadata,
     NoEffect,
+    NumLogprobs,
+    Priority,
     ReasoningBudget,
+    RequestId,
     Schema,
     StopStrings,
     TemplateVariables,
@@ -24,8 +26,7 @@ from penstock.serve.bodies import (
     has_sampling,
     has_unread,
 )
-from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_DESCRIPTION_CHARS, MAX_TOOLS
-from penstock.types.sampling import MAX_LOGPROBS
+from penstock.serve.messages import MAX_TOOLS, CallId, Description
 
 MAX_ID_CHARS = 512
 """The longest id of an item or a response. The server's own ids are shorter."""
@@ -51,7 +52,7 @@ class FunctionBody(Body):
 
     type: Literal["function"]
     name: str
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
     strict: bool | None = None
 
@@ -61,7 +62,7 @@ class NamespaceTool(Body):
 
     type: Literal["namespace"]
     name: str
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     tools: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -112,8 +113,8 @@ class ResponsesBody(Body):
     """The default is true if the server keeps responses."""
     include: Annotated[list[Included], Field(max_length=32, fail_fast=True)] | None = None
 
-    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_output_tokens: MaxTokens | None = None
+    top_logprobs: NumLogprobs | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, NoEffect()] = None
     """No effect: a conversation that is too long is refused."""
     text: TextOptions | None = None
@@ -132,9 +133,9 @@ class ResponsesBody(Body):
     stop: StopStrings | None = None
     chat_template_kwargs: TemplateVariables | None = None
     thinking_budget: ReasoningBudget | None = None
-    priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    cache_salt: CacheSalt | None = None
 
     # The response repeats these four.
     metadata: Annotated[Metadata | None, NoEffect()] = None
@@ -161,7 +162,7 @@ class MessageItem(Body):
 @has_not_yet('async=false caller={"type":"direct"}')
 class FunctionCallItem(Body):
     type: Literal["function_call"]
-    call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+    call_id: CallId
     name: str
     arguments: str
     """JSON text of an object."""
@@ -176,7 +177,7 @@ class FunctionCallItem(Body):
 @has_not_yet('caller={"type":"direct"}')
 class FunctionOutputItem(Body):
     type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+    call_id: CallId
     output: Any
     """A string, or a list of parts of the type `input_text`."""
     id: ItemId | None = None

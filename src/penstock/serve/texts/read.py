@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
-from pydantic import Field, TypeAdapter, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from penstock.calls.call import Terms
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, NoEffect
+from penstock.serve.bodies import INT32_MAX, Body, NoEffect, Priority, RequestId, described
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.terms import claim_of, read_terms
@@ -27,20 +27,13 @@ _DOCUMENT = {
         {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
     ]
 }
-
-
-def _described(kind: Any) -> WithJsonSchema:
-    return WithJsonSchema(TypeAdapter(kind).json_schema())
-
-
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[int], Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_TEXTS)
-Texts = Annotated[Any, _described(_Text | Annotated[list[_Text], _Several])]
+Texts = Annotated[Any, described(_Text | Annotated[list[_Text], _Several])]
 """Type of a field with one or several texts. `read_texts` checks it, so that errors can name the element."""
-TextsOrIds = Annotated[Any, _described(_Text | _Ids | Annotated[list[_Text | _Ids], _Several])]
+TextsOrIds = Annotated[Any, described(_Text | _Ids | Annotated[list[_Text | _Ids], _Several])]
 Documents = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": _DOCUMENT})]
-Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
 
 
 class TextsBody(Body):
@@ -54,7 +47,7 @@ class TextsBody(Body):
     truncation_side: TruncationSide | None = None
     """The side to cut off, by default the right side."""
     priority: Priority | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
 
 
 _ENDPOINTS = {Task.EMBED: "/v1/embeddings", Task.RERANK: "/v1/rerank or /v1/score", Task.CLASSIFY: "/classify"}

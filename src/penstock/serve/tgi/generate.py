@@ -18,8 +18,8 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     INT32_MAX,
-    MAX_TOKENS_LIMIT,
     Body,
+    MaxTokens,
     StopStrings,
     grammar_of,
     has_not_yet,
@@ -59,7 +59,7 @@ class TgiParameters(Body):
 
     adapter_id: str | None = None
     """The name of an adapter, or of another served model."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
     """Without this field, the answer is greedy unless another field sets a sampling parameter."""
     stop: StopStrings | None = None
