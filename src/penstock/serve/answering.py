@@ -1,4 +1,4 @@
-"""Runs the call that a request makes, and answers with it.
+"""Runs the call that a request makes, and answers with it, or with what its prompt is.
 
 A route may hold the answer back until it has decided, so that no client sees what is taken back.
 """
@@ -15,9 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.calls.call import Call, ChatRequest
+from penstock import fast_json
+from penstock.calls.call import Call, ChatRequest, Conversation, TextPrompt
 from penstock.calls.in_flight import CallInFlight, Chosen, InFlight, RunningCall
-from penstock.calls.run import run
+from penstock.calls.run import render, run
+from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked, PipelineOpen, Reader
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.course import COURSE_KEY, course_of
@@ -27,6 +29,7 @@ from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, u
 from penstock.serve.http.entries import Entry, entry_of, note_model
 from penstock.serve.routed import Routed
 from penstock.serve.streams import NewWriter, respond
+from penstock.serve.terms import read_owner
 from penstock.serve.trials import is_one_answer, said_in, whole_answer
 from penstock.types.errors import ModelAway, Rejected
 
@@ -210,6 +213,27 @@ async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCa
                 raise
             course.routed = replace(course.routed.begun_in_vain(0, opened.num_dropped_tokens), why=why)
     return opened
+
+
+async def answer_json(running: RunningModel, size: int, make: Callable[[], object]) -> Response:
+    """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop."""
+    with running.using():
+        content = await running.off_loop.run(size, lambda: fast_json.dumps(make()))
+    return Response(content, media_type="application/json")
+
+
+async def answer_prompt(
+    prompt: TextPrompt | Conversation,
+    running: RunningModel,
+    data: bytes,
+    http: HttpRequest,
+    make: Callable[[TextPrompt, RunningModel], object],
+) -> Response:
+    """Return the result of `make` for a prompt as JSON. The chat template first makes a text of a conversation."""
+    with running.using():
+        if isinstance(prompt, Conversation):
+            prompt = await unless_gone(http, render(prompt, running, read_owner(http.scope).tenant, len(data)))
+        return await answer_json(running, max(len(data), len(prompt.text)), partial(make, prompt, running))
 
 
 class CallEndpoint:

@@ -9,17 +9,16 @@ from starlette.responses import Response
 
 from penstock import fast_json
 from penstock.calls.call import TextPrompt
-from penstock.calls.run import check_text_size, render
+from penstock.calls.run import check_text_size
 from penstock.deploy.running import RunningModel
+from penstock.serve.answering import answer_prompt
 from penstock.serve.anthropic.read import read_prompt
 from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList
 from penstock.serve.api import Parts
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
-from penstock.serve.http.checks import unless_gone
 from penstock.serve.paging import read_count
 from penstock.serve.shapes import utc
-from penstock.serve.terms import read_owner
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Default and largest number of models in one answer, as in Anthropic's API."""
@@ -35,12 +34,7 @@ class AnthropicEndpoint:
         running, conversation = await self._parts.off_loop.parse(
             len(data), lambda: read_prompt(data, http.scope, self._parts.reader)
         )
-        with running.using():
-            tenant = read_owner(http.scope).tenant
-            prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
-            num_tokens = await running.off_loop.run(len(prompt.text), lambda: _num_tokens(prompt, running))
-        counted: AnthropicCount = {"input_tokens": num_tokens}
-        return Response(fast_json.dumps(counted), media_type="application/json")
+        return await answer_prompt(conversation, running, data, http, _count)
 
     async def list(self, http: HttpRequest) -> Response:
         """List the models in Anthropic's shape, paged by `limit`, `after_id` and `before_id`."""
@@ -51,9 +45,9 @@ class AnthropicEndpoint:
         return _card(await self._models.get(http))
 
 
-def _num_tokens(prompt: TextPrompt, running: RunningModel) -> int:
-    check_text_size(prompt.text, running, "messages")
-    return len(prompt.encode(running.tokenizer))
+def _count(prompt: TextPrompt, running: RunningModel) -> AnthropicCount:
+    check_text_size(prompt.text, running, prompt.param)
+    return {"input_tokens": len(prompt.encode(running.tokenizer))}
 
 
 def _card(card: ModelCard) -> AnthropicModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import WithJsonSchema
@@ -10,19 +11,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from penstock import fast_json
 from penstock.calls.call import Call, Conversation, TextPrompt
 from penstock.calls.check import check_prompt
-from penstock.calls.run import check_text_size, mixed_ids, render
+from penstock.calls.run import check_text_size, mixed_ids
 from penstock.deploy.running import RunningModel
+from penstock.serve.answering import answer_json, answer_prompt
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_model
 from penstock.serve.bodies import Body, has_not_yet
 from penstock.serve.errors import invalid
-from penstock.serve.http.checks import unless_gone
 from penstock.serve.llama_cpp.read import read_mixed
 from penstock.serve.shapes import Count
-from penstock.serve.terms import read_owner
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
 ReadChat = Callable[[Asked], Call]
@@ -52,36 +51,27 @@ class LlamaEndpoint:
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
         """Return the prompt for a body of `/v1/chat/completions`, made by the model's chat template."""
-        return await self._of_chat(data, http, lambda prompt, _running: {"prompt": prompt.text})
+        return await self._of_chat(data, http, lambda prompt, _running: LlamaPrompt(prompt=prompt.text))
 
     async def input_tokens(self, data: bytes, http: HttpRequest) -> Response:
         """Count the tokens of a body of `/v1/chat/completions`."""
+        return await self._of_chat(data, http, _input_tokens)
 
-        def count(prompt: TextPrompt, running: RunningModel) -> InputTokens:
-            check_text_size(prompt.text, running, "messages")
-            return {"object": "response.input_tokens", "input_tokens": len(prompt.encode(running.tokenizer))}
-
-        return await self._of_chat(data, http, count)
-
-    async def _of_chat(
-        self, data: bytes, http: HttpRequest, tell: Callable[[TextPrompt, RunningModel], InputTokens | LlamaPrompt]
-    ) -> Response:
-        """Render a chat's prompt, and answer with the result of `tell`."""
+    async def _of_chat(self, data: bytes, http: HttpRequest, make: Callable[[TextPrompt, RunningModel], object]) -> Response:
         call = await self._parts.off_loop.parse(len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)))
         assert isinstance(call.prompts, Conversation)
-        tenant, running = read_owner(http.scope).tenant, call.running
-        with running.using():
-            prompt = await unless_gone(http, render(call.prompts, running, tenant, len(data)))
-            content = await running.off_loop.run(len(prompt.text), lambda: fast_json.dumps(tell(prompt, running)))
-        return Response(content, media_type="application/json")
+        return await answer_prompt(call.prompts, call.running, data, http, make)
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text."""
         body = await self._parts.reader.body(data, LlamaTokenizeBody)
         running = find_model(body.model, self._parts.deployment, http.scope)
-        with running.using():
-            content = await running.off_loop.run(len(data), lambda: fast_json.dumps(_tokens(body, running)))
-        return Response(content, media_type="application/json")
+        return await answer_json(running, len(data), partial(_tokens, body, running))
+
+
+def _input_tokens(prompt: TextPrompt, running: RunningModel) -> InputTokens:
+    check_text_size(prompt.text, running, prompt.param)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.encode(running.tokenizer))}
 
 
 def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> LlamaTokens:

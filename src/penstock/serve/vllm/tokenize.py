@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
@@ -11,11 +12,11 @@ from starlette.responses import Response
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from penstock import fast_json
 from penstock.calls.call import Conversation, TextPrompt
 from penstock.calls.check import check_token_ids
-from penstock.calls.run import check_text_size, render
+from penstock.calls.run import check_text_size
 from penstock.deploy.running import RunningModel
+from penstock.serve.answering import answer_json, answer_prompt
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_model
 from penstock.serve.bodies import (
@@ -25,10 +26,8 @@ from penstock.serve.bodies import (
     parse_body,
 )
 from penstock.serve.errors import invalid
-from penstock.serve.http.checks import unless_gone
 from penstock.serve.messages import ChatTemplateFields, Messages, read_told_conversation
 from penstock.serve.shapes import Count
-from penstock.serve.terms import read_owner
 from penstock.text.tokenizer import Tokenizer
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -68,19 +67,13 @@ class TokenizeEndpoint:
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text or of a conversation."""
         running, prompt, body = await self._reader.deployment.off_loop.parse(len(data), lambda: self._read(data, http.scope))
-        with running.using():
-            if isinstance(prompt, Conversation):
-                tenant = read_owner(http.scope).tenant
-                prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
-            read = prompt
-            return await _answer(running, max(len(data), len(read.text)), lambda: _tokens(body, read, running))
+        return await answer_prompt(prompt, running, data, http, partial(_tokens, body))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the text of token ids, with special tokens: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
         body = await self._reader.body(data, DetokenizeBody)
         running = find_model(body.model, self._reader.deployment, http.scope)
-        with running.using():
-            return await _answer(running, len(data), lambda: _text(body, running))
+        return await answer_json(running, len(data), partial(_text, body, running))
 
     def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._reader.ignored)
@@ -111,12 +104,6 @@ def _text(body: DetokenizeBody, running: RunningModel) -> Detokenized:
     check_token_ids(body.tokens, running.model.vocab_size, "tokens")
     text = running.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}
-
-
-async def _answer(running: RunningModel, size: int, make: Callable[[], Tokens | Detokenized]) -> Response:
-    """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop."""
-    data = await running.off_loop.run(size, lambda: fast_json.dumps(make()))
-    return Response(data, media_type="application/json")
 
 
 def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
