@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from penstock.jobs import store as module
-from penstock.jobs.store import INTERNAL, UPLOAD, Batch, File, InUse, NoFile, NoRoom, Owner, Store, new_id
+from penstock.jobs.store import INTERNAL, UPLOAD, Batch, File, InUse, NoFile, NoRoom, Store, new_id
 from penstock.types.errors import ConfigError
+from penstock.types.request import Owner
 from support.failing_disk import FailingDisk, open_files
 
-ANN, BOB = ("ann", "ann"), ("bob", "bob")
+ANN, BOB = Owner("ann", "ann"), Owner("bob", "bob")
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_others_see_nothing(store):
     file = uploaded(store)
     batch = batch_of(file)
     store.create(batch)
-    for other in (BOB, ("ann", "bob"), ("", "ann"), ("ann", "")):
+    for other in (BOB, Owner("ann", "bob"), Owner("", "ann"), Owner("ann", "")):
         assert store.file(file.id, other) is None
         assert store.batch(batch.id, other, "k") is None
         assert store.files(other, limit=9) == store.batches(other, "k", limit=9) == []
@@ -82,12 +83,12 @@ def test_pages_have_all_files_once_in_both_directions(store):
 
 
 def test_a_key_has_one_quota_for_all_its_tenants(store):
-    uploaded(store, b"a" * 600, owner=("ann", "x"))
+    uploaded(store, b"a" * 600, owner=Owner("ann", "x"))
     with pytest.raises(NoRoom, match="1001 bytes"):
-        uploaded(store, b"a" * 401, owner=("ann", "y"))
-    uploaded(store, b"a" * 400, owner=("ann", "y"))
-    uploaded(store, b"a" * 1000, owner=("ann2", "y"))
-    assert [store.num_bytes((key, "z")) for key in ("ann", "ann2", "an")] == [1000, 1000, 0]
+        uploaded(store, b"a" * 401, owner=Owner("ann", "y"))
+    uploaded(store, b"a" * 400, owner=Owner("ann", "y"))
+    uploaded(store, b"a" * 1000, owner=Owner("ann2", "y"))
+    assert [store.num_bytes(Owner(key, "z")) for key in ("ann", "ann2", "an")] == [1000, 1000, 0]
 
 
 def test_what_is_being_uploaded_counts_until_it_is_given_up(store):
@@ -146,7 +147,7 @@ def test_others_on_the_machine_read_nothing(tmp_path):
 
 def test_numbers_of_files_and_of_batches_are_limited(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_UNFINISHED", 2)
-    files = [uploaded(store), uploaded(store, owner=("ann", "other"))]
+    files = [uploaded(store), uploaded(store, owner=Owner("ann", "other"))]
     with monkeypatch.context() as patch:
         patch.setattr(module, "MAX_FILES", 2)
         with pytest.raises(NoRoom, match="2 files"):

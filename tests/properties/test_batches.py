@@ -24,9 +24,10 @@ from penstock.jobs.store import UPLOAD, Batch, Store, new_id
 from penstock.serve.jobs import runner as module
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
+from penstock.types.request import Owner
 from support.server.jobs import CHAT, impatient, line
 
-OWNERS = [("ann", "ann"), ("bob", "bob")]
+OWNERS = [Owner("ann", "ann"), Owner("bob", "bob")]
 GOOD, WRONG, REFUSED, GONE = Answered(200, None, b"{}"), Answered(400, None, b"{}"), Answered(429, 0.001, b"{}"), None
 WINDOW_S = 3600
 ANSWERS = st.tuples(st.just("answer"), st.sampled_from([GOOD, GOOD, WRONG, REFUSED, GONE]), st.integers(0, 40))

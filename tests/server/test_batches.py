@@ -21,6 +21,7 @@ from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
+from penstock.types.request import Owner
 from support.failing_disk import open_files
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, make_text_runtime, wait_until
 from support.server.jobs import (
@@ -499,7 +500,7 @@ def test_the_end_is_estimated_from_the_lines_that_were_answered_and_those_under_
     runner, now_s = jobs.batches, 1_000_060
     runner._now = lambda: now_s
     lines = SimpleNamespace(progress=Progress(110, 25, 5, 0, 0, {}))
-    batch = Batch(id="x", owner=("", ""), kind="openai", url=CHAT, input_file="file", window_s=3600, created_s=0)
+    batch = Batch(id="x", owner=Owner(), kind="openai", url=CHAT, input_file="file", window_s=3600, created_s=0)
     running = module._Running(batch, lines=lines, began_s=1_000_000, began_with=10, under_way={*range(40)})
     runner._running["x"] = running
     try:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.serve.jobs import files as module
+from penstock.types.request import Owner
 from support.failing_disk import open_files
 from support.server.harness import make_client, make_runtime, wait_until
 from support.server.jobs import begun, impatient, line, serving
@@ -306,10 +307,10 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(jobs, client, how, mo
             connection.sendall(f"{head}Content-Length: 900000\r\n\r\n".encode() + body)
         else:
             connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body)
-        wait_until(lambda: jobs.batches.store.num_bytes(("", "")) >= 49_000)
+        wait_until(lambda: jobs.batches.store.num_bytes(Owner()) >= 49_000)
         assert len(left(jobs)) == 1
     wait_until(lambda: left(jobs) == [])
-    wait_until(lambda: jobs.batches.store.num_bytes(("", "")) == 0)
+    wait_until(lambda: jobs.batches.store.num_bytes(Owner()) == 0)
 
 
 def test_a_disk_that_fails_is_a_503_that_leaves_nothing(jobs, client, monkeypatch):
@@ -325,7 +326,7 @@ def test_a_disk_that_fails_is_a_503_that_leaves_nothing(jobs, client, monkeypatc
                 client.files.create(file=("a", b"x"), purpose="batch")
             assert refused.value.status_code == 503
         assert left(jobs) == []
-        assert jobs.batches.store.num_bytes(("", "")) == 0
+        assert jobs.batches.store.num_bytes(Owner()) == 0
     client.files.create(file=("a", b"x"), purpose="batch")
 
 

@@ -12,23 +12,11 @@ import sampling_table
 from penstock import fast_json
 from penstock.inprocess import SamplingParams
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
-from penstock.serve.bodies import (
-    MAX_LOGGED_CHARS,
-    MAX_LOGGED_NAMES,
-    Body,
-    IgnoredParameters,
-    StructuredOutputs,
-    parse_body,
-)
+from penstock.serve.bodies import MAX_LOGGED_CHARS, MAX_LOGGED_NAMES, Body, IgnoredParameters, StructuredOutputs, parse_body
 from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
-from penstock.serve.messages import (
-    PART_NO_EFFECT,
-    CalledFunction,
-    ChatMessage,
-    ToolCallBody,
-)
+from penstock.serve.messages import PART_NO_EFFECT, CalledFunction, ChatMessage, ToolCallBody
 from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OptionsBody
 from penstock.serve.openai.embeddings import EmbeddingsBody

@@ -6,11 +6,11 @@ import tracemalloc
 import pytest
 
 from penstock import fast_json
-from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
 from penstock.serve.errors import ApiError
 from penstock.serve.responses.kept import Kept, as_json
 from penstock.serve.responses.store import MemoryStore, past_of
+from penstock.types.request import Owner
 from support.server.harness import make_client, make_runtime, until
 from support.server.responses import ASK, PATH, ask
 

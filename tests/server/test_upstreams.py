@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.calls.call import Owner
 from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
@@ -27,6 +26,7 @@ from penstock.serve.http.checks import Sender
 from penstock.serve.own_requests import OwnRequests
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
+from penstock.types.request import Owner
 from support.deployments import deployment_of
 from support.server.far import DONE, END, Script, answers, event, hang_up, serving, silence, streams, whole
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, until

@@ -16,7 +16,7 @@ import openai
 import pytest
 from starlette.requests import Request as HttpRequest
 
-from penstock.calls.call import Owner, Terms
+from penstock.calls.call import Terms
 from penstock.clock import VirtualClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
@@ -24,7 +24,7 @@ from penstock.obs.metrics import Metrics
 from penstock.serve.errors import ApiError
 from penstock.serve.streams import ChoiceRecord, EventStream, Writer
 from penstock.testing import make_request
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, Owner
 from support.server.harness import GatedExecutor, LiveServer, running, until
 from support.server.waits import set_waits
 

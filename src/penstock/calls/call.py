@@ -16,7 +16,7 @@ from penstock.text.dialects import NAME_CHARS, Message
 from penstock.text.grammar import Grammar
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason
-from penstock.types.request import NO_WAITS, WaitTimes
+from penstock.types.request import NO_WAITS, Owner, WaitTimes
 from penstock.types.sampling import PARAMETERS, LineLimits, SamplingParams
 
 if TYPE_CHECKING:
@@ -253,20 +253,11 @@ class ChatRequest(GenerationRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """The API key and tenant of a request. Only a client with the same key and tenant can see and cancel it."""
-
-    key: str = ""
-    """Short name of the API key. Empty if the server requires none."""
-    tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Terms(Conditions):
     """A call's id, owner, deadlines and priority."""
 
     request_id: str
-    owner: Owner = Owner()
+    owner: Owner = field(default_factory=Owner)
     arrival_ns: int
     slo_itl_ns: int | None = None
     cache_salt: bytes = b""

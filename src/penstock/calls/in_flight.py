@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from penstock.admission.door import Place
-from penstock.calls.call import Call, Owner, Terms
+from penstock.calls.call import Call, Terms
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
@@ -36,7 +36,7 @@ from penstock.obs.explain.journal import History
 from penstock.obs.explain.lives import Life
 from penstock.routes.prices import Cost
 from penstock.text.answers import AnswerForm
-from penstock.types.request import NO_WAITS, FinishReason, Request, RequestStatus, WaitTimes
+from penstock.types.request import NO_WAITS, FinishReason, Owner, Request, RequestStatus, WaitTimes
 
 _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"

@@ -18,6 +18,7 @@ import click
 from penstock.cli.files import check_folder, sha256_of
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, warn_of_unknown_variables
 from penstock.types.errors import PenstockError, counted
+from penstock.types.request import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.jobs.store import Batch, Store
     from penstock.serve.jobs.runner import BatchRunner
 
-KIND, OWNER = "command", ("", "")
+KIND, OWNER = "command", Owner()
 MAX_WINDOW_S = 10 * 365 * 24 * 3600
 MAX_BYTES = 1 << 60
 _LOOKED_EACH_S = 0.2

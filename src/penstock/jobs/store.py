@@ -25,12 +25,13 @@ from typing import Any, BinaryIO, NamedTuple
 from penstock import fast_json
 from penstock.jobs.disk import remove, size_of, sync
 from penstock.types.errors import ConfigError
+from penstock.types.request import Owner
 
 FORMAT = 1
 UPLOAD, OUTPUT, INTERNAL = "batch", "batch_output", "internal"
 """Purposes of files: lines to run, their answers, and either for an API that shows no files."""
 MAX_FILES = 10_000
-"""Most files of one key."""
+"""Most files of one key. Limits are per key, since a client without a key may name any tenant."""
 MAX_UNFINISHED = 100
 """Most unfinished batches of one key."""
 MAX_ENDED = 10_000
@@ -38,10 +39,6 @@ MAX_ENDED = 10_000
 
 MAX_EVENTS = 10_000
 """Most events that wait to be delivered. The oldest are dropped for new ones."""
-
-Owner = tuple[str, str]
-"""Names of an API key and of a tenant. Other owners see nothing of theirs. Limits are per key, since a client without a key may
-name any tenant."""
 
 _ANOTHER = "Name another folder (--jobs-dir, --output)."
 _SCHEMA = """
@@ -523,12 +520,12 @@ def _text(owner: Owner) -> str:
 
 def _bounds(owner: Owner) -> tuple[str, str]:
     """Return values for `_OF_KEY`: between them are the texts of all owners with this key."""
-    return f"{owner[0]}\n", f"{owner[0]}\v"
+    return f"{owner.key}\n", f"{owner.key}\v"
 
 
 def _owner(text: str) -> Owner:
     key, _, tenant = text.partition("\n")
-    return key, tenant
+    return Owner(key, tenant)
 
 
 def _file(row: Sequence[Any]) -> File:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from penstock.calls.call import Owner
 from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.http.checks import SENDER_KEY, Sender
+from penstock.types.request import Owner
 
 
 class Answered(NamedTuple):

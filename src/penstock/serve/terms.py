@@ -8,13 +8,14 @@ import re
 from starlette.types import Scope
 
 from penstock.admission.ask import TenantLimits
-from penstock.calls.call import Owner, Terms
+from penstock.calls.call import Terms
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.serve.bodies import INT32_MAX, INT32_MIN
 from penstock.serve.course import course_of
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, trusts_tenant, values_of
+from penstock.types.request import Owner
 
 _CLAIM_BYTES = 16
 _HASHED_BYTES = 1 << 16

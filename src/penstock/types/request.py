@@ -12,6 +12,14 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
 
 
+class Owner(NamedTuple):
+    """The API key and tenant of a request. Only a client with the same key and tenant can see and cancel it."""
+
+    key: str = ""
+    """Short name of the API key. Empty if the server requires none."""
+    tenant: str = ""
+
+
 class WaitTimes(NamedTuple):
     """How long a request waited for each of these between its arrival and the queue, in ns."""
 

@@ -14,16 +14,17 @@ from typing_extensions import TypedDict
 
 from penstock import fast_json
 from penstock.jobs.lines import NOT_IN_A_BATCH
-from penstock.jobs.store import INTERNAL, Batch, File, NoRoom, Owner, Store, new_id
+from penstock.jobs.store import INTERNAL, Batch, File, Store, new_id
 from penstock.serve.api import Parts, PlainText, Route
 from penstock.serve.bodies import Body, parse_body
-from penstock.serve.errors import ApiError, invalid, overloaded
+from penstock.serve.errors import ApiError, invalid
 from penstock.serve.jobs.batches import batch_not_found, find_batch
-from penstock.serve.jobs.files import owner_of, unless_disk_fails
+from penstock.serve.jobs.files import unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
 from penstock.serve.paging import read_count
 from penstock.serve.shapes import utc
-from penstock.serve.terms import repeated_name
+from penstock.serve.terms import read_owner, repeated_name
+from penstock.types.request import Owner
 
 KIND, URL = "anthropic", "/v1/messages"
 WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600
@@ -93,17 +94,14 @@ class MessageBatches:
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
-        batches, owner = self._batches, owner_of(http)
+        batches, owner = self._batches, read_owner(http.scope)
         name = repeated_name(http.scope, data)
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
         num_requests, lines = await self._parts.off_loop.parse(len(data), lambda: self._lines(data))
         now_s = batches.now_s()
-        try:
-            file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
-        except NoRoom as full:
-            raise overloaded(str(full), None) from None
+        file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
         made = Batch(
             id=batch_id,
             owner=owner,
@@ -117,8 +115,6 @@ class MessageBatches:
         )
         try:
             made = await batches.create(made)
-        except NoRoom as full:
-            raise overloaded(str(full), None) from None
         finally:
             if not batches.is_running(made) or made.input_file != file.id:  # it was refused, or sent twice at once
                 await batches.on_disk(batches.store.delete, file)
@@ -145,7 +141,7 @@ class MessageBatches:
         limit = read_count(http, "limit", 20, 1, MAX_PAGE)
         if "after_id" in query and "before_id" in query:
             raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
-        store, owner = self._batches.store, owner_of(http)
+        store, owner = self._batches.store, read_owner(http.scope)
         goes_back = "before_id" in query
         place = query.get("before_id" if goes_back else "after_id")
 

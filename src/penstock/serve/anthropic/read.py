@@ -15,13 +15,7 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
 from penstock.serve.asking import Asked, Reader, find_model
-from penstock.serve.bodies import (
-    NotYet,
-    check_depth,
-    json_grammar,
-    parse_body,
-    sampling_of,
-)
+from penstock.serve.bodies import NotYet, check_depth, json_grammar, parse_body, sampling_of
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
 from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_TOOLS, function_tool, past_call
 from penstock.serve.streams import NewWriter

@@ -23,14 +23,7 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
-from penstock.serve.messages import (
-    MAX_MESSAGES,
-    CallId,
-    ToolBodies,
-    ToolCallBodies,
-    make_message,
-    read_tools,
-)
+from penstock.serve.messages import MAX_MESSAGES, CallId, ToolBodies, ToolCallBodies, make_message, read_tools
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message
 from penstock.text.grammar import Grammar

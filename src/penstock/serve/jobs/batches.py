@@ -12,15 +12,15 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.jobs.store import Batch, NoFile, NoRoom, new_id
+from penstock.jobs.store import Batch, NoFile, new_id
 from penstock.serve.api import Parts
 from penstock.serve.bodies import Body, Metadata
-from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import owner_of, read_expiry
+from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.jobs.files import read_expiry
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.paging import Page, listed, page_of
 from penstock.serve.shapes import ResponseUsage
-from penstock.serve.terms import repeated_name
+from penstock.serve.terms import read_owner, repeated_name
 
 KIND = "openai"
 MAX_WINDOW_S = 30 * 24 * 3600
@@ -94,7 +94,7 @@ class BatchesEndpoint:
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""
-        batches, owner = self._batches, owner_of(http)
+        batches, owner = self._batches, read_owner(http.scope)
         body = await self._parts.reader.body(data, BatchBody)
         expiry, name = body.output_expires_after, repeated_name(http.scope, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
@@ -113,8 +113,6 @@ class BatchesEndpoint:
         )
         try:
             batch = await batches.create(batch)
-        except NoRoom as full:
-            raise overloaded(str(full), None) from None
         except NoFile:
             message = f"There is no file {shorten(body.input_file_id)!r}."
             raise ApiError(404, message, code="file_not_found", param="input_file_id") from None
@@ -123,7 +121,7 @@ class BatchesEndpoint:
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""
         limit, after = page_of(http, 20, 100)
-        store, owner = self._batches.store, owner_of(http)
+        store, owner = self._batches.store, read_owner(http.scope)
 
         def read() -> Sequence[Batch]:
             if after is not None and store.batch(after, owner, KIND) is None:
@@ -178,7 +176,7 @@ class BatchesEndpoint:
 async def find_batch(http: HttpRequest, batches: BatchRunner, kind: str) -> Batch:
     """Return the batch that a path names. Raises 404."""
     batch_id = http.path_params["batch_id"]
-    batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http), kind)
+    batch = await batches.on_disk(batches.store.batch, batch_id, read_owner(http.scope), kind)
     if batch is None:
         raise batch_not_found(batch_id)
     return batch

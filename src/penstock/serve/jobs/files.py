@@ -17,9 +17,9 @@ from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
 from penstock.jobs.disk import cause
-from penstock.jobs.store import UPLOAD, File, InUse, NoRoom, Owner
+from penstock.jobs.store import UPLOAD, File, InUse, NoRoom
 from penstock.serve.api import Route
-from penstock.serve.errors import ApiError, invalid, shorten, unavailable
+from penstock.serve.errors import ApiError, invalid, overloaded, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
@@ -55,13 +55,8 @@ class FileDeleted(TypedDict):
     deleted: Literal[True]
 
 
-def owner_of(http: HttpRequest) -> Owner:
-    owner = read_owner(http.scope)
-    return owner.key, owner.tenant
-
-
 def unless_disk_fails(routes: Sequence[Route]) -> Sequence[Route]:
-    """Return routes that answer 503 if the folder can't be used: a full disk, or a server that ends."""
+    """Return routes that answer 429 if the folder is full, and 503 if it can't be used: a full disk, or a server that ends."""
     return [replace(route, answer=_guarded(route.answer)) for route in routes]
 
 
@@ -70,6 +65,8 @@ def _guarded(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
     async def answer_or_refuse(*given: object) -> Any:
         try:
             return await answer(*given)
+        except NoRoom as full:
+            raise overloaded(str(full), None) from None
         except (sqlite3.Error, OSError) as error:
             _log.warning("the folder of jobs can't be used: %s", error)
             raise unavailable(f"The server's folder of files can't be used now: {cause(error)}.") from None
@@ -94,7 +91,7 @@ class FilesEndpoint:
 
     async def create(self, http: HttpRequest) -> FileObject:
         """Upload a file (multipart/form-data): the lines of a batch, each a request as JSON. `purpose` is `batch`."""
-        batches, owner = self._batches, owner_of(http)
+        batches, owner = self._batches, read_owner(http.scope)
         form = Form(headers_of(http.scope).get(b"content-type", b"").decode("latin-1"))
         try:
             upload = await batches.on_disk(batches.store.upload, owner)
@@ -123,7 +120,7 @@ class FilesEndpoint:
         """List the files, the newest first."""
         limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
         purpose, ascending = http.query_params.get("purpose"), is_ascending(http)
-        store, owner = self._batches.store, owner_of(http)
+        store, owner = self._batches.store, read_owner(http.scope)
 
         def read() -> Sequence[File]:
             if after is not None and store.file(after, owner) is None:
@@ -158,7 +155,7 @@ class FilesEndpoint:
 
     async def _find(self, http: HttpRequest) -> File:
         file_id, batches = http.path_params["file_id"], self._batches
-        file = await batches.on_disk(batches.store.file, file_id, owner_of(http))
+        file = await batches.on_disk(batches.store.file, file_id, read_owner(http.scope))
         if file is None:
             raise _not_found(file_id)
         return file

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock import fast_json
-from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
 from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.disk import cause, remove, size_of
@@ -38,6 +37,7 @@ from penstock.serve.course import Course
 from penstock.serve.errors import BUSY_STATUSES
 from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
+from penstock.types.request import Owner
 from penstock.types.stats import BatchStats
 
 _log = logging.getLogger(__name__)
@@ -105,11 +105,6 @@ class _Running:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the status changes."""
     task: asyncio.Task[None] | None = None
-
-    @property
-    def owner(self) -> Owner:
-        key, tenant = self.batch.owner
-        return Owner(key=key, tenant=tenant)
 
     @property
     def now(self) -> Batch:
@@ -465,7 +460,7 @@ class BatchRunner:
         try:
             request, course = read_line(line.data), Course(is_background=True)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
-            answered = await self._requests.ask(running.owner, request.url, body, name, left, course)
+            answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
             if answered is None:
                 running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in BUSY_STATUSES:
@@ -563,19 +558,19 @@ class _Turns:
             raise
 
     def give_back(self, running: _Running) -> None:
-        self._under_way[running.owner] -= 1
+        self._under_way[running.batch.owner] -= 1
         self._under_way += Counter()  # drops owners that have none
         self._grant()
 
     def _grant(self) -> None:
         self._waiting = [one for one in self._waiting if not one[1].cancelled()]
         while self._waiting:
-            first = min(self._waiting, key=lambda one: (self._under_way[one[0].owner], one[0].batch.due_s))
-            if self._under_way[first[0].owner] and self._under_way.total() >= self._limit():
+            first = min(self._waiting, key=lambda one: (self._under_way[one[0].batch.owner], one[0].batch.due_s))
+            if self._under_way[first[0].batch.owner] and self._under_way.total() >= self._limit():
                 return
             self._waiting.remove(first)
             running, turn = first
-            self._under_way[running.owner] += 1
+            self._under_way[running.batch.owner] += 1
             turn.set_result(None)
 
     def _limit(self) -> int:

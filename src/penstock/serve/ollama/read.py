@@ -31,15 +31,7 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import is_admin
-from penstock.serve.messages import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    CallId,
-    ToolBodies,
-    ToolBody,
-    past_call,
-    read_tools,
-)
+from penstock.serve.messages import MAX_MESSAGES, MAX_TOOLS, CallId, ToolBodies, ToolBody, past_call, read_tools
 from penstock.serve.ollama.write import OllamaWriter
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message, PastCall

@@ -6,25 +6,9 @@ from typing import Any
 
 from starlette.types import Scope
 
-from penstock.calls.call import (
-    BeamSearch,
-    Call,
-    ChatRequest,
-    CompletionRequest,
-    Names,
-    TextPrompt,
-    TokenPrompt,
-    ToolChoice,
-)
+from penstock.calls.call import BeamSearch, Call, ChatRequest, CompletionRequest, Names, TextPrompt, TokenPrompt, ToolChoice
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import (
-    MAX_CHOICES,
-    fields_of,
-    grammar_of,
-    json_grammar,
-    parse_body,
-    structured_grammar,
-)
+from penstock.serve.bodies import MAX_CHOICES, fields_of, grammar_of, json_grammar, parse_body, structured_grammar
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import identity_of
 from penstock.serve.messages import read_choice, read_conversation, read_tools

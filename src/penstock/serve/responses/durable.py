@@ -12,9 +12,9 @@ import time
 
 import msgspec
 
-from penstock.calls.call import Owner
 from penstock.jobs.store import Store
 from penstock.serve.responses.kept import Kept, Key
+from penstock.types.request import Owner
 
 _log = logging.getLogger(__name__)
 
@@ -75,18 +75,14 @@ class ResponseDisk:
             uses, self._uses = self._uses, {}
             if not changes and not uses:
                 return
-            records = {
-                ((owner.key, owner.tenant), response_id): None if kept is None else _record(kept)
-                for (owner, response_id), kept in changes.items()
-            }
+            records = {key: None if kept is None else _record(kept) for key, kept in changes.items()}
             ended = [
                 (f"response.{_read_response(kept.response).status}", kept.response_id)
                 for kept in changes.values()
                 if kept is not None and kept.is_background and not kept.is_running
             ]
             try:
-                used = {((owner.key, owner.tenant), response_id): used_s for (owner, response_id), used_s in uses.items()}
-                await asyncio.to_thread(self._store.write_responses, records, ended, int(time.time()), used)
+                await asyncio.to_thread(self._store.write_responses, records, ended, int(time.time()), uses)
             except BaseException:
                 self._changes = changes | self._changes
                 self._uses = uses | self._uses
@@ -128,11 +124,11 @@ def _record(kept: Kept) -> bytes:
     return msgspec.json.encode(record)
 
 
-def _kept(owner: tuple[str, str], response_id: str, data: bytes) -> Kept:
-    record, (key, tenant) = _read_record(data), owner
+def _kept(owner: Owner, response_id: str, data: bytes) -> Kept:
+    record = _read_record(data)
     is_running = bytes(record.asked) != _NULL
     return Kept(
-        Owner(key=key, tenant=tenant),
+        owner,
         response_id,
         bytes(record.response),
         tuple(map(bytes, record.items)),

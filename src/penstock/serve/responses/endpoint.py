@@ -18,7 +18,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
 from penstock import fast_json
-from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
 from penstock.serve.answering import open_call
 from penstock.serve.api import Parts
@@ -36,6 +35,7 @@ from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import respond, write_chunks
 from penstock.serve.terms import read_owner, repeated_name
+from penstock.types.request import Owner
 
 _log = logging.getLogger(__name__)
 

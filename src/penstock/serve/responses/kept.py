@@ -8,9 +8,9 @@ from sys import getsizeof
 from typing import Literal
 
 from penstock import fast_json
-from penstock.calls.call import Owner
 from penstock.serve.responses.answers import Response, ResponseError
 from penstock.serve.responses.read import Item
+from penstock.types.request import Owner
 
 _ENTRY_BYTES = 720
 """Python's overhead of one response, in bytes."""

@@ -12,12 +12,12 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from penstock import fast_json
-from penstock.calls.call import Owner
 from penstock.clock import Clock
 from penstock.serve.errors import ApiError, overloaded, shorten
 from penstock.serve.responses.kept import Kept, Key, compact
 from penstock.serve.responses.read import Past
 from penstock.types.errors import counted
+from penstock.types.request import Owner
 
 if TYPE_CHECKING:  # with a database, which few servers need
     from penstock.serve.responses.durable import ResponseDisk

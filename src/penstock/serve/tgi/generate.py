@@ -16,16 +16,7 @@ from penstock.calls.call import Call, CompletionRequest, Names, TextPrompt
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import (
-    INT32_MAX,
-    Body,
-    MaxTokens,
-    StopStrings,
-    grammar_of,
-    has_not_yet,
-    has_sampling,
-    sampling_of,
-)
+from penstock.serve.bodies import INT32_MAX, Body, MaxTokens, StopStrings, grammar_of, has_not_yet, has_sampling, sampling_of
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer

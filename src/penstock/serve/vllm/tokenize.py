@@ -19,12 +19,7 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.answering import answer_json, answer_prompt
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_model
-from penstock.serve.bodies import (
-    MAX_TOKEN_IDS,
-    Body,
-    TokenId,
-    parse_body,
-)
+from penstock.serve.bodies import MAX_TOKEN_IDS, Body, TokenId, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.messages import ChatTemplateFields, Messages, read_told_conversation
 from penstock.serve.shapes import Count
