@@ -260,11 +260,8 @@ def _chosen(operation: Operation) -> JsonEndpoint:
 
 
 def _answering(route: Route) -> JsonEndpoint:
-    if route.body is not None:
-        return route.answer
-
-    async def answer(_no_data: bytes, http: HttpRequest) -> Response:
-        value = await route.answer(http)
+    async def answer(data: bytes, http: HttpRequest) -> Response:
+        value = await (route.answer(http) if route.body is None else route.answer(data, http))
         return value if isinstance(value, Response) else Response(fast_json.dumps(value), media_type="application/json")
 
     return answer

@@ -92,13 +92,13 @@ class MessageBatches:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
-    async def create(self, data: bytes, http: HttpRequest) -> Response:
+    async def create(self, data: bytes, http: HttpRequest) -> MessageBatch:
         """Answer many messages in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, read_owner(http.scope)
         name = repeated_name(http.scope, data)
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
-            return Response(fast_json.dumps(self._told(known)), media_type="application/json")
+            return self._told(known)
         num_requests, lines = await self._parts.off_loop.parse(len(data), lambda: self._lines(data))
         now_s = batches.now_s()
         file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
@@ -118,7 +118,7 @@ class MessageBatches:
         finally:
             if not batches.is_running(made) or made.input_file != file.id:  # it was refused, or sent twice at once
                 await batches.on_disk(batches.store.delete, file)
-        return Response(fast_json.dumps(self._told(made)), media_type="application/json")
+        return self._told(made)
 
     def _lines(self, data: bytes) -> tuple[int, bytes]:
         requests = parse_body(data, MessageBatchBody, self._parts.reader.ignored).requests

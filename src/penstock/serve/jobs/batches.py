@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from penstock import fast_json
 from penstock.jobs.store import Batch, NoFile, new_id
 from penstock.serve.api import Parts
 from penstock.serve.bodies import Body, Metadata
@@ -92,14 +90,14 @@ class BatchesEndpoint:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
-    async def create(self, data: bytes, http: HttpRequest) -> Response:
+    async def create(self, data: bytes, http: HttpRequest) -> BatchObject:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, read_owner(http.scope)
         body = await self._parts.reader.body(data, BatchBody)
         expiry, name = body.output_expires_after, repeated_name(http.scope, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
-            return Response(fast_json.dumps(self._told(known)), media_type="application/json")
+            return self._told(known)
         batch = Batch(
             id=batch_id,
             owner=owner,
@@ -116,7 +114,7 @@ class BatchesEndpoint:
         except NoFile:
             message = f"There is no file {shorten(body.input_file_id)!r}."
             raise ApiError(404, message, code="file_not_found", param="input_file_id") from None
-        return Response(fast_json.dumps(self._told(batch)), media_type="application/json")
+        return self._told(batch)
 
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""

@@ -130,10 +130,10 @@ class OllamaModels:
             )
         return {"models": models}
 
-    async def show(self, data: bytes, http: HttpRequest) -> Response:
+    async def show(self, data: bytes, http: HttpRequest) -> OllamaShow:
         """Describe a model without loading it."""
         served = self._find(await self._reader.body(data, OllamaShowBody), http)
-        return Response(fast_json.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
+        return _show(served, await self._cards.of(served))
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""

@@ -47,17 +47,17 @@ class LifeEndpoint:
         self._deployment = parts.deployment
         self._reader = parts.reader
 
-    async def load(self, data: bytes, http: HttpRequest) -> Response:
+    async def load(self, data: bytes, http: HttpRequest) -> Success | Response:
         """Load a model once memory is free. An idle model may later be unloaded to make room for another."""
         require_admin(http.scope)
         body = await self._reader.body(data, LoadModelBody)
         future = self._deployment.want(self._find(body.model))
         if not body.wait:
-            return _success(202)
+            return Response(fast_json.dumps(Success(success=True)), 202, media_type="application/json")
         await unless_gone(http, _result(future))
-        return _success()
+        return {"success": True}
 
-    async def unload(self, data: bytes, http: HttpRequest) -> Response:
+    async def unload(self, data: bytes, http: HttpRequest) -> Success:
         """Unload a model when its running requests have ended. Later requests for it load it again."""
         require_admin(http.scope)
         body = await self._reader.body(data, UnloadModelBody)
@@ -65,7 +65,7 @@ class LifeEndpoint:
         if served.is_fixed:
             raise invalid(f"The model {served.name} can't be unloaded: models on a GPU stay loaded.", "model")
         await unless_gone(http, _result(self._deployment.unload(served, body.timeout_s)))
-        return _success()
+        return {"success": True}
 
     async def update(self, http: HttpRequest) -> Updated:
         """Read a cluster's configuration again, and replace the models whose settings have changed before answering."""
@@ -91,8 +91,3 @@ class LifeEndpoint:
 async def _result(future: Future[_Result]) -> _Result:
     """Wait for a task of the deployment. The task goes on if the client disconnects."""
     return await asyncio.shield(asyncio.wrap_future(future))
-
-
-def _success(status: int = 200) -> Response:
-    answer: Success = {"success": True}
-    return Response(fast_json.dumps(answer), status, media_type="application/json")

@@ -71,7 +71,7 @@ class ResponsesEndpoint:
         self._told_kinds: set[str] = set()
         """Types of left-out tools that were logged already."""
 
-    async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
+    async def create(self, data: bytes, http: HttpRequest) -> HttpResponse | fast_json.Raw:
         """Answer a list of items (messages, calls, ...) with further items. The response is kept unless `store` is false."""
         body = await self._reader.body(data, ResponsesBody)
         if body.request_id is not None:
@@ -80,7 +80,7 @@ class ResponsesEndpoint:
         sent = data if course.sent is None else course.sent
         if not body.stream and self._store.keeps and (name := repeated_name(http.scope, sent)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
-                return _json((await self._store.get(owner, f"resp_{name}")).response)
+                return fast_json.Raw((await self._store.get(owner, f"resp_{name}")).response)
             course.response_name = name
         self._check_store(body, (owner, f"resp_{course.response_name}"))
         past = await past_of(self._store, owner, body.previous_response_id, references(body))
@@ -136,14 +136,14 @@ class ResponsesEndpoint:
 
     async def _begin(
         self, opened: RunningCall, question: Question, owner: Owner, sent: bytes, http: HttpRequest
-    ) -> HttpResponse:
+    ) -> fast_json.Raw:
         with opened:
             queued: Response = {**question.told, "status": "queued"}
             kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=sent)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 opened.close()
-                return _json(kept.response)
+                return fast_json.Raw(kept.response)
             writer = ResponsesWriter(opened, question=question, on_end=lambda _response: None)
             task = asyncio.create_task(self._run(opened, question, kept, writer), name=f"response {kept.response_id}")
             if (entry := entry_of(http.scope)) is not None:
@@ -158,7 +158,7 @@ class ResponsesEndpoint:
                 running.cancel()
             self._store.delete(kept)
             raise
-        return _json(kept.response)
+        return fast_json.Raw(kept.response)
 
     async def _settle(self) -> None:
         try:
@@ -223,11 +223,11 @@ class ResponsesEndpoint:
 
     # Responses that are kept
 
-    async def get(self, http: HttpRequest) -> HttpResponse:
+    async def get(self, http: HttpRequest) -> fast_json.Raw:
         """Return a kept response in its current state."""
         if http.query_params.get("stream", "false") not in ("false", ""):
             raise invalid("'stream' is not supported here yet: poll until 'status' changes.", "stream")
-        return _json((await self._find(http)).response)
+        return fast_json.Raw((await self._find(http)).response)
 
     async def delete(self, http: HttpRequest) -> ResponseForgotten:
         """Delete a response. If it runs in the background, it is cancelled."""
@@ -237,14 +237,14 @@ class ResponsesEndpoint:
         await self._settle()
         return {"id": kept.response_id, "object": "response", "deleted": True}
 
-    async def cancel(self, http: HttpRequest) -> HttpResponse:
+    async def cancel(self, http: HttpRequest) -> fast_json.Raw:
         """Cancel a response in the background. If it has ended, nothing changes."""
         kept = await self._find(http)
         if not kept.is_background:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
         await self._end(kept)
         await self._settle()
-        return _json((await self._find(http)).response)
+        return fast_json.Raw((await self._find(http)).response)
 
     async def _end(self, kept: Kept) -> None:
         """Cancel a response that runs in the background, or waits to be asked again."""
@@ -290,7 +290,3 @@ def _kept(question: Question, owner: Owner, response: Response) -> Kept:
         len(question.items),
         response["previous_response_id"],
     )
-
-
-def _json(data: bytes) -> HttpResponse:
-    return HttpResponse(data, media_type="application/json")
