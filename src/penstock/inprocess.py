@@ -352,7 +352,7 @@ class Asked:
     def answers(self, running: RunningModel) -> list[Answer]:
         """Return an `Answer` with engine requests for each prompt. Tokenising long prompts is slow. Raises PenstockError."""
         from penstock.calls.call import TextPrompt
-        from penstock.calls.run import check_encoded
+        from penstock.calls.prompts import check_encoded
 
         if running.model.encoder is not None:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
@@ -402,7 +402,7 @@ class Asked:
         if running.chat_template is None:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
-        from penstock.calls.run import render_here
+        from penstock.calls.prompts import render_here
         from penstock.serve.messages import ChatTemplateFields, read_told_conversation
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
@@ -435,7 +435,8 @@ def _requests(
     """Return an engine request for each of the `n` answers to a prompt. Raises PenstockError."""
     from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
     from penstock.calls.check import make_call
-    from penstock.calls.run import make_requests, seed_of, tokenise
+    from penstock.calls.prompts import tokenise
+    from penstock.calls.run import make_requests, seed_of
     from penstock.serve.bodies import fields_of, structured_grammar
 
     fields, prompt = _fields_of(params), TokenPrompt(tuple(token_ids), name)

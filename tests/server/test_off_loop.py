@@ -10,7 +10,7 @@ from datetime import datetime
 import httpx
 import pytest
 
-from penstock.calls import run
+from penstock.calls import prompts
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
@@ -476,8 +476,8 @@ async def test_too_many_long_texts_are_a_429(held, monkeypatch):
 @pytest.fixture
 def few_chars(monkeypatch):
     """A limit of texts that takes less time than the real one: as that one, beyond the toy's context, and large work."""
-    monkeypatch.setattr(run, "MAX_TEXT_CHARS", LARGE_SIZE + 1)
-    return run.MAX_TEXT_CHARS
+    monkeypatch.setattr(prompts, "MAX_TEXT_CHARS", LARGE_SIZE + 1)
+    return prompts.MAX_TEXT_CHARS
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/tokenize", {}), (COMPLETIONS, {"truncate_prompt_tokens": 5})])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from penstock.calls import run
+from penstock.calls import prompts
 from penstock.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from penstock.testing.hash_executor import expected_prompt_logprobs
 from penstock.types.result import TokenLogprobs
@@ -171,7 +171,7 @@ async def test_what_can_not_be_is_refused_by_name(client, body, param):
 
 
 async def test_an_answer_tells_of_so_many_tokens_at_most(client, monkeypatch):
-    monkeypatch.setattr(run, "MAX_SCORED", 2 * len(PROMPT))
+    monkeypatch.setattr(prompts, "MAX_SCORED", 2 * len(PROMPT))
     await ask(client, prompt=PROMPT, prompt_logprobs=1, max_tokens=0)
     response = await client.post("/v1/completions", json={"prompt": PROMPT, "prompt_logprobs": 2})
     assert response.status_code == 400

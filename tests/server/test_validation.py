@@ -7,7 +7,7 @@ import pytest
 
 from penstock import fast_json
 from penstock.calls.call import TokenPrompt
-from penstock.calls.run import tokenise
+from penstock.calls.prompts import tokenise
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import ModelInfo, Sources

@@ -18,7 +18,8 @@ from starlette.types import Scope
 from penstock import fast_json
 from penstock.calls.call import Call, ChatRequest, Conversation, TextPrompt
 from penstock.calls.in_flight import CallInFlight, Chosen, InFlight, RunningCall
-from penstock.calls.run import render, run
+from penstock.calls.prompts import render
+from penstock.calls.run import run
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked, PipelineOpen, Reader
 from penstock.serve.bodies import Body, parse_body

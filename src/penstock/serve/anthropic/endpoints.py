@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from penstock import fast_json
 from penstock.calls.call import TextPrompt
-from penstock.calls.run import check_text_size
+from penstock.calls.prompts import check_text_size
 from penstock.deploy.running import RunningModel
 from penstock.serve.answering import answer_prompt
 from penstock.serve.anthropic.read import read_prompt

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from penstock.calls.call import Call, Conversation, TextPrompt
 from penstock.calls.check import check_prompt
-from penstock.calls.run import check_text_size, mixed_ids
+from penstock.calls.prompts import check_text_size, mixed_ids
 from penstock.deploy.running import RunningModel
 from penstock.serve.answering import answer_json, answer_prompt
 from penstock.serve.api import Parts

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
-from penstock.calls.run import check_text_size
+from penstock.calls.prompts import check_text_size
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Api, Parts, Route

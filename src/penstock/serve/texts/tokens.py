@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from penstock.calls.run import check_encoded, check_text_size
+from penstock.calls.prompts import check_encoded, check_text_size
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
 from penstock.serve.texts.call import Text, TextInput, TextsCall, TokenIds, Truncation

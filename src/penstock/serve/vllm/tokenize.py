@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from penstock.calls.call import Conversation, TextPrompt
 from penstock.calls.check import check_token_ids
-from penstock.calls.run import check_text_size
+from penstock.calls.prompts import check_text_size
 from penstock.deploy.running import RunningModel
 from penstock.serve.answering import answer_json, answer_prompt
 from penstock.serve.api import Parts
