@@ -167,15 +167,15 @@ async def test_a_model_does_not_leave_while_it_tokenizes(field, method, monkeypa
     async with serving() as world:
         assert (await world.client.post("/tokenize", json={field: "hello"})).status_code == 200
         [runtime] = world.runtimes
-        encode, is_used = getattr(runtime.tokenizer, method), []
+        encode, num_users = getattr(runtime.tokenizer, method), []
 
         def noted(*args, **options):
-            is_used.append(runtime.num_users > 0)
+            num_users.append(runtime.num_users)
             return encode(*args, **options)
 
         monkeypatch.setattr(runtime.tokenizer, method, noted)
         assert (await world.client.post("/tokenize", json={field: "hello"})).status_code == 200
-        assert (is_used, runtime.num_users) == ([True], 0)
+        assert (num_users, runtime.num_users) == ([1], 0)
 
 
 async def test_an_answer_that_has_begun_ends_before_its_model_leaves(monkeypatch):

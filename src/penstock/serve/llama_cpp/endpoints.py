@@ -66,7 +66,8 @@ class LlamaEndpoint:
         """Return the token ids of a text."""
         body = await self._parts.reader.body(data, LlamaTokenizeBody)
         running = find_model(body.model, self._parts.deployment, http.scope)
-        return await answer_json(running, len(data), partial(_tokens, body, running))
+        with running.using():
+            return await answer_json(running, len(data), partial(_tokens, body, running))
 
 
 def _input_tokens(prompt: TextPrompt, running: RunningModel) -> InputTokens:

@@ -68,7 +68,8 @@ class TokenizeEndpoint:
         """Return the text of token ids, with special tokens: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
         body = await self._reader.body(data, DetokenizeBody)
         running = find_model(body.model, self._reader.deployment, http.scope)
-        return await answer_json(running, len(data), partial(_text, body, running))
+        with running.using():
+            return await answer_json(running, len(data), partial(_text, body, running))
 
     def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._reader.ignored)
