@@ -602,3 +602,13 @@ def test_a_router_may_read_another_buffer_and_experts_may_scale_their_shares():
     expert = int(np.argmax(routed @ weights["r"].T))
     gate, up, down = (weights[name].reshape(3, -1, weights[name].shape[1])[expert] for name in "gud")
     assert_close(row.buffers["y"], scale[expert] * (gated(x @ gate.T, x @ up.T, "silu") @ down.T))
+
+
+def test_the_bias_of_a_sum_of_experts_is_added_once_whatever_their_shares():
+    x, bias = values(3, 4), values(4)
+    weights = {"r": values(3, 4), "u": values(6, 4), "d": values(12, 2), "b": bias}
+    op = Experts("y", "x", "r", None, "u", "d", 3, 2, 2, "gelu", is_renormalised=False)
+    without, found = make_row(num_tokens=3, x=x), make_row(num_tokens=3, x=x)
+    run(without, op, **weights)
+    run(found, replace(op, sum_bias="b"), **weights)
+    assert_close(found.buffers["y"] - without.buffers["y"], np.tile(bias, (3, 1)))

@@ -259,7 +259,6 @@ OF_DOCS = (
         "MPTForCausalLM",
         "BloomForCausalLM",
         "DebertaV2Model",
-        "nomic-bert-moe",
         "NeoBERTLMHead",
         "neo-bert",
         "T5ForConditionalGeneration",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from penstock.models.bert import FARTHEST, NUM_BUCKETS, bucket, slopes
+from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.types.errors import ModelError
 from support.parity.encoder_cases import ENCODERS, write_encoder
@@ -67,6 +69,21 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
         ("mistral_model", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("qwen2_model", {"is_causal": "no"}, "is_causal is 'no'"),
         ("qwen3_score", {"layer_types": ["full_attention"], "use_sliding_window": True, "sliding_window": 6}, "layer_types"),
+        ("nomic_bert_old_names", {"activation_function": "geglu"}, "activation_function is 'geglu'"),
+        ("nomic_bert_old_names", {"num_experts": 8}, "num_experts is 8"),
+        ("nomic_bert_old_names", {"qkv_proj_bias": True}, "qkv_proj_bias is True"),
+        ("nomic_bert_experts", {"mlp_fc2_bias": False}, "mlp_fc2_bias is False"),
+        ("nomic_bert_experts", {"moe_normalize_expert_weights": True}, "moe_normalize_expert_weights is True"),
+        ("nomic_bert_experts", {"expert_choice_router": True}, "expert_choice_router is True"),
+        ("nomic_bert_experts", {"num_shared_experts": 1}, "num_shared_experts is 1"),
+        ("nomic_bert_experts", {"ffn_div": 2}, "ffn_div is 2"),
+        ("nomic_bert_experts", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("nomic_bert_experts", {"moe_top_k": None}, "moe_top_k is missing"),
+        ("nomic_bert_experts", {"moe_top_k": 8}, "8 of 7 experts of 100 columns are not a possible mixture"),
+        ("nomic_bert_experts", {"num_experts": 6}, "layers.1.router is 7 x 72, but .* asks for 6 x 72"),
+        ("nomic_bert_experts", {"moe_every_n_layers": 1}, "moe_every_n_layers is 1"),
+        ("nomic_bert_experts", {"moe_every_n_layers": 2}, "layers.1.expert_bias|layers.3.router"),
+        ("nomic_bert_experts", {"moe_every_n_layers": 0}, "layers.1.up"),
         ("xlm_roberta_xl", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
         ("xlm_roberta_xl", {"type_vocab_size": 0}, "type_vocab_size is 0"),
         ("xlm_roberta_xl", {"add_cross_attention": True}, "add_cross_attention is True"),
@@ -78,6 +95,33 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path, name,
     (path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match=words) as refusal:
         load_hf_directory(path)
+    assert refusal.value.remedy
+
+
+def test_a_stack_that_experts_do_not_divide_is_refused(tmp_path):
+    case = ENCODERS["nomic_bert_experts"]
+    shapes = {**case.shapes, "encoder.layers.1.mlp.experts.mlp.w2": (701, 72)}
+    with pytest.raises(ModelError, match=r"layers\.1\.expert_down is 72 x 701, but .* asks for 504 x 100"):
+        load_hf_directory(write_encoder(replace(case, shapes=shapes), tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_shared_count": 1}, r"expert_shared_count is 1"),
+        ({"expert_weights_norm": True}, r"expert_weights_norm is True"),
+        ({"expert_gating_func": 2}, r"expert_gating_func is 2"),
+        ({"moe_every_n_layers": None}, r"moe_every_n_layers"),
+        ({"moe_every_n_layers": 0}, r"moe_every_n_layers is 0"),
+        ({"expert_count": None}, r"expert_count"),
+        ({"expert_used_count": 0}, r"0 of 7 experts"),
+    ],
+)
+def test_experts_of_nomic_bert_that_are_not_computed_are_refused_in_gguf_files(tmp_path, changes, words):
+    case = ENCODERS["nomic_bert_experts_gguf"]
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, **changes})
+    with pytest.raises(ModelError, match=words) as refusal:
+        load_gguf(write_encoder(replace(case, gguf=gguf), tmp_path))
     assert refusal.value.remedy
 
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from support.parity.encoder_cases import ENCODERS, EncoderCase, Text, texts
 from support.parity.golden import GOLDEN_DIR
+from support.parity.nomic_experts import nomic_states
 from support.parity.tiny import FloatArray, weights_sha256
 
 
@@ -85,6 +86,9 @@ def jina_states(case: EncoderCase, text: Text) -> torch.Tensor:
 
 def answer(case: EncoderCase, model: PreTrainedModel | None, text: Text) -> FloatArray:
     """The rows of numbers that the model answers a text."""
+    if "moe_top_k" in case.config:
+        of_tokens = nomic_states(case.config, case.weights(), text.token_ids).astype(np.float32)
+        return of_tokens[:1] if case.pooling == "first" else of_tokens.mean(0, keepdims=True)
     if model is None:
         pooled = jina_states(case, text).mean(0)
         return (pooled / pooled.norm() if case.is_normalised else pooled)[None].numpy()
@@ -116,7 +120,8 @@ def main() -> None:
         arrays = {key: data[key] for key in data.files if key.split("/")[0] in ENCODERS}
     for name in sys.argv[1:] or [name for name, case in ENCODERS.items() if not case.golden]:
         case = ENCODERS[name]
-        model = None if case.architecture == "jina_bert" else make_model(case)
+        is_ours = case.architecture == "jina_bert" or "moe_top_k" in case.config
+        model = None if is_ours else make_model(case)
         rows = [answer(case, model, text) for text in texts(case)]
         arrays |= {f"{name}/{number}": values for number, values in enumerate(rows)}
         arrays[f"{name}/weights_sha256"] = np.array(weights_sha256(case))

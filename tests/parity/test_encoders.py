@@ -138,6 +138,7 @@ MUTATED = (
     "mpnet",
     "modernbert",
     "nomic_bert_old_names",
+    "nomic_bert_experts",
     "qwen3_embedding",
     "mistral_both_ways",
     "qwen3_score",

@@ -24,6 +24,7 @@ _ROWS = (
     ("bert", "electra", "Electra* ElectraForPreTraining", ""),
     ("bert", "eurobert", "EuroBert*", "eurobert"),
     ("bert", "nomic_bert", "NomicBert*", "nomic-bert"),
+    ("bert", "nomic_bert_moe", "", "nomic-bert-moe"),
     ("bert", "roberta", "Roberta* XLMRoberta* Camembert*", ""),
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
     ("bert", "gte", "Gte* New*", ""),
@@ -160,7 +161,7 @@ _REASONS = {
     "its heads have layer norms, which no backend computes": ("persimmon",),
     "its attention consists of experts, which no backend computes": ("jetmoe",),
     "its layers share their weights": ("albert",),
-    "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),
+    "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3"),
     "its queries and keys, with interleaved RoPE, lie in one tensor, which is not read yet": ("neobert",),
     "its attention is sparse, which no backend computes": (
         *("bigbird", "deepseekv32", "glmdsa", "glmmoedsa", "longformer", "minimaxm3", "minimaxm3sparse"),
@@ -266,7 +267,8 @@ class Parts:
     is_interleaved: bool = False  # row i belongs to weight i modulo their number
     is_by_kv_head: bool = False
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
-    is_by_expert: bool = False  # likewise by expert, in a file with all experts' matrices stacked
+    is_by_expert: bool = False
+    """Likewise by expert, in a file with all experts' matrices one below the other. With `is_transposed`, each matrix is."""
     place: int = 0
     """Several tensors may make up one weight, one below the other: the number of this one, from 0."""
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None

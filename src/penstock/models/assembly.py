@@ -39,12 +39,20 @@ class Piece:
     expert: int = 0
     layout: Parts | None = None  # how the tensor is divided; None: it is the weight
 
+    def stored_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the tensor's shape, with a dimension for experts whose transposed matrices lie one below the other."""
+        shape, layout, num_experts = sizes.stored[self.tensor], self.layout, sizes.spec.num_experts
+        is_stack = layout is not None and layout.is_by_expert and layout.is_transposed
+        if is_stack and len(shape) == 2 and shape[0] % num_experts == 0:
+            return num_experts, shape[0] // num_experts, shape[1]
+        return shape
+
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[Run]]:
         """Return (number of matrices in the tensor, their columns, the runs of rows of each matrix that belong to this piece).
 
         The run has no rows if the tensor's size is not the sum of its parts.
         """
-        *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
+        *lead, rows, cols = (1, 1, *self.stored_shape(sizes))
         if self.layout is not None and self.layout.is_transposed:
             rows, cols = cols, rows
         if name.endswith("_bias"):

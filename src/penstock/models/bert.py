@@ -1,9 +1,10 @@
 """Encoders: BERT and its kin, GTE, ModernBERT and EuroBERT.
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
-(its XL), 2003.10555 (ELECTRA), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT),
-2407.19669 (GTE, also its makers' modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2409.10173
-(Jina 3), 2503.05500 (EuroBERT) and 2108.12409 (ALiBi).
+(its XL), 2003.10555 (ELECTRA), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2502.07972 (its experts, as in vLLM's
+bert_with_rope.py and llama.cpp's bert.cpp), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2407.19669 (GTE, also its makers'
+modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2409.10173 (Jina 3), 2503.05500 (EuroBERT) and
+2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,16 +40,19 @@ from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile, matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import (
+    GGUF_EXPERTS,
     local_layers_of_gguf,
+    read_gguf_experts,
     rope_base,
     with_both_sides,
+    with_experts,
     with_gated_mlps,
     with_gpt_layers,
     with_windows,
 )
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pooling, Rotation
+from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, ModelSpec, Pooling, Rotation
 
 
 def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
@@ -99,6 +104,13 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
     spec = with_gpt_layers(with_gated_mlps(spec, activation, has_bias=True), activation)
     return _with_biased_attention(spec)
+
+
+def _with_turned_bert(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
+    """Return the spec with BERT's layers, biases and types, and with the rotation that it has."""
+    turn = spec.attentions[0].rotation
+    found = replace(_with_bert(spec, activation), num_types=num_types)
+    return found.with_attention(lambda _, attention: replace(attention, rotation=turn))
 
 
 def _with_biased_attention(spec: ModelSpec) -> ModelSpec:
@@ -320,7 +332,7 @@ DISTILBERT = replace(
 )
 
 
-# Nomic-BERT
+# Nomic-BERT: RoPE. Gated MLPs without biases, or plain ones with biases, of which some layers may have several: experts.
 
 _OLD_KEYS = {
     **OLD_KEYS,
@@ -329,9 +341,11 @@ _OLD_KEYS = {
     "rotary_emb_fraction": "partial_rotary_factor",
 }
 _OLD_SWITCHES = (
-    *("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "use_rms_norm", "parallel_block", "causal"),
-    *("rotary_emb_interleaved", "num_experts", "rotary_emb_scale_base", "rotary_scaling_factor"),
+    *("prenorm", "use_rms_norm", "parallel_block", "causal"),
+    *("rotary_emb_interleaved", "rotary_emb_scale_base", "rotary_scaling_factor"),
 )
+_OLD_BIASES = ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")
+_EXPERTS: Mapping[str, Any] = {"activation": "gelu", "is_renormalised": False, "has_gate": False}
 
 
 def _nomic_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -339,8 +353,48 @@ def _nomic_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_nomic(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    config.only_all(**dict.fromkeys(_OLD_SWITCHES, False), activation_function="swiglu")
-    return _with_gated(spec, read_activation(config, "hidden_act", "silu"), num_types=_read_num_types(config))
+    config.only_all(**dict.fromkeys(_OLD_SWITCHES, False))
+    kind, num_types = config.get("activation_function", str) or "swiglu", _read_num_types(config)
+    if kind not in ("swiglu", "gelu"):
+        raise checks.unsupported(config.path, f"activation_function is {kind[:80]!r}", "swiglu and gelu are")
+    config.only_all(**dict.fromkeys(_OLD_BIASES, kind == "gelu"))
+    if kind == "swiglu":
+        config.only("num_experts", False)
+        return _with_gated(spec, read_activation(config, "hidden_act", "silu"), num_types=num_types)
+    config.only("hidden_act", "gelu")
+    spec = _with_turned_bert(spec, "gelu", num_types)
+    every = config.get("moe_every_n_layers", int) or 0
+    if every <= 0:
+        return spec
+    config.only_all(moe_normalize_expert_weights=False, expert_choice_router=False, num_shared_experts=0, ffn_div=1)
+    mlp = ExpertsMlp(
+        num_experts=config.require("num_experts", int),
+        num_experts_per_token=config.require("moe_top_k", int),
+        intermediate_size=config.require("intermediate_size", int),
+        has_sum_bias=True,
+        **_EXPERTS,
+    )
+    return _with_spaced_experts(spec, mlp, every, config.path)
+
+
+def _with_spaced_experts(spec: ModelSpec, mlp: ExpertsMlp, every: int, path: Path) -> ModelSpec:
+    """Return the spec with experts in the second of every `every` layers. Raises ModelError if there is no second."""
+    if every < 2:
+        raise checks.unsupported(path, f"moe_every_n_layers is {every}", "2 or more are")
+    return with_experts(spec, mlp, path, dense=[layer for layer in range(spec.num_layers) if layer % every != 1])
+
+
+def _of_nomic_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the keys of experts. Files lack the bias of their sum: llama.cpp's converter leaves it out."""
+    key = file.architecture
+    for name in ("expert_shared_count", "expert_group_count", "leading_dense_block_count", "expert_weights_norm"):
+        if value := file.metadata.get(f"{key}.{name}"):
+            raise checks.unsupported(file.path, f"{key}.{name} is {str(value)[:80]}", "0 is")
+    if (kind := file.get(f"{key}.expert_gating_func", int) or 1) != 1:
+        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {kind}", "1 (softmax) is")
+    spec = _with_turned_bert(spec, "gelu", _num_types_of_gguf(file))
+    every = file.require(f"{key}.moe_every_n_layers", int)
+    return _with_spaced_experts(spec, read_gguf_experts(file, **_EXPERTS), every, file.path)
 
 
 def _with_gated(spec: ModelSpec, activation: Activation, *, has_norm_bias: bool = True, num_types: int = 0) -> ModelSpec:
@@ -370,16 +424,26 @@ NOMIC_BERT = replace(
         **_POST_NORM_LAYER,
         **with_biases({"norm1": "post_attn_norm", "norm2": "post_mlp_norm"}),
         "attn.Wqkv.weight": QKV,
-        "attn.out_proj.weight": "o",
+        "attn.Wqkv.bias": QKV_BIAS,
+        **with_biases({"attn.out_proj": "o", "mlp.fc1": "up", "mlp.fc2": "down"}),
         "mlp.fc11.weight": "up",
         "mlp.fc12.weight": "gate",
-        "mlp.fc2.weight": "down",
+        "mlp.router.layer.weight": "router",
+        "mlp.experts.mlp.w1": "expert_up",
+        "mlp.experts.mlp.w2": Parts(("expert_down",), is_transposed=True, is_by_expert=True),
+        "mlp.experts.bias": "expert_bias",
     },
     of_gguf=lambda file, spec: _with_gated(spec, "silu", num_types=_num_types_of_gguf(file)),
     gguf_top=_GGUF_TOP,
     gguf_layer={**_GGUF_LAYER, "attn_qkv.weight": QKV},
     gguf_head=lambda _: None,
 )
+NOMIC_BERT_MOE = replace(
+    NOMIC_BERT,
+    of_gguf=_of_nomic_moe_gguf,
+    gguf_layer={**NOMIC_BERT.gguf_layer, **GGUF_EXPERTS, "attn_qkv.bias": QKV_BIAS},
+)
+"""The name of GGUF files with experts. Directories have one class for both."""
 
 
 # GTE (`new` in its makers' files): RoPE, gated MLPs, and biases everywhere except the MLP's gate and up.
@@ -439,9 +503,7 @@ GTE = replace(
 
 
 def _of_jina_3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    turn = spec.attentions[0].rotation
-    spec = replace(_with_bert(spec, read_activation(config, "hidden_act", "gelu")), num_types=_read_num_types(config))
-    return spec.with_attention(lambda _, attention: replace(attention, rotation=turn))
+    return _with_turned_bert(spec, read_activation(config, "hidden_act", "gelu"), _read_num_types(config))
 
 
 JINA_3 = replace(

@@ -180,6 +180,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(1, num, op.router_bias, op.selection_bias, op.share_scale)
                 add(num, inner, op.gate_bias, op.up_bias)
                 add(num, outer, op.down_bias)
+                add(1, outer, op.sum_bias)
             case prog.HeadLinear():
                 inner, outer = width[op.x] // op.num_heads, width[op.out] // op.num_heads
                 add(op.num_heads * (inner if op.is_transposed else outer), outer if op.is_transposed else inner, op.weight)

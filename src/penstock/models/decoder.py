@@ -412,6 +412,7 @@ class Decoder:
                 num_groups=mlp.num_groups,
                 num_chosen_groups=mlp.num_chosen_groups,
                 num_group_scores=mlp.num_group_scores,
+                sum_bias=f"{at}{kind}bias" if mlp.has_sum_bias else None,
             )
         )
         return out

@@ -183,7 +183,7 @@ def load_hf_directory(
     def weight(key: str, found: list[Piece]) -> WeightTensor:
         if found[0].layout is not None:
             return put_together(
-                key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
+                key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor), sizes)
             )
         order = rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None
         read = _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset, order)
@@ -316,7 +316,7 @@ def _looked_up_bytes(table: Stored, floats: Floats) -> int:
     return held_table_bytes(_format(table), num_rows, num_cols) if floats is Floats.BF16 else 0
 
 
-def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
+def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None, sizes: Sizes) -> Sequence[WeightTensor]:
     """Return a tensor's matrix, or one for each expert, with outputs as rows."""
     if isinstance(tensor, Mxfp4Cube):
         return tensor.matrices()
@@ -328,7 +328,7 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
         )
     if isinstance(tensor, PackedIntegers) or len(tensor.shape) == 1:
         return [_weight(piece.tensor, tensor, scales)]
-    values = tensor.array().reshape(-1, *tensor.shape[-2:])
+    values = tensor.array().reshape(-1, *piece.stored_shape(sizes)[-2:])
     turned = values.swapaxes(1, 2) if is_transposed else values
     return [
         WeightTensor(piece.tensor, matrix.shape[0], matrix.shape[1], WeightFormat[tensor.dtype], matrix, scales)

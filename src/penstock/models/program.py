@@ -276,7 +276,7 @@ class GatedActivation(Op):
 
 @dataclass(frozen=True, slots=True)
 class Experts(Map):
-    """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
+    """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token (+ sum_bias).
 
     Without gates, each is down_e(activation(up_e(x))). A score is the softmax or sigmoid of r @ router.T (+ router_bias); r is
     x, or the buffer `router_x`. The largest (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the
@@ -307,6 +307,7 @@ class Experts(Map):
     num_groups: int = 0
     num_chosen_groups: int = 0
     num_group_scores: int = 1
+    sum_bias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ class ExpertsMlp:
     num_group_scores: int = 1  # groups are ranked by the sum of this many largest scores
     has_share_scale: bool = False  # each expert's share is multiplied by a number of its own, last
     has_bias: bool = False
+    has_sum_bias: bool = False  # a vector is added to the sum of the chosen experts' outputs
     has_gate: bool = True  # the MLPs are gated, the shared one too
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     has_shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ shared_router.T)

@@ -596,6 +596,72 @@ def old_nomic_weights(weights: Mapping[str, FloatArray]) -> dict[str, FloatArray
     return found
 
 
+_NOMIC_EXPERTS = {
+    **OLD_NOMIC,
+    "activation_function": "gelu",
+    "expert_choice_router": False,
+    "ffn_div": 1,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "moe_every_n_layers": 3,
+    "moe_impl": "megablocks",
+    "moe_normalize_expert_weights": False,
+    "moe_top_k": 2,
+    "n_layer": 5,
+    "num_experts": 7,
+    "num_shared_experts": 0,
+    "qkv_proj_bias": True,
+    "type_vocab_size": 1,
+}
+
+
+def _nomic_experts_cases() -> dict[str, EncoderCase]:
+    """Layers 1 and 4 of five have experts. GGUF files lack the bias of their sum, which is 0 in that case."""
+    found: Shapes = {"embeddings.word_embeddings.weight": (263, 72), "embeddings.token_type_embeddings.weight": (1, 72)}
+    found |= _norm("emb_ln", 72)
+    for layer in range(5):
+        at = f"encoder.layers.{layer}"
+        found |= _linear(f"{at}.attn.Wqkv", 216, 72) | _linear(f"{at}.attn.out_proj", 72, 72)
+        found |= _norm(f"{at}.norm1", 72) | _norm(f"{at}.norm2", 72)
+        if layer in (1, 4):
+            found |= _matrix(f"{at}.mlp.router.layer", 7, 72) | {f"{at}.mlp.experts.bias": (72,)}
+            found |= {f"{at}.mlp.experts.mlp.{name}": (700, 72) for name in ("w1", "w2")}
+        else:
+            found |= _linear(f"{at}.mlp.fc1", 100, 72) | _linear(f"{at}.mlp.fc2", 72, 100)
+    factors = {"Wqkv.weight": 3.0}  # scores depend on the rotation
+    case = EncoderCase(architecture="nomic_bert", config=_NOMIC_EXPERTS, shapes=found, seed=310, factors=factors)
+    metadata = {
+        "pooling_type": 1,
+        "rope.freq_base": 300.0,
+        "expert_count": 7,
+        "expert_used_count": 2,
+        "moe_every_n_layers": 3,
+    }
+    return {
+        "nomic_bert_experts": replace(case, is_mutated=True),
+        "nomic_bert_experts_first_token": replace(case, pooling="first", seed=311),
+        "nomic_bert_experts_gguf": replace(
+            case,
+            architecture="nomic_bert_moe",
+            factors={**factors, "experts.bias": 0.0},
+            old_weights=_nomic_experts_in_gguf,
+            gguf=Gguf(architecture="nomic-bert-moe", metadata=metadata),
+        ),
+    }
+
+
+def _nomic_experts_in_gguf(weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Return the tensors as llama.cpp's converter reshapes them before it names them."""
+    found: dict[str, FloatArray] = {}
+    for name, values in weights.items():
+        if name.endswith((".w1", ".w2")):
+            cube = values.reshape(7, 100, 72)
+            found[f"{name}.weight"] = np.ascontiguousarray(cube.swapaxes(1, 2)) if name.endswith(".w2") else cube
+        elif not name.endswith("experts.bias"):
+            found[name] = values
+    return found
+
+
 def _qwen3(hf_class: str, **changes: Any) -> dict[str, Any]:
     return settings("qwen3", hf_class, num_hidden_layers=3, **changes)
 
@@ -809,6 +875,7 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "nomic_bert_old_names": replace(
             _NOMIC["nomic_bert"], old_config=OLD_NOMIC, old_weights=old_nomic_weights, golden="nomic_bert"
         ),
+        **_nomic_experts_cases(),
         "bert_gguf": replace(
             _BERT["bert"], pooling="first", golden="bert_first_token", seed=104, gguf=Gguf(architecture="bert", metadata=_CLS)
         ),

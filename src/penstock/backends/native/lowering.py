@@ -63,7 +63,7 @@ COMPUTED = frozenset(
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
         *("Experts", "Experts without gate", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
         *("Experts.router_bias", "Experts.selection_bias", "Experts.router_x", "Experts.share_scale"),
-        *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
+        *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias", "Experts.sum_bias"),
         *("Experts.num_groups", "Experts.num_chosen_groups", "Experts.num_group_scores"),
     }
 )
@@ -555,7 +555,10 @@ class _Emitter:
             num_chosen_groups=op.num_chosen_groups,
             num_group_scores=op.num_group_scores,
         )
-        self._row(RowOpKind.SUM_EXPERTS, out=self._written(op.out), weight=layer)
+        out = self._written(op.out)
+        self._row(RowOpKind.SUM_EXPERTS, out=out, weight=layer)
+        if op.sum_bias is not None:  # a table of token types with one row
+            self._row(RowOpKind.ADD_TYPE, out=out, x=out, weight=weights.vector(op.sum_bias), n=1)
 
     def _emit_heads(self, op: prog.HeadLinear) -> None:
         """Emit a product for each head. Buffers of latent attention have columns of a rotated key behind each latent."""

@@ -319,7 +319,7 @@ class Interpreter:
                 else:
                     inner = gated(gate[expert] @ x[i] + gate_bias[expert], inner, op.activation)
                 out[i] += share * (down[expert] @ inner + down_bias[expert])
-        return out
+        return out if op.sum_bias is None else out + self._vector(op.sum_bias)
 
     def _choose(self, op: prog.Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
         """Return the experts of one token, best first, and their weights in the sum. `raw` is the router's output."""
