@@ -116,6 +116,7 @@ def test_the_longest_text_may_be_set(embedder: Path) -> None:
         (Config(kv=KvConfig(kv_cache_dtype="bf16")), "kv_cache_dtype is a setting"),
         (Config(kv=KvConfig(prefix_caching=False)), "prefix_caching is a setting"),
         (Config(model=ModelConfig(chat_template="x")), "chat_template is set"),
+        (Config(model=ModelConfig(experts_on_disk=True)), "backend can't keep experts in a file"),
         (Config(model=ModelConfig(max_model_len=9999)), "longer than the model's own"),
         (Config(scheduler=SchedulerConfig(max_num_batched_tokens=16)), "max_num_batched_tokens is 16"),
         (Config(scheduler=SchedulerConfig(victim="latest")), "--victim would change nothing"),
@@ -126,6 +127,17 @@ def test_settings_that_mean_nothing_to_texts_are_refused_by_name(embedder: Path,
         start(embedder, replace(config, backend=REFERENCE.backend))
     assert words in str(raised.value)
     assert raised.value.remedy
+
+
+def test_experts_of_an_encoder_may_lie_on_the_disk(embedder: Path, tmp_path: Path) -> None:
+    path = write_encoder(ENCODERS["nomic_bert_experts"], tmp_path / "mixture")
+    question = ("/v1/embeddings", {"input": "a b"})
+    in_memory = ask(path, question, config=Config())
+    on_disk = Config(model=ModelConfig(experts_on_disk=True, cache_dir=str(tmp_path)))
+    assert ask(path, question, config=on_disk) == in_memory
+    assert (tmp_path / "experts").is_dir()
+    with pytest.raises(ConfigError, match="is not a mixture of experts"):
+        start(embedder, on_disk)
 
 
 def test_a_task_that_the_files_do_not_have_is_refused(embedder: Path) -> None:

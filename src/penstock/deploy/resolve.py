@@ -412,6 +412,9 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
     """
     assert model.encoder is not None
     _check_text_settings(config, model)
+    if config.model.experts_on_disk:
+        check_experts(compute, model)
+        check_disk(expert_folder(config), model)
     asked = config.model.max_model_len
     longest = model.encoder.max_tokens if asked is None else sizing.wanted_len(model.spec, asked)
     rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
@@ -441,7 +444,6 @@ def _check_text_settings(config: Config, model: LoadedModel) -> None:
         ("chat_template", config.model.chat_template is not None),
         ("tool_call_parser", config.model.tool_call_parser != "auto"),
         ("reasoning_parser", config.model.reasoning_parser != "auto"),
-        ("experts_on_disk", config.model.experts_on_disk),
         ("record", config.server.record is not None),
         ("cuda_graphs", config.backend.cuda_graphs is not None),
     ):
