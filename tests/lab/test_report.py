@@ -93,6 +93,7 @@ def test_a_sweep_is_one_table_and_details_on_demand() -> None:
         ["rate", n] for n in ("5", "10", "20")
     ]
     assert "p99.9" not in short
+    assert "`penstock bench report` and `penstock simulate` show" in short, "`bench` prints this too, without that option"
     assert as_text(list(sections_of(sweep()))).count("p99.9") == 3
 
 

@@ -83,8 +83,10 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     if first.options:
         notes.append("Options: " + ", ".join(f"{name} = {value}" for name, value in first.options.items()) + ".")
     shows_runs = every_run or not several
-    intervals = f"Below each figure is its 95 % interval, or {UNKNOWN_INTERVAL} if the sample is too small."
-    notes.append(f"Latencies count from the intended arrival. {intervals if shows_runs else 'Their intervals: --every-run.'}")
+    intervals = "`penstock bench report` and `penstock simulate` show their intervals with --every-run."
+    if shows_runs:
+        intervals = f"Below each figure is its 95 % interval, or {UNKNOWN_INTERVAL} if the sample is too small."
+    notes.append(f"Latencies count from the intended arrival. {intervals}")
     yield Section("Benchmark", notes, [_overview(result.runs)] if several else [])
     if not shows_runs:
         return
