@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 import httpx
 from batch_order import few_shot
 from contenders import LISTEN
+from peaks import usable_threads
 from peer_setup import Environments, make_requantized
 from printed import origin, spread, table
 from processes import Contender, started
@@ -99,9 +99,9 @@ def main() -> None:
         environments.make("llamacpp")
     model = resolve(args.model, default_cache_dir()).path
     ours = Contender("penstock", [sys.executable, "-m", "penstock", "serve", model, *LISTEN], health="/ready")
-    programs, num_cpus = environments.llama_programs, len(os.sched_getaffinity(0))
+    programs = environments.llama_programs
     command = [programs / "llama-server", "-m", make_requantized(environments, model, "Q4_0"), *LISTEN, "-np", str(args.users)]
-    command += ["-c", str(args.users * MAX_TOKENS), "-t", str(num_cpus), "-fa", "on", "--poll", "0", "--no-webui"]
+    command += ["-c", str(args.users * MAX_TOKENS), "-t", str(usable_threads()), "-fa", "on", "--poll", "0", "--no-webui"]
     theirs = Contender("llamacpp", command)
     took: dict[str, list[float]] = {"batch run": [], "in order": [], "llama.cpp": []}
     with tempfile.TemporaryDirectory() as name:

@@ -5,7 +5,6 @@ The settings are each program's own for serving many, with caches of earlier pro
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from installed import distribution_files, without_byte_code
+from peaks import usable_threads
 from peer_setup import RECIPES, Environments, SetupError, make_awq_directory, make_bf16_directory, make_requantized
 from processes import Contender
 from sessions import SERVED_NAME
@@ -71,10 +71,6 @@ class Setting:
         longest = max(job.num_prompt_tokens + job.num_output_tokens for job in self.jobs)
         return -(-(longest + 1) // CONTEXT_STEP) * CONTEXT_STEP
 
-    @property
-    def num_cpus(self) -> int:
-        return len(os.sched_getaffinity(0))
-
 
 def penstock(setting: Setting, options: Sequence[str]) -> Contender:
     command = [sys.executable, "-m", "penstock", "serve", setting.gguf, *LISTEN, "--no-prefix-caching"]
@@ -117,7 +113,7 @@ def llamacpp(setting: Setting, options: Sequence[str]) -> Contender:
         gguf = make_requantized(environments, gguf, setting.model.llama_quantization)
     programs = environments.llama_programs
     command = [programs / "llama-server", "-m", gguf, "--alias", SERVED_NAME, *LISTEN, "-np", str(setting.max_seqs)]
-    command += ["-c", str(setting.max_seqs * setting.max_tokens), "-t", str(setting.num_cpus), "-fa", "on", "--poll", "0"]
+    command += ["-c", str(setting.max_seqs * setting.max_tokens), "-t", str(usable_threads()), "-fa", "on", "--poll", "0"]
     command += ["--no-kv-unified", "--no-cache-prompt", "--cache-ram", "0", "--no-webui", *options]
     libraries = (path for path in programs.iterdir() if ".so" in path.name)
     return Contender("llamacpp", command, installed=(programs / "llama-server", *libraries))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from contenders import LISTEN, Choices, own_files, packages
+from peaks import usable_threads
 from peer_setup import Environments, make_gguf, make_minilm, make_onnx
 from processes import Contender, ContenderError, read_line, started
 from sessions import ANSWER_TIMEOUT_S, SERVED_NAME, answered
@@ -156,7 +156,8 @@ def library(engine: str, *defaults: str) -> Callable[[Setting, Sequence[str]], C
         folder = make_minilm(environments)
         make_onnx(environments, folder, setting.samples)
         script = Path(__file__).parent / "peers" / "embed.py"
-        command = [environments.python("encoders"), script, engine, folder, *defaults, *options]
+        streams = [] if engine == YARDSTICK else [f"streams={usable_threads()}"]
+        command = [environments.python("encoders"), script, engine, folder, *streams, *defaults, *options]
         return Contender(engine, command, installed=packages(environments.site_packages("encoders")))
 
     return make
@@ -177,7 +178,7 @@ def llamacpp(setting: Setting, options: Sequence[str]) -> Contender:
     programs, model = environments.llama_programs, make_gguf(environments, make_minilm(environments))
     command = [programs / "llama-server", "-m", model, "--alias", SERVED_NAME, *LISTEN, "--embedding"]
     command += ["-np", "16", "-c", "8192", "-b", "2048", "-ub", "2048", "--poll", "0", "--no-webui"]
-    command += ["-t", str(len(os.sched_getaffinity(0))), *options]
+    command += ["-t", str(usable_threads()), *options]
     libraries = (path for path in programs.iterdir() if ".so" in path.name)
     return Contender("llamacpp", command, installed=(programs / "llama-server", *libraries))
 

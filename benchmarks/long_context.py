@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contenders import CONTENDERS, MODELS, OURS, Setting, prepared
+from peaks import usable_threads
 from peer_setup import Environments
 from peers import ENVIRONMENTS
 from printed import origin, table
@@ -94,7 +95,7 @@ def main() -> None:
         [name, *(cell(times, ours[idx][part]) for idx, both in enumerate(cells) for part, times in enumerate(both))]
         for name, cells in results.items()
     ]
-    print(origin(gguf.name, f"{setting.num_cpus} threads", f"{args.reply} tokens out"))
+    print(origin(gguf.name, f"{usable_threads()} threads", f"{args.reply} tokens out"))
     print(table(["server", *columns], lines))
     print(json.dumps({"benchmark": "long_context", "model": args.model, "tokens": args.tokens, "results": results}))
 

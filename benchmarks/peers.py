@@ -27,6 +27,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from contenders import CONTENDERS, MODELS, OURS, Setting, prepared
+from peaks import usable_threads
 from peer_setup import Environments
 from printed import origin, spread, table
 from processes import Contender, ContenderError
@@ -141,7 +142,7 @@ def main() -> None:
         return measure(contender, jobs, loads, setting.environments.log(f"{name}-{turn + 1}"))
 
     rounds = compete(ready, args.repeat, measure_one)
-    print(origin(f"{gguf.name}, {args.workload}", f"{setting.num_cpus} threads", "medians of the rounds and their range"))
+    print(origin(f"{gguf.name}, {args.workload}", f"{usable_threads()} threads", "medians of the rounds and their range"))
     lines, ratios = compared(rounds, {one.name: one.installed_mb() for one in ready}, list(loads))
     print(lines, json.dumps({"benchmark": "peers", "model": args.model, "workload": args.workload, "ratios": ratios}), sep="\n")
 

@@ -11,7 +11,6 @@ together, or of each. A run ends with the vectors in memory, in the order of the
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ import numpy as np
 
 Embed = Callable[[list[str]], np.ndarray]
 MAX_TOKENS = 512
-CPUS = len(os.sched_getaffinity(0))
 LOCK = Lock()
 Batch = tuple[list[int], np.ndarray, np.ndarray]
 """The places of its texts, their ids and the mask of what is no padding."""
@@ -56,7 +54,7 @@ class Batches:
 
 
 def openvino(
-    folder: Path, file: str = "model.onnx", precision: str = "f32", streams: int = CPUS, batch: int = 32, tokens: int = 512
+    folder: Path, streams: int, file: str = "model.onnx", precision: str = "f32", batch: int = 32, tokens: int = 512
 ) -> tuple[Embed, Embed]:
     """(for many texts, for one): with several streams, and with all threads on one text."""
     import openvino as ov
@@ -83,7 +81,7 @@ def openvino(
 
 
 def onnxruntime(
-    folder: Path, file: str = "model.onnx", streams: int = CPUS, threads: int = 1, batch: int = 32, tokens: int = 512
+    folder: Path, streams: int, file: str = "model.onnx", threads: int = 1, batch: int = 32, tokens: int = 512
 ) -> tuple[Embed, Embed]:
     """`streams`: how many batches are under way at once, each with `threads` of its own."""
     import onnxruntime as ort
