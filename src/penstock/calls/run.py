@@ -33,6 +33,7 @@ _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
 """Most characters of compiled grammars, summed over choices, to copy on the event loop: 0.1 ms."""
 _MAX_COMPILATIONS = 4
 """Attempts to share a compiled grammar, since other calls may use it up or evict it."""
+_CONDITIONS = tuple(one.name for one in dataclasses.fields(Conditions))
 
 
 def seed_of(call: Call) -> int:
@@ -89,7 +90,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:
     """Return what admission must know of a call with these terms, except its size."""
-    conditions = {one.name: getattr(terms, one.name) for one in dataclasses.fields(Conditions)}
+    conditions = {name: getattr(terms, name) for name in _CONDITIONS}
     return Ask(tenant=terms.owner.tenant, claim=claim, **conditions)
 
 

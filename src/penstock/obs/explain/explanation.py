@@ -73,7 +73,7 @@ class Route:
 
 @dataclass(slots=True, kw_only=True)
 class Explanation(Counts):
-    """How one request's time was spent, as of an instant. Times are integer nanoseconds."""
+    """How one request's time was spent, as of an instant, in integer nanoseconds. Treat as frozen."""
 
     request_id: str
     """Id of the request, or of the call that it represents."""
@@ -119,6 +119,9 @@ class Explanation(Counts):
         return self.num_prefill_steps + self.num_resume_steps + self.num_decode_steps
 
 
+_COUNTS = tuple(one.name for one in fields(Counts))
+
+
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
     """Explain a request as of `now`. `decodes` has the totals of all steps in which it decoded."""
     end = life.left or now
@@ -133,7 +136,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     stop = life.stop
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
     return Explanation(
-        **{one.name: getattr(life, one.name) for one in fields(Counts)},
+        **{name: getattr(life, name) for name in _COUNTS},
         request_id=life.call_id or life.request_id,
         phase=life.phase,
         finish_reason=life.end.finish_reason if life.end else None,
