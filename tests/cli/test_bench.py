@@ -207,7 +207,8 @@ def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
         (("--url", "nonsense"), "not the address"),
         (("--workload", "missing.csv"), "missing.csv is neither a file nor the name of a workload"),
         (("--timeout", "0s"), "must be greater than 0"),
-        (("--api-key", "a\nb"), "no header can have"),
+        (("--api-key", "a\nb"), "not printable ASCII"),
+        (("--api-key", "a b"), "has a space"),
     ],
 )
 def test_wrong_options_are_told_before_anything_is_sent(penstock: Penstock, words: tuple[str, ...], told: str) -> None:

@@ -96,7 +96,8 @@ class Target:
     def __post_init__(self) -> None:
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
-            raise PenstockError("The API key is empty or has a character that no header can have.", remedy="Check --api-key.")
+            detail = "The API key is empty, or has a space or a character that is not printable ASCII."
+            raise PenstockError(detail, remedy="Check --api-key.")
 
     @property
     def asks_to_ignore_eos(self) -> bool:
