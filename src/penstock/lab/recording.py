@@ -246,7 +246,7 @@ def open_recording(path: Path) -> Recording:
 
 
 def _read_header(path: Path) -> Header:
-    remedy = "Name a file that `penstock serve --record FILE` wrote."
+    remedy = "Name a readable file that `penstock serve --record FILE` wrote."
     try:
         with path.open("rb") as file:
             first = file.readline(MAX_LINE_BYTES)
