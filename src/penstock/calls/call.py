@@ -260,6 +260,7 @@ class Terms(Conditions):
     owner: Owner = field(default_factory=Owner)
     arrival_ns: int
     slo_itl_ns: int | None = None
+    """None means the server's."""
     cache_salt: bytes = b""
     waits: WaitTimes = NO_WAITS
     """Its waits so far, after its arrival."""

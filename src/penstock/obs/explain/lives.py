@@ -277,7 +277,7 @@ class Counts:
     num_sat_out_steps: int = 0
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int = 0
-    """Time of those steps."""
+    """Time that passed in steps that it sat out."""
     rested_ns: int = 0
     """Time of background steps that left it out. For a background request: of any steps."""
     first_step: int | None = None
