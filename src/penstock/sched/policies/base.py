@@ -30,7 +30,7 @@ class BucketView:
 
 @dataclass(frozen=True, slots=True)
 class GateView:
-    """The requests of one class: background requests have a view of their own, and count in no other."""
+    """The requests of one class, as a gate sees them: either background requests, or all others."""
 
     now_ns: int
     num_running: int
@@ -191,7 +191,7 @@ class BudgetView:
     has_background: bool = False
     """Background requests run or wait, so that the `fill_tokens` of the answer matter."""
     is_idle: bool = False
-    """Nobody else has a row in this step."""
+    """Only background requests have rows in this step."""
 
 
 UNLIMITED = 1 << 30
@@ -342,7 +342,7 @@ class Guesser(Protocol):
         ...
 
     def ended(self, request: Request) -> None:
-        """Note that a request ended. Its answer may tell of those of others with the same `tenant` and `cache_salt`."""
+        """Note that a request ended. Use its answer only to guess for requests of the same `tenant` and `cache_salt`."""
         del request
 
 

@@ -190,7 +190,7 @@ class HoldLatency(Budget):
     """Long prefills at the same time; 0: no limit."""
     cost: StepCost = field(default_factory=StepCost)
     excess: float = 1.1
-    """Duration / prediction exceeded by 1 % of the steps with decodes and prefills, at most 1.5."""
+    """Ratio of real to predicted duration that 1 % of the steps with decodes and prefills exceed, at most 1.5."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _num_equal_chunks: int = 0

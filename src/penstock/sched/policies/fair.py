@@ -32,7 +32,7 @@ class Account:
     num_decoding: int = 0
     """Requests that run and have computed all tokens but one."""
     turn: int = 0
-    """Tie-breaker, smaller is first: 2 n after the n-th admission of all, if it was this tenant's."""
+    """Tie-breaker, smaller is first. Set to 2 * n if the n-th admission of all tenants is this tenant's."""
 
 
 def _admitted_ns(request: Request) -> int:
@@ -80,7 +80,7 @@ class FairShares(Order):
         self._joined: set[str] = set()
         self._num_admissions = 0
         self._level = 0
-        """The counter of all busy tenants, had each been given the same recently."""
+        """The counter that each busy tenant would have if all had recently been given the same."""
         self._last = Account(0, 0, 0)
 
     def key(self, request: Request, now_ns: int) -> OrderKey:

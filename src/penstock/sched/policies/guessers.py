@@ -80,7 +80,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _Reader:
-    """A request's text, and where it follows another."""
+    """A request's text, and its current match: a source text, and the place after the matched tokens."""
 
     text: _Text
     num_output: int = 0
@@ -100,7 +100,7 @@ class Suffix(Guesser):
     source = "suffix"
     _readers: dict[str, _Reader] = field(default_factory=dict)
     _recent: OrderedDict[str, tuple[bytes, _Text]] = field(default_factory=OrderedDict)
-    """Tenant -> the salt of its last request, and the answers to those with it. Least recent first."""
+    """Tenant -> (salt of its last request, answers to its requests with that salt), least recent first."""
     _num_recent: int = 0
 
     def guess(self, request: Request, most: int) -> Guess | None:
@@ -140,7 +140,7 @@ class Suffix(Guesser):
                 reader.source, reader.place, reader.num_matched = recent, place, num_matched
 
     def ended(self, request: Request) -> None:
-        if self._readers.pop(request.request_id, None) is None or request.background:  # a job's would push out all others
+        if self._readers.pop(request.request_id, None) is None or request.background:  # jobs would evict all others
             return
         most = RECENT_TOKENS // 8
         answer, recent = [*request.output_token_ids[: most // 2], _END], self._recent_of(request)

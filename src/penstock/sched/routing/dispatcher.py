@@ -47,8 +47,8 @@ class Dispatcher:
         has_prefix_caching: bool = True,
         slo_itl_ns: int | None = None,
     ) -> None:
-        """`num_replicas`: replicas at the start, numbered from 0. `slo_itl_ns`: a target between tokens, for which prompts and
-        answers may be computed apart."""
+        """`num_replicas`: replicas at the start, numbered from 0. `slo_itl_ns`: target for inter-token latency.
+        With it and prefix caching, prefill and decode may be disaggregated (`split.py`)."""
         self._split = None if slo_itl_ns is None or not has_prefix_caching else Split(slo_itl_ns)
         self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
@@ -58,14 +58,14 @@ class Dispatcher:
         """Fingerprint of an adapter -> bit set of the replicas that were sent a request with it. They may have evicted it: a
         wrong guess costs a load."""
         self.numbers: list[int] = []
-        """The replicas that are there, ascending."""
+        """Numbers of the current replicas, ascending."""
         for _ in range(num_replicas):
             self.join()
 
     def join(self, *, gives: bool = False) -> int:
         """Add a replica that holds nothing, and return its number: the lowest that no other has.
 
-        `gives`: others can copy KV from it, and it from others that give.
+        `gives`: it exchanges cached KV with other such replicas.
         """
         number = next((number for number, taken in enumerate(self.numbers) if number != taken), len(self.numbers))
         self.numbers.insert(number, number)
@@ -75,7 +75,7 @@ class Dispatcher:
         return number
 
     def leave(self, replica: int) -> None:
-        """Forget a replica, and what it holds. Call `on_end` before for the requests that it had. O(blocks)."""
+        """Remove a replica, and forget which blocks it holds. Call `on_end` for its requests first. O(blocks)."""
         self.numbers.remove(replica)
         self._givers.discard(replica)
         self._holdings.forget(replica)
@@ -162,18 +162,18 @@ class Dispatcher:
             return None, 0
         deeper = sorted([number for number in self._givers if depths[number] >= least], key=depths.__getitem__, reverse=True)
         # Only reported blocks count: others may still be computed.
-        told = {number: self._holdings.num_told(number, names) for number in deeper[:MAX_SOURCES]}
+        told = {number: self._holdings.num_reported(number, names) for number in deeper[:MAX_SOURCES]}
         source = max(told, key=told.__getitem__, default=None)
         return (None, 0) if source is None or told[source] < least else (source, told[source])
 
     def _num_answering(self, numbers: Sequence[int]) -> int:
-        """Return how many of these replicas, the first, should take no prompts."""
+        """Return how many of these replicas should only decode. They are the first of `numbers`."""
         if self._split is None or not self._givers.issuperset(numbers):
             return 0
         return self._split.num_answering(len(numbers), sum([self._ledger.answers[number] for number in numbers]))
 
     def hand_over(self, request_id: str, but_not: Collection[int] = ()) -> int | None:
-        """Return the replica to which an answer should move after its first token, and count it there. None: it stays."""
+        """Choose a replica to decode an answer that has its first token, and count the answer there. None: it stays."""
         numbers, answers = [number for number in self.numbers if number not in but_not], self._ledger.answers
         answering = numbers[: self._num_answering(numbers)]
         giver = self._ledger.answers_at(request_id)
@@ -190,7 +190,7 @@ class Dispatcher:
             self._split.learn(stats)
 
     def also(self, request: Request, replica: int, num_new_tokens: int) -> None:
-        """Count a request as sent to a replica, beside one with the same prompt."""
+        """Count a request as sent to a replica that already has a request with the same prompt."""
         self._ledger.send(request.request_id, replica, 0, num_new_tokens, background=request.background)
 
     def group_load(self, loads: Sequence[EngineLoad], num_unsent: int) -> GroupLoad:

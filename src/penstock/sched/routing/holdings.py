@@ -1,4 +1,4 @@
-"""Which replica holds which KV blocks, as far as a router knows: what replicas told it, and what it has sent them since."""
+"""Which replica holds which KV blocks, for routers: blocks that replicas reported, and prompts sent to them since."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Holdings:
         """Id of a request in flight -> its replica, and the names of its blocks."""
 
     def hear(self, replica: int, added: Iterable[int], removed: Iterable[int]) -> None:
-        """Note what a replica tells: blocks that it holds now, and blocks that it has lost."""
+        """Apply a replica's report of blocks that it has cached and evicted."""
         held, bit = self._held, 1 << replica
         for name in added:
             held[name] = held.get(name, 0) | bit
@@ -40,7 +40,7 @@ class Holdings:
         self._expected[request_id] = replica, names
 
     def settle(self, request_id: str) -> None:
-        """Note that a request has its first token, or has ended: its replica has told what it holds. Idempotent."""
+        """Stop expecting a request's blocks. After its first token or its end its replica has reported them. Idempotent."""
         replica, names = self._expected.pop(request_id, _NOTHING)
         coming, bit = self._coming, 1 << replica
         for name in names:
@@ -59,7 +59,7 @@ class Holdings:
             self._search(names, 1, len(names), self._holders(names[0]), depths)
         return depths
 
-    def num_told(self, replica: int, names: Sequence[int]) -> int:
+    def num_reported(self, replica: int, names: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks a replica has reported. Unlike `depths`, omits blocks being computed."""
         return bisect_left(range(len(names)), True, key=lambda idx: not self._held.get(names[idx], 0) >> replica & 1)
 
@@ -67,7 +67,7 @@ class Holdings:
         return self._held.get(name, 0) | self._coming.get(name, 0)
 
     def _search(self, names: Sequence[int], low: int, high: int, holders: int, depths: list[int]) -> None:
-        """Find how many blocks each of `holders` holds, if all of them hold `low` and none more than `high`."""
+        """Set the depths of `holders`, each of which holds at least the first `low` blocks and at most the first `high`."""
         while low < high and holders:
             middle = (low + high) // 2
             found = holders & self._holders(names[middle])

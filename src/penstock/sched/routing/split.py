@@ -1,8 +1,8 @@
-"""Whether replicas compute prompts and answers apart, and how many take the answers.
+"""Decides whether to disaggregate prefill and decode, and how many replicas only decode.
 
-An answer that shares a step with a prompt waits for the prompt's tokens. The budget meets the target between tokens with
-smaller chunks, until fewer than `MIN_CHUNK_TOKENS` fit beside the answers: then prompts and answers can't share a step within
-the target. So enough replicas for the answers take no prompts, and the others hand each answer over after its first token.
+A decode that shares a step with a prefill chunk waits for the chunk. The budget meets the inter-token target with smaller
+chunks, until fewer than `MIN_CHUNK_TOKENS` fit beside the decodes. Then as many replicas as the decodes need take no prompts,
+and the others hand each answer over after its first token.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Split:
         self._prompts_ns += cost.prefill_ns * num_prefill_tokens + cost.attention_ns * counts.num_prefill_pairs
 
     def num_answering(self, num_replicas: int, num_answers: int) -> int:
-        """Return how many replicas should take answers and no prompts. 0: all take both, also if the rest can't handle the
-        prompts."""
+        """Return how many replicas should only decode. 0: all take prompts too, since the target allows it or the prompts
+        need every replica."""
         cost, most = self._cost, self.most_answers
         if not most or self._target_ns - cost.least_ns(num_answers / num_replicas) >= MIN_CHUNK_TOKENS * cost.token_ns(0):
             return 0
