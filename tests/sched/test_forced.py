@@ -139,7 +139,7 @@ def test_between_two_steps_some_are_appended_and_the_next_ones_later() -> None:
 
 
 def test_they_come_one_by_one_where_much_would_be_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.sched.scheduler.MAX_BIASES_RETOLD", 1)
+    monkeypatch.setattr("penstock.sched.scheduler.MAX_RESENT_BIASES", 1)
     driver, counts = make()
     few, many = ((7, 0.0),), ((7, 0.0), (8, 0.0))
     for name, biases in (("few", few), ("many", many)):

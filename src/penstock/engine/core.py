@@ -46,7 +46,7 @@ class EngineCore:
         self._observer = observer or NullObserver()
         self._journal: RequestJournal = journal or NullObserver()
         if journal is None:
-            scheduler.tell_no_stops()
+            scheduler.skip_prefix_stops()
         self._requests: dict[str, Request] = {}
         """Requests that have not ended, by id."""
         self.following = Following()

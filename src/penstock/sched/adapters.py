@@ -17,7 +17,7 @@ from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
-"""How long a row and blocks are kept for a request that waits for its adapter."""
+"""How long a row and blocks are reserved for a request that waits for its adapter."""
 DEFAULT_MAX_ADAPTERS = 32
 ADAPTER_NOT_LOADED = f"The adapter was not loaded within {LOAD_TIMEOUT_NS // 10**9} s. The server's log may say why."
 NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lora-dir."
@@ -99,7 +99,7 @@ class Adapters:
         return first is not None and now_ns >= first[1].kept_until_ns
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
-        refused = list(self._in_vain(now_ns))
+        refused = list(self._to_refuse(now_ns))
         self.seen.clear()
         return refused
 
@@ -110,7 +110,7 @@ class Adapters:
             state = self.seen[number] = self._source.state(number)
         return state
 
-    def _in_vain(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:
+    def _to_refuse(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:
         for follower, awaited in self._queues.adapters_aside:
             if self._source is None:
                 continue
@@ -127,9 +127,9 @@ class Adapters:
                 yield request, Rejected(RejectReason.UNAVAILABLE, ADAPTER_NOT_LOADED)
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        is_in_vain = any(self._in_vain(now_ns))
+        has_refusals = any(self._to_refuse(now_ns))
         self.seen.clear()  # the next reading may be much later
-        if is_in_vain:
+        if has_refusals:
             return now_ns
         times = (
             awaited.kept_until_ns if now_ns < awaited.kept_until_ns else awaited.until_ns

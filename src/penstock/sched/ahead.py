@@ -28,7 +28,7 @@ class Ahead:
     def begin(self) -> bool:
         """Count the tokens in flight as computed. Return False, with no token counted, if the next step can't be planned ahead.
 
-        Requests that end with the step in flight leave the waiting order's books in either case. O(running).
+        In either case `Order.left` is called for requests that are certain to end with the step in flight. O(running).
         """
         if not self._is_possible or self._groups.by_id:
             return False
@@ -45,7 +45,7 @@ class Ahead:
         return True
 
     def _num_missing_blocks(self) -> int:
-        """Return how many blocks decodes need. Those of the background get no row if no block is left for them."""
+        """Return how many blocks the next step needs. Background requests do not count: without a block they get no row."""
         num_slots, num_blocks_for = self._kv.num_slots, self._kv.num_blocks_for
         num_missing = 0
         for request in self._running:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from penstock.types.stats import EngineLoad, StepCounts
 
 MEMORY_NS = 1_000_000_000
-"""A surplus or deficit of the share is remembered up to the share of this time."""
+"""The time owed to background requests, or used in advance, is at most their share of this time."""
 PAUSE_NS = 20_000_000
-"""After a model served people, other models start no background step for this long."""
+"""For this long after a step with other than background requests, other models start no background step."""
 
 
 class Share:
-    """The share of the time that background requests get at least, if their owner asks for one."""
+    """Tracks the time owed to background requests, if a minimum share is set for them."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -36,7 +36,7 @@ class Share:
         self._counted_until_ns = now_ns if has_work else None
 
     def count(self, duration_ns: int, counts: StepCounts) -> None:
-        """Count a step. Its time is divided by tokens, which is about right."""
+        """Charge background requests for a step, by their share of its tokens."""
         if self._share:
             self._owe(-duration_ns * counts.num_background_tokens / max(1, counts.num_tokens))
 
@@ -46,5 +46,5 @@ class Share:
 
 
 def serve_people(loads: Iterable[EngineLoad], now_ns: int) -> bool:
-    """Return whether one of these models has work other than that of the background, or had it within `PAUSE_NS`."""
+    """Return whether one of these models has requests other than background ones, or had some within `PAUSE_NS`."""
     return any(load.num_running or load.num_waiting or now_ns - load.served_ns < PAUSE_NS for load in loads)

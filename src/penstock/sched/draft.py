@@ -36,7 +36,7 @@ class StepDraft:
     counts: StepCounts = field(default_factory=StepCounts)
     rows: list[RowPlan] = field(default_factory=list)
     num_decode_rows: int = 0
-    """This many of the rows, the first ones, are decodes."""
+    """Number of decodes, which are the first of `rows`."""
     padding_rows: list[RowPlan] = field(default_factory=list)
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     long_prefills: list[Request] = field(default_factory=list)
@@ -45,14 +45,14 @@ class StepDraft:
     """Running long prefills that others pass, leaving them a share of the tokens."""
     num_kept_tokens: int = 0
     num_let_in: int = 0
-    """Requests that the gate lets in and that were admitted, held back or set aside."""
+    """Requests of the gate's allowance that this step has admitted, held back or set aside."""
     num_promised_blocks: int = 0
     """Free blocks reserved for the current tokens of running requests and of requests set aside."""
     num_promised_rows: int = 0
     lacks_memory: bool = False
     """A running request was preempted for another's blocks, so no request is admitted."""
-    puts_off_pause: bool = False
-    """A request should be paused for another, but the step is planned ahead."""
+    needs_preemption: bool = False
+    """A preemption is needed, but a step that is planned ahead can't make one."""
     admissions: list[Admission] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
     set_aside: list[tuple[str, WaitReason]] = field(default_factory=list)

@@ -21,12 +21,12 @@ from penstock.sched.policies.budgets import FIRST_TOKENS, MIN_CHUNK_TOKENS, MIN_
 from penstock.types.request import Request
 
 FIRST_PROBABILITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Assumed before any draft was made."""
+"""Probabilities of drafts, assumed before the first one."""
 NUM_REMEMBERED = 64
 READING_SHARE = 0.25
-"""The small model reads prompts in this part of a step's time, so that they delay others little."""
+"""The small model's prefill may take this share of a step's time, so that it delays other requests little."""
 TRIAL_SHARE = 0.01
-"""Drafts that do not seem to pay are tried in this part of the time."""
+"""Share of the time in which drafts are tried that are not expected to pay off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class Drafted:
     """The result of one step of a small model."""
 
     guesses: Mapping[str, tuple[int, float]]
-    """Request id -> its likeliest next token, and the probability of that. Without requests that are still being read."""
+    """Request id -> (its likeliest next token, that token's probability), once the prefill of the request is complete."""
     duration_ns: int
 
 
 class Drafter(Protocol):
-    """A small model that guesses how requests go on. It raises nothing: if it fails, it guesses nothing from then on."""
+    """A small model that drafts tokens. Its methods never raise: after a failure they return no guesses."""
 
     def num_behind(self, request: Request) -> int:
-        """Return how many of a request's tokens the model has still to read; 0: it can't guess for this request."""
+        """Return how many of a request's tokens have no KV in the small model. 0: it can't guess for this request."""
         ...
 
     def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
-        """Read the given number of tokens of each request. Guess for requests that are then fully read."""
+        """Prefill the given number of tokens of each request. Guess for requests whose prefill is then complete."""
         ...
 
     def go_on(self, requests: Sequence[Request]) -> Drafted:
@@ -69,12 +69,12 @@ class _Record:
 
 
 class Drafting:
-    """Asks a small model for guesses as far as they pay, and learns what they cost and how often they are right."""
+    """Requests drafts from a small model while they pay off. Learns their cost, and how often they are accepted."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._cost = StepCost()
-        """Costs of the small model's steps. A row counts as a decode, and what it reads before its last token as a prefill."""
+        """Costs of the small model's steps. A row's last token counts as a decode, the tokens before it as prefill."""
         self._records: dict[str, _Record] = {}
         self._made: dict[str, list[float]] = {}
         """Probabilities of the last drafts, by request."""

@@ -1,4 +1,4 @@
-"""Requests that can never fit, whatever the load, and what their senders are told."""
+"""Refuses requests that could not be served even on an idle server, with a message for the client."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MOST_POSITIONS_READ = 64
 DOUBT = 0.1
 """The assumed slope counts as much as steps with this variance of positions."""
 MOST_LATE = 2
-"""A longer step counts as this many times its expected duration."""
+"""A step that took longer counts as having taken this many times its expected duration."""
 
 
 DRAFT = "draft"
@@ -51,9 +51,9 @@ DRAFT = "draft"
 class StepLine:
     """Duration of steps without prompts, by number of positions: a line through recent steps, in nanoseconds.
 
-    The line is steep if matrix products take most of the time, and flat if reading the weights does. So only steps like the
-    next one may count, as recent ones are. If all have equally many positions they show no slope. A small slope is then
-    assumed, so that guesses are made, which reveal it.
+    The line is steep while matrix products take most of the time, and flat while reading the weights does, so only recent steps
+    count. If these all had the same number of positions, the slope is unknown. A small slope is then assumed: it leads to
+    guesses, which vary the number of positions and so reveal the slope.
     """
 
     num_steps: int = 0
@@ -115,7 +115,7 @@ class Guessing:
         """Steps since the last without guesses."""
         self._records: dict[str, Record] = {}
         self._made: dict[str, tuple[int, int]] = {}
-        """Request id -> (matched tokens, guesses) in the step that is planned or in flight. A draft has matched none."""
+        """Request id -> (matched tokens, or 0 for a draft; guesses) in the step that is planned or in flight."""
         self.drafting_ns = 0
         """Time of the small model for that step."""
         self.failure: PolicyError | None = None
@@ -187,7 +187,7 @@ class Guessing:
         found: Sequence[tuple[int, Guess, float]],
         nums: Sequence[int],
     ) -> tuple[list[tuple[int, Guess, float]], list[int]]:
-        """Have rows drafted that have no better match. Return `found` and `nums` with the drafts.
+        """Have the small model draft for rows without a better match. Return `found` and `nums` with these drafts.
 
         `could_have`: (index of a row, guesses that it can have).
         """
@@ -218,7 +218,7 @@ class Guessing:
         return self._line.position_ns * (counts.num_tokens + num_right) / self._step_ns(counts, num_guesses)
 
     def _nums(self, counts: StepCounts, found: Sequence[tuple[int, Guess, float]]) -> list[int]:
-        """Return how many guesses to make for each row, so that the step gives most tokens in its time."""
+        """Return how many guesses to make for each row, so that the step yields the most tokens per time."""
         nums, price = [0] * len(found), self._price(counts)
         for _ in range(2):  # the price rises with what the guesses give (Dinkelbach, 1967)
             nums = [min(len(guess.token_ids), max(0, int(weight * (1 / price - 1)))) for _, guess, weight in found]

@@ -1,7 +1,7 @@
-"""Decides which waiting requests run from this step on, and whether running ones are paused for them.
+"""Admits waiting requests, and preempts running ones for them if the order policy says so.
 
-A request lets others pass while a running prefill (its leader) computes a block that both share, or while its adapter is being
-loaded.
+A request is set aside, so that later ones pass it, while a running prefill (its leader) computes a block that both share, or
+while its adapter is being loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.types.stats import Admission, PreemptReason, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
-"""While a prefix is loaded, running requests may take blocks for this many tokens each."""
+"""A load of a prefix leaves blocks free for each running request to grow by this many tokens."""
 
 
 class Joining:
@@ -43,7 +43,7 @@ class Joining:
     ) -> None:
         """`waiting`: the queue of background requests if `is_background`, else that of all others."""
         self.wakeup_ns: int | None = None
-        self.tells_stops = True
+        self.records_stops = True
         self._kv = kv
         self._gate = policies.gate
         self._order = waiting.order
@@ -56,16 +56,15 @@ class Joining:
         self._adapters = adapters
         self._max_step_tokens = max_step_tokens
 
-    def must_pause(self, now_ns: int) -> bool:
-        """Return whether the first waiting request must preempt a running one, so that no step may be planned ahead.
-        O(running)."""
+    def must_preempt(self, now_ns: int) -> bool:
+        """Return whether the first waiting request needs a preemption, which a step planned ahead can't make. O(running)."""
         if not len(self.waiting) or not (self._order.is_preemptive or self._running.num_background):
             return False
         draft = StepDraft(now_ns, StepLimits(UNLIMITED), CLOSED, is_ahead=True)
         request = self._next_waiting(self.waiting.peek(now_ns), draft)
-        return request is not None and self._lacks_what_others_have(request, draft)
+        return request is not None and self._needs_preemption(request, draft)
 
-    def _lacks_what_others_have(self, request: Request, draft: StepDraft) -> bool:
+    def _needs_preemption(self, request: Request, draft: StepDraft) -> bool:
         running = self._running
         if not self._lower(request, draft):
             return False
@@ -84,7 +83,7 @@ class Joining:
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
         candidate = Candidate(request, hit, query_len, packed)
-        return not self._has_room_for(candidate, draft) and bool(self._whom_to_pause(candidate, draft))
+        return not self._has_room_for(candidate, draft) and bool(self._candidate_victims(candidate, draft))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """Ask the gate policy how many requests may join. If it calls a batch, only requests of that batch join."""
@@ -114,7 +113,7 @@ class Joining:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
         if len(prefills) < 2:
             return prefills
-        # Not a sort: an aged request is equal to two requests that are not equal to each other.
+        # No sort, since the order is partial: an aged request may tie with two requests that do not tie with each other.
         outranks, left, ranked = self._order.outranks, list(prefills), list[Request]()
         num_before = {one.request_id: sum(outranks(other, one, now_ns) for other in left) for one in left}
         while left:
@@ -135,22 +134,24 @@ class Joining:
                 draft.num_kept_tokens = draft.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, before: Request | None = None) -> None:
-        """Admit requests that need no permission of the gate, and as many others as it allows. With `before`, only requests
-        that go before it."""
+        """Admit requests that the gate has let in before, and as many new ones as it allows now.
+
+        `before`: a running prefill. Only requests that get tokens before this prefill are admitted.
+        """
         counts = draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
-            return  # the next request must not overtake
+            return  # a request waits for a resource, and later ones must not overtake it
         if self.is_background and draft.preemptions:
             return
         if before is not None and not self._has_ranks and before not in draft.late:
             return
         has_lower = self._order.is_preemptive or (self._running.num_background > 0 and not self.is_background)
         may_pause = has_lower and not self._padding.is_active
-        pauser: Request | None = None
+        preemptor: Request | None = None
         while draft.has_tokens and (may_pause or not self._is_full(draft)):
             fresh = self._fresh(draft)
-            request = self._next_waiting(fresh, draft) if pauser is None else pauser
-            pauser = None
+            request = self._next_waiting(fresh, draft) if preemptor is None else preemptor
+            preemptor = None
             if request is None or (before is not None and not self._goes_before(request, before, draft)):
                 return
             self.keep_tokens(draft, request)
@@ -171,7 +172,7 @@ class Joining:
                 continue
             num_behind = request.num_tokens - hit.num_tokens
             is_long = draft.is_long(num_behind)
-            if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft):
+            if is_long and request.status is RequestStatus.WAITING and not self._may_start_long(request, draft):
                 self.waiting.hold_back(request, draft.now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
@@ -183,9 +184,9 @@ class Joining:
                 return
             candidate = Candidate(request, hit, query_len, packed)
             if not self._has_room_for(candidate, draft):
-                if not may_pause or not self._pause_one(candidate, draft):
+                if not may_pause or not self._preempt_one(candidate, draft):
                     return
-                pauser = request  # admitted before its victim; its prefix hit may have changed
+                preemptor = request  # try it again before its victim: its prefix hit may have changed
                 continue
             if self._waits_for_load(request, hit, draft):
                 return
@@ -230,6 +231,7 @@ class Joining:
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
+        """Queue requests set aside again once their prefix or adapter is ready. Keep rows and blocks for the others."""
         back: list[Follower] = []
         for follower in self.waiting.aside:
             if self._is_awaiting(follower):
@@ -246,8 +248,7 @@ class Joining:
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
-        """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request, not even
-        by preempting others."""
+        """Set a request aside until `awaited` is ready. Return False if no row can be kept for it, even by preemption."""
         if self._is_full(draft):
             lower = self._groups.running_members(self._lower(request, draft))
             if self._num_taken_rows(draft) - self._groups.num_rows(lower) >= self._running.max_rows:
@@ -284,7 +285,7 @@ class Joining:
         if not self.waiting.num_joining:
             return fresh
         held = self.waiting.peek_held(draft.now_ns)
-        if held is not None and not self._takes_long(held, draft):
+        if held is not None and not self._may_start_long(held, draft):
             held = None
         joining = self.waiting.peek_preempted()
         if held is not None and (joining is None or self._order.outranks(held, joining, draft.now_ns)):
@@ -306,7 +307,7 @@ class Joining:
         """Return whether a request computes its prompt itself rather than wait for `leader` to compute the same."""
         return (leader.background and not self.is_background) or self._order.outranks(request, leader, draft.now_ns)
 
-    def _takes_long(self, request: Request, draft: StepDraft) -> bool:
+    def _may_start_long(self, request: Request, draft: StepDraft) -> bool:
         longs, limit = draft.long_prefills, draft.limits.max_long_prefills
         if len(longs) < limit:
             return True
@@ -342,9 +343,8 @@ class Joining:
     def _num_growing(self) -> int:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
-    def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
-        """Return the running requests that the candidate may preempt, or none if all of them free too little. Background
-        requests are preempted first."""
+    def _candidate_victims(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
+        """Return the running requests to choose a victim from, or none if preempting all of them would not be enough."""
         running = self._running
         lower = self._lower(candidate.request, draft)
         if not lower:
@@ -359,7 +359,7 @@ class Joining:
         return [other for other in lower if other.background] or lower
 
     def _users_of_an_adapter(self, lower: Sequence[Request]) -> Sequence[Request]:
-        """Return all users of a running adapter if they are all in `lower`, or none."""
+        """Return all running requests of one adapter, if `lower` has all of them. Empty if no adapter can be freed that way."""
         users: dict[int, list[Request]] = {}
         for other in self._running:
             if other.adapter is not None:
@@ -378,14 +378,14 @@ class Joining:
             lower += [other for other in running if pauses(request, other, draft.now_ns)]
         return [other for other in lower if other.request_id not in draft.admits]  # the executor does not know these yet
 
-    def _pause_one(self, candidate: Candidate, draft: StepDraft) -> bool:
+    def _preempt_one(self, candidate: Candidate, draft: StepDraft) -> bool:
         """Preempt one running request for the candidate. Return False if none may be preempted now."""
-        lower = self._whom_to_pause(candidate, draft)
-        # During a load nothing is paused: the load needs free blocks now, and the waiting request needs none.
+        lower = self._candidate_victims(candidate, draft)
+        # While its prefix is loaded the candidate needs no blocks, so nothing is preempted for it.
         if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):
             return False
         if draft.is_ahead:
-            draft.puts_off_pause = True
+            draft.needs_preemption = True
             return False
         running = self._running
         eviction = running.choose_victim(lower, candidate.request, candidate.query_len)
@@ -401,7 +401,7 @@ class Joining:
         self._running.join(request)
         members = (request,) if request.sampling.beams is None else self._groups.members(request)
         is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)
-        stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.tells_stops else None
+        stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.records_stops else None
         for member in members:
             draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
         block_ids = self._kv.allocate(request, hit, hit.num_tokens + query_len, candidate.packed)

@@ -51,7 +51,7 @@ def preempt(request: Request) -> None:
     request.status = RequestStatus.PREEMPTED
     request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
     request.num_computed_tokens = request.num_inflight_tokens = 0
-    request.forced_from = 0  # it catches up like a prefill
+    request.forced_from = 0  # its tokens are recomputed as a prefill
     request.num_preemptions += 1
 
 
@@ -87,7 +87,7 @@ def fork(child: Request, num_tokens: int) -> None:
 
 
 def fold(request: Request) -> None:
-    """Set a beam's request back to waiting, without KV: its search was preempted."""
+    """Set a beam's request back to waiting, without KV: its search has fewer beams than requests."""
     request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
 
 
@@ -107,9 +107,9 @@ def replace_output(request: Request, token_ids: Sequence[int]) -> None:
 def plan_decodes(
     requests: Iterable[Request], num_slots: Mapping[str, int], rows: list[RowPlan], extend: Callable[[Request], None]
 ) -> tuple[list[Request], int]:
-    """Plan a row for each request that lacks only its newest token. Return the other requests, and the number of rows added.
+    """Plan a row for each decode. Return the requests with more than one token to compute, and the number of rows added here.
 
-    `num_slots`: positions that each request may write without a new block. `extend` plans the rows of all others.
+    `num_slots`: positions that each request may write without a new block. `extend` plans the decodes that need one.
     """
     prefills: list[Request] = []
     add_row, num_rows = rows.append, 0
@@ -117,7 +117,7 @@ def plan_decodes(
         request_id, context_len = request.request_id, request.num_computed_tokens
         if request.num_tokens - context_len > 1:
             prefills.append(request)
-        elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask
+        elif context_len < num_slots.get(request_id, 0):  # its last block has room
             add_row(RowPlan(request_id, context_len, 1, (), 1))
             request.num_inflight_tokens = 1
             num_rows += 1
@@ -158,9 +158,10 @@ def advance(
 ) -> list[Advance]:
     """Count the tokens of a computed step, append those that were sampled, and report them to `outcome`.
 
-    `is_last`: no other step is in flight. `apart`: ids of requests that do not take the executor's sample (beams). Returns, in
-    order, the rows of prefills, rows that filled a block, rows whose requests end, and rows of `apart` that sample. Raises
-    KeyError or ValueError if a sampling row lacks its token or states.
+    `is_last`: no other step is in flight. `apart`: ids of requests whose sample the caller handles (beams, failed rows).
+
+    Returns, in order, the rows of prefills, rows that filled a block, rows whose requests end, and rows of `apart` that sample.
+    Raises KeyError or ValueError if a sampling row lacks its token or states.
     """
     tokens, logprobs, states = result.token_ids, result.logprobs, result.states
     advances: list[Advance] = []
@@ -204,7 +205,7 @@ def advance(
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
-            if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
+            if query_len == 1 and reason is None and num_computed % block_size:  # the usual case
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
     outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events) + num_accepted
@@ -231,7 +232,7 @@ def append(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...],
 def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
     sampling = request.sampling
     if token_id in sampling.stop_token_ids and (
-        len(request.output_token_ids) > sampling.min_tokens or sampling.follows_grammar  # the grammar left nothing else
+        len(request.output_token_ids) > sampling.min_tokens or sampling.follows_grammar  # the grammar allowed no other token
     ):
         return FinishReason.STOP, token_id
     return (FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else None), None

@@ -1,7 +1,7 @@
 """The waiting queue, in the order of service: preempted requests, those called to a batch, then all others in buckets.
 
-Every operation is O(log n) or better, amortised. A tenant's requests share a lane, so that one key changes when its tokens are
-counted.
+Every operation is O(log n) or better, amortised. A fair order gives each tenant a lane, so that charging a tenant changes one
+key, not one for each of its requests.
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ class AwaitedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
+    """A request set aside until a prefix or an adapter is ready."""
+
     request: Request
     awaited: Awaited | AwaitedAdapter
     num_blocks: int

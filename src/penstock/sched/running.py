@@ -17,10 +17,10 @@ from penstock.types.stats import Preemption, PreemptReason
 
 RESUME_GROWTH_TOKENS = 32
 """Room for each running request to grow when one resumes after its first preemption; half of it with a tier."""
-TELLING_SHARE = 4
-"""A step without decodes measures the cost of a prompt token if it has one in this many of the possible tokens."""
+MEASURED_FRACTION = 4
+"""A step without decodes measures prefill speed if it uses at least one in this many of the possible tokens."""
 MAX_FORCED_TOKENS = 15
-"""Forced tokens per request and step. Everybody's next token waits meanwhile."""
+"""Most forced tokens of a request in one step, since all rows of the step wait for them."""
 
 
 class Running:
@@ -31,11 +31,11 @@ class Running:
         self.requests: dict[str, Request] = {}
         """In order of admission."""
         self.num_background = 0
-        self._keeps_one = policies.background_share > 0 and max_rows > 1
-        self._keeper: Request | None = None
-        """The background request that keeps its row and blocks, so that steps owed to the background have one to run."""
-        self._others_are_next = False
-        """The last keeper left. Others waiting for a row, memory or an adapter's place go before the next keeper."""
+        self._protects_one = policies.background_share > 0 and max_rows > 1
+        self._protected: Request | None = None
+        """The background request that others can't preempt, so that the background's share of the time has a request to run."""
+        self._others_go_first = False
+        """The protected request left. Others that wait for a row, memory or an adapter's place go before the next one."""
         self.prefill_ns_per_token = 0.0
         """From steps without decodes; 0.0 before the first."""
         self._kv = kv
@@ -46,7 +46,7 @@ class Running:
         self._groups = groups
         self._capacity = capacity
         self._releases: list[str] = []
-        self._untold: set[str] = set()
+        self._to_resend: set[str] = set()
         """Running requests to send in full with their next rows."""
         self._num_final_blocks = 0
         """Blocks that the running requests would hold at their limits if they shared nothing."""
@@ -63,22 +63,22 @@ class Running:
         """Add a request to the running ones. `is_fork`: the executor does not know it yet."""
         self.requests[request.request_id] = request
         self.num_background += request.background
-        if request.background and self._keeps_one and self._keeper is None and not self._others_are_next:
-            self._keeper = request
+        if request.background and self._protects_one and self._protected is None and not self._others_go_first:
+            self._protected = request
         self._num_final_blocks += self._final_blocks(request)
         if is_fork:
-            self._untold.add(request.request_id)
+            self._to_resend.add(request.request_id)
 
     def leave(self, request: Request) -> None:
         del self.requests[request.request_id]
         self.num_background -= request.background
-        if request is self._keeper:
-            self._keeper, self._others_are_next = None, True
+        if request is self._protected:
+            self._protected, self._others_go_first = None, True
         if not request.background:
             self._order.left(request)
         self._num_final_blocks -= self._final_blocks(request)
-        if request.request_id in self._untold:
-            self._untold.remove(request.request_id)
+        if request.request_id in self._to_resend:
+            self._to_resend.remove(request.request_id)
         else:
             self._releases.append(request.request_id)
 
@@ -95,35 +95,37 @@ class Running:
 
     @property
     def yielding(self) -> Sequence[Request]:
-        """The running requests that any other may preempt: background requests, except the one that keeps its place."""
-        found, kept = self.of_class(background=True), self._kept
+        """The running requests that any other may preempt: background requests, except the protected one."""
+        found, kept = self.of_class(background=True), self._protected_members
         return [request for request in found if request not in kept] if kept else found
 
     @property
-    def _kept(self) -> Sequence[Request]:
-        return () if self._keeper is None else self._groups.members(self._keeper)
+    def _protected_members(self) -> Sequence[Request]:
+        return () if self._protected is None else self._groups.members(self._protected)
 
-    def keep_next(self) -> None:
-        """Note that no other request waits for the place of the last keeper. The oldest background request is the next one."""
-        if self._others_are_next:
-            self._others_are_next = False
-            self._keeper = next(iter(self.of_class(background=True)), None)
+    def protect_next(self) -> None:
+        """Protect the oldest background request. Call this when no other request waits for the place of the last one."""
+        if self._others_go_first:
+            self._others_go_first = False
+            self._protected = next(iter(self.of_class(background=True)), None)
 
-    def may_lose(self, grower: Request) -> Sequence[Request]:
-        """Return the requests that may be preempted so that a running one can grow: those that yield to it, else its class
-        except the most senior request, which preempts itself if it is alone.
+    def preemptable_for(self, grower: Request) -> Sequence[Request]:
+        """Return the requests that may be preempted to free blocks for `grower`, which runs: the first group that is not empty.
 
-        A keeper counts as the most senior background request. It is preempted before the others' most senior.
+        1. All background requests except the protected one, if the grower is not one itself.
+        2. The grower's class except its most senior request. The protected request counts as the most senior.
+        3. The protected request, if the grower is not a background request.
+        4. The grower itself.
         """
         if not grower.background and (yielding := self.yielding):
             return yielding
-        running, spared = self.of_class(background=grower.background), self._kept
+        running, spared = self.of_class(background=grower.background), self._protected_members
         if not spared or not grower.background:
             reads_priority = self._order.reads_priority
             senior = min(running, key=lambda request: (request.priority if reads_priority else 0, request.arrival_ns))
             spared = self._groups.members(senior)
         found = [request for request in running if request not in spared]
-        return found or (running if grower.background else self._kept or running)
+        return found or (running if grower.background else self._protected_members or running)
 
     def choose_victim(self, candidates: Collection[Request], request: Request, query_len: int) -> Eviction:
         """Return which candidate to preempt, and how, so that `request` can compute its next `query_len` tokens."""
@@ -165,14 +167,14 @@ class Running:
 
     # what the executor knows
 
-    def tell_again(self, request: Request) -> None:
-        """Send a running request in full with its next row, since the executor's copy of it is out of date."""
-        if request.request_id not in self._untold:
-            self._untold.add(request.request_id)
+    def resend(self, request: Request) -> None:
+        """Send a running request in full with its next row, since the executor's copy of it is outdated."""
+        if request.request_id not in self._to_resend:
+            self._to_resend.add(request.request_id)
             self._releases.append(request.request_id)
 
-    def is_untold(self, request: Request) -> bool:
-        return request.request_id in self._untold
+    def must_resend(self, request: Request) -> bool:
+        return request.request_id in self._to_resend
 
     def release(self, request_id: str) -> None:
         self._releases.append(request_id)
@@ -180,7 +182,7 @@ class Running:
     def take_releases(self, admitted: Iterable[str]) -> tuple[str, ...]:
         """Return, once each, ids of requests whose rows the executor frees before the plan that admits `admitted`."""
         releases, self._releases = tuple(self._releases), []
-        self._untold.difference_update(admitted)
+        self._to_resend.difference_update(admitted)
         return releases
 
     # memory
@@ -221,7 +223,7 @@ class Running:
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
         """Return whether there are blocks to admit the candidate if the requests in `without` were preempted.
 
-        No room to grow is kept for requests that yield to the candidate.
+        Requests that the candidate may preempt get no reserve for growth.
         """
         request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
@@ -290,8 +292,8 @@ class Running:
 
     def learn_pace(self, num_prefill_tokens: int, duration_ns: int) -> None:
         known, ns_per_token = self.prefill_ns_per_token, duration_ns / num_prefill_tokens
-        is_telling = num_prefill_tokens * TELLING_SHARE >= self._capacity.max_step_tokens
-        if is_telling or ns_per_token < known or not known:
+        is_measured = num_prefill_tokens * MEASURED_FRACTION >= self._capacity.max_step_tokens
+        if is_measured or ns_per_token < known or not known:
             self.prefill_ns_per_token = ns_per_token
 
     def check(self) -> None:
@@ -314,7 +316,7 @@ class Running:
         assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
         holders = {request_id for request_id, table in tables.items() if table.block_ids}
         assert holders <= self.requests.keys(), f"{holders - self.requests.keys()} hold blocks and do not run"
-        assert self._untold <= self.requests.keys(), "a request that does not run is to be told to the executor"
+        assert self._to_resend <= self.requests.keys(), "a request that does not run is to be told to the executor"
 
 
 def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:
@@ -423,23 +425,23 @@ class Extending:
             draft.num_promised_blocks += self._running.missing_blocks(request)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int, *, is_prefill: bool = False) -> None:
-        """Plan a row for a running request. Preempt others, or else itself, until there are blocks."""
+        """Plan a row for a running request. Until there are blocks, preempt others, or else the request itself."""
         if request.status is not RequestStatus.RUNNING or not request.num_behind:
             return  # preempted in this step, or a beam that waits for others
         running, context_len = self._running, request.num_computed_tokens
         num_copies = len(self._kv.pending_copies)
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             if request.background and draft.is_ahead:
-                draft.puts_off_pause = True
+                draft.needs_preemption = True
                 return
             assert request.background or not draft.admissions, "a step must not both admit and preempt"
-            eviction = running.choose_victim(running.may_lose(request), request, query_len)
+            eviction = running.choose_victim(running.preemptable_for(request), request, query_len)
             draft.lacks_memory |= not eviction.request.background
             running.preempt(draft, eviction, PreemptReason.MEMORY)
             if request.status is not RequestStatus.RUNNING:
                 return
-        if len(self._kv.pending_copies) != num_copies or running.is_untold(request):
-            running.tell_again(request)
+        if len(self._kv.pending_copies) != num_copies or running.must_resend(request):
+            running.resend(request)
             draft.admit(request, self._kv.block_table(request.request_id), self._kv.tables[request.request_id])
             blocks = ()
         draft.add_row(request, query_len, blocks, is_prefill=is_prefill)

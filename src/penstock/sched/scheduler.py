@@ -39,8 +39,8 @@ from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
-MAX_BIASES_RETOLD = 1024
-"""Requests with more biases get no forced tokens, since the biases are sent again with them."""
+MAX_RESENT_BIASES = 1024
+"""Requests with more logit biases get no forced tokens: these would send the request again in full, with its biases."""
 
 
 @dataclass(slots=True)
@@ -67,10 +67,10 @@ class Scheduler:
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
         drafter: Drafter | None = None,
     ) -> None:
-        """`most_step_ns` returns how long a step should take at most while other models wait for the machine. 0: no limit.
+        """`most_step_ns` returns the time limit of a step while other models wait for the machine. 0: no limit.
 
-        `others_serve` returns whether other models on the machine serve people at the given time. `drafter`: a small model that
-        guesses beside the policies' guesser.
+        `others_serve(now_ns)` returns whether another model on this machine has requests other than background ones.
+        `drafter`: a draft model, used beside the policies' guesser.
         """
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
@@ -96,7 +96,7 @@ class Scheduler:
         self._guessing = Guessing(policies.guesser, self.kv, capacity, drafter) if self._may_guess else None
         self._padding = Padding(capacity, self._running.release)
         self.adapters = Adapters(self.kv, self._running, self._queues, adapters, max_adapters)
-        self._joining, self._filling = [
+        self._joining, self._background_joining = [
             Joining(
                 self.kv,
                 policies,
@@ -110,17 +110,17 @@ class Scheduler:
             )
             for waiting in (self._queues.waiting, self._queues.background)
         ]
-        """Admit waiting requests: `_filling` those of the background."""
+        """Admission of background requests, and of all others."""
         self._share = Share(policies.background_share)
         if capacity.is_one_pass:
-            self.tell_no_stops()
+            self.skip_prefix_stops()
         self._extending = Extending(self.kv, self._running)
         self._flights: deque[Flight] = deque()
         self._ahead = Ahead(self.kv, policies, self._running, self.groups)
         self._beams = Beams(self.kv, self._running, self.groups)
         self._is_continuous = policies.gate.is_continuous
-        self._puts_off_pause = False
-        """The last plan, made ahead, found a request to pause, so the next one is not made ahead."""
+        self._needs_preemption = False
+        """The last plan was made ahead and needed a preemption, which is impossible then. So the next one is not made ahead."""
         self._most_step_ns = most_step_ns
         self._others_serve = others_serve
         self._yields_until_ns: int | None = None
@@ -134,16 +134,16 @@ class Scheduler:
         return has_source and self.capacity.checks_guesses and self._policies.gate.is_continuous
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        """Return when to schedule again if nothing else happens: for the gate, other models, or an adapter that is awaited."""
+        """Return when the gate, other models or pending adapter loads require the next `schedule`, or None."""
         if self._yields_until_ns is not None:
             return self._yields_until_ns
-        gates_ns = self._joining.wakeup_ns, self._filling.wakeup_ns
+        gates_ns = self._joining.wakeup_ns, self._background_joining.wakeup_ns
         adapter_ns = self.adapters.wakeup_ns(now_ns) if self._queues.has_aside else None
         return min((at_ns for at_ns in (*gates_ns, adapter_ns) if at_ns is not None), default=None)
 
-    def tell_no_stops(self) -> None:
-        """Stop recording why lookups in the prefix cache ended: nobody reads it."""
-        self._joining.tells_stops = self._filling.tells_stops = False
+    def skip_prefix_stops(self) -> None:
+        """Do not record why prefix lookups ended, since nobody reads it."""
+        self._joining.records_stops = self._background_joining.records_stops = False
 
     @property
     def drafting_ns(self) -> int | None:
@@ -223,7 +223,7 @@ class Scheduler:
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if request.status is RequestStatus.RUNNING:
-            # A failed row's KV may be NaN, and a beam already has its hypothesis' tokens.
+            # Cache neither a failed row, whose KV may be NaN, nor a beam, whose output was replaced by its hypothesis.
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
                 self.kv.publish_last(request)
             self._running.leave(request)
@@ -235,7 +235,7 @@ class Scheduler:
             self._padding.end(request)
         self._free(request)
         progress.end(request, reason, stop_reason)
-        if not request.background:  # a job's answers say nothing about those of others
+        if not request.background:  # batch jobs would skew the predictions for other requests
             self._policies.predictor.ended(request)
         if self._guessing is not None:
             self._guessing.ended(request)
@@ -250,7 +250,7 @@ class Scheduler:
         self.kv.fence(request.request_id, self._flights[-1].step_id)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
-        """Return waiting requests to refuse, with the reasons: their adapters can't be loaded or don't fit beside them."""
+        """Return waiting requests to refuse, with reasons: the adapter was not loaded in time, or does not fit beside them."""
         return self.adapters.refused(now_ns) if self._queues.has_aside else ()
 
     # schedule
@@ -276,7 +276,7 @@ class Scheduler:
         return plan
 
     def _yields(self, now_ns: int) -> bool:
-        """Return whether to leave the machine to other models: they serve people, and this one has only the background."""
+        """Return whether to leave the machine to other models: this one has only background requests, and owes them no time."""
         if not self._has_background or self._share.is_owed:
             return False
         return self.num_running + self.num_waiting == sum(self.num_background) and self._others_serve(now_ns)
@@ -285,9 +285,9 @@ class Scheduler:
         if not self._flights:
             return self._plan(now_ns, sitting_out, sitting_out_alone)
         assert len(self._flights) == 1, "two steps are in flight"
-        if not self._puts_off_pause and self._ahead.begin():
+        if not self._needs_preemption and self._ahead.begin():
             try:
-                if not self._joining.must_pause(now_ns):
+                if not self._joining.must_preempt(now_ns):
                     return self._plan(now_ns, sitting_out, sitting_out_alone)
             finally:
                 self._ahead.end()
@@ -299,27 +299,27 @@ class Scheduler:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
         draft, fills = self._begin_draft(now_ns), self._is_continuous and self._has_background
-        self._joining.wakeup_ns = self._filling.wakeup_ns = None
+        self._joining.wakeup_ns = self._background_joining.wakeup_ns = None
         if fills and self._share.is_owed:
             self._fill(draft, sitting_out, sitting_out_alone)
             others = self._running.of_class(background=False)
             draft.counts.rested = [*draft.counts.rested, *[request.request_id for request in others]]
-            if not draft.rows:  # its promises to background requests must not bind others
+            if not draft.rows:  # without the blocks and rows promised to background requests
                 draft = self._begin_draft(now_ns, after=draft)
             elif len(self._queues.waiting):
                 draft.counts.waits_for = draft.counts.waited_for or WaitReason.TOKENS
         if not draft.rows:
             self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
             if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
-                self._running.keep_next()
+                self._running.protect_next()
             if fills:
                 self._fill(draft, sitting_out, sitting_out_alone)
-        self._puts_off_pause = draft.puts_off_pause
+        self._needs_preemption = draft.needs_preemption
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
 
     def _begin_draft(self, now_ns: int, after: StepDraft | None = None) -> StepDraft:
-        """Return an empty draft. `after`: a draft without rows, of which only what it did to requests is kept."""
+        """Return an empty draft, with the preemptions and the requests set aside of `after`, a draft without rows."""
         capacity, limits = self.capacity, StepLimits(self.capacity.max_step_tokens)
         draft = StepDraft(now_ns, limits, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
         draft.counts.most_ns = self._most_step_ns()
@@ -337,12 +337,12 @@ class Scheduler:
 
     @property
     def _joining_batch(self) -> Joining:
-        """A static or dynamic batch has one class. A background batch begins if no other request runs or waits."""
+        """The admission of this step. A background static or dynamic batch starts only if no other request runs or waits."""
         if self._is_continuous or not self._has_background:
             return self._joining
         is_under_way = self._running.num_background or self._queues.background.num_joining
         is_next = not len(self._running) and not len(self._queues.waiting)
-        return self._filling if is_under_way or is_next else self._joining
+        return self._background_joining if is_under_way or is_next else self._joining
 
     def _serve(
         self, draft: StepDraft, joining: Joining, sitting_out: Collection[str], sitting_out_alone: Collection[str]
@@ -368,7 +368,7 @@ class Scheduler:
                 self._extending.decodes(draft, running, fewer)
 
     def _serve_prompts(self, draft: StepDraft, joining: Joining, running: Sequence[Request]) -> None:
-        """Plan a step of prompts alone, if any can be computed: all decodes rest."""
+        """Plan a step of prefills only, if any can be computed. No decode gets a row then."""
         prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
         if prefills or len(joining.waiting):
             draft.limits = self._ask_budget(draft.counts, prefills)
@@ -378,7 +378,7 @@ class Scheduler:
             draft.counts.rested = [request.request_id for request in running if request.request_id not in with_rows]
 
     def _fill(self, draft: StepDraft, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> None:
-        """Plan rows of background requests in what the others have left of the step, as far as the budget allows."""
+        """Plan rows of background requests with the tokens that other requests left, up to the budget's `fill_tokens`."""
         counts, running = draft.counts, self._running.of_class(background=True)
         num_before, waits_for, sat_out, rested = counts.num_tokens, counts.waits_for, counts.sat_out, counts.rested
         prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
@@ -388,10 +388,11 @@ class Scheduler:
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
         # Short requests don't pass long ones: a job's order keeps shared prefixes together.
         draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts, most_ns=limits.most_ns)
-        draft.gate = self._filling.ask_gate(draft.now_ns)
+        draft.gate = self._background_joining.ask_gate(draft.now_ns)
         draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
         if waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.LOADING):
-            counts.waits_for = WaitReason.NOTHING  # lines do not use up what these wait for, or give it back
+            # Background requests do not use up the other resources, or return them when they are preempted.
+            counts.waits_for = WaitReason.NOTHING
         for fewer in (sitting_out, sitting_out_alone, ()):
             most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
             self._extending.decodes(draft, running, fewer, most=most)
@@ -404,7 +405,7 @@ class Scheduler:
         max_tokens = draft.limits.max_tokens - round(num_decodes * (limits.decode_tokens - 1.0))
         draft.limits.max_tokens = min(max_tokens, self.capacity.max_step_tokens)
         if draft.limits.max_tokens > counts.num_tokens:
-            self._share_out(draft, self._filling, prefills)
+            self._share_out(draft, self._background_joining, prefills)
         counts.num_background_tokens = counts.num_tokens - num_before
         counts.waits_for, counts.sat_out, counts.rested = waits_for, [*sat_out, *counts.sat_out], [*rested, *counts.rested]
         if num_before:
@@ -422,14 +423,14 @@ class Scheduler:
         )
         limits = self._policies.budget.limits(view)
         if not self._running and counts.num_tokens >= limits.max_tokens:
-            # Padding is in the way, and lasts as long as the batch.
+            # Padding alone uses up these limits for as long as the batch lasts, so nothing else would get tokens.
             limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
         return limits
 
     def _share_out(self, draft: StepDraft, joining: Joining, prefills: list[Request]) -> None:
         """Give the tokens that decodes left over to the running prefills and waiting requests of a class.
 
-        Requests that join leave running ones the blocks for all their tokens, so no step both admits and preempts.
+        Admissions leave running requests the blocks for their current tokens, so no step both admits and preempts.
         """
         has_waiting = len(joining.waiting) > 0
         if has_waiting:
@@ -473,7 +474,7 @@ class Scheduler:
         return plan
 
     def _note_served(self, draft: StepDraft, rows: tuple[RowPlan, ...]) -> None:
-        """Report rows to the order policy, except background requests', which it does not know."""
+        """Report the step's rows to the order policy, except those of background requests, which have an order of their own."""
         requests = self._running.requests
         num_decodes = 0 if draft.counts.sat_out else draft.num_decode_rows  # 0: each row is charged for itself
         if self._running.num_background:
@@ -482,7 +483,7 @@ class Scheduler:
         self._policies.order.served(rows, requests, self._last_step, num_decodes)
 
     def _save_states(self, draft: StepDraft) -> tuple[StateSave, ...]:
-        """Have the states of prompts saved: last, with blocks that no row needs."""
+        """Plan which recurrent states of prompts to save. Call this last: states only get blocks that no row needs."""
         if not self.capacity.num_state_blocks:
             return ()
         rows = [(self._running.requests[row.request_id], row.query_len) for row in draft.counts.prefills]
@@ -545,7 +546,7 @@ class Scheduler:
         """Return how many tokens a grammar may append at once after the sampled one; 0: none."""
         request = self._running.requests[request_id]
         sampling = request.sampling
-        if request.num_inflight_tokens or sampling.logprobs is not None or len(sampling.logit_bias) > MAX_BIASES_RETOLD:
+        if request.num_inflight_tokens or sampling.logprobs is not None or len(sampling.logit_bias) > MAX_RESENT_BIASES:
             return 0
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
@@ -556,7 +557,7 @@ class Scheduler:
         outcome.counts.forced[request.request_id] = len(forced)
         outcome.counts.num_sampled_tokens += len(forced)
         if reason is None:
-            self._running.tell_again(request)
+            self._running.resend(request)
         else:
             self.end(request, reason, stop_reason)
             outcome.ended.append(request)
@@ -580,7 +581,7 @@ class Scheduler:
         size, is_prefill = self.capacity.block_size, row.query_len > row.samples
         if is_prefill or request.num_computed_tokens // size > row.context_len // size:
             self.kv.publish(request)
-            if is_prefill and request.num_behind == 1:  # its prompt is computed: others may start alike
+            if is_prefill and request.num_behind == 1:  # later prompts may share the prompt's last, partial block
                 self.kv.publish_tail(request)
             if self.capacity.window:
                 self.kv.release_unread(request)

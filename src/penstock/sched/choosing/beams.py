@@ -92,14 +92,14 @@ class Beams:
                 as_sampled = [number for number in own if beams[number].token_ids[-1] == top.token_id]
                 placed[(as_sampled or own)[0]] = carrier
                 if not as_sampled:
-                    self._running.tell_again(carrier)
+                    self._running.resend(carrier)
         return placed
 
     def _fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         self._kv.free(child.request_id)
         self._kv.fork(parent.request_id, child.request_id, num_tokens)
         if child.status is RequestStatus.RUNNING:
-            self._running.tell_again(child)
+            self._running.resend(child)
         else:
             self._running.join(child, is_fork=True)
         progress.fork(child, num_tokens)
