@@ -152,7 +152,7 @@ class TestChildren:
             index.check()
             for other in left:
                 assert index.lookup_child(root_hash(b""), pack([1, other])) == (other, 2)
-        assert not index.goes_on(root_hash(b""))
+        assert not index.has_children(root_hash(b""))
 
     def test_only_the_newest_are_compared(self) -> None:
         index = PrefixIndex()

@@ -1,8 +1,9 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-A freed block with content joins the tail of the list, others the head. Blocks in a group have a list of their own. When the
-ungrouped list is empty, the eviction policy names the group that loses its oldest block. Reused blocks and blocks of
-conversations rest: they count as freed `rest_ns` later. Before all others go blocks that only background requests have held.
+A freed block joins the tail of the list if its content stays cached, else the head. Cached blocks of an eviction group have a
+list of their own. `allocate` takes blocks without content first, then those that only background requests have held, then the
+oldest without a group, then the oldest of the group that the eviction policy names. Blocks of conversations, and blocks that a
+later request found, rest: they count as freed `rest_ns` later.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ class Changes(NamedTuple):
 
 
 class ChangeLog:
-    """Blocks that can be found now and could not at the last `take`, and the reverse. At most two per block of the pool."""
+    """Net changes since the last `take`: hashes that were added, and that were removed. At most two per block of the pool."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
-        """Hash -> whether it can be found now."""
+        """Hash -> True if it was added, False if it was removed."""
 
     def note(self, block_hash: bytes, is_there: bool) -> None:
         if self._changes.pop(block_hash, None) is None:  # else the changes cancel out

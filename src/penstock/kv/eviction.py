@@ -1,6 +1,6 @@
 """Eviction policies: which cached blocks are lost first. A policy knows groups and their sizes, never single blocks.
 
-A cached block belongs to the group of the last request that held it and is not a background one. When blocks without content
+A cached block belongs to the group of the last request that held it, background requests excepted. When blocks without content
 are used up, the policy names a group, whose least recently freed block is evicted.
 """
 

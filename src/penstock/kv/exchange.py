@@ -55,12 +55,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Held blocks for contents that come."""
+    """The blocks held for a prefix whose missing part is being copied in."""
 
     found: Sequence[int]
-    """Blocks of the prefix that are there already."""
+    """Leading blocks of the prefix, which were cached before."""
     block_ids: Sequence[int]
-    """To be filled: the blocks of the prefix that follow."""
+    """Allocated blocks to fill with the next part of the prefix."""
 
 
 class Exchange:
@@ -70,7 +70,7 @@ class Exchange:
         self._pool, self._index, self._take = pool, index, take
 
     def find(self, span: Span) -> list[int]:
-        """Return the blocks of a span that are there, without a gap."""
+        """Return the cached blocks of a span, up to the first that is missing."""
         block_ids = self._index.lookup(span.hashes)
         if span.tail and len(block_ids) == len(span.hashes):
             block_id, num_tokens = self._index.lookup_child(span.last, span.tail)
@@ -79,7 +79,7 @@ class Exchange:
         return block_ids
 
     def offer(self, span: Span) -> list[int]:
-        """Find blocks and hold them. `release` gives them back."""
+        """Hold the cached blocks of a span until `release`, and return them."""
         block_ids = self.find(span)
         for block_id in block_ids:
             self._pool.hold(block_id)
@@ -87,16 +87,16 @@ class Exchange:
         return block_ids
 
     def make_room(self, span: Span) -> Room:
-        """Hold the blocks of a span that are there, and free blocks for the others: at most half of the free ones."""
+        """Hold the cached blocks of a span, and allocate blocks for the others: at most half of the free blocks."""
         found = self.offer(span)
         block_ids = self._take(min(span.num_blocks - len(found), self._pool.num_available // 2))
         self.held.update(block_ids)
         return Room(found, block_ids)
 
     def publish(self, room: Room, span: Span, num_filled: int, *, group: Hashable) -> None:
-        """Add the first `num_filled` blocks of a room to the prefix cache, and give all back.
+        """Add the first `num_filled` allocated blocks of a room to the prefix cache, and release all of its blocks.
 
-        Contents that were cached by other means meanwhile are skipped.
+        Contents that a request computed meanwhile are skipped.
         """
         filled = span.after(len(room.found)).first(num_filled)
         num_whole = len(filled.hashes)
@@ -107,9 +107,9 @@ class Exchange:
         self.release(room.found)
 
     def release(self, block_ids: Sequence[int], group: Hashable = BACKGROUND) -> None:
-        """Give blocks back, to the groups that they had unless `group` says otherwise."""
+        """Release blocks into an eviction group. By default each keeps the group that it had."""
         published = self._index.block_ids
-        for block_id in reversed(block_ids):  # the first last: it is part of the most prefixes
+        for block_id in reversed(block_ids):  # last block first: early blocks are part of more prefixes, and evicted later
             self.held[block_id] -= 1
             if not self.held[block_id]:
                 del self.held[block_id]

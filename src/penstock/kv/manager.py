@@ -67,7 +67,7 @@ class KVManager:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
         self.adapters = AdapterPages(self.pool, self._take)
         self._window = window
-        self._names_content = enable_prefix_caching or tier is not None
+        self._hashes_blocks = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
         """(source, destination) blocks to copy, in order, before the next step."""
         self._is_copying = False
@@ -95,7 +95,7 @@ class KVManager:
         return len(table.block_ids) - table.num_released + len(table.state_block_ids) if table else 0
 
     def num_allocated_blocks(self, request_id: str) -> int:
-        """Return how many blocks the request holds that no other allocated."""
+        """Return how many of the request's blocks it allocated itself."""
         table = self.tables.get(request_id)
         return len(table.block_ids) - max(table.num_found, table.num_released) + len(table.state) if table else 0
 
@@ -124,7 +124,7 @@ class KVManager:
 
     def lookup_prefix(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix of a request, without its last token."""
-        if not self._names_content:
+        if not self._hashes_blocks:
             return NO_HIT
         table = self._table(request)
         # Cached tokens have no logits, so a request that wants its prompt scored computes all of it.
@@ -149,17 +149,17 @@ class KVManager:
         num_needed = num_fresh + hit.num_free_blocks + num_missing + self.num_state_blocks
         if num_needed > self.pool.num_available:
             raise ValueError(f"{num_needed} blocks needed, {self.pool.num_available} available")
-        if not self._names_content:  # nothing is shared or found again
+        if not self._hashes_blocks:  # nothing is shared or found again
             self._pin(table, number, packed)
             table.block_ids = self._take(num_fresh)
             table.state = tuple(self._take(self.num_state_blocks))
             self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
             return tuple(table.block_ids)
-        # A preempted request that finds its own blocks is no sign that others will.
+        # That a preempted request finds its own blocks does not show that others will.
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
         for block_id in (*hit.held, *hit.state):  # first, since the allocations below could take these blocks
             self.pool.hold(block_id, rests=rests)
-        self._pin(table, number, packed)  # for the same reason: it may be in the pool, and in no use
+        self._pin(table, number, packed)  # for the same reason: the blocks of an unused adapter are free
         is_turn = (self.eviction.rest_ns > 0 or self.num_state_blocks > 0) and self.prefix.is_turn(request, hit)
         if self.num_state_blocks:
             self._begin_state(table, request, hit, num_fresh, is_turn=is_turn)
@@ -174,8 +174,8 @@ class KVManager:
         return tuple(table.block_ids)
 
     def _begin_state(self, table: BlockTable, request: Request, hit: PrefixHit, num_others: int, *, is_turn: bool) -> None:
-        """Give a request its state. The saved state that it begins with stays if there is room for both. A conversation's turn
-        takes it over rather than evict cached blocks, since another state follows at its end."""
+        """Give a request blocks for its recurrent state. If too few are free, it takes over those of the saved state it begins
+        with. A conversation's turn also does so to avoid an eviction, since it saves another state at its end."""
         table.source = hit.state
         num_room = self.pool.num_available - (self.pool.num_cached if is_turn else 0)
         is_alone = bool(hit.state) and self.pool.ref_count(hit.state[0]) == 1
@@ -189,7 +189,7 @@ class KVManager:
             self.prefix.promise(table, request)
 
     def save_states(self, request: Request, query_len: int) -> list[StateSave]:
-        """Take blocks for the states that the request's next `query_len` tokens should leave, until the pool is empty."""
+        """Allocate blocks for the states to save within the request's next `query_len` tokens, while the pool has some."""
         if not self.prefix.is_shared:
             return []
         table, begin = self.tables[request.request_id], request.num_computed_tokens
@@ -204,7 +204,7 @@ class KVManager:
                 table.saved_at = position
                 saves.append(StateSave(request.request_id, *table.saves[-1]))
         if end >= table.num_known and table.num_known not in [position for position, _ in table.saves]:
-            self.prefix.promise_no_more(table)
+            self.prefix.withdraw_promise(table)
         return saves
 
     def publish_states(self, request: Request) -> None:
@@ -214,7 +214,7 @@ class KVManager:
         for position, block_ids in saves:
             self.states.put(request, table, position, block_ids, table.group, rests=table.rests)
         if request.num_computed_tokens >= table.num_known:
-            self.prefix.promise_no_more(table)
+            self.prefix.withdraw_promise(table)
         if table.source != table.state:
             self.states.release(table.source, table.group)
             table.source = table.state
@@ -243,7 +243,7 @@ class KVManager:
         """Add the request's full computed blocks to the prefix cache."""
         table = self.tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
-        if not self._names_content:
+        if not self._hashes_blocks:
             return
         if table.num_full > first:
             table.hash_blocks(request, table.num_full, self.block_size)
@@ -310,7 +310,7 @@ class KVManager:
         self._pin(self.tables[child_id], parent.adapter)
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either must call `extend`
 
-    def look_again(self, request_id: str) -> None:
+    def require_extend(self, request_id: str) -> None:
         """Require a call of `extend` before the request writes again."""
         self.num_slots[request_id] = 0
 
@@ -320,8 +320,8 @@ class KVManager:
         if table is None:
             return
         if table.leads:
-            self.prefix.lead_no_more(table)
-        self.prefix.promise_no_more(table)
+            self.prefix.stop_leading(table)
+        self.prefix.withdraw_promise(table)
         self._unpin(table)
         self._give_back_all(table)
         table.block_ids, table.num_found, table.num_full, table.num_released, table.marks = [], 0, 0, 0, set()
@@ -350,8 +350,8 @@ class KVManager:
         if table is None:
             return None
         if table.leads:
-            self.prefix.lead_no_more(table)
-        self.prefix.promise_no_more(table)
+            self.prefix.stop_leading(table)
+        self.prefix.withdraw_promise(table)
         self.num_slots.pop(request_id, None)
         if self.tier is not None:
             self.tier.end_wait(request_id)
@@ -373,7 +373,7 @@ class KVManager:
 
     def _end(self, table: BlockTable) -> None:
         self._unpin(table)
-        if not self._names_content:
+        if not self._hashes_blocks:
             self._give_back_states(table)
             for block_id in reversed(table.held):
                 self.pool.release(block_id, keep=False)
@@ -419,15 +419,15 @@ class KVManager:
         if table is None:
             window = self._window if request.sampling.beams is None else 0
             table = self.tables[request.request_id] = BlockTable(window=window)
-            if self._names_content:
+            if self._hashes_blocks:
                 is_shared, adapter = self.prefix.is_shared, request.adapter
                 table.root = root_hash(request.cache_salt, adapter) if is_shared else private_root_hash(request.request_id)
         return table
 
     def _take(self, count: int, *, spills: bool = True) -> list[int]:
-        """`spills`: what is lost is copied to the tier before the next step. Without a next step in between, it can't be."""
+        """Allocate blocks. `spills`: the tier gets the lost contents before the next step. False for blocks filled earlier."""
         pool = self.pool
-        # First come blocks without content, then those of background requests, which are not worth a slot.
+        # Blocks without content are taken first, then those of background requests. Neither is worth a slot.
         num_lost = pool.num_available - pool.num_cached + pool.group_size(BACKGROUND)
         taken = pool.allocate(count)
         if self.tier is not None and spills:

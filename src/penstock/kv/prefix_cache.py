@@ -30,8 +30,8 @@ MAX_REMEMBERED = 1024
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
 MAX_MARKS = 4
-"""Most positions, beside those of intervals, where a prompt saves its state. Without a limit, the requests that wait for it
-would decide how much memory it takes."""
+"""Most positions, besides regular intervals, at which a prompt saves its state. The limit bounds the memory that requests which
+wait for such states can demand."""
 MIN_AWAITED_TOKENS = 8
 """Least tokens of a prompt's partial block that are worth waiting for."""
 
@@ -50,7 +50,7 @@ class PrefixHit:
     tail_block_id: int = NULL_BLOCK_ID
     """The block to copy if the hit ends inside one."""
     state: tuple[int, ...] = ()
-    """The blocks of the recurrent state at the hit's end, if the model has one of its own. Not in `num_free_blocks`."""
+    """Blocks of the recurrent state at the hit's end, if the model keeps it apart from KV. Not in `num_free_blocks`."""
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -78,9 +78,11 @@ class PrefixCache:
         has_state: bool = False,
         states: SavedStates | None = None,
     ) -> None:
-        """`is_shared`: requests find each other's prefixes; else each finds only its own, loaded back from a tier. Without
-        `shares_parts`, or with `has_state` (see `Capacity`), no hit ends inside a block; with `states`, each ends where one is
-        saved."""
+        """`is_shared`: requests find each other's prefixes. Otherwise each finds only its own, loaded back from a tier.
+
+        Hits end only between blocks without `shares_parts` or with `has_state` (see `Capacity`), and only at saved states with
+        `states`.
+        """
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
         self.promises: dict[bytes, Request] = {}
@@ -164,8 +166,8 @@ class PrefixCache:
     def is_turn(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a request is the latest turn of a conversation, so that its blocks should be kept longer.
 
-        It is in two cases. It names its conversation, and no earlier prompt of that conversation was longer. Or the part of its
-        prompt that is cached reaches the answer to an earlier, shorter prompt.
+        There are two such cases. The request names its conversation, and no earlier prompt of the conversation was longer. Or
+        the cached part of its prompt reaches the answer to an earlier, shorter prompt.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):
@@ -213,7 +215,7 @@ class PrefixCache:
         if not request.is_scored:
             return PrefixStop(PrefixEnd.SCORED, position)
         table = self._tables[request.request_id]
-        has_other_root = self._begin(request)
+        has_other_root = self._note_root(request)
         if self._states is not None and table.num_known - position >= self._states.min_gap:
             return PrefixStop(PrefixEnd.STATE, position)
         position = table.num_known
@@ -228,7 +230,7 @@ class PrefixCache:
         if position > idx * self._block_size:
             differs = self.index.has_more(block_id, position - idx * self._block_size)
         else:
-            differs = position > 0 and self.index.goes_on(table.parent(idx))
+            differs = position > 0 and self.index.has_children(table.parent(idx))
         if differs:
             if self._answer_before(block_id, position) is not None:
                 return PrefixStop(PrefixEnd.ANSWER, position)
@@ -237,8 +239,8 @@ class PrefixCache:
         return PrefixStop(PrefixEnd.SALT if has_other_root and position == 0 else PrefixEnd.UNSEEN, position)
 
     def _num_same_after(self, request: Request, block_id: int, position: int) -> int:
-        """Return how many tokens after `position` a cached prompt has at the same places: in this block, which holds another
-        token there, and in blocks that follow it. A date at the beginning of a prompt leaves many."""
+        """Return how many tokens after `position` are equal in a cached prompt, position by position, in this block and those
+        that follow it. There are many if only a date at the beginning of a prompt differs."""
         size = self._block_size
         start = position - position % size + size
         num_same = self.index.num_equal(block_id, pack(token_slice(request, start - size, start)), position % size)
@@ -252,7 +254,7 @@ class PrefixCache:
             parent, start = self.index.hash_of(block_id), start + size
         return num_same
 
-    def _begin(self, request: Request) -> bool:
+    def _note_root(self, request: Request) -> bool:
         """Record the request's first block. Return whether its tenant last sent these tokens with another salt or adapter."""
         if request.num_prompt_tokens < self._block_size:
             return False
@@ -300,13 +302,13 @@ class PrefixCache:
             return None
         if not all(token_at(leader, idx) == token_at(request, idx) for idx in range(start, stop)):
             return None
-        return Awaited(key, leader) if self._states is None or self._have_saved(leader, request) else None
+        return Awaited(key, leader) if self._states is None or self._mark_for_save(leader, request) else None
 
     def is_coming(self, awaited: Awaited) -> bool:
         return awaited.leader in (self.leaders.get(awaited.key), self.promises.get(awaited.key))
 
-    def _have_saved(self, leader: Request, request: Request) -> bool:
-        """Have a running prefill save the state at the end of what it shares with a request, if that is worth it."""
+    def _mark_for_save(self, leader: Request, request: Request) -> bool:
+        """Have the state saved where the leader's common prefix with a request ends. Return False if that is not worth it."""
         assert self._states is not None, "asked for a model with states"
         table, position = self._tables[leader.request_id], self._num_common(request, leader)
         if position - table.saved_at < self._states.min_gap or (len(table.marks) >= MAX_MARKS and position not in table.marks):
@@ -320,11 +322,11 @@ class PrefixCache:
             key = self._key_of_known(table, request)
             first = self.promises.get(key)
             if first is not None and _takes_over(request, first):
-                self.promise_no_more(self._tables[first.request_id])
+                self.withdraw_promise(self._tables[first.request_id])
             if self.promises.setdefault(key, request) is request:
                 table.promise = key
 
-    def promise_no_more(self, table: BlockTable) -> None:
+    def withdraw_promise(self, table: BlockTable) -> None:
         if table.promise:
             del self.promises[table.promise]
             table.promise = b""
@@ -344,14 +346,14 @@ class PrefixCache:
         if key == table.leads:
             return
         if table.leads:
-            self.lead_no_more(table)
+            self.stop_leading(table)
         first = self.leaders.get(key)
         if first is not None and _takes_over(request, first):
-            self.lead_no_more(self._tables[first.request_id])
+            self.stop_leading(self._tables[first.request_id])
         if key and self.leaders.setdefault(key, request) is request:
             table.leads = key
 
-    def lead_no_more(self, table: BlockTable) -> None:
+    def stop_leading(self, table: BlockTable) -> None:
         del self.leaders[table.leads]
         table.leads = b""
 
@@ -372,7 +374,7 @@ class PrefixIndex:
         """Child key -> the block, or a list with the newest last."""
         self._num_children: dict[bytes, int] = {}
         self.log: ChangeLog | None = None
-        """Is told which hashes come and go. None: nobody reads it."""
+        """Records which hashes are added and removed. None: nobody reads it."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -411,14 +413,14 @@ class PrefixIndex:
     def has_child(self, key: bytes) -> bool:
         return key in self._children
 
-    def goes_on(self, parent: bytes) -> bool:
+    def has_children(self, parent: bytes) -> bool:
         return parent in self._num_children
 
     def has_more(self, block_id: int, num_tokens: int) -> bool:
         return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
 
     def num_equal(self, block_id: int, content: bytes, first: int) -> int:
-        """Return how many tokens from the `first` on the block has in common with `content`, place by place."""
+        """Return at how many positions from `first` on the block has the same token as `content`."""
         own, other = self._contents[block_id][START:], content
         places = range(first * TOKEN_BYTES, min(len(own), len(other)), TOKEN_BYTES)
         return sum(own[at : at + TOKEN_BYTES] == other[at : at + TOKEN_BYTES] for at in places)

@@ -35,8 +35,8 @@ class SavedStates:
         return self._keys.keys()
 
     def find(self, request: Request, table: BlockTable, num_tokens: int) -> tuple[int, tuple[int, ...]]:
-        """Return (position, blocks) of the last state among a request's first `num_tokens` tokens, or (0, ()). The blocks
-        before have been hashed."""
+        """Return (position, blocks) of the last state among a request's first `num_tokens` tokens, or (0, ()). The table must
+        have the hashes of the whole blocks up to there."""
         size, saved, hashes = self._block_size, self._saved, table.hashes
         for idx in range(num_tokens // size, -1, -1) if saved else ():
             parent = hashes[idx - 1] if idx else table.root
@@ -67,7 +67,7 @@ class SavedStates:
         self.release(known, group, rests=rests)
 
     def forget(self, block_ids: tuple[int, ...]) -> None:
-        """Let nobody find a state again."""
+        """Remove a state from the index. Its blocks are not released."""
         parent, tail = self._keys[block_ids[0]]
         del self._saved[parent][tail]
         if not self._saved[parent]:

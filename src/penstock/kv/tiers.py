@@ -56,7 +56,7 @@ class Tier:
         self.is_open = True
         self.load_ns_per_block = 0.0
         self._declined: dict[str, int] = {}
-        """Waiting request -> its blocks that the tier has, and that loading would take longer to bring than computing."""
+        """Waiting request -> number of its blocks in the tier that take longer to load than to compute."""
         self._num_declined = 0
         self._may_probe = False
         """A closed tier may take one block, to see whether writing works."""
@@ -137,7 +137,7 @@ class Tier:
 
     def _is_cheap(self, compute_ns_per_block: float) -> bool:
         if compute_ns_per_block and self.load_ns_per_block > compute_ns_per_block:
-            self.load_ns_per_block *= 0.98  # so that a load is tried again some day
+            self.load_ns_per_block *= 0.98  # decays, so that a load is tried again some day
             return False
         return True
 

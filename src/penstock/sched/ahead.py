@@ -35,7 +35,7 @@ class Ahead:
         self._assumed, ending = progress.assume(self._running)
         num_missing_blocks = self._num_missing_blocks()
         for request in ending:
-            self._kv.look_again(request.request_id)  # so that `Extending` sees that it has nothing to compute
+            self._kv.require_extend(request.request_id)  # so that `Extending` sees that it has nothing to compute
             if not request.background:
                 self._order.left(request)  # the request gets no more rows
         if num_missing_blocks > self._kv.pool.num_available:

@@ -39,7 +39,7 @@ class Beams:
         """Note that a beam's request has computed all its tokens. Call this after its blocks are published."""
         group = self._groups.by_id[request.request_id]
         (group.tops[request.request_id],) = result.logprobs[request.request_id]
-        self._kv.look_again(request.request_id)
+        self._kv.require_extend(request.request_id)
         if group.num_running < len(group.carriers):
             self._unfold(group)
         if len(group.tops) == len(group.carriers):
