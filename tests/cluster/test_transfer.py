@@ -81,8 +81,8 @@ def expected(request: Request) -> tuple[int, ...]:
 
 def settled(engine: Engine) -> None:
     kv = engine._core.scheduler.kv
-    wait_until(lambda: not engine._books.read(lambda: kv.exchange.held))
-    engine._books.read(lambda: check(kv))
+    wait_until(lambda: not engine._core_lock.read(lambda: kv.exchange.held))
+    engine._core_lock.read(lambda: check(kv))
 
 
 def serve(blocks: Blocks | None, host: str = "127.0.0.1", secret: bytes = SECRET) -> tuple[BlockServer, Source]:
@@ -264,7 +264,7 @@ def test_a_request_goes_on_when_blocks_are_given_back(rigs: tuple[Rig, Rig]) -> 
         exchange.held.update(taken)
         return taken
 
-    held = engine._books.read(hold_all)
+    held = engine._core_lock.read(hold_all)
     request = make_request("second", 380, max_tokens=16)
     engine.submit(request)
     wait_until(lambda: engine._core.num_waiting == 1)

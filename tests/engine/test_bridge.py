@@ -105,13 +105,13 @@ async def test_what_a_slow_reader_has_not_taken_is_few_objects(bridge):
 
 async def test_one_hop_carries_everything_that_waits(bridge):
     with bridge.open([make_request()]) as stream:
-        hops, wake = [], bridge._hop.wake
+        hops, wake = [], bridge._wakeup.wake
 
         def count():
             hops.append(1)
             wake()
 
-        bridge._hop.wake = count
+        bridge._wakeup.wake = count
         deliver_from_thread(bridge, [[chunk()]] * 10)
         await stream.next_chunks()
     assert len(hops) == 1
@@ -121,11 +121,11 @@ def test_a_late_delivery_for_a_loop_that_is_gone_does_not_silence_the_next(bridg
     async def leave_early():
         async for _ in aiter_first(bridge):
             pass
-        return bridge._hop
+        return bridge._wakeup
 
     async def read():
         with bridge.open([make_request("later")]) as stream:
-            gone.is_due = True  # what the engine's thread does that looked the hop up before the loop changed
+            gone.is_pending = True  # what the engine's thread does that looked the wake-up up before the loop changed
             deliver_from_thread(bridge, [[chunk("later")]])
             return await asyncio.wait_for(stream.next_chunks(), 5)
 

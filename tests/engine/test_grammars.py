@@ -9,7 +9,7 @@ from threading import Event, Thread
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.engine.books import Abandoned
+from penstock.engine.core_lock import Abandoned
 from penstock.engine.following import BROKEN
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk

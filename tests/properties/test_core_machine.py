@@ -197,7 +197,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def apply(self, *commands: Command) -> None:
         """Apply commands after telling what was sampled before, as the stepper does."""
-        self.stepper.tell_untold()
+        self.stepper.report_pending()
         self.record(self.core.apply(commands, self.now_ns))
 
     def collect(self, ticket: Ticket) -> StepResult:

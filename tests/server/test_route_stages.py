@@ -324,7 +324,7 @@ async def nothing_stays(house: House, app: Any) -> None:
         await until(lambda one=one: one.engine.load().num_running + one.engine.load().num_waiting == 0)
         await until(lambda one=one: one.bridge.num_open_requests == 0)
         await until(lambda one=one: one.engine.load().num_blocks_held == 0)
-        one.engine._books.read(one.engine._core.check)
+        one.engine._core_lock.read(one.engine._core.check)
     await until(lambda: not house.gate.has_waiting)
     for one in app.state.upstreams:
         await until(lambda one=one: one._num_open == 0)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.books import Books
+from penstock.engine.core_lock import CoreLock
 from penstock.engine.ports import BlockMemory
 from penstock.kv.block_table import root_hash
 from penstock.kv.eviction import group_of
@@ -31,16 +31,16 @@ class Wanted:
 
 
 class Blocks:
-    """For other threads than the engine's. Methods may wait, and raise TimeoutError."""
+    """Lets other threads than the engine's copy cached blocks. Methods may wait, and raise TimeoutError."""
 
-    def __init__(self, scheduler: Scheduler, memory: BlockMemory | None, books: Books, wake: Callable[[], None]) -> None:
+    def __init__(self, scheduler: Scheduler, memory: BlockMemory | None, core_lock: CoreLock, wake: Callable[[], None]) -> None:
         """`wake` wakes the engine: requests may wait for blocks that are given back."""
         kv = scheduler.kv
-        # Blocks that come from a tier are published before their contents are written.
+        # Not with a tier, which publishes blocks before their contents are written.
         self.memory = memory if kv.prefix.shares_parts and kv.tier is None else None
         """None: these blocks can't be exchanged, or the engine has ended."""
         self.block_size = kv.block_size
-        self._scheduler, self._exchange, self._books, self._wake = scheduler, kv.exchange, books, wake
+        self._scheduler, self._exchange, self._core_lock, self._wake = scheduler, kv.exchange, core_lock, wake
 
     @property
     def compute_ns_per_block(self) -> float:
@@ -51,13 +51,13 @@ class Blocks:
         """Return the first tokens of a prompt, as blocks. `has_tail`: also those that fill only a part of a block."""
         token_ids = request.prompt_token_ids[: min(num_tokens, request.num_tokens - 1)]  # the last one is always computed
         span = Span.of(root_hash(request.cache_salt, request.adapter), token_ids, self.block_size, has_tail=has_tail)
-        num_found = self._books.read(lambda: len(self._exchange.find(span)))
+        num_found = self._core_lock.read(lambda: len(self._exchange.find(span)))
         return Wanted(span, num_found, group_of(self._scheduler.kv.eviction, request))
 
     def offer(self, span: Span, request_id: str = "") -> list[int]:
-        """Hold the blocks of a span that are there, so that their contents stay. `release` gives them back.
+        """Hold the cached blocks of a span until `release`, so that their contents stay. Return them.
 
-        `request_id`: a request that may still run, and whose last block the span ends in.
+        `request_id`: a request, perhaps still running, in whose last block the span ends.
         """
 
         def offer() -> list[int]:
@@ -66,28 +66,28 @@ class Blocks:
                 self._scheduler.kv.publish_tail(request)
             return self._exchange.offer(span)
 
-        return self._books.read(offer)
+        return self._core_lock.read(offer)
 
     def release(self, block_ids: Sequence[int]) -> None:
         self._settle(lambda: self._exchange.release(block_ids))
 
     def make_room(self, wanted: Wanted, num_blocks: int) -> Room:
-        """Hold blocks for the first missing ones, at most `num_blocks`. `publish` gives them back."""
+        """Allocate blocks for the first missing ones, at most `num_blocks`, and hold them until `publish`."""
         span = wanted.span.first(wanted.num_found + num_blocks)
-        return self._books.read(lambda: self._exchange.make_room(span))
+        return self._core_lock.read(lambda: self._exchange.make_room(span))
 
     def publish(self, room: Room, wanted: Wanted, num_filled: int) -> None:
-        """Let requests find the first `num_filled` blocks of a room."""
+        """Add the first `num_filled` blocks of a room to the prefix cache, and release all of its blocks."""
         self._settle(lambda: self._exchange.publish(room, wanted.span, num_filled, group=wanted.group))
 
     def close(self) -> None:
-        """Note that the engine has ended. Its memory stays for those who use it now."""
+        """Note that the engine has ended. Threads that are copying now may finish."""
         self.memory = None
 
     def _settle(self, give_back: Callable[[], None]) -> None:
-        """Give blocks back, however long the engine keeps its books."""
+        """Release blocks, however long the engine holds its lock. Once the engine has ended, do nothing."""
         while self.memory is not None:
             with contextlib.suppress(TimeoutError):
-                self._books.read(give_back)
+                self._core_lock.read(give_back)
                 self._wake()
                 return

@@ -65,11 +65,12 @@ class ChunkReader(Protocol):
     def flush(self) -> None: ...
 
 
-class _Hop:
-    """Wakes one event loop from the engine thread. `is_due` while a wake-up is pending."""
+class _Wakeup:
+    """Wakes one event loop from the engine thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Hop], None]) -> None:
-        self.is_due = False
+    def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Wakeup], None]) -> None:
+        self.is_pending = False
+        """A wake-up was requested, and the event loop has not run yet."""
         self.wake = make_waker(loop, partial(dispatch, self))
 
     def close(self) -> None:
@@ -86,10 +87,10 @@ class Bridge:
         self._is_detached = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: dict[str, ChunkReader] = {}
-        self._hop: _Hop | None = None
+        self._wakeup: _Wakeup | None = None
         self._deliveries: list[list[OutputChunk]] = []
         self._lock = threading.Lock()
-        """Guards the hop, its `is_due` and the deliveries: without it, a delivery could be neither read nor followed by a
+        """Guards the wake-up, its `is_pending` and the deliveries. Without it, a delivery could be left without a
         wake-up."""
 
     def attach(self, engine: EnginePort) -> None:
@@ -99,9 +100,9 @@ class Bridge:
         """Drop the references to engine and loop, so that both are freed at once. Thread-safe."""
         with self._lock:
             self._is_detached, self._engine = True, None
-            hop, self._hop = self._hop, None
-        if hop is not None:
-            hop.close()
+            wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:
+            wakeup.close()
 
     @property
     def num_open_requests(self) -> int:
@@ -125,7 +126,7 @@ class Bridge:
         for request in requests:
             assert request.request_id not in self._readers, f"request id {request.request_id!r} is in use"
         engine.submit(*requests)
-        # Not too late: this event loop dispatches their chunks, and it is busy here.
+        # Not too late: chunks are dispatched by this event loop, which is running this function.
         self._readers.update({request.request_id: reader for request in requests})
 
     def abort(self, request_id: str, detail: str) -> None:
@@ -136,12 +137,12 @@ class Bridge:
         """Queue chunks and wake the event loop, unless a wake-up is pending. The engine's thread calls this as its sink."""
         with self._lock:
             self._deliveries.append(chunks)
-            hop = self._hop
-            if hop is None or hop.is_due:
+            wakeup = self._wakeup
+            if wakeup is None or wakeup.is_pending:
                 return
-            hop.is_due = True
+            wakeup.is_pending = True
         try:
-            hop.wake()
+            wakeup.wake()
         except RuntimeError:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
@@ -159,11 +160,11 @@ class Bridge:
                 raise _gone()
             self._deliveries.clear()
             self._loop = loop
-            self._hop = _Hop(loop, self._dispatch)
+            self._wakeup = _Wakeup(loop, self._dispatch)
 
-    def _dispatch(self, hop: _Hop) -> None:
+    def _dispatch(self, wakeup: _Wakeup) -> None:
         with self._lock:
-            hop.is_due = False
+            wakeup.is_pending = False
             deliveries, self._deliveries = self._deliveries, []
         readers = self._readers
         touched: dict[ChunkReader, None] = {}

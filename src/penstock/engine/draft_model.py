@@ -1,4 +1,4 @@
-"""A small model that guesses how the answers of a large one go on. It has an executor and KV blocks of its own.
+"""A draft model for speculative decoding. It has an executor and KV blocks of its own.
 
 Its steps run in their own thread. If a step fails or hangs, the engine continues without the model's guesses. Called by the
 engine's thread.
@@ -35,7 +35,7 @@ class _Row:
     num_read: int = 0
     """Tokens of the request with KV in the blocks."""
     tail: list[int] = field(default_factory=list)
-    """Own guesses with KV after those. Some may turn out to be the request's tokens."""
+    """Guesses with KV after those tokens. The large model may accept some of them."""
     guess: int = -1
     """The newest guess, which has no KV yet."""
 
@@ -51,7 +51,7 @@ class DraftModel:
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         """Least recently drafted first."""
         self._num_in_use = 0
-        """How many rows, from the end of `_rows`, the last `read` was for."""
+        """Number of rows in the last `read`, which are the last ones of `_rows` and are not evicted."""
         self._known: set[str] = set()
         """Requests that the executor knows."""
         self._num_steps = 0
@@ -110,7 +110,7 @@ class DraftModel:
         return self._thread.is_alive()
 
     def close(self) -> bool:
-        """End the thread and close the executor. Return False if a step has not ended, which keeps both."""
+        """End the thread and close the executor. Return False, and leave both, if a step is still running."""
         self._is_on = False
         self._plans.put(None)
         self._thread.join(1.0)
@@ -120,7 +120,7 @@ class DraftModel:
         return True
 
     def _has_blocks(self, row: _Row, num_tokens: int) -> bool:
-        """Take blocks for a row's first `num_tokens` tokens, if need be from rows that were not read last."""
+        """Allocate blocks for a row's first `num_tokens` tokens. If needed, evict rows that the last `read` did not use."""
         num_missing = -(-num_tokens // self._capacity.block_size) - len(row.block_ids)
         while len(self._rows) > self._num_in_use:
             if num_missing <= len(self._free) and len(self._rows) <= self._capacity.max_rows:

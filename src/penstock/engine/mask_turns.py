@@ -77,8 +77,10 @@ class MaskTurns:
         self.sitting_out_alone.discard(request_id)
 
     def forgive(self, request_ids: Iterable[str]) -> None:
-        """Cancel the mask time that tenants owe, before a step in which all rows have slow masks: no other request waits for
-        them."""
+        """Reduce the mask time that tenants owe by the least that a row's tenant owes, which is 0 if a row has no slow masks.
+
+        If all rows have slow masks, none would get its token sooner if others sat out.
+        """
         rows = [self._rows.get(request_id) for request_id in request_ids]
         owed_ns = min([-self._left_ns.get(row.tenant, 0) if row is not None and row.is_slow else 0 for row in rows])
         if owed_ns > 0:
@@ -87,7 +89,7 @@ class MaskTurns:
     def settle(self, now_ns: int, step_ns: int, num_rows: int, running: Container[str], *, is_beside: bool) -> None:
         """Charge the masks of a step, and choose the requests that sit out the next one.
 
-        `is_beside`: a device computes meanwhile, and hides a third of a step.
+        `is_beside`: a device computes while masks are made, which hides their time up to a third of a step.
         """
         spent_ns = self._charge(step_ns // (_QUICK_SHARE * num_rows), step_ns // 3 if is_beside else 0)
         passed_ns, self._settled_ns = now_ns - self._settled_ns, now_ns

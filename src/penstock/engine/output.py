@@ -67,7 +67,7 @@ class OutputStage:
                     continue
                 stream = streams[event.request_id] = self._open(request)
             try:
-                if stream.is_under_way and event.finish_reason is None:  # like nearly all, so with as few calls as can be
+                if stream.is_under_way and event.finish_reason is None:  # nearly all events: few calls on this path
                     add_chunk(stream.go_on(event, gaps_ns if stream.is_timed else []))
                     continue
                 if event.token_ids:
@@ -221,7 +221,7 @@ class _Stream:
         return chunk
 
     def _open(self) -> None:
-        # Not in __init__: if this fails it must end this request only.
+        # Not in __init__: a failure here must end this request only.
         sampling = self._request.sampling
         self._detokenizer = self._make_detokenizer(sampling.skip_special_tokens)
         if sampling.stop:

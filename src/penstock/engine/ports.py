@@ -40,9 +40,9 @@ class BlockMover(Protocol):
 
 
 class BlockMemory(Protocol):
-    """An executor's blocks, to be read and filled by any thread while a step runs. No step may use a block that is filled.
+    """An executor's blocks, which any thread may read and fill while steps run. No step may use a block while it is filled.
 
-    An executor that has it has an attribute `block_memory`. Contents are those of `BlockMover`.
+    Executors that support this have an attribute `block_memory`. Contents have the format of `BlockMover`.
     """
 
     @property
@@ -67,9 +67,9 @@ class Executor(BlockMover, Protocol):
 
     With a depth of 2 the next step is submitted while one is in flight, that is, submitted and not collected:
 
-        - A row may go on from a token that the step in flight samples: the executor has it, the plan does not.
+        - A row may continue from a token that the step in flight samples. The plan lacks that token, the executor has it.
         - A row of the step in flight may fail, or its request may end: its row in the next step is computed and ignored.
-        - No block changes hands, and no content is moved, while a step in flight has a row with that block.
+        - A block is not reallocated, copied, read or filled while a row of a step in flight uses it.
     """
 
     @property
@@ -95,7 +95,7 @@ class Executor(BlockMover, Protocol):
         ...
 
     def drop_adapter(self, number: int) -> None:
-        """Forget a placed adapter; others are ignored. The next step releases rows that use it."""
+        """Forget an adapter, if it is placed. The next step releases rows that use it."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:

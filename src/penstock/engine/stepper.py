@@ -71,8 +71,8 @@ class Stepper:
         self._flights: deque[StepInFlight] = deque()
         self._finishing: StepInFlight | None = None
         """The step that is being collected and reported."""
-        self._untold: tuple[list[TokenEvent], int] = [], 0
-        """Events that wait to be reported, and when they were known."""
+        self._unreported: tuple[list[TokenEvent], int] = [], 0
+        """Events that are not yet reported, and when they were known."""
         self._output_ns = 0
         """Time taken to report events since the last `finish`."""
 
@@ -105,7 +105,7 @@ class Stepper:
         try:
             return self._begin(commands)
         finally:
-            self.tell_untold()
+            self.report_pending()
 
     def _begin(self, commands: Sequence[Command]) -> StepPlan | None:
         core, transfers = self._core, self._transfers
@@ -114,8 +114,8 @@ class Stepper:
         now_ns, output_ns = self._clock.now_ns(), self._output_ns
         if events := core.apply(commands, now_ns):
             # Reported before planning, so that a request which ends by its text gets no row.
-            self._untold = self._untold[0] + events, now_ns
-            self.tell_untold()
+            self._unreported = self._unreported[0] + events, now_ns
+            self.report_pending()
         plan = core.begin(now_ns)
         if transfers is not None:
             transfers.depart()
@@ -158,25 +158,25 @@ class Stepper:
         parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.followed_ns}
         if flight.drafting_ns is not None:
             parts_ns["draft"] = flight.drafting_ns
-        self._untold = events, now_ns
+        self._unreported = events, now_ns
         if core.following or self._awaits_masks:
             try:
                 self._restrict()  # before making text, since the device may already wait for masks
             except ExecutorFailure:
-                self.tell_untold()  # these events are of the step before, which succeeded
+                self.report_pending()  # these events are of the step before, which succeeded
                 raise
             core.settle_grammars(is_beside=bool(self._flights))
             parts_ns["grammar"] = clock.now_ns() - committed_ns + core.followed_ns + flight.masks_ns
         if self._flights or not core.following:
-            self.tell_untold()
+            self.report_pending()
         parts_ns["output"], self._output_ns = self._output_ns, 0
         self._turn_observer.on_turn(parts_ns)
         self._finishing = None
         return flight.plan
 
-    def tell_untold(self) -> None:
+    def report_pending(self) -> None:
         """Report events held back until the next step began. Also called after a turn that failed."""
-        (events, now_ns), self._untold = self._untold, ([], 0)
+        (events, now_ns), self._unreported = self._unreported, ([], 0)
         if events:
             began_ns = self._clock.now_ns()
             self._tell(events, now_ns)

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 from penstock.clock import Clock
 from penstock.engine.blocks import Blocks
-from penstock.engine.books import Abandoned, Books, WatchedExecutor
 from penstock.engine.core import EngineCore
+from penstock.engine.core_lock import Abandoned, CoreLock, WatchedExecutor
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import SHUTTING_DOWN, Outbox
 from penstock.engine.output import OutputStage
@@ -64,12 +64,12 @@ class Engine:
         self._clock = clock
         self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
-        self._books = Books(clock)
+        self._core_lock = CoreLock(clock)
         self._inbox = Inbox(clock)
         core.scheduler.adapters.listen(self._inbox.nudge)
         self._outbox = Outbox(sink, observer or NullObserver())
-        self.blocks = Blocks(core.scheduler, getattr(executor, "block_memory", None), self._books, self._inbox.nudge)
-        watched = WatchedExecutor(executor, self._books)
+        self.blocks = Blocks(core.scheduler, getattr(executor, "block_memory", None), self._core_lock, self._inbox.nudge)
+        watched = WatchedExecutor(executor, self._core_lock)
         self._transfers = make_transfers(watched, self._inbox.nudge)
         self._stepper = Stepper(
             core,
@@ -176,11 +176,11 @@ class Engine:
 
     def step_age_ns(self) -> int:
         """Return how long the engine has been waiting for the executor, or 0."""
-        return self._books.waiting_ns()
+        return self._core_lock.waiting_ns()
 
     def abandon(self) -> bool:
         """End every request with ERROR, since the executor hangs. Return False if the executor has just returned."""
-        with self._books.abandon() as is_abandoned:
+        with self._core_lock.abandon() as is_abandoned:
             if is_abandoned:
                 _logger.critical("step %s does not come back; plans in flight: %s", self._step_ids(), self._plans())
                 self._end_all(ENGINE_STUCK)
@@ -197,14 +197,14 @@ class Engine:
         """Return every KV block with its state and owner. O(blocks). May wait, so not for an event loop. Raises
         TimeoutError."""
         scheduler = self._core.scheduler
-        return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
+        return self._core_lock.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
         """Return the share of token positions in held KV blocks that are empty. After a timeout, return the last known share.
         O(requests)."""
         scheduler = self._core.scheduler
         with suppress(TimeoutError):
-            self._last_waste = self._books.read(lambda: waste_ratio(scheduler.kv, scheduler.running.values()))
+            self._last_waste = self._core_lock.read(lambda: waste_ratio(scheduler.kv, scheduler.running.values()))
         return self._last_waste
 
     # For the engine thread, or for a driver that has no thread.
@@ -214,7 +214,7 @@ class Engine:
         commands = self._inbox.poll()
         for request in _added(commands):
             self._output.add(request)
-        with self._books:
+        with self._core_lock:
             begun, finished = self._stepper.turn(commands)
         if begun is not None:
             self._is_verified = False
@@ -237,7 +237,7 @@ class Engine:
         return self._state is EngineState.DRAINING and not self._is_held and self._inbox.is_empty and not has_work
 
     def _idle(self) -> None:
-        if self._is_done():  # The drain may have been polled by the turn just made; nothing else would wake us.
+        if self._is_done():  # The last turn may have polled the drain command. Then no other command would end the wait below.
             return
         now_ns = self._clock.now_ns()
         if self._is_verified or self._idle_check_ns is None or self._core.has_work:
@@ -246,7 +246,7 @@ class Engine:
         # The check waits for a quiet moment: with one client at a time, the engine is idle after every request.
         self._inbox.wait(now_ns + self._idle_check_ns)
         if self._inbox.is_empty:
-            with self._books:
+            with self._core_lock:
                 self._core.check()
             self._is_verified = True
 
@@ -255,7 +255,7 @@ class Engine:
         ended: Sequence[TokenEvent] = ()
         try:
             if output.commands:
-                # Before delivery: a client with its whole answer must find it counted, and its place free.
+                # Before delivery: when a client has its whole answer, the request must be counted and its row free.
                 ended = self._core.apply(output.commands, now_ns)
         finally:
             self._outbox.deliver(output.chunks)
@@ -272,14 +272,14 @@ class Engine:
 
     def _stop(self) -> None:
         if self._transfers is not None:
-            with self._books:
+            with self._core_lock:
                 self._transfers.keep(CLOSE_TIMEOUT_S)
         self._refuse(_added(self._inbox.close()))
         self._move_to(EngineState.STOPPED)
 
     def _fail(self) -> None:
         _logger.critical("the engine failed; plans in flight: %s", self._plans(), exc_info=True)
-        with self._books:
+        with self._core_lock:
             self._end_all(ENGINE_FAILED)
         if self._on_failed is not None:
             self._on_failed()
@@ -288,7 +288,7 @@ class Engine:
         self._move_to(EngineState.FAILED)
         late = _added(self._inbox.close())
         try:
-            self._stepper.tell_untold()
+            self._stepper.report_pending()
         except Exception:
             _logger.exception("the last step before the failure was not told")
         chunks = [*self._fail_core(detail), *self._output.fail_all(detail, self._clock.now_ns())]

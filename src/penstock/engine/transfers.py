@@ -132,6 +132,7 @@ class Transfers:
     # For the engine thread.
 
     def arrive(self) -> None:
+        """Take over copies that have ended: place loaded blocks in the pool, and free the staging buffers."""
         if self._retry_ns is not None and self._clock.now_ns() >= self._retry_ns:
             self._retry_ns = self._clock.now_ns() + RETRY_NS
             self._tier.probe()

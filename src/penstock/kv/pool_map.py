@@ -1,6 +1,6 @@
 """A map of the KV pool: each block's state and owner.
 
-The caller must hold the engine's lock (`engine/books.py`), so that the pool does not change meanwhile.
+The caller must hold the engine's lock (`engine/core_lock.py`), so that the pool does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     tables = [*(manager.tables[request.request_id] for request in requests), *(table for _, table in fenced)]
     holdings = [(*table.block_ids, *table.state_block_ids) for table in tables]
     ref_counts, is_kept = manager.pool.snapshot()
-    # A state, or the index of a block's one owner.
+    # By block: its state, or the index of its only owner.
     codes: list[BlockState | int] = [BlockState.CACHED if kept else BlockState.FREE for kept in is_kept]
     for idx, block_ids in enumerate(holdings):
         for block_id in block_ids:

@@ -1,6 +1,6 @@
-"""The lock on the engine core, called the books. The engine thread releases it while the executor computes.
+"""The lock on the engine core. The engine thread releases it while the executor computes.
 
-Meanwhile another thread may read more of the core than its published snapshot.
+Another thread can take it then, to read more of the core than its published snapshot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Abandoned(Exception):
     """The executor returned after the engine had ended all requests."""
 
 
-class Books:
+class CoreLock:
     """The lock on the engine core. The engine thread holds it except while the executor computes."""
 
     def __init__(self, clock: Clock) -> None:
@@ -46,12 +46,12 @@ class Books:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def let_go(self) -> None:
+    def enter_executor(self) -> None:
         self._inside_since_ns = self._clock.now_ns()
         self._lock.release()
 
-    def take_back(self) -> None:
-        """Take the lock again after an executor call. Raises `Abandoned` if `abandon` ended the requests meanwhile."""
+    def leave_executor(self) -> None:
+        """Take the lock again after a call of the executor. Raises `Abandoned` if `abandon` ended the requests meanwhile."""
         self.__enter__()
         self._inside_since_ns = None
         if self._is_abandoned:
@@ -71,9 +71,9 @@ class Books:
             raise TimeoutError("other readers keep the books of the engine")
         try:
             self._are_wanted = True
-            has_books = self._lock.acquire(timeout=READ_TIMEOUT_S)
+            has_lock = self._lock.acquire(timeout=READ_TIMEOUT_S)
             self._are_wanted = False
-            if not has_books:
+            if not has_lock:
                 raise TimeoutError("the engine thread keeps its books")
             try:
                 return look()
@@ -100,9 +100,9 @@ class Books:
 class WatchedExecutor:
     """An executor that releases the lock during every call except `drop_adapter` and `close`."""
 
-    def __init__(self, executor: Executor, books: Books) -> None:
+    def __init__(self, executor: Executor, core_lock: CoreLock) -> None:
         self._executor = executor
-        self._books = books
+        self._core_lock = core_lock
 
     @property
     def depth(self) -> int:
@@ -148,8 +148,8 @@ class WatchedExecutor:
         self._executor.close()
 
     def _inside(self, call: Callable[..., T], *arguments: object) -> T:
-        self._books.let_go()
+        self._core_lock.enter_executor()
         try:
             return call(*arguments)
         finally:
-            self._books.take_back()
+            self._core_lock.leave_executor()

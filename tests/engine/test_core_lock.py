@@ -1,4 +1,4 @@
-"""The books: another thread reads the core whole, whatever the engine does, and takes it from an engine that hangs."""
+"""The core lock: another thread reads a consistent core, whatever the engine does, and takes it from a hung engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from penstock.clock import VirtualClock, WallClock
-from penstock.engine import books as books_module
-from penstock.engine.books import Abandoned, Books, WatchedExecutor
+from penstock.engine import core_lock as core_lock_module
+from penstock.engine.core_lock import Abandoned, CoreLock, WatchedExecutor
 from penstock.engine.ports import NullObserver
 from penstock.engine.state import EngineState
 from penstock.kv.pool_map import BlockState
@@ -45,20 +45,20 @@ def test_a_device_that_hangs_while_contents_move_is_noticed_and_can_be_given_up(
 
     def look() -> None:
         clock.advance(5)
-        waited_ns.append(books.waiting_ns())
+        waited_ns.append(core_lock.waiting_ns())
 
     def give_up() -> None:
-        with books.abandon() as is_abandoned:
+        with core_lock.abandon() as is_abandoned:
             assert is_abandoned
 
-    executor, books = Slow(look), Books(clock)
-    watched = WatchedExecutor(executor, books)
-    with books:
+    executor, core_lock = Slow(look), CoreLock(clock)
+    watched = WatchedExecutor(executor, core_lock)
+    with core_lock:
         getattr(watched, name)(*MOVES[name])
         assert waited_ns == [5]
         clock.advance(5)
-        assert books.waiting_ns() == 0
-        with books.abandon() as is_abandoned:
+        assert core_lock.waiting_ns() == 0
+        with core_lock.abandon() as is_abandoned:
             assert not is_abandoned, "it is not inside the executor"
         executor.meanwhile = give_up
         with pytest.raises(Abandoned):
@@ -67,45 +67,45 @@ def test_a_device_that_hangs_while_contents_move_is_noticed_and_can_be_given_up(
 
 def test_a_failure_of_an_executor_that_was_given_up_is_none() -> None:
     def fail() -> None:
-        with books.abandon():
+        with core_lock.abandon():
             pass
         raise OSError("the device is gone")
 
-    books = Books(VirtualClock())
-    watched = WatchedExecutor(Slow(fail), books)
-    with books, pytest.raises(Abandoned):
+    core_lock = CoreLock(VirtualClock())
+    watched = WatchedExecutor(Slow(fail), core_lock)
+    with core_lock, pytest.raises(Abandoned):
         watched.copy_blocks([(1, 2)])
 
 
 def test_a_reader_gets_in_between_steps_that_follow_each_other_at_once() -> None:
-    """A thread that takes the books again and again without a pause lets a reader in at its next turn."""
-    books, is_over, num_turns = Books(WallClock()), threading.Event(), [0]
+    """A thread that takes the lock again and again without a pause lets a reader in at its next turn."""
+    core_lock, is_over, num_turns = CoreLock(WallClock()), threading.Event(), [0]
 
     def work() -> None:
         while not is_over.is_set():
-            with books:
+            with core_lock:
                 num_turns[0] += 1
 
     worker = threading.Thread(target=work)
     worker.start()
     try:
         for _ in range(200):
-            seen = books.read(lambda: (num_turns[0], [num_turns[0] for _ in range(50)]))
-            assert set(seen[1]) == {seen[0]}, "the worker worked while the books were read"
+            seen = core_lock.read(lambda: (num_turns[0], [num_turns[0] for _ in range(50)]))
+            assert set(seen[1]) == {seen[0]}, "the worker worked while the core was read"
     finally:
         is_over.set()
         worker.join(TIMEOUT_S)
 
 
 def test_a_reader_waits_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books_module, "READ_TIMEOUT_S", 0.01)
-    books = Books(WallClock())
-    with books, pytest.raises(TimeoutError, match="engine thread"):
-        books.read(lambda: None)
-    assert books.read(lambda: 7) == 7, "it can be tried again"
+    monkeypatch.setattr(core_lock_module, "READ_TIMEOUT_S", 0.01)
+    core_lock = CoreLock(WallClock())
+    with core_lock, pytest.raises(TimeoutError, match="engine thread"):
+        core_lock.read(lambda: None)
+    assert core_lock.read(lambda: 7) == 7, "it can be tried again"
 
 
-# The engine's books
+# The engine's lock
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_the_pool_of_an_engine_that_failed_or_hangs_is_drawn(rigs) -> None:
 
 
 def test_while_a_step_is_committed_others_see_the_state_before_it_and_readers_wait(rigs, monkeypatch) -> None:
-    """Four requests end in one step. In the midst of it two are counted as ended in the books, and in no reading."""
+    """Four requests end in one step. In the midst of it two are counted as ended in the core, and in no reading."""
     seen: list[tuple[int, int, int]] = []
 
     class Looks(NullObserver):
@@ -177,7 +177,7 @@ def test_while_a_step_is_committed_others_see_the_state_before_it_and_readers_wa
             with pytest.raises(TimeoutError):
                 rig.engine.pool_map()
 
-    monkeypatch.setattr(books_module, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(core_lock_module, "READ_TIMEOUT_S", 0.01)
     rig = rigs(HashExecutor(TINY), core=make_core(TINY, observer=Looks()), clock=VirtualClock())
     for idx in range(4):
         rig.engine.submit(make_request(f"r{idx}", [idx] * 3, max_tokens=1 + (idx > 1)))
