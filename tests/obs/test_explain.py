@@ -450,7 +450,7 @@ class TestCallsOfTexts:
         assert not self.journal._watched
         assert not self.journal._calls
         assert not self.journal._unwatched
-        assert not self.journal._voices
+        assert not self.journal._lives_by_call
 
 
 class TestPrefixes:

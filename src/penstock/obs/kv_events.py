@@ -84,7 +84,7 @@ class Publisher:
         self._thread.start()
 
     def _bound(self, kind: int, host: str, port: int, num_waiting: int) -> zmq.Socket[bytes]:
-        """`num_waiting`: messages that wait for one reader; more are dropped."""
+        """Return a bound socket that queues at most `num_waiting` messages for one reader, and drops more."""
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, CLOSE_MS)
         socket.set(zmq.SNDHWM, num_waiting)

@@ -124,7 +124,7 @@ class Metrics:
         self.request_ns: Counter[str] = Counter(queue=0, prefill=0, decode=0)
         """Time of requests that ended, by part. The sum is that of `e2e_ns`."""
         self.wait_ns: Counter[str] = Counter(dict.fromkeys((*WaitTimes._fields, NO_WAIT, *filter(None, REASONS)), 0))
-        """Time of first tokens in the queue, by what the queue lacked. The sum is that of `queue_ns`."""
+        """Queue time of requests that got a first token, by what the queue lacked. The sum is that of `queue_ns`."""
         self._waits = Waits()
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0

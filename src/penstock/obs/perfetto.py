@@ -46,7 +46,7 @@ class Tracks:
         yield from _step(stats)
         for row in stats.rows:
             has_waited = self.phases.get(row.request_id) in (WAITS, PREEMPTED)
-            yield from self.move(row.request_id, "prefill" if _fills(row) or has_waited else "decodes", stats.planned_ns)
+            yield from self.move(row.request_id, "prefill" if _is_prefill(row) or has_waited else "decodes", stats.planned_ns)
 
     def move(self, name: str, phase: str, at_ns: int) -> Iterator[Event]:
         """Yield events that begin another phase of a request."""
@@ -61,13 +61,13 @@ class Tracks:
             yield _phase(name, "request", "e", at_ns) | {"args": about}
 
 
-def _fills(row: RowPlan) -> bool:
-    """Return whether the row computes more than its prompt's last token."""
+def _is_prefill(row: RowPlan) -> bool:
+    """Return whether the row is a prefill: it computes more tokens than it samples."""
     return row.query_len > row.samples
 
 
 def _step(stats: StepStats) -> Iterator[Event]:
-    decodes, prefills = [row for row in stats.rows if not _fills(row)], [row for row in stats.rows if _fills(row)]
+    decodes, prefills = [row for row in stats.rows if not _is_prefill(row)], [row for row in stats.rows if _is_prefill(row)]
     guesses = sum(row.samples - 1 for row in decodes)
     words = (
         f"{len(decodes)} decodes" if decodes else "",

@@ -173,7 +173,7 @@ class _Snapshot:
         return _family(name, [((self._model,), value)])
 
     def _by_key(self, metrics: Metrics) -> list[Metric]:
-        """Return the families with several series of several samples."""
+        """Return the summaries and histograms with labels other than `model`."""
         sizes = METRICS["step_size_seconds"]
         summary = SummaryMetricFamily(PREFIX + "step_size_seconds", sizes.help, labels=sizes.labels)
         for (num_bits, has_prompts), (num_steps, steps_ns) in sorted(metrics.steps_by_size.items()):

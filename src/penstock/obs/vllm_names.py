@@ -40,7 +40,7 @@ _LABELS = {"model": "model_name", "finish_reason": "finished_reason", "le": "le"
 
 
 def vllm_families(families: Iterable[Metric], models: Sequence[Metrics]) -> list[Metric]:
-    """Return the families that vLLM has, too, under its names."""
+    """Return copies, under vLLM's names, of the metric families that vLLM has too."""
     known = {family.name: family for family in families}
     renamed = [_renamed(known[PREFIX + (ours or theirs)], f"vllm:{theirs}") for theirs, ours in NAMES.items()]
     with_adapters = [metrics for metrics in models if metrics.read_adapters is not None]

@@ -38,7 +38,7 @@ class Waits:
         self._since_ns = [0]
         """Since when the queue lacked each of `_reasons`, ascending."""
         self._totals_ns = [(0,) * len(REASONS)]
-        """The time of each of `REASONS` up to each of `_since_ns`."""
+        """For each of `_since_ns`: the total time up to then of each reason, in the order of `REASONS`."""
         self._ended_ns = 0
 
     @property

@@ -57,8 +57,8 @@ class Journal:
         self.speaks_for_calls = False
         """Requests of a call (`parent_id`) are explained as one, under the call's id. Set before the engine starts."""
         self._coming: dict[str, tuple[Request, int]] = {}
-        """Call id -> its last request queued since the last news, and when. For the engine thread, like the next three
-        fields."""
+        """Call id -> (its last request queued since the last `on_news`, when). Only the engine thread uses this and the next
+        three fields."""
         self._watched: set[str] = set()
         """Calls with a watched request."""
         self._calls: dict[str, str] = {}
@@ -70,8 +70,8 @@ class Journal:
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
-        self._voices: dict[str, Life] = {}
-        """Lives of watched requests by call."""
+        self._lives_by_call: dict[str, Life] = {}
+        """Call id -> the life of its watched request."""
         self._ended: OrderedDict[str, Life] = OrderedDict()
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
         """The beams of each running search."""
@@ -147,7 +147,7 @@ class Journal:
         with self._lock:
             self._settle()
             now_ns = read_clock()
-            lives = [self._lives.get(name) or self._voices.get(name) or self._ended.get(name) for name in request_ids]
+            lives = [self._lives.get(name) or self._lives_by_call.get(name) or self._ended.get(name) for name in request_ids]
             return [self._explain(life, now_ns) for life in lives if life is not None]
 
     def _explain(self, life: Life, now_ns: int) -> Explanation:
@@ -190,7 +190,7 @@ class Journal:
     def _queue(self, life: Life, now_ns: int) -> None:
         self._lives[life.request_id] = life
         if life.call_id:
-            self._voices[life.call_id] = life
+            self._lives_by_call[life.call_id] = life
         life.ticket = self._turns.come(life.arrival_ns)
         life.num_before = life.ticket.num_before
         if life.search_id:
@@ -369,7 +369,7 @@ class Journal:
             self._turns.leave(life.ticket)
         self._lives.pop(life.request_id, None)
         if life.call_id:
-            del self._voices[life.call_id]
+            del self._lives_by_call[life.call_id]
         if life.search_id:
             beams = self._searches[life.search_id]
             beams.remove(life)

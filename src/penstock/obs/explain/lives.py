@@ -19,7 +19,7 @@ from penstock.types.stats import PreemptReason, PrefixStop, RequestStats, WaitRe
 MAX_STEPS = 2048
 """Steps remembered in full. The older half is summed up when there are more."""
 MAX_TURNS = 4096
-"""Arrivals and admissions remembered. If more pass a request, its earlier wait counts under other reasons."""
+"""Arrivals and admissions remembered. If more requests pass one, only the last part of its wait is blamed on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,4 +324,4 @@ class Life(Counts):
     pauses: list[Pause] = field(default_factory=list)
     end: RequestStats | None = None
     left: WaitMark | None = None
-    """When it ended; without totals if it was running, as it waited for nothing."""
+    """When it ended. Has totals only if the request was waiting then."""
