@@ -35,7 +35,7 @@ class Conditions:
     is_retry: bool = False
     """The client says that this request is a retry."""
     returns: bool = True
-    """False: if it is refused, it does not come back: another model is asked next, or the server itself made the call."""
+    """False if a refused call is not repeated: another model is asked next, or the server itself made the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

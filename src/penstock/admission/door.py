@@ -86,7 +86,7 @@ class Admission:
         self.on_call: Callable[[int], None] = lambda _: None
         """Called with the time of each call, except returns of refused calls."""
         self.num_engines = 1
-        """Engines that share the requests: prompts that wait are computed side by side."""
+        """Engines that share the requests, and so compute waiting prompts in parallel."""
         self.drain = DrainMeter()
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -197,7 +197,7 @@ class Admission:
         del gaps_ns
         for request in first:
             entry = self._backlog.on_first_token(request.request_id)
-            if entry is not None and request.first_token_ns is not None and self._is_telling(entry):
+            if entry is not None and request.first_token_ns is not None and self._is_significant(entry):
                 self.margin.observe(entry.expected_ttft_ns, request.first_token_ns - request.arrival_ns)
 
     def on_itl(self, num_gaps: int, num_late: int) -> None: ...
@@ -215,7 +215,7 @@ class Admission:
         if stats.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.lengths.on_end(num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
-    def _is_telling(self, entry: Entry) -> bool:
+    def _is_significant(self, entry: Entry) -> bool:
         """Return whether the expected time to first token was long enough for its error to matter."""
         target_ns = self.limits.slo_ttft_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2

@@ -288,8 +288,9 @@ class Promises:
     """Promises to refused calls: each gets a time at which to return (`Retry-After`), and a place then. Runs on the event loop.
 
     Each call's time comes after those of its tenant's earlier calls, and of `MAX_SHARED_PLACES` calls of each other tenant. It
-    may coincide with further ones. The place is kept for `GRACE_NS` plus a tenth of the wait. A returning call is recognised by
-    its claim, derived from the body. The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
+    may coincide with those of their further calls. The place is kept for `GRACE_NS` plus a tenth of the wait. A returning call
+    is recognised by its claim, derived from the body. The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic
+    Management 4.1, 1999).
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ class Tenants:
         """Default limits for tenants without their own. None means unlimited."""
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
         self._accounts: OrderedDict[tuple[str, bool], Account] = OrderedDict()
-        """By tenant, and whether it has limits of its own: an X-Tenant may be a key's name. `_forget_one` tries the first."""
+        """Key: (tenant, whether it has its own limits), as an X-Tenant may be a key's name. Ordered as `_forget_one` tries them."""
         self.entered: dict[str, tuple[Account, int]] = {}
         """Request id -> (its account, its predicted tokens)."""
         self._duration_ns = 0.0
@@ -159,7 +159,7 @@ class Tenants:
         return account
 
     def _refill(self, account: Account, now_ns: int) -> None:
-        """Refill the account's buckets, at most to its limits. Without a limit a bucket is endless, so a new one is full."""
+        """Refill the account's buckets, at most to its limits. Levels start at infinity, so new buckets are full."""
         limits, passed_ns = account.limits, now_ns - account.looked_ns
         num_correction = account.num_correction_tokens
         level = account.level_tokens - (num_correction - account.num_settled_tokens)
@@ -175,7 +175,7 @@ class Tenants:
         return self._accounts.setdefault((tenant, limits is not None), fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
-        """Remove an account that is idle with full buckets, if one of the oldest is. Otherwise try others the next time."""
+        """Remove the first idle account with full buckets among the first 16, and move those before it to the end."""
         for key, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits
