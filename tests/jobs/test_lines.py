@@ -221,9 +221,9 @@ def test_a_check_that_is_stopped_leaves_nothing(tmp_path, nth):
 
 def test_also_the_sorting_can_be_stopped(tmp_path, monkeypatch):
     (tmp_path / "in").write_bytes(b"\n".join(line(str(one)) for one in range(3000)))
-    monkeypatch.setattr(module, "_LOOKED_EACH", 100)
-    is_read, twice = threading.Event(), module._twice
-    monkeypatch.setattr(module, "_twice", lambda *given: (is_read.set(), twice(*given))[1])
+    monkeypatch.setattr(module, "_STOP_CHECK_INSTRUCTIONS", 100)
+    is_read, twice = threading.Event(), module._duplicates
+    monkeypatch.setattr(module, "_duplicates", lambda *given: (is_read.set(), twice(*given))[1])
     with pytest.raises(Stopped):
         prepare(tmp_path / "base", tmp_path / "in", (URL,), MOST, is_read.is_set)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

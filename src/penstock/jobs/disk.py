@@ -1,4 +1,4 @@
-"""Steps that make a change of a folder last."""
+"""Helpers for files and folders: durable changes, sizes, deletion, and texts of errors."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A SQLite database has the unanswered lines, and the lengths of the answer files. One transaction updates both after answers were
 written. Bytes beyond these lengths, left by a killed process or a full disk, are cut off. So each line has one answer.
-It also counts how often the server failed while a line was under way, so that a line that crashes the server is given up after
-a few attempts.
+The database also counts how often the server failed while a line was in flight. A line that crashes the server is given up
+after a few attempts.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from penstock.jobs.disk import remove, sync
 from penstock.jobs.order import prefix_key
 
 MAX_LINES = 50_000_000
-"""Most lines of a file: ten minutes of checks, for which other large files wait."""
+"""Most lines of a file. Checking so many takes ten minutes, and other large files wait meanwhile."""
 NOT_IN_A_BATCH = ("stream", "background")
 """Fields of a request that a line can't have."""
 MAX_ERRORS = 50
 """Most errors of a file that are listed."""
 AT_ONCE = 250
-"""Lines that are noted together."""
-GIVES_WAY_EACH_BYTES = 1 << 12
+"""Lines that are inserted together."""
+YIELD_EVERY_BYTES = 1 << 12
 """Bytes that a check reads before it lets other threads run: 50 us of work."""
 CACHE_KIB = 1 << 15
-_LOOKED_EACH = 100_000
-"""Instructions of the database after which it looks whether it is to stop."""
+_STOP_CHECK_INSTRUCTIONS = 100_000
+"""SQLite calls `is_stopped` after so many instructions of its virtual machine."""
 
 _SCHEMA = """
 CREATE TABLE lines (place INTEGER PRIMARY KEY, start INTEGER NOT NULL, size INTEGER NOT NULL);
@@ -54,7 +54,7 @@ CREATE TABLE IF NOT EXISTS asked (place INTEGER PRIMARY KEY, num_failures INTEGE
 """
 
 _DIGEST_BYTES = 16
-"""So many that different ids have different digests."""
+"""Enough for different ids to have different digests in practice."""
 _Row = tuple[int, bytes, bytes, int, int]
 """Number, digest of the `custom_id`, key, start and size of a line."""
 
@@ -72,7 +72,7 @@ read_line = msgspec.json.Decoder(Request).decode
 
 
 class BadLines(Exception):
-    """A file can't be run."""
+    """A batch can't run, because of the file. `errors` says why."""
 
     def __init__(self, errors: Sequence[dict[str, Any]]) -> None:
         super().__init__(errors[0]["message"])
@@ -86,8 +86,8 @@ class Stopped(Exception):
 def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> int:
     """Check the lines of a file, and write them to a new database in the order in which they run. Return their number.
 
-    `urls`: paths that they may be for. Takes the memory that `CACHE_KIB` says, however many lines there are.
-    Raises BadLines, Stopped, OSError and sqlite3.Error; then there is no database.
+    `urls`: paths that the lines may request. `CACHE_KIB` limits the memory, however many lines there are. Raises BadLines,
+    Stopped, OSError and sqlite3.Error, and leaves no database then.
     """
     if not source.exists():
         raise BadLines([_error(None, "file_not_found", "The file is gone.")])
@@ -95,7 +95,7 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
     remove(path.parent.glob(f"{path.name}*"))
     try:
         with closing(sqlite3.connect(new, isolation_level=None)) as base:
-            base.set_progress_handler(is_stopped, _LOOKED_EACH)
+            base.set_progress_handler(is_stopped, _STOP_CHECK_INSTRUCTIONS)
             num_lines = _fill(base, unsorted, source, _checked(source, urls, max_line_bytes, is_stopped))
         sync(new)
         new.rename(path)
@@ -111,7 +111,7 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
 
 def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator[_Row]) -> int:
     """Write lines to a database, sorted by their keys. Return their number. Raises BadLines."""
-    base.execute("PRAGMA journal_mode = OFF")  # a process that is killed in here begins anew
+    base.execute("PRAGMA journal_mode = OFF")  # not crash-safe: after a crash the file is prepared again
     base.execute("PRAGMA synchronous = OFF")
     base.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     _sort_in(base, unsorted.parent)
@@ -127,7 +127,7 @@ def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator
     while some := [*islice(rows, AT_ONCE)]:
         base.executemany("INSERT INTO unsorted VALUES (?, ?, ?, ?, ?)", some)
         num_lines += len(some)
-    if errors := _twice(base, source):
+    if errors := _duplicates(base, source):
         raise BadLines(errors)
     for statement in _SCHEMA.split(";"):
         base.execute(statement)
@@ -157,7 +157,7 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
             if is_stopped():
                 raise Stopped
             num_bytes += len(line)
-            if num_bytes >= GIVES_WAY_EACH_BYTES:
+            if num_bytes >= YIELD_EVERY_BYTES:
                 num_bytes = 0
                 time.sleep(0)
             if len(line) - line.endswith(b"\n") > max_line_bytes:
@@ -217,8 +217,8 @@ def _error(number: int | None, code: str, message: str, param: str | None = None
     return {"code": code, "line": number, "message": message, "param": param}
 
 
-def _twice(base: sqlite3.Connection, source: Path) -> list[dict[str, Any]]:
-    """Return errors for a `custom_id` of several lines."""
+def _duplicates(base: sqlite3.Connection, source: Path) -> list[dict[str, Any]]:
+    """Return an error for each line that repeats the `custom_id` of an earlier one, at most `MAX_ERRORS`."""
     base.execute("CREATE TABLE aside.twice (digest BLOB PRIMARY KEY, first INTEGER NOT NULL) WITHOUT ROWID")
     base.execute("INSERT INTO twice SELECT digest, min(number) FROM unsorted GROUP BY digest HAVING count(*) > 1")
     later = "SELECT number, start FROM unsorted JOIN twice USING (digest) WHERE number > first ORDER BY number LIMIT ?"
@@ -237,7 +237,7 @@ class Line(NamedTuple):
     """Its number in the order of the batch."""
     data: bytes
     num_failures: int = 0
-    """How often the server failed while the line was under way."""
+    """How often the server failed while the line was in flight."""
 
 
 class Answer(NamedTuple):
@@ -298,7 +298,7 @@ class Lines:
         self._errors.truncate(self.progress.num_error_bytes)
 
     def take(self, after: int, most: int, most_bytes: int) -> list[Line]:
-        """Return the next lines behind the place `after` that have no answer: one, or as many as `most_bytes` allow.
+        """Return up to `most` unanswered lines after the place `after`: as many as fit into `most_bytes`, but at least one.
 
         Raises BadLines if the file changed since the batch was opened.
         """
@@ -318,7 +318,7 @@ class Lines:
         return taken
 
     def take_to_ask(self, after: int, most: int, most_bytes: int) -> list[Line]:
-        """Return what `take` does, and note the lines as under way. A line stays so until it is answered or refused."""
+        """Take lines as `take` does, and mark them as in flight until they are answered or refused."""
         taken = self.take(after, most, most_bytes)
         with self._guard, suppress(sqlite3.OperationalError):  # a full disk: then a failure of the server does not count
             self._base.executemany(
@@ -328,7 +328,7 @@ class Lines:
         return taken
 
     def note_refusal(self, place: int, *, has_failed: bool) -> None:
-        """Note that a line is not under way any more, without an answer. `has_failed`: the engine failed meanwhile."""
+        """Mark a line without an answer as no longer in flight. `has_failed`: the engine failed meanwhile, which is counted."""
         query = "UPDATE asked SET num_failures = num_failures + ?, is_under_way = 0 WHERE place = ? AND is_under_way"
         with self._guard, suppress(sqlite3.OperationalError):
             self._base.execute(query, (has_failed, place))
@@ -343,7 +343,7 @@ class Lines:
                 _append(self._errors, [one.data for one in answers if one.is_error])
                 self._note(later, answers)
             except BaseException:
-                with suppress(sqlite3.Error, OSError):  # else the next write does it
+                with suppress(sqlite3.Error, OSError):  # if this fails, the next write cuts
                     self._cut()
                 raise
             self.progress = later
@@ -369,7 +369,7 @@ class Lines:
 
 
 def _later(progress: Progress, answers: Sequence[Answer]) -> Progress:
-    """Return the progress with some more answers."""
+    """Return the progress after these answers."""
     usage = Counter(progress.usage)
     for one in answers:
         usage.update(one.usage)

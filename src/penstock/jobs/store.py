@@ -1,4 +1,4 @@
-"""The folder of files and batches: a SQLite database of what there is, and the contents beside it.
+"""The folder of files and batches: a SQLite database that lists them, and the contents of the files.
 
     jobs.db        files and batches
     files/ID       the content of a file, also the answers of a batch that still runs
@@ -64,7 +64,7 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 _OURS = re.compile("[a-z]+[-_][0-9a-f]{32}(-[a-z]+)?")
-"""Names of files here. Others are left alone."""
+"""Names of contents that the store creates. Other files in its folders are left alone."""
 _OF_KEY = "owner >= ? AND owner < ?"
 
 
@@ -237,7 +237,7 @@ class Store:
     def files(
         self, owner: Owner, *, purpose: str | None = None, after: str | None = None, limit: int, ascending: bool = False
     ) -> list[File]:
-        """Return files of an owner, the newest first, or `ascending`; those behind `after`, if it is given."""
+        """Return up to `limit` files of an owner, newest first or `ascending`. `after`: id of the previous page's last file."""
         where, values = f"owner = ? AND purpose != '{INTERNAL}'", [_text(owner)]
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
@@ -297,12 +297,12 @@ class Store:
             upload.close()
 
     def check_room(self, owner: Owner) -> None:
-        """Raise NoRoom unless the files of an owner's key may have more bytes."""
+        """Raise NoRoom if the files of an owner's key have `max_bytes` or more."""
         if (found := self.num_bytes(owner)) >= self.max_bytes:
             raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). Delete some.")
 
     def claim(self, owner: Owner, num_bytes: int) -> None:
-        """Count bytes that are being uploaded. Raises NoRoom."""
+        """Reserve room for bytes that are being uploaded, until `release`. Raises NoRoom."""
         with self._guard:
             if (found := self.num_bytes(owner) + num_bytes) > self.max_bytes:
                 most = f"at most {self.max_bytes} are kept (--jobs-bytes)"
@@ -310,7 +310,7 @@ class Store:
             self._uploading[owner[0]] = self._uploading.get(owner[0], 0) + num_bytes
 
     def release(self, owner: Owner, num_bytes: int) -> None:
-        """Take back what was claimed."""
+        """Release room that `claim` reserved."""
         with self._guard:
             self._uploading[owner[0]] = self._uploading.get(owner[0], 0) - num_bytes
             if not self._uploading[owner[0]]:
@@ -344,7 +344,7 @@ class Store:
     # batches
 
     def create(self, batch: Batch) -> Batch:
-        """Add a new batch, unless its owner has one of that id. Return that or the new one. Raises NoRoom and NoFile."""
+        """Add a batch and return it, or return the one that its owner already has with this id. Raises NoRoom and NoFile."""
         with self._transaction() as base:
             if (known := self.batch(batch.id, batch.owner, batch.kind)) is not None:
                 return known
@@ -373,7 +373,7 @@ class Store:
             )
 
     def end(self, batch: Batch, files: Sequence[File]) -> None:
-        """Note the end of a batch, and add its files, together. Its lines are deleted."""
+        """Record the end of a batch and add its files, in one transaction. Then delete its lines."""
         with self._transaction():
             for file in files:
                 self.add(file)
@@ -390,7 +390,7 @@ class Store:
                 yield self._base
                 self._base.execute("COMMIT")
             except BaseException:
-                with suppress(sqlite3.Error):  # else the next one does it
+                with suppress(sqlite3.Error):  # if this fails, the next transaction rolls back
                     self._undo()
                 raise
 
@@ -496,7 +496,7 @@ class Upload:
         self.stream.write(data)
 
     def keep(self, name: str, purpose: str, now_s: int, expires_s: int | None = None) -> File:
-        """Make it a file, whose content is on the disk by then. Raises OSError and sqlite3.Error."""
+        """Wait until the content is on the disk, then add the file to the store. Raises OSError and sqlite3.Error."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
         sync(self.store.content(self.file_id).parent)
