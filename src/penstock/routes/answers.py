@@ -1,4 +1,4 @@
-"""Reads questions with how well a weak and a strong model answered them, a JSON object per line."""
+"""Reads questions, and the quality of a weak and a strong model's answers to them, from JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.types.errors import ConfigError
 
 F64 = NDArray[np.float64]
 Rows = NDArray[np.intp]
-"""Numbers of questions."""
+"""Indices of questions."""
 Chat = Sequence[Mapping[str, Any]]
 """Messages, as in a request."""
 MAX_LINE_CHARS = 1 << 20
@@ -32,11 +32,11 @@ class Answers:
     """The text of each question."""
     chats: Sequence[Chat]
     groups: Sequence[str]
-    """Such as the benchmark of each question. Empty: it has none."""
+    """The group of each question, such as its benchmark. Empty: none."""
     weak: F64
     strong: F64
     confidence: F64 | None = None
-    """That of the weak model's answers, from 0 to 1."""
+    """Confidence in each of the weak model's answers, from 0 to 1."""
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.routes.answers import F64, Answers
 
 NUM_DRAWS = 1_000
-"""Samples of questions from which intervals are made."""
+"""Bootstrap samples for the intervals."""
 INTERVAL = (2.5, 97.5)
 Interval = tuple[float, float]
 
@@ -86,7 +86,7 @@ class Kept:
 
 
 def kept_from(answers: Answers, confidence: F64) -> list[Kept]:
-    """Return what some levels of confidence do: all that occur, or ten that divide the questions evenly."""
+    """Return the effect of thresholds of confidence: all values that occur, or ten quantiles if there are more."""
     levels = np.unique(confidence)
     if len(levels) > MOST_LEVELS:
         levels = np.unique(np.quantile(confidence, np.arange(MOST_LEVELS) / MOST_LEVELS))

@@ -36,9 +36,9 @@ def distance(some: F64, others: F64) -> float:
 @dataclass(frozen=True, slots=True, eq=False)
 class Drift:
     fitted: F64
-    """Gains that would have decided the questions of the fit."""
+    """Gains by which the questions of the fit would have been routed."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Those that decided the last questions. The event loop alone may touch them."""
+    """Gains by which the last questions were routed. Only the event loop may access them."""
 
     def distance(self) -> float | None:
         """Return the distance between the two, or None before `LEAST` questions."""

@@ -39,7 +39,7 @@ class Fit:
 
     @property
     def width(self) -> int:
-        """Numbers of a vector."""
+        """Length of an embedding vector."""
         return len(self.weak) - 1 - len(self.mean)
 
     def gains(self, inputs: F64) -> F64:
@@ -60,7 +60,7 @@ class Cascade:
     starter: str
     """The weak model, as it was named."""
     window: int
-    """How many tokens those are."""
+    """How many first tokens count."""
     margin: float
     """The first tokens change the expected gain of 19 in 20 questions by less than this."""
     fit: Fit
@@ -185,7 +185,7 @@ def inputs_of(vectors: F64, prompts: Sequence[str], starts: Sequence[Sequence[fl
 
 
 def fit(inputs: F64, answers: Answers, penalty: float, *, has_starts: bool = False) -> Fit:
-    """Fit to questions. `inputs`: from `inputs_of`, with or without starts. `penalty`: of large weights, in questions."""
+    """Fit to questions. `inputs`: from `inputs_of`, with or without starts. `penalty`: strength of the L2 regularisation."""
     extras = inputs[:, -(NUM_COUNTS + NUM_SIGNS if has_starts else NUM_COUNTS) :]
     mean, scale = extras.mean(axis=0), np.maximum(extras.std(axis=0), LEAST_SCALE)
     rows = _rows(inputs, mean, scale)

@@ -47,7 +47,7 @@ class Bill:
     prices: Mapping[str, Price]
     """Each model of the route, and its price."""
     judges: Collection[str] = ()
-    """Those of them that only read answers."""
+    """Models of the route that only judge answers."""
     paid: dict[str, float] = field(default_factory=dict)
     """Model -> USD, for answers and for those begun in vain."""
     full: float = 0.0
@@ -60,7 +60,7 @@ class Bill:
         return usd
 
     def answered(self, model: str, num_prompt_tokens: int, num_tokens: int, *, in_vain: float) -> Cost:
-        """Count an answer. `in_vain`: USD paid for one that was begun before, and not kept."""
+        """Count an answer. `in_vain`: USD paid for discarded answers before it, and for judging."""
         answerers = [price for name, price in self.prices.items() if name not in self.judges]
         full = max(price.of(num_prompt_tokens, num_tokens) for price in answerers)
         self.full += full

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 MAX_QUESTION_CHARS = 16_384
-"""Characters of a question that count, the first ones: more than an encoder reads."""
+"""Only so many first characters of a question count: more than an encoder reads."""
 
 
 def texts_in(value: object) -> Iterator[str]:

@@ -38,7 +38,7 @@ class Question:
     start_gain: float | None
     """The same, from the weak model's first tokens, too. None: the route is no cascade."""
     prefix: str
-    """Questions of the same prefix begin alike, for `num_prefix_tokens`. Empty: each is by itself."""
+    """Prompts of questions with the same prefix share their first `num_prefix_tokens` tokens. Empty: they share none."""
     num_prefix_tokens: int
     confidence: float | None = None
     """Confidence from 0 to 1 in the weak model's answer, by a verifier, agreement or a judge. None: not known."""

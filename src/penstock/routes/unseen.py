@@ -1,4 +1,4 @@
-"""Fits a route, and judges it by questions that it has not seen."""
+"""Fits a route, and evaluates it by cross-validation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.routes.learned import Cascade, Fit, LearnedRoute, fit, inputs_of, 
 
 NUM_FOLDS, SEED = 5, 0
 PENALTIES = (0.1, 1.0, 10.0)
-"""A fit takes the best of these. As `penalty` of `fit`."""
+"""Candidates for `penalty` of `fit`, chosen by cross-validation."""
 MARGIN_SHARE = 0.95
 Starts = Sequence[Sequence[float]]
 
