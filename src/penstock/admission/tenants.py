@@ -63,7 +63,7 @@ class Tenants:
         """Default limits for tenants without their own. None means unlimited."""
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
         self._accounts: OrderedDict[tuple[str, bool], Account] = OrderedDict()
-        """Key: (tenant, whether it has its own limits), as an X-Tenant may be a key's name. Ordered as `_forget_one` tries them."""
+        """Key: (tenant, whether it has its own limits), as an X-Tenant may be a key's name. `_forget_one` tries the first."""
         self.entered: dict[str, tuple[Account, int]] = {}
         """Request id -> (its account, its predicted tokens)."""
         self._duration_ns = 0.0

@@ -70,7 +70,7 @@ class _Wakeup:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Wakeup], None]) -> None:
         self.is_pending = False
-        """A wake-up was requested, and the event loop has not run yet."""
+        """The event loop was woken, and has not called `dispatch` yet."""
         self.wake = make_waker(loop, partial(dispatch, self))
 
     def close(self) -> None:

@@ -146,9 +146,9 @@ class Joining:
         if before is not None and not self._has_ranks and before not in draft.late:
             return
         has_lower = self._order.is_preemptive or (self._running.num_background > 0 and not self.is_background)
-        may_pause = has_lower and not self._padding.is_active
+        may_preempt = has_lower and not self._padding.is_active
         preemptor: Request | None = None
-        while draft.has_tokens and (may_pause or not self._is_full(draft)):
+        while draft.has_tokens and (may_preempt or not self._is_full(draft)):
             fresh = self._fresh(draft)
             request = self._next_waiting(fresh, draft) if preemptor is None else preemptor
             preemptor = None
@@ -184,7 +184,7 @@ class Joining:
                 return
             candidate = Candidate(request, hit, query_len, packed)
             if not self._has_room_for(candidate, draft):
-                if not may_pause or not self._preempt_one(candidate, draft):
+                if not may_preempt or not self._preempt_one(candidate, draft):
                     return
                 preemptor = request  # try it again before its victim: its prefix hit may have changed
                 continue

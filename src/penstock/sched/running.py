@@ -33,7 +33,7 @@ class Running:
         self.num_background = 0
         self._protects_one = policies.background_share > 0 and max_rows > 1
         self._protected: Request | None = None
-        """The background request that others can't preempt, so that the background's share of the time has a request to run."""
+        """The background request that waiting ones can't preempt, so that the background's share of the time has one to run."""
         self._others_go_first = False
         """The protected request left. Others that wait for a row, memory or an adapter's place go before the next one."""
         self.prefill_ns_per_token = 0.0

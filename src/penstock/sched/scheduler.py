@@ -276,7 +276,10 @@ class Scheduler:
         return plan
 
     def _yields(self, now_ns: int) -> bool:
-        """Return whether to leave the machine to other models: this one has only background requests, and owes them no time."""
+        """Return whether to leave the machine to other models.
+
+        They have other requests, while this model has only background requests and owes these no time.
+        """
         if not self._has_background or self._share.is_owed:
             return False
         return self.num_running + self.num_waiting == sum(self.num_background) and self._others_serve(now_ns)
