@@ -229,7 +229,7 @@ def test_a_source_that_is_silent_is_left_alone_for_a_while(rigs: tuple[Rig, Rig]
             patch.setattr(transfer.socket, "create_connection", lambda *args, **words: pytest.fail("it was asked again"))
             assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 0
     server, source = serve(giver.engine.blocks)
-    fetcher._silent_until_s[source.host, source.port] = time.monotonic() - 1
+    fetcher._retry_after_s[source.host, source.port] = time.monotonic() - 1
     assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 200
     server.close()
 

@@ -1,4 +1,4 @@
-"""Several replicas behind one server: the front routes requests, replicas compute them. Knows HTTP no more than `engine` does.
+"""Several replicas behind one server: the front routes requests, replicas compute them. Like `engine`, it imports no HTTP code.
 
     client --HTTP--> front: admission, templates, tokens, router --TCP--> replica: scheduler, KV, kernels, text
 

@@ -1,4 +1,4 @@
-"""The adapters of a front: it reads and checks each of them once, for its hash and its size. Replicas compute with them."""
+"""LoRA adapters at the front. It reads each one once, to check it and for its hash and size. Replicas compute with them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from penstock.models.adapter import AdapterFactors
 from penstock.models.weights import LoadedModel
 
 BYTES_PER_VALUE = 2
-"""At a replica: adapters are packed as bf16 or float16."""
+"""Replicas pack adapters as bf16 or float16."""
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """All that is kept of an adapter here."""
+class AdapterSize:
+    """Stands for a packed adapter in the front's registry, which needs only the size."""
 
     num_pages: int
-    """KV blocks that it takes at a replica, about."""
+    """Estimate of the KV blocks that the adapter takes at a replica."""
     num_bytes: int = 1
 
 
 def connect_adapters(adapters: Adapters, blueprint: Blueprint, model: LoadedModel) -> None:
-    """Let the registry read adapters of this model, and keep what a front needs."""
+    """Let the registry read adapters of this model. It keeps only their hashes and sizes."""
     block_bytes = footprint.block_bytes(model.spec, blueprint.compute.kv_dtype, blueprint.compute.block_size)
 
-    def note(factors: AdapterFactors) -> Noted:
+    def size_of(factors: AdapterFactors) -> AdapterSize:
         num_values = sum(a.size + b.size for a, b in factors.by_weight.values())
-        return Noted(-(-BYTES_PER_VALUE * num_values // block_bytes))
+        return AdapterSize(-(-BYTES_PER_VALUE * num_values // block_bytes))
 
     read = adapter_reader(blueprint.lora.max_lora_rank, model)
-    adapters.connect(read, note, max_bytes=blueprint.adapters.num_bytes)
+    adapters.connect(read, size_of, max_bytes=blueprint.adapters.num_bytes)

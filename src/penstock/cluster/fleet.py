@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from penstock.clock import Clock
-from penstock.cluster.flights import Flight, ReplicaEnd, move_times
+from penstock.cluster.flights import Flight, ReplicaEnd, shift_times
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
@@ -73,18 +73,18 @@ Python's 5 ms, the p99 of the time to first token is 3 ms higher (docs/decisions
 MAX_STRANGERS = 64
 """Most connections that have not identified themselves."""
 MAX_DECISIONS = 10
-"""Changes of the number of replicas that are kept to be shown."""
+"""Most scaling decisions that are kept for `decisions`."""
 PATIENCE_NS = 60_000_000_000
-"""Time that a request without any replica waits for one."""
+"""Longest wait of a request for a replica if the number of replicas is fixed."""
 START_PATIENCE_NS = 600_000_000_000
-"""The same where replicas are started for requests."""
+"""The same if a `Scaler` starts replicas."""
 MAX_LOSSES = 3
-"""A request ends after this many consecutive replicas failed while computing it: it may be the cause."""
+"""After this many consecutive replicas failed while computing a request, the request is ended, because it may be the cause."""
 LOST, ANSWER = "lost", "answer"
 """Reasons for a move. LOST: the replica died or refused. ANSWER: decode runs on another replica than prefill."""
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
-"""Reasons of a replica to end a request that another one can still compute."""
+"""Reject reasons that concern only the replica, so the request moves to another one."""
 
 
 class Fleet:
@@ -102,7 +102,7 @@ class Fleet:
     ) -> None:
         """`listener`: the socket for replicas, closed with the fleet. `secret`: shared with the replicas.
 
-        `resumes`: an answer that has begun goes on at another replica if its own is lost. Otherwise it ends with an error.
+        `resumes`: if a replica is lost, another one continues its unfinished answers. Otherwise they end with an error.
         `slo_itl_ns`: inter-token latency target. If set, prefill and decode may be disaggregated.
         """
         self._listener, self._secret, self._router, self.clock = listener, secret, router, clock
@@ -117,22 +117,22 @@ class Fleet:
         """Called with the number of replicas whenever it changes."""
 
         self.max_ended = 0
-        """Most ended requests whose replica is remembered, so that they can be explained."""
+        """How many ended requests can still be explained: the fleet remembers their replicas."""
 
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
         self._num_holds = 0
         self._was_cut_short = False
         self._is_over = False
-        """The thread takes no more requests."""
+        """The thread has ended, so new requests are refused."""
         self._pool = EngineLoad()
         self.model: ModelInfo | None = None
-        """Facts of the replicas' model. None until the first one has come."""
+        """Facts of the model, from the first replica that connected. None before."""
         self._has_ended = threading.Event()
         self.num_moved = dict.fromkeys((LOST, ANSWER), 0)
-        """Requests that went on at another replica, by why."""
+        """Reason of a move -> number of requests that moved to another replica."""
 
-        # Of the fleet's thread:
+        # Used only on the fleet's thread:
         self._loop = asyncio.new_event_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = make_waker(self._loop, self._poll)
@@ -146,16 +146,16 @@ class Fleet:
         self._scaling: asyncio.Task[None] | None = None
         self._on_wanted: Callable[[int], None] = lambda _: None
         self._is_at_zero = False
-        """No replica was wanted, and none has come since: requests wait for one to start."""
+        """The scaler wanted 0 replicas, and none has become ready since. Requests wait for one to start."""
         self._wanted = Wanted(0, "")
         self._decisions: deque[tuple[int, Wanted]] = deque(maxlen=MAX_DECISIONS)
-        """(instant, number of replicas and why) of the last changes."""
+        """(instant, wanted number with its reason) of the last changes."""
         self._thread = threading.Thread(target=self._run, name="penstock-fleet", daemon=True)
 
     # For any thread.
 
     def start(self) -> None:
-        """Start the thread. From now on, all threads of the process take turns more often."""
+        """Start the thread, and set the process's GIL switch interval to `SWITCH_S`."""
         sys.setswitchinterval(SWITCH_S)
         self._thread.start()
 
@@ -218,7 +218,7 @@ class Fleet:
         return sorted(found, key=lambda one: one.name)
 
     def decisions(self) -> list[ScalingDecision]:
-        """Return what is wanted now, then the last changes, the latest first. Empty if the number is fixed."""
+        """Return the current decision, then the last changes, newest first. Empty if the number of replicas is fixed."""
         now_ns = self.clock.now_ns()
         found = [] if self._scaler is None else [(now_ns, self._wanted), *reversed(list(self._decisions))]
         return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in found]
@@ -228,7 +228,7 @@ class Fleet:
         del read_clock
         answer: Future[list[Explanation]] = Future()
         with self._lock:
-            if self._is_over:  # its replicas and their histories have gone
+            if self._is_over:
                 return []
             self._post(lambda: self._questions.ask(list(request_ids), self._links(), answer))
         try:
@@ -262,7 +262,7 @@ class Fleet:
         self._post(self._end_if_drained)
 
     def close(self, timeout_s: float) -> bool:
-        """Drain, wait, abort what is left after `timeout_s`, and close the links. Replicas go on, and dial the next front.
+        """Drain for up to `timeout_s`, abort the remaining requests, and close the links. Replicas then dial the next front.
 
         Returns whether every request ended by itself. Idempotent.
         """
@@ -283,10 +283,10 @@ class Fleet:
         return not self._was_cut_short
 
     def scale(self, scaler: Scaler, num: int, on_wanted: Callable[[int], None]) -> None:
-        """Decide each second, and when a request finds no replica, how many there should be. Replaces an earlier scaler.
+        """Let `scaler` choose the number of replicas each second, and whenever a request finds no ready replica.
 
-        `num`: how many there are to be now. `on_wanted` is called with each new number, on the fleet's thread, and must not
-        block.
+        Replaces an earlier scaler. `num`: the number wanted so far. `on_wanted` is called with each new number, on the fleet's
+        thread, and must not block.
         """
         self._post(lambda: self._begin_to_scale(scaler, num, on_wanted))
 
@@ -399,12 +399,12 @@ class Fleet:
             self._on_wanted(wanted.num)
             if not wanted.num:
                 self._is_at_zero = True
-                self._resize()
+                self._update_state()
 
     # Replicas.
 
     def _greet(self) -> Link:
-        """Make the link of a replica that dials in."""
+        """Make the link of a new connection. If too many are unidentified, close the oldest of them."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         link = Link(self._on_message, self._on_lost, Greeting(FORMAT, nonce))
         strangers = [one for one in self._replicas.values() if not (one.name or one.link.is_closing)]
@@ -416,7 +416,7 @@ class Fleet:
     def _on_message(self, link: Link, data: bytes) -> None:
         replica = self._replicas[link]
         if not replica.name:
-            self._welcome(replica, decode_hello(data))  # a stranger's time here is short
+            self._welcome(replica, decode_hello(data))
             return
         match decode_to_front(data):
             case Report() as report:
@@ -437,7 +437,7 @@ class Fleet:
         if self.model is not None and hello.model.fingerprint != self.model.fingerprint:
             link.close(f"its answers would differ: {hello.model.fingerprint} instead of {self.model.fingerprint}")
             return
-        if (before := self._links().get(hello.name)) is not None:  # it has dialled again, and this end does not know yet
+        if (before := self._links().get(hello.name)) is not None:  # the replica lost its link before the front noticed
             before.close("it has come back")
         if self._dispatcher is None:
             block_size = hello.model.capacity.block_size
@@ -455,14 +455,14 @@ class Fleet:
         self._by_number[replica.number] = replica
         _log.info("replica %s has come from %s", replica.name, link.peer)
         self.model = self.model or hello.model
-        self._resize()
+        self._update_state()
 
     def _set_ready(self, replica: ReplicaEnd, is_ready: bool) -> None:
         replica.is_ready = is_ready
         self._is_at_zero &= not is_ready
         takes = "takes requests" if is_ready else "takes no more requests"
         _log.info("replica %s %s: %s in all", replica.name, takes, counted(self.num_replicas, "replica"))
-        self._resize()
+        self._update_state()
         if is_ready:
             self._dispatch(self._waiting())
 
@@ -479,24 +479,24 @@ class Fleet:
         flights = list(replica.flights.values())
         for flight in flights:
             flight.count_loss(f"it was lost: {cause}")
-            self._part(flight)
+            self._detach(flight)
         self._dispatcher.leave(replica.number)
         del self._by_number[replica.number]
-        self._resize()
+        self._update_state()
         self._move(flights)
 
-    def _resize(self) -> None:
+    def _update_state(self) -> None:
         with self._lock:
             if self._state in (EngineState.STARTING, EngineState.READY, EngineState.RESTARTING):
-                # While engines restart, requests wait for the first of them, as for the first replica from zero.
+                # Requests wait, and the fleet counts as ready, while connected replicas restart or the first one starts.
                 is_ready = bool(self._by_number) or self._is_at_zero
                 self._state = EngineState.READY if is_ready else EngineState.RESTARTING
-        self._sum_up()
+        self._sum_loads()
         self.on_size(self.num_replicas)
 
-    def _sum_up(self) -> None:
+    def _sum_loads(self) -> None:
         loads = [replica.load for replica in self._by_number.values() if replica.is_ready]
-        if not loads and self._scaler is not None and self.model is not None:  # count the replica that a request would start
+        if not loads and self._scaler is not None and self.model is not None:  # assume one idle replica: a request starts it
             capacity = self.model.capacity
             num_blocks = capacity.num_blocks - 1
             loads = [EngineLoad(num_blocks_total=num_blocks, num_blocks_free=num_blocks, num_rows_free=capacity.max_rows)]
@@ -525,7 +525,7 @@ class Fleet:
         self._dispatch(flights)
 
     def _dispatch(self, flights: Iterable[Flight]) -> None:
-        """Send requests without a replica to one: the choices of one prompt together."""
+        """Send requests to replicas. All choices of one prompt go to the same replica."""
         groups: dict[tuple[str, int], list[Flight]] = {}
         for flight in flights:
             request = flight.request
@@ -580,12 +580,12 @@ class Fleet:
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
 
     def _hand_over(self, flight: Flight) -> None:
-        """Move a request with its first token to a replica for decoding, if prefill and decode are disaggregated."""
+        """Move a request to another replica after its first token, if the dispatcher disaggregates prefill and decode."""
         request, giver, dispatcher = flight.request, flight.replica, self._dispatcher
         assert dispatcher is not None, "it was sent"
         assert giver is not None, "it was sent"
         sampling = request.sampling
-        # Beams share their KV, and a prompt that is scored is never found in a cache.
+        # Beams share KV within one engine, and a scored prompt can't use a cache.
         stays = sampling.beams is not None or sampling.prompt_logprobs is not None
         if self._slo_itl_ns is None or flight.abort_detail is not None or stays:
             return
@@ -605,9 +605,9 @@ class Fleet:
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 
     def _await_adapter(self, group: Sequence[Flight]) -> bool:
-        """Start reading these requests' adapter, unless that is done. Return whether they must not be sent now.
+        """Return False if the requests' adapter was read. Otherwise begin to read it and return True: do not send them yet.
 
-        If the adapter can't be read, end the requests.
+        If reading the adapter has failed, end the requests.
         """
         ref = group[0].request.adapter
         if ref is None or group[0].has_adapter:
@@ -649,7 +649,7 @@ class Fleet:
         return {replica.name: replica.link for replica in self._by_number.values()}
 
     def _loads(self) -> Sequence[EngineLoad]:
-        """Return the load of each replica, at the index of its number."""
+        """Return the loads of replicas, indexed by replica number. Unused numbers have an empty load."""
         by_number = self._by_number
         most = max(by_number, default=-1)
         return [by_number[number].load if number in by_number else EngineLoad() for number in range(most + 1)]
@@ -657,8 +657,8 @@ class Fleet:
     def _num_new_tokens(self, request: Request) -> int:
         return max(1, self._predict(request) - len(request.output_token_ids))
 
-    def _part(self, flight: Flight) -> None:
-        """Take a request away from its replica."""
+    def _detach(self, flight: Flight) -> None:
+        """Detach a request from its replica, if it has one."""
         replica, request_id = flight.replica, flight.request.request_id
         if replica is not None:
             flight.replica = None
@@ -667,7 +667,7 @@ class Fleet:
             self._dispatcher.on_end(request_id)
 
     def _move(self, flights: Iterable[Flight]) -> None:
-        """Send requests that have lost their replica to another one, or end them if they must not be resumed."""
+        """Send requests whose replica was lost to others. End those that were aborted, failed too often or can't be resumed."""
         moving: list[Flight] = []
         for flight in flights:
             if flight.abort_detail is not None:
@@ -692,8 +692,8 @@ class Fleet:
             flight.replica.link.send(Abort(request_id, detail))
 
     def _end(self, flight: Flight, reason: FinishReason, detail: str, because: RejectReason | None = None) -> None:
-        """End a request here, since no replica does."""
-        self._part(flight)
+        """End a request at the front, without a replica."""
+        self._detach(flight)
         del self._flights[flight.request.request_id]
         now_ns = self.clock.now_ns()
         chunk = flight.end_at(now_ns, reason, detail, because)
@@ -718,7 +718,7 @@ class Fleet:
         now_ns = self.clock.now_ns()
         shift_ns = now_ns - report.sent_ns
         replica.load, replica.heard_ns, replica.num_copied_tokens = report.load, now_ns, report.num_copied_tokens
-        self._sum_up()
+        self._sum_loads()
         self._dispatcher.hear(replica.number, report.changes)
         if replica.is_ready is not report.is_ready:
             self._set_ready(replica, report.is_ready)
@@ -738,10 +738,10 @@ class Fleet:
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
                 if chunk.reject_reason == RejectReason.UNAVAILABLE:
                     flight.count_loss(chunk.detail)
-                self._part(flight)
+                self._detach(flight)
                 moving.append(flight)
                 continue
-            move_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
+            shift_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
             if (scores := report.scores.get(chunk.request_id)) is not None:
                 flight.request.prompt_logprobs[:] = scores
             if (gap_ns := flight.note(chunk)) is not None:
@@ -753,7 +753,7 @@ class Fleet:
             chunks.append(chunk)
             if chunk.finish_reason is not None:
                 del self._flights[chunk.request_id]
-                self._part(flight)
+                self._detach(flight)
                 ended.append((chunk, flight))
         try:
             for step in report.steps:
@@ -767,7 +767,7 @@ class Fleet:
                     self._token_observer.on_itl(flight.num_gaps, flight.num_late)
                 self._observer.on_finish(flight.stats_at(chunk))
         finally:
-            self._outbox.deliver(chunks)  # whatever else fails: these tokens count as told
+            self._outbox.deliver(chunks)  # even after an error: the requests already count these tokens as delivered
         self._move(moving)
         for flight in first:
             if flight.replica is replica:
@@ -779,7 +779,7 @@ class Fleet:
             self._end_if_drained()
 
     def _pooled(self, stats: StepStats, shift_ns: int) -> StepStats:
-        """Return a replica's step as one of the pool: with the requests and blocks of all."""
+        """Return a replica's step with the queue and block counts of all replicas together."""
         pool = self._pool
         return replace(
             stats,

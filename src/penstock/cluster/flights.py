@@ -1,4 +1,4 @@
-"""Each replica, and each request that has not ended, as the front follows them. For the fleet's thread alone."""
+"""The front's state of each replica and of each unfinished request. Used only on the fleet's thread."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats
 
 PROGRESS = 16
-"""Losses of a request count together if it got fewer tokens than this between."""
+"""A request that has gained this many tokens since its last loss counts its losses from 0 again."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaEnd:
-    """The front's end of a replica, or of a connection that has not said who it is."""
+    """The front's end of a connection: to a replica, or to a peer that has not identified itself yet."""
 
     link: Link
     since_ns: int
     nonce: bytes
     heard_ns: int = 0
     name: str = ""
-    """Empty until it has said who it is."""
+    """Empty until the replica has identified itself."""
     number: int = -1
     load: EngineLoad = field(default_factory=EngineLoad)
     blocks_port: int = 0
-    """Where it gives KV blocks to others. 0: nowhere."""
+    """Port at which the replica serves KV blocks to other replicas, or 0."""
     num_copied_tokens: int = 0
     is_ready: bool = False
     """Its engine takes requests: it neither drains nor restarts."""
     flights: dict[str, Flight] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
-    """Requests handed over to another replica that this one has not confirmed ending."""
+    """Ids of requests that moved to another replica, until this replica confirms their end."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request that has not ended, as the front follows it."""
+    """An unfinished request, as the front tracks it."""
 
     request: Request
     replica: ReplicaEnd | None = None
     """None while waiting for a replica."""
     since_ns: int = 0
-    """Start of that wait; 0 if it has a replica."""
+    """When the wait for a replica began; 0 while the request has one."""
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
     num_losses: int = 0
     """Consecutive replicas that failed while computing the request (see `PROGRESS`)."""
-    num_tokens_then: int = 0
-    """Tokens that it had at the last such loss."""
+    num_tokens_at_loss: int = 0
+    """Generated tokens at the last of these losses."""
     last_loss: str = ""
-    """Its cause, in words."""
+    """Cause of the last loss, for error messages."""
     last_token_ns: int = 0
     before: tuple[str, ...] = ()
-    """Names of the replicas that it was sent to, one after another."""
+    """Names of the replicas that the request was sent to, in order."""
     stats: RequestStats | None = None
-    """The stats that its replica reported at its end."""
+    """Final stats that the replica reported."""
     num_gaps: int = 0
     num_late: int = 0
 
@@ -73,13 +73,13 @@ class Flight:
 
     def count_loss(self, why: str) -> None:
         num_tokens = len(self.request.output_token_ids)
-        if num_tokens - self.num_tokens_then >= PROGRESS:
+        if num_tokens - self.num_tokens_at_loss >= PROGRESS:
             self.num_losses = 0
         self.num_losses += 1
-        self.num_tokens_then, self.last_loss = num_tokens, why
+        self.num_tokens_at_loss, self.last_loss = num_tokens, why
 
     def note(self, chunk: OutputChunk) -> int | None:
-        """Note a chunk's progress. Return the time since the previous tokens, or None for the first ones or none."""
+        """Record a chunk's progress. Return the time since the previous tokens, or None for the first tokens or without any."""
         request = self.request
         progress.follow(request, chunk.token_ids, chunk.first_scheduled_ns, chunk.first_token_ns, chunk.num_cached_tokens)
         gap_ns = None
@@ -95,14 +95,14 @@ class Flight:
         return gap_ns
 
     def stats_at(self, chunk: OutputChunk) -> RequestStats:
-        """Return the stats of the request, which ends with this chunk, by the front's clock."""
+        """Return the final stats by the front's clock. `chunk` is the request's last one."""
         stats, own = self.stats, request_stats(self.request, chunk.at_ns, chunk.reject_reason)
-        if stats is None:  # it ended before it was in the replica's engine
+        if stats is None:  # the request ended before the replica's engine accepted it
             return own
         return replace(own, num_generated_tokens=stats.num_generated_tokens, num_preemptions=stats.num_preemptions)
 
     def end_at(self, now_ns: int, reason: FinishReason, detail: str, because: RejectReason | None) -> OutputChunk:
-        """End the request at the front, since no replica does. Return its last chunk."""
+        """Mark the request as ended by the front. Return its last chunk."""
         request = self.request
         progress.end(request, reason)
         num_tokens = len(request.output_token_ids)
@@ -113,8 +113,8 @@ class Flight:
         return chunk
 
 
-def move_times(target: Any, shift_ns: int, names: Iterable[str]) -> None:
-    """Shift fields with a time of another clock, unless they are None."""
+def shift_times(target: Any, shift_ns: int, names: Iterable[str]) -> None:
+    """Convert these time fields from another machine's clock, by adding `shift_ns`. None stays None."""
     for name in names:
         at_ns = getattr(target, name)
         if at_ns is not None:

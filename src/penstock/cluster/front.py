@@ -41,7 +41,7 @@ def serve_replicas(
     machine: Machine,
     on_closed: Callable[[], None] = lambda: None,
 ) -> ServedModel:
-    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`.
+    """Return the model of a fleet with at least one connected replica. The fleet's sink is `bridge.deliver`.
 
     `on_closed` is called when the model has been closed.
     """
@@ -60,7 +60,7 @@ def serve_replicas(
 
 
 def without_splits(config: Config) -> Config:
-    """Return the settings with which the model would answer all of its requests."""
+    """Return the config without the settings that split requests between models."""
     return replace(config, sharing=replace(config.sharing, split_of=None, split_share=None, split_tenants=()))
 
 
@@ -132,7 +132,7 @@ def _release(bridge: Bridge, adapters: Adapters | None, on_closed: Callable[[], 
 
 
 def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int) -> None:
-    """Connect the parts of a front to all replicas. `max_running`: requests that run at once in one of them."""
+    """Connect admission, metrics and load signals to the fleet. `max_running`: most running requests of one replica."""
     signals = Signals(max_running, admission.drain.rate)
     admission.on_call = signals.on_call
 

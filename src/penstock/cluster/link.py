@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 27
 """Longest message: a request of a million tokens has 5 MB, the first report of a million blocks 9 MB."""
 MAX_STRANGER_BYTES = 1 << 20
-"""Longest message of somebody who has not shown that they know the secret."""
+"""Longest message while the other end has not proven that it knows the secret."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -26,7 +26,7 @@ class Link(asyncio.Protocol):
     def __init__(
         self, on_message: Callable[[Link, bytes], None], on_lost: Callable[[Link, str], None], greeting: Greeting | None = None
     ) -> None:
-        """`on_lost` is called once, with the cause. An error in `on_message` closes the link. `greeting`: sent at first."""
+        """`on_lost` is called once, with the cause. An error in `on_message` closes the link. `greeting`: sent first."""
         self._on_message, self._on_lost, self._greeting = on_message, on_lost, greeting
         self._transport: asyncio.Transport | None = None
         self._read = bytearray()
@@ -44,7 +44,7 @@ class Link(asyncio.Protocol):
             self._transport.writelines((_LENGTH.pack(len(data)), data))
 
     def finish(self, cause: str) -> None:
-        """Send nothing after what was sent so far. The other end reads that and closes the connection. Idempotent."""
+        """Send no further messages. The other end reads the earlier ones, then closes the connection. Idempotent."""
         if self._transport is not None and not (self._is_finished or self.is_closing):
             self._is_finished, self._cause = True, cause
             with suppress(OSError):  # the connection was just lost
@@ -55,7 +55,7 @@ class Link(asyncio.Protocol):
         if self.is_closing:
             return
         self.is_closing, self._cause = True, cause
-        if self._transport is not None:  # else it is closed as soon as it is made
+        if self._transport is not None:  # otherwise `connection_made` closes it
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -28,33 +28,33 @@ FRONT, REPLICA = b"front", b"replica"
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """A request to compute, from its beginning or from the tokens that another replica generated before it was lost."""
+    """A request for a replica: a new one, or one that continues after the tokens generated at an earlier replica."""
 
     request_id: str
     sampling: SamplingParams
     times: dict[str, Any]
-    """Fields of `Request` with a time, unless it is None."""
+    """Time fields of `Request`, except those that are None."""
     fields: dict[str, Any]
-    """Other fields of `Request`, unless they have their default."""
+    """Other fields of `Request`, except zero and empty ones."""
     waits: WaitTimes
     cache_salt: bytes
     conversation: bytes
     generated: tuple[int, ...]
     recipe: Recipe | None
-    """How to make its matcher, if its answer follows a grammar."""
+    """How to make the matcher, if a grammar or a reasoning limit constrains the answer."""
     adapter: bytes
-    """The hash of its adapter's files; empty: it has none."""
+    """Hash of the adapter's files; empty without an adapter."""
     adapter_path: str
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True):
-    """Another replica that holds the KV of the first tokens of a prompt, and where it gives blocks away."""
+    """Another replica that has the KV of a prompt's first tokens, and the address at which it serves blocks."""
 
     host: str
     port: int
     num_tokens: int
     has_request: bool = False
-    """It computed the prompt of this very request, whose answer moves with its first token."""
+    """The source computed the prompt of this same request, which moves here after its first token."""
 
 
 class Fetch(msgspec.Struct, array_like=True, frozen=True):
@@ -79,14 +79,14 @@ class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Explain(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Explain these requests; the answer has the same number."""
+    """Ask for the explanations of these requests. The answer carries the same `number`."""
 
     number: int
     request_ids: list[str]
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The front is there."""
+    """The front's heartbeat."""
 
 
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -97,26 +97,26 @@ class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A replica's first message: it has loaded its model."""
+    """A replica's first message. Its model is loaded by then."""
 
     format: int
     proof: bytes
-    """Shows that the sender knows the secret, as that of `Welcome`."""
+    """Result of `prove`, which shows that the sender knows the secret. So does the one in `Welcome`."""
     nonce: bytes
     name: str
     model: ModelInfo
     blocks_port: int
-    """Where it gives KV blocks to other replicas, at the address from which it dials. 0: nowhere."""
+    """Port for KV blocks, at the address from which the replica dials. 0: it serves no blocks."""
 
 
 class Welcome(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The front takes the replica, and shows that it is the front."""
+    """The front accepts the replica, and proves that it knows the secret."""
 
     proof: bytes
 
 
 class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The news of a replica since its last report. The first one, after the `Welcome`, has all blocks that it holds."""
+    """All news of a replica since its last report. The first report, after `Welcome`, lists all cached blocks."""
 
     sent_ns: int
     is_ready: bool
@@ -129,7 +129,7 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
     scores: dict[str, list[TokenLogprobs]]
     """Request id -> the log-probabilities of its prompt, with the first chunk of requests that ask for them."""
     num_copied_tokens: int
-    """Tokens whose KV it has copied from others so far."""
+    """Total tokens whose KV was copied from other replicas."""
 
 
 class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -153,12 +153,12 @@ _FIELDS = ("parent_id", "priority", "background", "slo_ttft_ns", "slo_itl_ns", "
 
 
 def prove(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the receiver's nonce. `sender`: `FRONT` or `REPLICA`, so that neither can echo the other."""
+    """Return the HMAC-SHA256 of the receiver's nonce. It covers `sender`, so neither end can send back the other's proof."""
     return hmac.digest(secret, sender + nonce, "sha256")
 
 
 def work_of(request: Request, adapter_path: str) -> Work:
-    """Return a request as it goes to a replica, with the tokens that it has so far. `adapter_path`: of its adapter, if any."""
+    """Convert a request, with its tokens so far, for a replica. `adapter_path`: the adapter's path, or empty."""
     return Work(
         request_id=request.request_id,
         sampling=request.sampling,
@@ -175,7 +175,7 @@ def work_of(request: Request, adapter_path: str) -> Work:
 
 
 def request_of(work: Work, prompt_token_ids: tuple[int, ...], shift_ns: int) -> Request:
-    """Return the request of a work, without its matcher. `shift_ns`: this clock, less the sender's."""
+    """Convert `work` back to a request, without a matcher. `shift_ns`: this clock minus the sender's."""
     request = Request(
         request_id=work.request_id,
         prompt_token_ids=prompt_token_ids,
@@ -187,6 +187,6 @@ def request_of(work: Work, prompt_token_ids: tuple[int, ...], shift_ns: int) -> 
         **{name: at_ns + shift_ns for name, at_ns in work.times.items()},
         **work.fields,
     )
-    if request.first_token_ns is not None:  # its answer has begun, so these were met
+    if request.first_token_ns is not None:  # the answer has begun, so both deadlines were met
         request.queue_deadline_ns = request.first_token_deadline_ns = None
     return request

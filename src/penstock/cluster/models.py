@@ -1,7 +1,7 @@
 """The models of a cluster: each has a fleet at the front, and a crew that runs its replicas.
 
-`update` changes them while clients are served. A model whose settings have changed is started beside the old one, takes the new
-requests once its replicas are there, and the old one leaves with its last request.
+`update` changes them while clients are served. If a model's settings have changed, new replicas start beside the old ones and
+take new requests once they are ready. The old ones stop after their last request.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectRe
 _log = logging.getLogger(__name__)
 
 Bind = Callable[[str, int], socket.socket]
-TELL_AFTER_S = 30.0
+LOG_AFTER_S = 30.0
 UPDATE_S = 600.0
-"""Time in which the replicas of an update must come."""
+"""Time limit for the replicas of an update to connect."""
 STOP_S = 30.0
-"""Time in which replicas are asked to stop that are still being started."""
+"""How long to repeat `Crew.stop` while a start is still under way, which can add replicas."""
 LOOK_S = 0.1
 
 
 class Crew(Protocol):
-    """The replicas of one model, somewhere."""
+    """Starts and stops the replicas of one model, for example on Ray."""
 
     first: int
-    """How many there are at first."""
+    """Initial number of replicas."""
 
     def start(self) -> None:
         """Start the first replicas. Blocks, and raises RuntimeError if they can't start."""
@@ -73,14 +73,14 @@ class Crew(Protocol):
         ...
 
     def room(self) -> str:
-        """Return what room there is for replicas, in words."""
+        """Describe the free room for replicas, for the log."""
         ...
 
 
 class MakeCrew(Protocol):
     def __call__(self, config: Config, *, front: tuple[str, int], secret: bytes, num_beside: int) -> Crew:
-        """`config`: that of the replicas, with their threads. `front`: where they dial. `num_beside`: replicas that share a
-        machine's memory."""
+        """`config`: the replicas' settings. `front`: the address that they dial. `num_beside`: replicas that share a machine's
+        memory."""
         ...
 
 
@@ -95,7 +95,7 @@ class ClusterModels:
         self._updating = threading.Lock()
         self._deployment: Deployment | None = None
         self._ended: list[Member] = []
-        """Members whose replicas may not have stopped yet."""
+        """Former members whose replicas may still be running."""
         self._routing, self._routes = routing, open_routes(routing.routes)
         self._upstreams = {one.name: one for one in routing.upstreams}
         self._pipelines = open_pipelines(routing.pipelines)
@@ -103,11 +103,11 @@ class ClusterModels:
 
     @property
     def num_cpus(self) -> int:
-        """Twice all replicas' CPUs: an update runs old and new ones together."""
+        """Twice the CPUs of all replicas, because an update runs old and new ones side by side."""
         return 2 * sum(member.num_threads * member.config.cluster.most for member in self._members)
 
     def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
-        """Start the replicas of each model. Return the deployment once the first of each have come."""
+        """Start the replicas of each model. Return the deployment once each model has a replica."""
         self._make_crew, self._num_machines = make_crew, num_machines
         splits = _splits(self._members, self._configs)
         self._check(self._members, splits)
@@ -192,7 +192,7 @@ class ClusterModels:
         ]
 
     def _check(self, members: Sequence[Member], splits: Sequence[Split]) -> None:
-        """Raise ConfigError for what can't be served together, before replicas are started for it."""
+        """Raise ConfigError if the models can't be served together. Called before their replicas are started."""
         refuse_twice([name for member in members for name in member.names])
         check_splits(splits, [member.name for member in members])
         by_name = {name: member for member in members for name in member.names}
@@ -203,7 +203,7 @@ class ClusterModels:
             raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
 
     def _remember(self, members: Sequence[Member]) -> None:
-        """Remember members that have left until their replicas have stopped."""
+        """Keep former members until their replicas have stopped, so that `close` waits for them."""
         self._ended = [member for member in [*self._ended, *members] if not member.has_stopped]
 
     def _members_of(self, configs: Sequence[Config], kept: Sequence[Member] = ()) -> list[Member]:
@@ -219,9 +219,9 @@ class ClusterModels:
         made: list[Member] = []
         with ExitStack() as failed:
             for config in configs:
-                alike = [one for one in kept if one.is_for(config)]
-                if alike:
-                    member = alike[0]
+                unchanged = [one for one in kept if one.is_for(config)]
+                if unchanged:
+                    member = unchanged[0]
                 else:
                     member = Member(config, machine, num_threads, self._bind)
                     failed.callback(member.end)
@@ -230,7 +230,7 @@ class ClusterModels:
         return made
 
     def _begin(self, members: Sequence[Member]) -> None:
-        beside = {*self._members, *members}  # those of an update run beside the others
+        beside = {*self._members, *members}  # an update runs old and new members side by side
         num_beside = -(-sum(member.config.cluster.most for member in beside) // self._num_machines)
         for member in members:
             member.begin(self._make_crew, num_beside)
@@ -267,7 +267,7 @@ class Member:
     crew: Crew
 
     def __init__(self, config: Config, machine: Machine, num_threads: int, bind: Bind) -> None:
-        """Raises PenstockError for settings with which it could not run."""
+        """Check the model's settings and files, and listen for its replicas. Raises PenstockError."""
         self.config, self.num_threads, self._machine = config, num_threads, machine
         if config.cluster.replica_host in ("0.0.0.0", "::"):  # noqa: S104
             remedy = "Name an address of this machine at which they reach it."
@@ -305,7 +305,7 @@ class Member:
         return self.names[0]
 
     def is_for(self, config: Config) -> bool:
-        """Return whether a new member with this configuration would be the same: its settings and its files."""
+        """Return whether this member can serve `config`: its settings and the files' content are the same."""
         if without_splits(self.config) != without_splits(config):
             return False
         try:
@@ -331,14 +331,14 @@ class Member:
     def wait_for(self, num_replicas: int, end_s: float = math.inf, deployment: Deployment | None = None) -> None:
         """Wait for the first replicas. Raises PenstockError if they can't start or do not come in time, or the server ends."""
         assert self._starting is not None, "they have begun to start"
-        told_s = time.monotonic()
+        logged_s = time.monotonic()
         while self._fleet.num_replicas < num_replicas:
             self._starting.check()
             if deployment is not None and deployment.is_closing:
                 raise Rejected(RejectReason.DRAINING, "The server is shutting down.")
             now_s = time.monotonic()
-            if now_s - told_s > TELL_AFTER_S:
-                told_s, there = now_s, self._fleet.num_replicas
+            if now_s - logged_s > LOG_AFTER_S:
+                logged_s, there = now_s, self._fleet.num_replicas
                 wanted, room = counted(num_replicas, "replica"), self.crew.room()
                 _log.warning(
                     "%d of %s of %s have come: each takes %d CPUs, and %s", there, wanted, self.name, self.num_threads, room
@@ -351,7 +351,7 @@ class Member:
             time.sleep(LOOK_S)
 
     def serve(self) -> ServedModel:
-        """Return the model, whose first replica has come."""
+        """Return the served model. Call this after the first replica has connected."""
         least, most = self.config.cluster.replicas, self.config.cluster.most
         if least < most:
             self._fleet.scale(Scaler(least, most, self.crew.first), self.crew.first, self.crew.want)
@@ -388,7 +388,7 @@ class Member:
 
 
 class _Background:
-    """A job in a thread, whose error `check` raises."""
+    """A job in a thread. `check` raises the job's error."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job

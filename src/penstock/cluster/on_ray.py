@@ -32,7 +32,7 @@ LOOK_S = 0.2
 
 
 class PenstockReplica:
-    """A replica. Serve makes it, asks for its health, and makes another if it dies."""
+    """A replica as a Ray Serve actor. Serve checks its health, and starts another one if it dies."""
 
     def __init__(self, config: Config, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
         """The arguments are those of `ReplicaThread`."""
@@ -78,7 +78,7 @@ def connected(address: str | None, num_cpus: int, *, waits: bool = True) -> Iter
 
 
 class Target:
-    """An actor with the number of replicas that the front wants, for Serve's controller."""
+    """An actor that holds the number of replicas that the front wants. `AsWanted` reads it."""
 
     def __init__(self, num: int) -> None:
         self._num = num
@@ -91,7 +91,7 @@ class Target:
 
 
 class AsWanted:
-    """An autoscaling policy of Serve: as many replicas as the front wants. Never waits, since the controller calls it."""
+    """An autoscaling policy that returns the number in `Target`. It must not block: Serve's controller calls it."""
 
     def __init__(self, app: str, first: int) -> None:
         self._app, self._num = app, first
@@ -114,7 +114,7 @@ _numbers = itertools.count()
 
 
 class Crew:
-    """The replicas of one model as Serve runs them, as many as its `ClusterConfig` allows."""
+    """A `models.Crew` that runs a model's replicas in Ray Serve."""
 
     def __init__(self, config: Config, *, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
         self._app, least = f"{PREFIX}{next(_numbers)}", config.cluster.replicas
@@ -165,7 +165,7 @@ class Crew:
 
 
 def start_serve() -> None:
-    """Start Ray Serve, unless it runs. Call this before replicas are started. Raises PenstockError if it has a cluster."""
+    """Start Ray Serve unless it runs. Raises PenstockError if it already runs a cluster of Penstock."""
     serve.start(proxy_location="Disabled")
     if apps():
         raise PenstockError("This Ray runs a cluster of Penstock already.", remedy="`penstock cluster down` stops it.")

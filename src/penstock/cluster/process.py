@@ -1,4 +1,4 @@
-"""A replica's process: a model, and a thread that serves the front with it."""
+"""A replica's process: a loaded model, and the thread that connects it to a front."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.types.errors import ConfigError
 
 
 class ReplicaThread:
-    """A loaded model, served to a front from a thread of its own."""
+    """A loaded model, and the thread that connects it to a front."""
 
     def __init__(self, config: Config, *, name: str, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
         """Load the model. `front`: where to dial. `num_beside`: replicas that share this machine's memory.
@@ -64,9 +64,9 @@ class ReplicaThread:
 
 
 def _claim(folder: Path, stack: ExitStack) -> Path:
-    """Return the first folder in this one that no other replica has, for the disk tier. `stack` gives it back.
+    """Lock and return the first subfolder of `folder` that no other replica uses, for the disk tier. `stack` unlocks it.
 
-    A replica that is started later gets the same folders, and finds its blocks there. Raises ConfigError.
+    Replicas that start later reuse the subfolders and the blocks in them. Raises ConfigError.
     """
     numbers = itertools.count()
     while True:

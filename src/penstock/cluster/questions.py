@@ -1,4 +1,4 @@
-"""The front's questions to replicas: which replica had a request, and how that replica explains it."""
+"""Collects explanations of requests from the replicas that had them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.cluster.messages import Explain, Explained
 from penstock.obs.explain.explanation import Explanation, Route, continued
 
 TIMEOUT_S = 1.0
-"""Longest wait for an answer."""
+"""Time limit of a caller's wait."""
 ANSWER_S = 0.8
-"""Time in which replicas must answer."""
+"""Time after which replicas that have not answered are left out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class _Question:
     answer: Future[list[Explanation]]
     num_left: int
     """Replicas that have not answered yet."""
-    told: dict[tuple[str, str], Explanation] = field(default_factory=dict)
+    found: dict[tuple[str, str], Explanation] = field(default_factory=dict)
     """(request id, replica name) -> that replica's explanation."""
 
 
@@ -33,12 +33,12 @@ class Questions:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._routes: OrderedDict[str, Route] = OrderedDict()
-        """Id of a request -> its last replica, the oldest first."""
+        """Request id -> its last replica and the earlier ones. The oldest entry is first."""
         self._open: dict[int, _Question] = {}
         self._num_asked = 0
 
     def note(self, request_id: str, route: Route, max_routes: int) -> None:
-        """Remember the replica of a request, and forget the oldest of more than `max_routes`."""
+        """Remember the replica of a request. Keep at most `max_routes` requests, the latest ones."""
         self._routes.pop(request_id, None)
         self._routes[request_id] = route
         while len(self._routes) > max_routes:
@@ -65,7 +65,7 @@ class Questions:
         self._loop.call_later(ANSWER_S, self._give_up, numbers, question)
 
     def take_answer(self, replica: str, explained: Explained, shift_ns: int) -> None:
-        """Take a replica's answer. `shift_ns`: this clock, less the replica's."""
+        """Store one replica's explanations. `shift_ns`: this clock minus the replica's."""
         question = self._open.pop(explained.number, None)
         if question is None:  # it came too late
             return
@@ -73,24 +73,24 @@ class Questions:
             route, fetch = self._routes.get(one.request_id), explained.fetches.get(one.request_id)
             if route is not None and fetch is not None:
                 route = replace(route, num_fetched_tokens=fetch.num_tokens, fetch_ns=fetch.duration_ns)
-            question.told[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
+            question.found[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
         question.num_left -= 1
         if not question.num_left:
-            question.answer.set_result(list(self._whole(question.told)))
+            question.answer.set_result(list(self._combined(question.found)))
 
     def _give_up(self, numbers: Sequence[int], question: _Question) -> None:
-        """Answer with what has come, if a replica has not answered."""
+        """Answer with the explanations received so far, unless every replica has answered."""
         for number in numbers:
             self._open.pop(number, None)
         if not question.answer.done():
-            question.answer.set_result(list(self._whole(question.told)))
+            question.answer.set_result(list(self._combined(question.found)))
 
-    def _whole(self, told: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:
-        """Yield one explanation per request: the last replica's, continuing that of the replica with the first token."""
-        for (request_id, replica), last in told.items():
+    def _combined(self, found: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:
+        """Yield one explanation per request: the last replica's, joined to that of the replica that made the first token."""
+        for (request_id, replica), last in found.items():
             route = self._routes.get(request_id)
             if route is None or route.replica != replica:
                 continue
-            earlier = [told[request_id, name] for name in route.before if name != replica and (request_id, name) in told]
+            earlier = [found[request_id, name] for name in route.before if name != replica and (request_id, name) in found]
             first = next((one for one in earlier if one.num_generated_tokens), None)
             yield last if first is None else continued(first, last)

@@ -1,4 +1,4 @@
-"""Grammars of a front: they are compiled there to be checked, and followed at the replica, which compiles them again."""
+"""Grammars at the front, which compiles them only to check them. The replica compiles them again and follows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.types.sampling import Matcher
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make the matcher of an answer. It stands for the matcher in a request that is computed elsewhere."""
+    """The arguments for making a matcher. It is the `Request.matcher` at the front; the replica makes the real one from it."""
 
     grammar: Grammar | None
     plan: AnswerPlan | None
@@ -24,7 +24,7 @@ class Recipe:
 
 
 class RecipeBook(Grammars):
-    """Gives recipes where `Grammars` gives matchers. Grammars are refused by the same rules."""
+    """A `Grammars` that returns recipes instead of matchers. It refuses the same grammars."""
 
     def matcher(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher:
         self.ready(grammar)

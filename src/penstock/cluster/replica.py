@@ -54,15 +54,15 @@ _log = logging.getLogger(__name__)
 BEAT_S = 1.0
 """A replica reports at least this often."""
 DIAL_S = 5.0
-"""Time limit for connecting. A replica that is to leave may have to wait for it."""
+"""Time limit for connecting. It can delay the end of `serve` after `leave`."""
 REDIAL_S, MAX_REDIAL_S = 0.5, 30.0
 COMPILE_AGAIN_S = 0.02
 FRONT_SILENCE_S = 15.0
 """A front that sends nothing for this long is lost. It sends twice a second."""
 NUM_FETCHES = 8
-"""Transfers at one time."""
+"""Most transfers of KV blocks at once."""
 MAX_FETCHES = 1_000
-"""Transfers that are remembered, to be explained."""
+"""Most transfers that are remembered for explanations."""
 _FRONT_LOST = "the connection to the front was lost"
 
 
@@ -73,26 +73,26 @@ class Replica:
         """`tap`: an observer of the model's engine."""
         self._running, self._tap, self._name, self._secret = running, tap, name, secret
         self._link: Link | None = None
-        """The connection, once the front knows this replica."""
+        """The connection, once the front has accepted this replica."""
         self._heard_s = 0.0
         """Time of the front's last message, by the event loop's clock."""
         self._is_lost = asyncio.Event()
         self._pause_s = REDIAL_S
-        """Time until it dials again."""
+        """Wait before the next attempt to dial."""
         self._requests: dict[str, Request] = {}
         """Requests from the front that have not ended."""
         self._ended = asyncio.Event()
-        """Set when one of them ends."""
+        """Set when a request ends."""
         self._preparing: dict[str, asyncio.Task[bool]] = {}
         """Id of a request that waits for its grammar, or for KV of its prompt -> the task that compiles the grammar."""
         self._aborted: dict[str, str] = {}
-        """Id of one of these that was aborted -> why."""
+        """Id of a request in `_preparing` that was aborted -> why."""
         self._chunks: list[OutputChunk] = []
         self._nonce = b""
-        """Sent to the front, which must prove with it that it knows the secret. Empty once it has."""
+        """Nonce with which the front must prove that it knows the secret. Empty unless an answer is expected."""
         self._leaving = asyncio.Event()
-        self._giver: BlockServer | None = None
-        """None: no front was reached yet, or this replica gives no blocks."""
+        self._block_server: BlockServer | None = None
+        """Serves KV blocks to other replicas. None until a front is reached, or if this replica can't share blocks."""
         self._fetcher = Fetcher(secret)
         self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="penstock-fetch")
         self._fetches: Recent[str, Fetch] = Recent(MAX_FETCHES)
@@ -102,7 +102,7 @@ class Replica:
     async def serve(self, host: str, port: int) -> None:
         """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
         loop = asyncio.get_running_loop()
-        is_told = False
+        is_logged = False
         while not self._leaving.is_set():
             self._is_lost.clear()
             self._fetcher.forget_closed()
@@ -110,13 +110,13 @@ class Replica:
                 async with asyncio.timeout(DIAL_S):
                     _, link = await loop.create_connection(lambda: Link(self._on_message, self._on_lost), host, port)
             except OSError as error:
-                if not is_told:
+                if not is_logged:
                     why = error if str(error) else f"no connection within {DIAL_S:g} s"  # a TimeoutError has no text
                     _log.warning("the front at %s:%d can't be reached yet: %s", host, port, why)
-                is_told = True
+                is_logged = True
                 await self._pause(REDIAL_S)
                 continue
-            is_told = False
+            is_logged = False
             try:
                 await self._beat_until_lost(link)
             finally:
@@ -125,12 +125,12 @@ class Replica:
             await self._pause(self._pause_s)
         while self._requests or self._preparing:
             await self._wait_for_end()
-        if self._giver is not None:
-            self._giver.close()
+        if self._block_server is not None:
+            self._block_server.close()
         self._fetching.shutdown(wait=False)
 
     def leave(self) -> None:
-        """End once the requests in flight have ended. One that still comes is refused, and the front sends it elsewhere."""
+        """Make `serve` end after the requests in flight. Later requests are refused, and the front sends them elsewhere."""
         self._leaving.set()
         self._running.engine.drain()
         self._report()
@@ -159,7 +159,7 @@ class Replica:
                 link.finish("it leaves")
 
     async def _end_all(self) -> None:
-        """End the requests of a front that was lost, so that it may send them again."""
+        """Abort all requests after the front was lost. It may send them again."""
         for request_id in [*self._requests, *self._preparing]:
             self._abort(request_id, _FRONT_LOST)
         while self._requests or self._preparing:
@@ -185,9 +185,9 @@ class Replica:
         self._heard_s = asyncio.get_running_loop().time()
         match decode_to_replica(data):
             case Greeting(version, nonce):
-                self._greet(link, version, nonce)
+                self._on_greeting(link, version, nonce)
             case Welcome(proof):
-                self._enter(link, proof)
+                self._on_welcome(link, proof)
             case message if self._link is not link:
                 link.close(f"an unexpected {type(message).__name__}")
             case Submit() as submit:
@@ -202,7 +202,7 @@ class Replica:
             case Beat():
                 pass
 
-    def _greet(self, link: Link, version: int, nonce: bytes) -> None:
+    def _on_greeting(self, link: Link, version: int, nonce: bytes) -> None:
         if version != FORMAT:
             link.close(f"it speaks version {version} of the messages, this replica {FORMAT}: install one version everywhere")
             return
@@ -211,22 +211,22 @@ class Replica:
         link.send(Hello(FORMAT, proof, self._nonce, self._name, model, self._blocks_port(link.own_host)))
 
     def _blocks_port(self, host: str) -> int:
-        """Return where this replica gives blocks to others, at the address by which it reaches the front. 0: nowhere."""
+        """Return the port for KV blocks at the address `host`, or 0 if this replica can't share blocks. Listens if needed."""
         blocks = self._tap.blocks
-        if self._giver is None and blocks is not None and blocks.memory is not None:
+        if self._block_server is None and blocks is not None and blocks.memory is not None:
             try:
-                self._giver = BlockServer(lambda: self._tap.blocks, host, self._secret)
+                self._block_server = BlockServer(lambda: self._tap.blocks, host, self._secret)
             except OSError as error:
                 _log.warning("this replica can't give KV blocks to others at %s: %s", host, error)
-        return 0 if self._giver is None else self._giver.port
+        return 0 if self._block_server is None else self._block_server.port
 
-    def _enter(self, link: Link, proof: bytes) -> None:
+    def _on_welcome(self, link: Link, proof: bytes) -> None:
         nonce, self._nonce = self._nonce, b""
         if not nonce or not secrets.compare_digest(proof, prove(self._secret, FRONT, nonce)):
             link.close("it does not know the cluster's secret")
             return
         link.max_bytes = MAX_BYTES
-        self._tap.take()  # the front gets the blocks held now, without earlier changes
+        self._tap.take()  # drop earlier changes: the first report lists all cached blocks
         self._chunks.clear()
         held = Changes(list(self._tap.held), [])
         now_ns = self._running.clock.now_ns()
@@ -279,7 +279,7 @@ class Replica:
             request.matcher.accept(work.generated)
             return True
         except TimeoutError:
-            if limit is None:  # it came from elsewhere
+            if limit is None:  # not the timeout above
                 raise
             self._refuse(request, FinishReason.ABORT, LATE_DETAILS[limit[1]], str(limit[1]))
         except Rejected as rejected:
@@ -287,7 +287,7 @@ class Replica:
         return False
 
     def _begin_prepared(self, requests: Sequence[Request], results: Sequence[bool | BaseException | None]) -> None:
-        """Begin the requests that were neither refused nor aborted. `results`: of `_fetch`, then of their tasks."""
+        """Begin the requests that were neither refused nor aborted. `results`: of `_fetch`, then of each `_compile`."""
         fetched, *are_ready = results
         if fetched is not None:
             _log.error("KV of another replica was not copied, and is computed", exc_info=fetched)
@@ -325,7 +325,7 @@ class Replica:
             return grammars.free_matcher(plan)
         if matchers := grammars.known(grammar, plan):
             return matchers[0]
-        while True:  # the front has admitted the request, so it waits for its turn
+        while True:  # retry if the queue is full: the front has already admitted the request
             prepare = partial(grammars.prepare, grammar, plan)
             try:
                 await self._running.off_loop.compile(request.tenant, len(grammar.source), prepare, key=grammar)
@@ -365,10 +365,10 @@ class Replica:
         return self._running.engine.state is EngineState.READY
 
     def _load(self) -> EngineLoad:
-        return self._running.engine.load()._replace(adapters=AdapterCounts())  # with numbers of this process
+        return self._running.engine.load()._replace(adapters=AdapterCounts())  # adapter numbers are valid in this process only
 
     def _report(self) -> None:
-        """Tell the front what happened since the last time."""
+        """Send the front all news since the last report."""
         running, requests = self._running, self._requests
         steps, ended, changes = self._tap.take()
         chunks, self._chunks = self._chunks, []

@@ -16,16 +16,16 @@ _Item = TypeVar("_Item")
 
 
 class Tap:
-    """An `Observer` of one engine after another. The engine's thread reports, the event loop takes."""
+    """An `Observer` of successive engines. The engine's thread adds reports, and the event loop takes them."""
 
     def __init__(self) -> None:
         self._log = ChangeLog()
         self._steps: deque[StepStats] = deque()
         self._ended: deque[RequestStats] = deque()
         self._changes: deque[Changes | None] = deque()
-        """None: a new engine, whose cache is empty."""
+        """Changes of the prefix cache. None marks a new engine with an empty cache."""
         self.blocks: Blocks | None = None
-        """Those of the last engine. None: there was none yet."""
+        """Blocks of the latest engine, or None before the first one."""
         self.held: set[int] = set()
         """Names of the blocks in the cache, as of the last `take`."""
 
@@ -46,15 +46,15 @@ class Tap:
         """Return what was reported since the last call: steps, ended requests, and changes of the cache."""
         steps = [_slim(stats) for stats in _drain(self._steps)]
         ended = list(_drain(self._ended))
-        news: dict[int, bool] = {}
+        is_cached: dict[int, bool] = {}
         for changes in _drain(self._changes):
             added, removed = ((), tuple(self.held)) if changes is None else changes
             self.held.update(added)
             self.held.difference_update(removed)
-            news |= dict.fromkeys(added, True) | dict.fromkeys(removed, False)
-        came = [name for name, is_there in news.items() if is_there]
-        left = [name for name, is_there in news.items() if not is_there]
-        return steps, ended, Changes(came, left)
+            is_cached |= dict.fromkeys(added, True) | dict.fromkeys(removed, False)
+        now_cached = [name for name, is_there in is_cached.items() if is_there]
+        now_gone = [name for name, is_there in is_cached.items() if not is_there]
+        return steps, ended, Changes(now_cached, now_gone)
 
 
 def _drain(queue: deque[_Item]) -> Iterator[_Item]:

@@ -1,8 +1,8 @@
 """KV blocks from one replica's cache into another's, by their hashes, so that a prefix is copied instead of computed again.
 
-On one machine the taker copies them out of the giver's cache, which lies in a file in memory (`memfd_create`, Linux). They come
-over TCP otherwise, or if containers do not see each other's processes. Giver and taker prove to each other that they know the
-cluster's secret, as front and replicas do.
+The giver has the blocks, the taker wants them. On one machine the taker maps the giver's cache, a file in memory
+(`memfd_create`, Linux). Between machines, and between containers that can't see each other's processes, blocks are sent over
+TCP. Both sides prove that they know the cluster's secret, as front and replicas do.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _Message = TypeVar("_Message")
 
 GIVER, TAKER = b"giver", b"taker"
 FETCH_S = 2.0
-"""Time limit of a transfer: its request waits. Blocks that miss it are computed."""
+"""Time limit of a transfer, for which its request waits. Blocks that arrive later are computed instead."""
 GIVE_S = 5.0
-"""Longest time that a giver keeps blocks for a taker."""
+"""Longest time that a giver pins blocks for a taker."""
 CONFIRM_S = 0.1
-"""Time that the giver of a copy has to say that the blocks were there."""
+"""Time kept free at the end of a copy for the giver's `_Confirmed`."""
 BACK_OFF_S = 30.0
-"""A source that can't be reached, or is too slow, is left alone for so long."""
+"""Time for which a source is not tried again after it could not be reached or exceeded the time limit."""
 MAX_GUESTS = 32
-"""Connections at one time. Others are closed, and those replicas compute."""
+"""Most connections at once. Further ones are closed, and their replicas compute the blocks."""
 MAX_STRANGER_BYTES = 1 << 10
-"""Longest message of somebody who has not shown that they know the secret."""
+"""Longest message while the other end has not proven that it knows the secret."""
 MAX_BYTES = 1 << 26
 """Longest message: the hashes of a million tokens have 1 MB, or 16 with blocks of one token."""
 ACCEPT_AGAIN_S = 0.1
@@ -66,16 +66,16 @@ class _Answer(msgspec.Struct, array_like=True, frozen=True):
 class _Request(msgspec.Struct, array_like=True, frozen=True):
     span: Span
     request_id: str
-    """A request of the giver that may still run, if the span ends in its last block."""
+    """The request that moves here, if the span can end in its incomplete last block. It may still run at the giver."""
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
-    """A file in memory with all blocks of the giver, block 0 first, for a taker on the same machine."""
+    """The giver's memfd with all of its blocks, block 0 first, which a taker on the same machine can map."""
 
     pid: int
     fd: int
     name: str
-    """The file's name in Linux, which is random: a taker that finds another one there looks at another process."""
+    """Target of the link at `path`. It is random, so a different target means that `pid` is another process here."""
 
     @property
     def path(self) -> str:
@@ -104,21 +104,21 @@ class _Offer(msgspec.Struct, array_like=True, frozen=True):
 
 class _Taken(msgspec.Struct, array_like=True, frozen=True):
     num_sent: int
-    """Blocks that the giver should send. 0: the taker has copied what it wants."""
+    """Blocks that the giver should send, or 0 if the taker has copied them from the memfd."""
 
 
 class _Confirmed(msgspec.Struct, array_like=True, frozen=True):
     is_sound: bool
-    """The blocks were there the whole time."""
+    """The giver's engine ran during the whole copy, so the copied blocks are valid."""
 
 
 class _Late(OSError):
-    """The time of a transfer is up."""
+    """Error for a transfer that has exceeded its time, or could not connect."""
 
 
 class _Peer:
-    """One connection, with an end of its time. Methods raise OSError, `_Late` among them, and MsgspecError for an unexpected
-    message."""
+    """A connection with a deadline. Methods raise `_Late` after it, another OSError for a broken connection, and MsgspecError
+    for an unexpected message."""
 
     def __init__(self, connection: socket.socket, end_s: float) -> None:
         self._connection, self.end_s = connection, end_s
@@ -164,10 +164,10 @@ class _Peer:
 
 
 class BlockServer:
-    """Gives blocks to other replicas. One thread listens, and each connection has its own."""
+    """Sends KV blocks to other replicas. One thread listens, and each connection has its own."""
 
     def __init__(self, blocks: Callable[[], Blocks | None], host: str, secret: bytes) -> None:
-        """`blocks` returns those of the engine that runs now. Raises OSError if it can't listen at this address."""
+        """`blocks` returns the current engine's blocks. Raises OSError if it can't listen at `host`."""
         self._blocks, self._secret = blocks, secret
         self._guests = threading.Semaphore(MAX_GUESTS)
         self._is_closed = False
@@ -239,18 +239,18 @@ class BlockServer:
 
 
 class Fetcher:
-    """Takes blocks from other replicas, where that is faster than to compute them."""
+    """Copies KV blocks from other replicas, unless computing them is faster."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._ns_per_block = 0.0
-        """Running mean of the time that a block took. 0: none has come yet."""
-        self._silent_until_s: dict[tuple[str, int], float] = {}
-        """Source that could not be reached, or was too slow -> when to try again."""
+        """Running mean of the transfer time of a block; 0 before the first transfer."""
+        self._retry_after_s: dict[tuple[str, int], float] = {}
+        """Address of a source that raised `_Late` -> when to try it again."""
         self._maps = _Maps()
 
     def forget_closed(self) -> None:
-        """Give back the memory of replicas on this machine that have ended. Call it every second or so."""
+        """Unmap the memory of local replicas that have ended. Call this about once a second."""
         self._maps.forget_closed()
 
     def fetch(self, blocks: Blocks, request: Request, source: Source, end_s: float | None = None) -> int:
@@ -260,8 +260,8 @@ class Fetcher:
         """
         address, began_s = (source.host, source.port), time.monotonic()
         end_s = began_s + FETCH_S if end_s is None else end_s
-        is_silent = began_s < self._silent_until_s.get(address, 0.0)
-        if blocks.memory is None or began_s > end_s or is_silent or not self._is_cheap(blocks):
+        is_backing_off = began_s < self._retry_after_s.get(address, 0.0)
+        if blocks.memory is None or began_s > end_s or is_backing_off or not self._is_cheap(blocks):
             return 0
         try:
             wanted = blocks.want(request, source.num_tokens, has_tail=source.has_request)
@@ -270,12 +270,12 @@ class Fetcher:
             with self._connect(address, end_s) as connection:
                 request_id = request.request_id if source.has_request else ""
                 num_filled = self._take(blocks, wanted, _Peer(connection, end_s), request_id)
-        except Exception as error:  # whatever it is, the request goes on
+        except Exception as error:  # the request is computed without the copy
             _log.warning("KV blocks can't be had from %s:%d, and are computed: %r", *address, error)
             if isinstance(error, _Late):
                 now_s = time.monotonic()
-                self._silent_until_s = {one: at_s for one, at_s in self._silent_until_s.items() if at_s > now_s}
-                self._silent_until_s[address] = now_s + BACK_OFF_S
+                self._retry_after_s = {one: at_s for one, at_s in self._retry_after_s.items() if at_s > now_s}
+                self._retry_after_s[address] = now_s + BACK_OFF_S
             return 0
         if num_filled:
             self._learn(1e9 * (time.monotonic() - began_s) / num_filled)
@@ -315,7 +315,7 @@ class Fetcher:
         room = blocks.make_room(wanted, len(offer.block_ids))
         num_filled = 0
         try:
-            skipped = len(room.found) - wanted.num_found  # other requests have computed these since, or they were evicted
+            skipped = len(room.found) - wanted.num_found  # computed by other requests meanwhile; below 0: evicted
             if skipped >= 0:
                 num_filled = self._fill(memory, room.block_ids, giver, offer, skipped)
         finally:
@@ -323,7 +323,7 @@ class Fetcher:
         return skipped + num_filled if num_filled else 0
 
     def _fill(self, memory: BlockMemory, block_ids: Sequence[int], giver: _Peer, offer: _Offer, skipped: int) -> int:
-        """Fill blocks from the first on, until the time is up. Returns how many are filled."""
+        """Fill blocks in order until the time is up. Return how many are filled. The offer's first `skipped` are not needed."""
         sources = offer.block_ids[skipped : skipped + len(block_ids)]
         file = None if offer.place is None else self._maps.find(offer.place)
         if file is not None:
@@ -333,7 +333,7 @@ class Fetcher:
         giver.send(_Taken(skipped + len(sources)))
         num_filled = 0
         unwanted = memoryview(bytearray(memory.block_bytes))
-        with suppress(_Late):  # the blocks that came before are whole
+        with suppress(_Late):  # earlier blocks are complete
             for _ in range(skipped):
                 giver.read_into(unwanted)
             for block_id, _ in zip(block_ids, sources, strict=False):
@@ -344,14 +344,14 @@ class Fetcher:
 
 
 class _Maps:
-    """Other replicas' block files, mapped into this process. They stay mapped, since the first read of a page takes three times
-    as long as the next."""
+    """Other replicas' memfds, mapped into this process. They stay mapped, because the first read of a page takes three times as
+    long as later ones."""
 
     def __init__(self) -> None:
         self._maps: dict[_Place, memoryview] = {}
 
     def find(self, place: _Place) -> memoryview | None:
-        """Return a file's content, or None if it is on another machine or in another container, or the system forbids it."""
+        """Return the content of a memfd, or None if it can't be mapped: another machine or container, or no permission."""
         found = self._maps.get(place)
         if found is None and place.is_here():
             with suppress(OSError):
@@ -364,7 +364,7 @@ class _Maps:
         return found
 
     def forget_closed(self) -> None:
-        """Give back the memory of files that their owners have closed."""
+        """Unmap the memfds of processes that have ended."""
         for place in list(self._maps):
             if not place.is_here():
                 self._maps.pop(place, None)
@@ -377,7 +377,7 @@ def _copy(file: memoryview, sources: Sequence[int], memory: BlockMemory, targets
         if time.monotonic() > end_s:
             break
         there = np.frombuffer(file, np.uint8, size, source * size)
-        np.copyto(np.frombuffer(memory.target(target), np.uint8), there)  # without the GIL, which the engine's thread wants
+        np.copyto(np.frombuffer(memory.target(target), np.uint8), there)  # NumPy releases the GIL, for the engine's thread
         memory.fill(target)
         num_copied += 1
     return num_copied
