@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.lab.acceptance import LEAST_MATCH, Acceptance, Foreseeing, acceptance_of, marked_answers
+from penstock.lab.acceptance import LEAST_MATCH, Acceptance, MarkedGuesser, acceptance_of, marked_answers
 from penstock.lab.recording import open_recording
 from penstock.lab.simulated_executor import TOKEN_ID, WRONG_TOKEN_ID
 from penstock.lab.simulation import Outcome, Simulation
@@ -97,7 +97,7 @@ def test_marks_depend_on_the_request_and_the_seed_alone() -> None:
 
 
 def test_a_run_is_guessed_to_its_end_and_the_longer_it_is_the_surer() -> None:
-    guesser = Foreseeing(Acceptance([b"--rrrrw"]))
+    guesser = MarkedGuesser(Acceptance([b"--rrrrw"]))
     request = make_request("a", max_tokens=9)
     request.output_token_ids = [TOKEN_ID]
     assert guesser.guess(request, 3) is None

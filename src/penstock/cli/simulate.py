@@ -125,7 +125,7 @@ class _Replicas(click.ParamType[_Bounds]):
 @config_options("model", "kv", "scheduler", "admission", "backend", "server", without=_NO_EFFECT)
 def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
     """Simulate how a configuration of MODEL serves a workload: real scheduler and admission, modelled step times."""
-    from penstock.lab import foretold, plots, report
+    from penstock.lab import plots, report, simulation_report
     from penstock.lab.cost_files import cost_of
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
@@ -142,7 +142,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     capacity: float | None = None
     runs: list[Run] = []
-    simulated: list[foretold.Foretold] = []
+    simulated: list[simulation_report.SimulatedRun] = []
     for name, changes in _sides(context, vary, without):
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
@@ -158,7 +158,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         workload, users = make_workload(chosen), asked["concurrency"]
         began_s = process_time()
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
-        simulated.append(foretold.Foretold(name=name, outcome=outcome, wall_s=process_time() - began_s))
+        simulated.append(simulation_report.SimulatedRun(name=name, outcome=outcome, wall_s=process_time() - began_s))
         rate, price = None if chosen.rate is None else Load("rate", round(chosen.rate, 4)), asked["price_per_hour"]
         runs.append(
             Run(
@@ -176,19 +176,19 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
             )
         )
     result = Result(runs=runs)
-    sections = [*report.sections_of(result, every_run=values["every_run"]), foretold.section_of(simulated)]
+    sections = [*report.sections_of(result, every_run=values["every_run"]), simulation_report.section_of(simulated)]
     click.echo(report.as_text(sections))
     if values["json_file"] is not None:
         write_result(result, values["json_file"])
     if values["html"] is not None:
-        drawn = [*plots.plots_of(result), *foretold.plots_of(simulated)] if plots.is_installed() else None
+        drawn = [*plots.plots_of(result), *simulation_report.plots_of(simulated)] if plots.is_installed() else None
         write_text(values["html"], report.as_html(f"Penstock simulate: {runs[0].workload}", sections, drawn))
     if values["plots"] is not None:
-        write_plots(values["plots"], [*plots.plots_of(result), *foretold.plots_of(simulated)])
+        write_plots(values["plots"], [*plots.plots_of(result), *simulation_report.plots_of(simulated)])
 
 
 def _check(context: click.Context, vary: Sequence[str]) -> None:
-    """Raise ConfigError for options that would have no effect on a simulation."""
+    """Raise ConfigError for options without effect on the simulation."""
     varied = {text.partition("=")[0].replace("-", "_") for text in vary}
     params, replicas = context.params, {"replicas", "prefill_replicas"}
     has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))

@@ -1,8 +1,8 @@
-"""Decides which guessed tokens hold in simulated answers: as in the answers of a recording, or with a fixed probability.
+"""Decides which guessed tokens of simulated answers are right: as in a recording, or with a fixed probability.
 
-An answer is a string of marks, one for each of its tokens: guessed right, guessed wrong, or not guessed. Each simulated answer
-draws one recorded answer, and repeats it as needed. So the marks depend on the seed and the request alone, not on the steps,
-and right guesses come in runs as they did when they were recorded.
+Each token of an answer has a mark: guessed right, guessed wrong, or not guessed. A simulated answer takes the marks of a random
+recorded answer, repeated as needed. So marks depend on the seed and the request alone, not on the steps, and right guesses come
+in runs as they did in the recording.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_MATCH = 2
 class Acceptance:
     answers: Sequence[bytes] = ()
     chance: float = 0.0
-    """Probability that a guess holds; without `answers`."""
+    """Probability that a guess is right, if there are no `answers`."""
     seed: int = 0
 
     def marks(self, request_id: str, num_tokens: int) -> bytes:
@@ -40,7 +40,7 @@ class Acceptance:
 
 
 def acceptance_of(words: str, *, seed: int = 0) -> Acceptance:
-    """Return what `--acceptance` says: a chance, or the path of a recording. Raises PenstockError."""
+    """Parse `--acceptance`: a probability, or the path of a recording. Raises PenstockError."""
     try:
         chance = float(words)
     except ValueError:
@@ -71,14 +71,14 @@ def marked_answers(recording: Recording) -> list[bytes]:
             if row.samples > 1 and row.id in marked:
                 num_prompt_tokens, marks = marked[row.id]
                 begin = row.context_len + 1 - num_prompt_tokens
-                told = bytes([RIGHT]) * row.num_accepted + bytes([RIGHT if row.num_accepted == row.samples - 1 else WRONG])
-                marks[begin : begin + len(told)] = told[: max(0, len(marks) - begin)]
+                row_marks = bytes([RIGHT]) * row.num_accepted + bytes([RIGHT if row.num_accepted == row.samples - 1 else WRONG])
+                marks[begin : begin + len(row_marks)] = row_marks[: max(0, len(marks) - begin)]
     return [bytes(marks) for _, marks in marked.values()]
 
 
 @dataclass(slots=True)
-class Foreseeing(Guesser):
-    """A guesser that follows an answer's marks: a run of right tokens, then wrong ones."""
+class MarkedGuesser(Guesser):
+    """A guesser that guesses as an answer's marks say: a run of right tokens, then wrong ones."""
 
     acceptance: Acceptance
     _marks: dict[str, bytes] = field(default_factory=dict)

@@ -185,8 +185,8 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
             spread = _spread_of_intervals(values)
         if spread and name.startswith("itl"):
             spread = replace(spread, error=max(spread.error, math.log(BUCKET_RATIO) / 2))
-        shell = Difference(figure=name, is_rate=name in RATES, before=math.exp(means[0]), after=math.exp(means[1]), change=None)
-        yield shell if spread is None else _judged(shell, means[1] - means[0], spread)
+        named = Difference(figure=name, is_rate=name in RATES, before=math.exp(means[0]), after=math.exp(means[1]), change=None)
+        yield named if spread is None else _judged(named, means[1] - means[0], spread)
 
 
 def _values_of(run: Run) -> dict[str, Estimate]:
@@ -270,12 +270,12 @@ def _mean_spread(spreads: Sequence[Spread]) -> Spread:
     return Spread(error, math.fsum(one.degrees for one in spreads))
 
 
-def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
-    """Add the change, its p-value and standard error to `shell`, which only names a figure. `ratio` is a logarithm."""
+def _judged(named: Difference, ratio: float, spread: Spread) -> Difference:
+    """Return `named`, which only names a figure, with its change, p-value and standard error. `ratio` is a logarithm."""
     half = student_quantile((1 + LEVEL) / 2, spread.degrees) * spread.error
     change = Estimate(*(math.expm1(value) for value in (ratio, ratio - half, ratio + half)))
     chance = student_tail(ratio / spread.error, spread.degrees) if spread.error else float(ratio == 0)
-    return replace(shell, change=change, chance=chance, smallest=spread.error)
+    return replace(named, change=change, chance=chance, smallest=spread.error)
 
 
 def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:

@@ -44,8 +44,8 @@ COLD_DECAY = 0.75
 def coldness_after(coldness: float, duration_ns: float) -> float:
     """Return the share of the weights that is missing from the processor's caches after a step of `duration_ns`.
 
-    `coldness`: that share before the step. A next step of at most `NARROW_TOKENS` takes that share of
-    `CostModel.cold_ns` longer, and one of more tokens less.
+    `coldness`: that share before the step. A step of at most `NARROW_TOKENS` that follows takes this share of
+    `CostModel.cold_ns` longer. Larger steps lose less time.
     """
     return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
 
@@ -56,7 +56,7 @@ def cold_share(coldness: float, num_tokens: int) -> float:
 
 class Residuals(NamedTuple):
     up_to_ns: float
-    """Longest modelled step time that these ratios are for."""
+    """The ratios apply to steps with a modelled time up to this."""
     ratios: tuple[float, ...]
     """Ratios of measured to modelled time, ascending. Each is the mean of equally many steps."""
 

@@ -19,9 +19,9 @@ from penstock.types.stats import RequestStats
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distant:
     latency_ns: int
-    """From a request to its first token, whatever its prompt."""
+    """Time from a request to its first token, for any prompt."""
     token_ns: int
-    """Between two tokens of an answer, whatever the load."""
+    """Time between two tokens of an answer, under any load."""
     max_concurrent: int
 
 
@@ -31,38 +31,38 @@ class DistantModel:
     ) -> None:
         self.ended: dict[str, RequestStats] = {}
         self._distant, self._clock, self._agenda, self._tell = distant, clock, agenda, tell
-        self._left: dict[str, tuple[Request, int]] = {}
+        self._in_flight: dict[str, tuple[Request, int]] = {}
         """Id -> request in flight, and its number of remaining tokens."""
 
     def submit(self, request: Request, num_output_tokens: int, ask: Ask) -> None:
         """Begin a request. Raises `Rejected` if there are too many."""
         del ask
-        if len(self._left) >= self._distant.max_concurrent:
+        if len(self._in_flight) >= self._distant.max_concurrent:
             raise Rejected(RejectReason.QUEUE_FULL, "The upstream is at its request limit.", retry_after_s=1.0)
-        self._left[request.request_id] = request, num_output_tokens
-        self._agenda.note(self._clock.now_ns() + self._distant.latency_ns, partial(self._go_on, request.request_id))
+        self._in_flight[request.request_id] = request, num_output_tokens
+        self._agenda.note(self._clock.now_ns() + self._distant.latency_ns, partial(self._next_token, request.request_id))
         if (deadline_ns := request.deadline_ns) is not None:
             self._agenda.note(deadline_ns, partial(self._end, request.request_id, FinishReason.REJECTED, RejectReason.DEADLINE))
 
     def abort(self, request_id: str) -> None:
         self._end(request_id, FinishReason.ABORT)
 
-    def _go_on(self, request_id: str) -> None:
-        if request_id not in self._left:
+    def _next_token(self, request_id: str) -> None:
+        if request_id not in self._in_flight:
             return
-        request, num_left = self._left[request_id]
+        request, num_left = self._in_flight[request_id]
         if num_left == 1:
             self._end(request_id, FinishReason.LENGTH, token_ids=(TOKEN_ID,))
             return
-        self._left[request_id] = request, num_left - 1
+        self._in_flight[request_id] = request, num_left - 1
         now_ns = self._clock.now_ns()
-        self._agenda.note(now_ns + self._distant.token_ns, partial(self._go_on, request_id))
+        self._agenda.note(now_ns + self._distant.token_ns, partial(self._next_token, request_id))
         self._tell([TokenEvent(request_id, (TOKEN_ID,), now_ns)], now_ns)
 
     def _end(self, request_id: str, reason: FinishReason, rejected: str = "", token_ids: tuple[int, ...] = ()) -> None:
-        if request_id not in self._left:
+        if request_id not in self._in_flight:
             return
-        request, _ = self._left.pop(request_id)
+        request, _ = self._in_flight.pop(request_id)
         now_ns = self._clock.now_ns()
         self.ended[request_id] = RequestStats(
             request_id=request_id,

@@ -1,9 +1,8 @@
 """The rules of `penstock doctor`: what may be wrong with a server, how that shows, and what to change.
 
-The time of all requests is a pool (`Evidence.parts_s`). Each rule, in the order of the table, returns the time that its cause
-took. A cause that took at least `NAMED_SHARE` of the pool is named, and no later rule counts that time again. So there is one
-threshold, and causes are ranked by the time that they cost. (Oracle's ADDM ranks findings by their share of the time of all
-sessions; Linux' PSI reports the share of time in which tasks stalled.)
+`Evidence.parts_s` has the total time of all requests by part. The rules run in the order of the table. Each one computes how
+much of that time its cause cost. If this is at least `NAMED_SHARE` of the total, the cause is reported, and later rules do not
+count the time again. Findings are ranked by the time that they cost, as in Oracle's ADDM.
 
 To add a rule, append it to `RULES`. It reads an `Evidence`.
 """
@@ -19,9 +18,9 @@ from typing import Any
 from penstock.lab.evidence import Evidence, Visit
 
 NAMED_SHARE = 0.1
-"""A cause that took a smaller share of the requests' time is not named, nor a setting that saves less."""
+"""Least share of the requests' time that a cause must cost, or a setting must save, to be reported."""
 LEAST_VISITS = 5
-"""Fewer requests are not judged."""
+"""Least number of requests for a diagnosis."""
 FULL = 0.9
 """A machine that computes for this share of the time counts as full."""
 
@@ -40,7 +39,7 @@ class Rule:
     lost_s: Callable[[Evidence], float]
     """Time that the cause cost the requests."""
     of: tuple[str, ...] = ()
-    """Parts of the requests' time that include `lost_s`. Empty: it comes on top of them."""
+    """Parts of the requests' time that contain `lost_s`. Empty: the lost time is not in any part."""
     shows: Callable[[Evidence], str]
     """The evidence, with figures."""
     remedy: str
@@ -182,13 +181,14 @@ def _summary(evidence: Evidence) -> str:
 # Times that are more than sums of parts.
 
 
-def _waits(*reasons: str) -> Callable[[Evidence], float]:
-    return lambda evidence: sum(evidence.parts_s.get(reason, 0.0) for reason in reasons)
+def _spent(*parts: str) -> Callable[[Evidence], float]:
+    """Return a function for the time that requests spent in these parts."""
+    return lambda evidence: sum(evidence.parts_s.get(part, 0.0) for part in parts)
 
 
 def _share(evidence: Evidence, *parts: str) -> str:
     """Return how much of the requests' time was in these parts, in words."""
-    time_s = _waits(*parts)(evidence)
+    time_s = _spent(*parts)(evidence)
     return f"{time_s / max(evidence.total_s, 1e-9):.0%} of the requests' time ({time_s:.3g} s of {evidence.total_s:.3g} s)"
 
 
@@ -201,19 +201,19 @@ _OF_BATCHES = (
     "preferred_batch_size",
     "length_buckets",
 )
-"""Settings that make batches other than continuous ones."""
+"""Settings that can turn continuous batching off."""
 _COMPUTING = ("prefill", "decode")
 _USUAL = (*_COMPUTING, "intake", "prompt", "prefix")
-"""Parts that may be large on a healthy server: a short answer takes less time than what comes before it."""
+"""Parts that may be large on a healthy server: with a short answer, most of the time passes before the first token."""
 _CROWDED = ("rows", "tokens", "memory", "order")
 """Reasons to wait while other requests run."""
 
 
 def _wasted_s(evidence: Evidence, share: float) -> float:
-    """Return the time that requests lose if this share of the machine is wasted: that share of computing, and of waiting if
-    the machine is full."""
+    """Return the time that requests lose if this share of the machine's work is wasted: that share of their computing time, and
+    also of their waiting time if the machine is full."""
     parts = (*_COMPUTING, *_CROWDED) if evidence.busy >= FULL else _COMPUTING
-    return share * _waits(*parts)(evidence)
+    return share * _spent(*parts)(evidence)
 
 
 def _thrashed_s(evidence: Evidence) -> float:
@@ -224,7 +224,7 @@ def _thrashed_s(evidence: Evidence) -> float:
 
 
 def _late_s(evidence: Evidence) -> float:
-    """Return streams' time beyond the target in steps with others' prompts, and all of it in steps that left them out."""
+    """Return by how much steps with others' prompts exceeded the target. Steps in which a stream had no row count in full."""
     return sum(one.with_prompts_s - one.num_steps_with_prompts * evidence.target_s for one in evidence.visits)
 
 
@@ -246,14 +246,14 @@ def _prefix_s(*ends: str) -> Callable[[Evidence], float]:
 
 
 def _spared_s(evidence: Evidence) -> float:
-    """Return how long prompts would have taken to compute what they found in the cache, at their usual pace."""
+    """Estimate how long the prefix hits would have taken to compute, at the mean time per computed prompt token."""
     found = sum(one.num_hit_tokens for one in evidence.visits)
     computed = sum(one.num_prompt_tokens - one.num_hit_tokens for one in evidence.visits)
     return found * evidence.parts_s.get("prefill", 0.0) / max(1, computed)
 
 
 def _alike(one: Visit) -> float:
-    """Return the share of a prompt's computed tokens that the cache has, after a token that differs."""
+    """Return the share of a prompt's computed tokens that equal the cached prompt's after the first difference."""
     return one.num_same_after / max(1, one.num_prompt_tokens - one.num_hit_tokens)
 
 
@@ -280,7 +280,7 @@ def _endless(evidence: Evidence) -> str:
 
 
 def _refused_s(evidence: Evidence) -> float:
-    """Return the refused share of the calls, times the requests' time: a refused client waits, too."""
+    """Return the refused share of the calls, times the requests' time, as if a refused client waited as long as others."""
     return evidence.total_s * evidence.num_refused / max(1.0, evidence.num_calls)
 
 
@@ -293,7 +293,7 @@ RULES: tuple[Rule, ...] = (
         name="cold models",
         symptom=Symptom.IDLE,
         cause="Requests wait for their model to be loaded.",
-        lost_s=_waits("model"),
+        lost_s=_spent("model"),
         of=("model",),
         shows=lambda e: f"Loading took {_share(e, 'model')}.",
         remedy="Keep the model loaded (keep_loaded), or give the models more room (--memory).",
@@ -302,7 +302,7 @@ RULES: tuple[Rule, ...] = (
         name="slow grammars",
         symptom=Symptom.LATENCY,
         cause="Grammars take long to compile, or their masks are slow.",
-        lost_s=_waits("grammar", "sat out"),
+        lost_s=_spent("grammar", "sat out"),
         of=("grammar", "sat out"),
         shows=lambda e: f"Grammars took {_share(e, 'grammar', 'sat out')}.",
         remedy="Send the same schema each time, so that it is cached, or simplify it.",
@@ -311,7 +311,7 @@ RULES: tuple[Rule, ...] = (
         name="cold adapters",
         symptom=Symptom.IDLE,
         cause="Requests wait for their adapter.",
-        lost_s=_waits("adapter"),
+        lost_s=_spent("adapter"),
         of=("adapter",),
         shows=lambda e: f"Adapters took {_share(e, 'adapter')}.",
         remedy="Keep more adapters in memory (--max-cpu-loras), and let more run at once (--max-loras).",
@@ -320,7 +320,7 @@ RULES: tuple[Rule, ...] = (
         name="slow tier",
         symptom=Symptom.IDLE,
         cause="Requests wait for keys and values from the tier below the KV cache.",
-        lost_s=lambda e: _waits("loading")(e) if _waits("loading")(e) > _spared_s(e) else 0.0,
+        lost_s=lambda e: _spent("loading")(e) if _spent("loading")(e) > _spared_s(e) else 0.0,
         of=("loading",),
         shows=lambda e: (
             f"Loading blocks took {_share(e, 'loading')}. Computing the cached tokens would have taken {_spared_s(e):.3g} s."
@@ -331,7 +331,7 @@ RULES: tuple[Rule, ...] = (
         name="tier of no use",
         symptom=Symptom.LATENCY,
         cause="The tier below the KV cache has what prompts begin with, but computing is faster than its disk.",
-        lost_s=lambda e: _wasted_s(e, e.declined * _waits("prefill")(e) / max(1e-9, _waits(*_COMPUTING)(e))),
+        lost_s=lambda e: _wasted_s(e, e.declined * _spent("prefill")(e) / max(1e-9, _spent(*_COMPUTING)(e))),
         of=(*_COMPUTING, *_CROWDED),
         shows=lambda e: f"The tier has {e.declined:.0%} of what prompts computed, which took {_share(e, 'prefill')}.",
         remedy="Put the file on a faster disk (--kv-disk-path), or give the KV cache more memory (--kv-cache-memory).",
@@ -340,7 +340,7 @@ RULES: tuple[Rule, ...] = (
         name="batch window",
         symptom=Symptom.IDLE,
         cause="Requests wait for their batch to be complete, or for the one before it to end.",
-        lost_s=_waits("gate"),
+        lost_s=_spent("gate"),
         of=("gate",),
         shows=lambda e: f"The gate took {_share(e, 'gate')}.",
         remedy="Batch continuously, or make the window shorter (--batch-window).",
@@ -351,7 +351,7 @@ RULES: tuple[Rule, ...] = (
         symptom=Symptom.LATENCY,
         cause="One key takes twice as much of the machine as all others, and they wait behind it.",
         lost_s=lambda e: (
-            _waits("rows", "tokens", "order")(e)
+            _spent("rows", "tokens", "order")(e)
             if e.largest_share > 2 / 3 and e.largest_tenant != e.own_tenant and e.settings.get("policy") != "fair"
             else 0.0
         ),
@@ -367,7 +367,7 @@ RULES: tuple[Rule, ...] = (
         name="order",
         symptom=Symptom.LATENCY,
         cause="The waiting order lets later requests go first, and earlier ones wait long.",
-        lost_s=_waits("order"),
+        lost_s=_spent("order"),
         of=("order",),
         shows=lambda e: (
             f"Waiting while later requests ran took {_share(e, 'order')}, with --policy {e.settings.get('policy', 'fcfs')}."
@@ -391,7 +391,7 @@ RULES: tuple[Rule, ...] = (
         name="reserved memory",
         symptom=Symptom.THROUGHPUT,
         cause="Requests wait for memory that others reserved and do not use.",
-        lost_s=lambda e: _waits("memory")(e) if e.kv_used < 0.5 else 0.0,
+        lost_s=lambda e: _spent("memory")(e) if e.kv_used < 0.5 else 0.0,
         of=("memory",),
         shows=lambda e: (
             f"Memory took {_share(e, 'memory')}, while the tokens of a batch filled {e.kv_used:.0%} of the KV cache."
@@ -403,7 +403,7 @@ RULES: tuple[Rule, ...] = (
         name="small KV cache",
         symptom=Symptom.THROUGHPUT,
         cause="Requests wait for memory: the KV cache is too small.",
-        lost_s=_waits("memory"),
+        lost_s=_spent("memory"),
         of=("memory",),
         shows=lambda e: f"Memory took {_share(e, 'memory')}, and batches had {e.mean_batch:.1f} of {_rows(e)} rows.",
         remedy="Give the KV cache twice the memory (--kv-cache-memory), or store it in fewer bits (--kv-cache-dtype).",
@@ -414,7 +414,7 @@ RULES: tuple[Rule, ...] = (
         name="few rows",
         symptom=Symptom.THROUGHPUT,
         cause="All rows are in use, so requests wait.",
-        lost_s=_waits("rows"),
+        lost_s=_spent("rows"),
         of=("rows",),
         shows=lambda e: f"Waiting for a row took {_share(e, 'rows')}, with --max-num-seqs {_rows(e)}.",
         remedy="Let more requests run at once.",
@@ -434,7 +434,7 @@ RULES: tuple[Rule, ...] = (
         name="other models",
         symptom=Symptom.LATENCY,
         cause="Another model of this server uses the machine.",
-        lost_s=_waits("other models"),
+        lost_s=_spent("other models"),
         of=("other models", *_COMPUTING),
         shows=lambda e: f"Steps of other models took {_share(e, 'other models')}.",
         remedy="Give this model a larger share (machine_share), or serve the other one elsewhere.",
@@ -443,7 +443,7 @@ RULES: tuple[Rule, ...] = (
         name="background",
         symptom=Symptom.LATENCY,
         cause="Background (batch) requests slow down interactive ones.",
-        lost_s=lambda e: _waits("background")(e) + (_wasted_s(e, e.background) if e.settings.get("background_share") else 0.0),
+        lost_s=lambda e: _spent("background")(e) + (_wasted_s(e, e.background) if e.settings.get("background_share") else 0.0),
         of=("background", *_COMPUTING, *_CROWDED),
         shows=lambda e: (
             f"{e.background:.0%} of the computed positions were the background's, with --background-share "
@@ -553,7 +553,7 @@ RULES: tuple[Rule, ...] = (
         name="overload",
         symptom=Symptom.LATENCY,
         cause="More requests come than this machine can serve.",
-        lost_s=lambda e: _waits(*_CROWDED)(e) if e.busy >= FULL else 0.0,
+        lost_s=lambda e: _spent(*_CROWDED)(e) if e.busy >= FULL else 0.0,
         of=_CROWDED,
         shows=lambda e: (
             f"The machine computed {e.busy:.0%} of the time, in batches of {e.mean_batch:.1f}, while waiting took "
@@ -565,7 +565,7 @@ RULES: tuple[Rule, ...] = (
         name="intake",
         symptom=Symptom.LATENCY,
         cause="Requests wait long before they are queued: for their prompt's tokenization, or for the end of a step.",
-        lost_s=lambda e: _waits("intake", "prompt")(e) - len(e.visits) * e.target_s,
+        lost_s=lambda e: _spent("intake", "prompt")(e) - len(e.visits) * e.target_s,
         of=("intake", "prompt"),
         shows=lambda e: f"Before the queue requests spent {_share(e, 'intake', 'prompt')}.",
         remedy="Make steps (--slo-itl) and prompts shorter, or leave the HTTP process a CPU (--threads).",

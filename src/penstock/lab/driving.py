@@ -69,8 +69,8 @@ class _Driving:
         self._error: BaseException | None = None
         """An unexpected exception, here or in `send`, which ends the run."""
         self._has_changed = asyncio.Event()
-        self._said: dict[int, tuple[list[str], int]] = {}
-        """Index of a job -> the conversation up to its answer, and the number of its next turns yet to begin."""
+        self._histories: dict[int, tuple[list[str], int]] = {}
+        """Index of a job -> the conversation including its answer, and how many next turns have not begun."""
         self._begin_ns = time.perf_counter_ns()
 
     def now_ns(self) -> int:
@@ -82,7 +82,7 @@ class _Driving:
             while (taken := self._pacer.take(self.now_ns())) is not None:
                 task = asyncio.create_task(self._run_job(*taken))
                 self._tasks.add(task)
-                task.add_done_callback(self._look_at)
+                task.add_done_callback(self._on_task_done)
             next_ns = self._pacer.next_ns()
             timer = None
             if next_ns is not None:
@@ -99,7 +99,7 @@ class _Driving:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _look_at(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = error
@@ -108,7 +108,7 @@ class _Driving:
     async def _run_job(self, index: int, intended_ns: int) -> None:
         job = self._jobs[index]
         record = Record(index=index, intended_ns=intended_ns, sent_ns=self.now_ns(), tenant=job.tenant)
-        texts = [] if job.prompt is None else [*self._said_before(job), job.prompt]
+        texts = [] if job.prompt is None else [*self._history_of(job), job.prompt]
         try:
             if job.cancelled_ns is None:
                 await self._send(job, texts, record, self.now_ns)
@@ -129,12 +129,12 @@ class _Driving:
         record.ended_ns = record.ended_ns or self.now_ns()
         self._end(record, texts)
 
-    def _said_before(self, job: Job) -> Sequence[str]:
-        if job.after is None or job.after not in self._said:
+    def _history_of(self, job: Job) -> Sequence[str]:
+        if job.after is None or job.after not in self._histories:
             return ()
-        texts, num_turns = self._said.pop(job.after)
+        texts, num_turns = self._histories.pop(job.after)
         if num_turns > 1:
-            self._said[job.after] = texts, num_turns - 1
+            self._histories[job.after] = texts, num_turns - 1
         return texts
 
     def _end(self, record: Record, texts: list[str]) -> None:
@@ -143,7 +143,7 @@ class _Driving:
         if record.end in (End.OK, End.CANCELLED):
             num_turns = self._pacer.end(index, now_ns)
             if num_turns and texts:
-                self._said[index] = [*texts, record.text], num_turns
+                self._histories[index] = [*texts, record.text], num_turns
         else:
             lost = self._pacer.fail(index, now_ns)
         if not self._keeps_text:

@@ -75,8 +75,8 @@ class Visit:
     """Time since its arrival."""
     total_s: float
     parts_s: Mapping[str, float]
-    """Its time by part. `rows`, `memory` and so on: in the queue, by what it waited for. `prefill`, `decode`: computing.
-    `preempted`, `sat out`, `background`, `other models`: pauses while it was decoded."""
+    """Time by part. `rows`, `memory` and so on: waiting in the queue for that resource. `prefill`, `decode`: computing.
+    `preempted`, `sat out`, `background`, `other models`: pauses during decoding."""
     num_prompt_tokens: int
     num_hit_tokens: int
     num_answer_tokens: int
@@ -84,9 +84,9 @@ class Visit:
     num_steps: int
     """Steps of the answer."""
     num_steps_with_prompts: int
-    """How many of `num_steps` computed others' prompts."""
+    """How many of `num_steps` also computed other requests' prompts."""
     with_prompts_s: float
-    """Time of these, and of steps for others' prompts alone."""
+    """Time of those steps, and of steps that computed only other requests' prompts meanwhile."""
     num_resume_steps: int
     num_accepted: int
     """Tokens of the answer that were guessed right."""
@@ -155,16 +155,16 @@ class Evidence:
     cpu_wait: float
     """Share of runnable time that threads waited for a CPU, capped at other processes' share of CPU time."""
     client_wait: float
-    """Time that streams waited for their clients, as a share of it plus the time of all requests."""
+    """Time that streams waited for slow clients / (that time + the time of all requests)."""
     background: float
     """Share of computed positions that belonged to background requests."""
     num_background: float
     """Background requests now."""
     declined: float
-    """Share of computed prompt tokens that a tier has, but would load more slowly."""
+    """Share of the computed prompt tokens that a tier had, but that were faster to compute than to load."""
     largest_tenant: str
     largest_share: float
-    """The share of the tokens that `largest_tenant` had. 0 with fewer than two keys."""
+    """The share of all tokens that belong to `largest_tenant`. 0 with fewer than two keys."""
     own_tenant: str = ""
     """The tenant that sent these requests. Empty: all tenants."""
     num_present: float = 0.0

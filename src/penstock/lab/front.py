@@ -16,7 +16,7 @@ from penstock.types.stats import EngineLoad, RequestStats
 
 
 class Front:
-    """A router in front of several servers, fed with their events."""
+    """The dispatcher of several simulated servers, which learns loads and caches from their events."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Front:
         )
 
     def tell(self, number: int, events: Sequence[TokenEvent], ended: Mapping[str, RequestStats]) -> None:
-        """Process a server's events, with the stats of the requests that ended, and the changes of its cache."""
+        """Report a server's events and cache changes to the dispatcher. `ended`: request id -> stats."""
         dispatcher = self.dispatcher
         dispatcher.hear(number, self._logs[number].take())
         for event in events:

@@ -22,7 +22,7 @@ MAX_POINTS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Facts that the tables lack. None: those of the model that the tables name."""
+    """Facts that kernel tables lack. None takes them from the model that the tables name."""
 
     num_layers: int | None = None
     hidden_size: int | None = None

@@ -91,9 +91,9 @@ class KernelTables:
     """Attention of a chunk beside decodes, by (tokens, positions before, decodes, positions that each reads). Such a step runs
     another kernel than one without prompts, so times between the two are not interpolated. None: the sum of both alone."""
     skews: Grid | None = None
-    """Where the time of uneven decodes lies between that at their mean length (0) and at their longest (1), in bins of
-    (tokens of the chunk, decodes, share, longest, positions before the chunk). The share is (mean - shortest) / (longest -
-    shortest)."""
+    """For decodes of uneven lengths: where their time lies between that at their mean length (0) and that at their longest (1).
+    Bins of (tokens of the chunk, decodes, share, longest, positions before the chunk), where the share is (mean - shortest) /
+    (longest - shortest)."""
     experts: Experts | None = None
     reduce_ns: float = 0.0
     """All-reduce time of a layer on several GPUs, plus `reduce_token_ns` for each token of the step."""

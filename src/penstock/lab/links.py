@@ -31,7 +31,7 @@ class Link:
 def place_kv(server: VirtualServer, request: Request) -> bool:
     """Put the KV of a request's prompt, except the last token's, into a server's prefix cache. Return whether it fit."""
     kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
-    bearer = anew(request, request_id=f"{request.request_id} KV")
+    bearer = fresh_copy(request, request_id=f"{request.request_id} KV")  # a temporary request that owns the blocks
     hit = kv.lookup_prefix(bearer)
     num_needed = kv.num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks
     has_room = num_needed <= kv.pool.num_available
@@ -55,5 +55,6 @@ def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_to
     offering.release(offered)
 
 
-def anew(request: Request, **changes: Any) -> Request:
+def fresh_copy(request: Request, **changes: Any) -> Request:
+    """Return a copy with `changes` and without generated tokens, so that engines do not share the list."""
     return replace(request, output_token_ids=[], **changes)

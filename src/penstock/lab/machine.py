@@ -15,7 +15,7 @@ from penstock.lab.agenda import Agenda
 from penstock.sched.policies.base import CONTESTED_STEP_NS, CONTESTED_WINDOW_NS
 
 Begin = Callable[[int], None]
-"""Called with the instant at which a step begins."""
+"""Callback for a step that begins, with the instant."""
 
 
 class Account(Protocol):
@@ -40,7 +40,7 @@ class SharedMachine:
     def __init__(self, turns: Turns, agenda: Agenda, clock: Clock) -> None:
         self._turns, self._agenda, self._clock = turns, agenda, clock
         self._claims: dict[int, tuple[int, Begin]] = {}
-        """Number of a claim -> its step's duration, and the callback for its begin."""
+        """Number from `Turns.ask` -> duration of the waiting step, and its callback."""
 
     def seat(self, account: Account) -> Seat:
         return Seat(
@@ -77,13 +77,13 @@ class SharedMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One model's place at a machine."""
+    """One model's access to a shared machine."""
 
     run: Callable[[int, int, Begin], None]
-    """Requests a turn of some duration, at an instant, or now if that is later."""
+    """Asks for a turn: (earliest instant, duration, callback when the turn begins)."""
     most_step_ns: Callable[[], int]
     """See `Scheduler`."""
     used_ns: Callable[[], int]
-    """Returns the time that the model had the machine."""
+    """Returns for how long the model has used the machine."""
     others_serve: Callable[[int], bool] = lambda _: False
     """See `Scheduler`. These simulations have no background requests."""

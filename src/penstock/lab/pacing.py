@@ -52,10 +52,10 @@ class Pacer:
                 first = self._conversation.setdefault(job.after, job.after)
                 self._conversation[index] = first
                 self._num_left[first] = self._num_left.get(first, 1) + 1
-        self._lines = deque([index for index, job in enumerate(jobs) if job.background])
+        self._background_jobs = deque([index for index, job in enumerate(jobs) if job.background])
         """Background jobs that have not begun."""
-        self._num_lines_running = 0
-        self._line_ns = 0
+        self._num_background_running = 0
+        self._background_due_ns = 0
         firsts = [index for index, job in enumerate(jobs) if job.after is None and not job.background]
         if pace.concurrency is None:
             firsts.sort(key=lambda index: jobs[index].arrival_ns)
@@ -72,13 +72,13 @@ class Pacer:
 
     def next_ns(self) -> int | None:
         """Return when the next job is due, maybe in the past, or None if no job is due before a request ends."""
-        line_ns, other_ns = self._next_line_ns(), self._next_other_ns()
-        return min((at_ns for at_ns in (line_ns, other_ns) if at_ns is not None), default=None)
+        background_ns, other_ns = self._next_background_ns(), self._next_other_ns()
+        return min((at_ns for at_ns in (background_ns, other_ns) if at_ns is not None), default=None)
 
-    def _next_line_ns(self) -> int | None:
-        has_others = self._num_begun < len(self._firsts) or self._turns or self._num_running > self._num_lines_running
-        is_due = self._lines and self._num_lines_running < self._pace.background and has_others
-        return self._line_ns if is_due else None
+    def _next_background_ns(self) -> int | None:
+        has_others = self._num_begun < len(self._firsts) or self._turns or self._num_running > self._num_background_running
+        is_due = self._background_jobs and self._num_background_running < self._pace.background and has_others
+        return self._background_due_ns if is_due else None
 
     def _next_other_ns(self) -> int | None:
         if self._is_full:
@@ -95,9 +95,9 @@ class Pacer:
         if due_ns is None or due_ns > now_ns:
             return None
         self._num_running += 1
-        if due_ns == self._next_line_ns():
-            self._num_lines_running += 1
-            return self._lines.popleft(), due_ns
+        if due_ns == self._next_background_ns():
+            self._num_background_running += 1
+            return self._background_jobs.popleft(), due_ns
         if self._turns and self._turns[0][0] == due_ns:
             return heappop(self._turns)[1], due_ns
         if self._free_since:
@@ -111,7 +111,7 @@ class Pacer:
         for turn in turns:
             heappush(self._turns, (now_ns + self._jobs[turn].arrival_ns, turn))
         self._num_running -= 1
-        self._leave(index, now_ns)
+        self._release(index, now_ns)
         return len(turns)
 
     def fail(self, index: int, now_ns: int) -> list[int]:
@@ -121,7 +121,7 @@ class Pacer:
             lost += self._turns_after.pop(turn, ())
         self._num_running -= 1
         for each in (index, *lost):
-            self._leave(each, now_ns)
+            self._release(each, now_ns)
         return lost
 
     def continues(self, index: int) -> bool:
@@ -140,10 +140,10 @@ class Pacer:
             return self._free_since[0] if self._free_since else None
         return self._jobs[self._firsts[self._num_begun]].arrival_ns
 
-    def _leave(self, index: int, now_ns: int) -> None:
+    def _release(self, index: int, now_ns: int) -> None:
         if self._jobs[index].background:
-            self._num_lines_running -= 1
-            self._line_ns = now_ns
+            self._num_background_running -= 1
+            self._background_due_ns = now_ns
             return
         first = self._conversation.pop(index, index)
         num_left = self._num_left.pop(first, 1) - 1

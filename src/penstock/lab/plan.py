@@ -52,9 +52,9 @@ MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
 MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
 """Limits of a run with several replicas. The limit of tokens is `MOST_TOKENS` for each replica if that is more."""
 LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 256
-"""Fewest and most replicas of a simulated group, counted at saturation; most replicas in all groups."""
+"""Fewest and most replicas of a simulated group, if each ran at the saturated rate. Most replicas of all groups together."""
 OUTLOOK_REPLICAS = 4
-"""Steps that are slower may need up to this many times the replicas; no more are tried."""
+"""With slower steps, at most this many times the planned replicas are tried."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
 """Full batches and most output tokens of the run that times a saturated server. In the first batch all prompts arrive at
 once, so one batch is not enough."""
@@ -99,7 +99,7 @@ class Candidate:
     step_error: float = 1.0
     """Factor by which steps may be slower or faster than modelled. The plan is repeated with both; 1 leaves that out."""
     doubts: Sequence[str] = ()
-    """Sentences about the assumptions on model, memory and step times."""
+    """Warnings for the report about assumptions on model, memory and step times."""
 
     def slowed(self, factor: float) -> Candidate:
         """Return the candidate with steps that take `factor` times as long."""
@@ -107,7 +107,7 @@ class Candidate:
         return replace(self, simulation=replace(self.simulation, cost=cost.scaled(factor)))
 
     def doubled(self, resource: Resource) -> Candidate:
-        """Return the candidate with twice as much of one resource, or the same candidate for `Resource.QUEUE`."""
+        """Return the candidate with twice as much of one resource. `Resource.QUEUE` changes the arrivals, not the candidate."""
         simulation, rates = self.simulation, self.rates
         capacity, cost = simulation.capacity, simulation.cost
         match resource:
@@ -463,8 +463,8 @@ def find_fleet(
 ) -> Fleet | None:
     """Find the fewest replicas behind a router that meet the SLOs at `rate`, or None if `most` miss them.
 
-    `rate` divided by the highest rate of one replica would be too many, because several replicas share each burst. `found` is
-    the search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` can't keep up with.
+    Dividing `rate` by the highest rate of one replica would give too many, because replicas share each burst. `found` is the
+    search with one replica. Raises ConfigError if `MOST_REPLICAS` can't keep up with the rate.
     """
     if found.best is None and not (rate and _meets_at_even_gaps(candidate, workload, asked, found)):
         return None
@@ -507,7 +507,7 @@ def _meets_at_even_gaps(candidate: Candidate, workload: Workload, asked: Require
 
 
 def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -> tuple[int, Workload]:
-    """Divide the replicas into equal groups, of which one is simulated. Return their number, and the requests of one group.
+    """Divide the replicas into equal groups, so that simulating one is enough. Return their number, and one group's requests.
 
     The workload is first repeated, so that at `rate` it lasts long enough for queues to grow.
     """
@@ -520,7 +520,7 @@ def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -
     times = max(1, min(round(wanted_s * rate / count), MOST_FLEET_REQUESTS // len(workload.jobs), most_tokens // num_tokens))
     most = max(1, int(least / LEAST_GROUP))
     near = min(most, max(1, math.ceil(least / MOST_GROUP), times * num_tokens // MOST_FLEET_TOKENS))
-    # If the number had a common divisor with `count`, a group would get the same requests in each repeat.
+    # If the number of groups and `count` had a common divisor, each repeat would deal a group the same requests.
     numbers = (*range(near, most + 1), *range(near, 0, -1))
     num_groups = next(number for number in numbers if times == 1 or math.gcd(number, count) == 1)
     longer = repeat(workload, times)

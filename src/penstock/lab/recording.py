@@ -184,7 +184,7 @@ class Recording:
         return list(requests.values())
 
 
-_Told = TypeVar("_Told", bound="DataclassInstance")
+_Parsed = TypeVar("_Parsed", bound="DataclassInstance")
 
 
 def _is_number(value: object) -> bool:
@@ -212,13 +212,13 @@ def _rules_of(kind: type[DataclassInstance]) -> tuple[tuple[str, Callable[[Any],
     return tuple((one.name, _RULES[str(one.type)]) for one in fields(kind) if str(one.type) in _RULES)
 
 
-def _checked(told: _Told) -> _Told:
-    """Return `told` unchanged if all of its fields have the right types. Raises ValueError, which names a wrong field."""
-    for name, is_right in _rules_of(type(told)):
-        value = getattr(told, name)
+def _checked(parsed: _Parsed) -> _Parsed:
+    """Return `parsed` unchanged if all of its fields have the right types. Raises ValueError, which names a wrong field."""
+    for name, is_right in _rules_of(type(parsed)):
+        value = getattr(parsed, name)
         if not is_right(value) and not (_may_be_negative(name) and type(value) is int and abs(value) < _LARGEST):
             raise ValueError(f"{name} is {str(value)[:80]}")
-    return told
+    return parsed
 
 
 def is_recording(path: Path) -> bool:
@@ -377,4 +377,4 @@ def _departure(line: dict[str, Any]) -> Departure:
 
 
 def _blocks(line: dict[str, Any]) -> tuple[BlockId, ...]:
-    return tuple([BlockId(*told) if isinstance(told, list) else BlockId(told) for told in line.get("blocks", ())])
+    return tuple([BlockId(*parsed) if isinstance(parsed, list) else BlockId(parsed) for parsed in line.get("blocks", ())])

@@ -61,9 +61,9 @@ class _Replay:
         self._metrics = Metrics(recording.header.model)
         self._metrics.tenants = frozenset(tenants)
         self._arrivals: dict[int, Arrival] = {}
-        """Requests in the server."""
+        """Id -> arrival of a request that has not ended."""
         self._running: dict[int, int] = {}
-        """Request that has begun -> its context after its last row."""
+        """Id of a request that has begun -> its context length after its last row."""
         self._paused: set[int] = set()
         self._last_ns = 0
         self._ids: list[str] = []
@@ -77,19 +77,19 @@ class _Replay:
             match event:
                 case Arrival():
                     begin_ns = event.arrival_ns if begin_ns is None else begin_ns
-                    self._come(event)
+                    self._arrive(event)
                 case StepDone():
                     begin_ns = event.planned_ns if begin_ns is None else begin_ns
                     end_ns = event.ended_ns
                     self._step(event)
                 case Departure():
                     end_ns = max(end_ns, event.at_ns)
-                    self._leave(event)
-        told = self._journal.explain_all(self._ids, lambda: end_ns)
+                    self._depart(event)
+        explanations = self._journal.explain_all(self._ids, lambda: end_ns)
         after = expose(self._metrics).decode()
-        return Shown(explanations=told, before=before, after=after, begin_ns=begin_ns or 0, end_ns=end_ns)
+        return Shown(explanations=explanations, before=before, after=after, begin_ns=begin_ns or 0, end_ns=end_ns)
 
-    def _come(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival) -> None:
         if arrival.queued_ns is None or arrival.id in self._arrivals:
             return
         request = Request(
@@ -130,7 +130,7 @@ class _Replay:
                 self._running[row.id] = row.context_len + row.query_len
 
     def _is_preempted(self, number: int) -> bool:
-        """Return whether a request without a row lost its place. Others rest for a step."""
+        """Return whether a running request without a row was preempted, rather than left out of one step."""
         departure = self._departures.get(number)
         return departure is not None and departure.num_preemptions > 0
 
@@ -172,7 +172,7 @@ class _Replay:
             waited_ns=step.waited_ns,
         )
 
-    def _leave(self, departure: Departure) -> None:
+    def _depart(self, departure: Departure) -> None:
         arrival = self._arrivals.pop(departure.id, None)
         self._running.pop(departure.id, None)
         self._paused.discard(departure.id)

@@ -13,7 +13,7 @@ from functools import partial
 from penstock.clock import Clock, VirtualClock
 from penstock.lab.agenda import Agenda
 from penstock.lab.distant import Distant, DistantModel
-from penstock.lab.links import anew
+from penstock.lab.links import fresh_copy
 from penstock.lab.machine import Account, Seat, SharedMachine, Turns
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End, Record
@@ -40,7 +40,7 @@ WHOLE = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Answers are held back until they have ended. Then the recorded confidence decides."""
+    """A rule that holds answers back until all have ended. Then the recorded confidence decides which one the client gets."""
 
     least: float
     """Minimum confidence to keep the weak model's answer."""
@@ -49,7 +49,7 @@ class Judged:
     both: bool = False
     """Whether the strong model answers in parallel."""
     judge: str | None = None
-    """The model that reads the answers. None: they are compared."""
+    """The model that reads the answers. None: the answers are compared with each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class RouteOutcome:
     quality: float
     """Mean result of the answers."""
     num_begun: int
-    """Answers that the weak model began for a decision by them or their first tokens."""
+    """Answers of the weak model that were held back for a decision: whole answers, or their first tokens."""
     used_ns: Mapping[str, int]
-    """Model, or "" for the embedding model -> the time that it had the machine."""
+    """Model, or "" for the embedding model -> time for which it used the machine."""
     duration_ns: int
     num_steps: int
     num_outside: int
@@ -87,14 +87,14 @@ class RouteOutcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSimulation:
     kinds: Mapping[str, str]
-    """Name of a model -> `weak` or `strong`: whose recorded answers it gives."""
+    """Name of a model -> `weak` or `strong`: the recorded answers that it gives."""
     here: Mapping[str, ServerSettings]
     elsewhere: Mapping[str, Distant] = field(default_factory=dict)
     make_turns: Callable[[], Turns]
     make_account: Callable[[str], Account]
-    """Makes a model's account at the machine, or that of the embedding model, whose name is empty."""
+    """Makes a model's account at the machine. The embedding model's name is empty."""
     embed_ns: int = 0
-    """Time of the machine to embed one question. A step embeds all that wait."""
+    """Time of the machine to embed one question. A step embeds all waiting questions."""
     max_returns: int = 0
     seed: int = 0
 
@@ -133,12 +133,12 @@ def _answer(question: Question, kind: str) -> Answer:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A call at one model."""
+    """One model's answer to a call."""
 
     call: Call
     model: str
     rest: tuple[str, ...]
-    """Models to ask if this one refuses, or is not sure."""
+    """Models to ask in turn if this one refuses, or its answer is not kept."""
     window: int = 0
     """Tokens to hold back before deciding. 0 passes tokens on at once."""
     held: list[TokenEvent] = field(default_factory=list)
@@ -187,7 +187,7 @@ class _Router:
             self._models[name] = DistantModel(distant, clock, traffic.agenda, tell=partial(self._tell, name))
         self._prompts = {kind: _prompts(questions, workload, kind) for kind in ("weak", "strong")}
         self._attempts: dict[str, _Attempt] = {}
-        """Id of a request to a model -> its attempt. The engine also reports the end of abandoned requests, which have none."""
+        """Id of a request to a model -> its attempt. Abandoned requests have none, although the engine reports their end."""
         self._current: dict[str, list[str]] = {}
         """Id of a call -> ids of its requests in flight at the models."""
         self._num_attempts = 0
@@ -203,7 +203,7 @@ class _Router:
             self._search(call)
 
     def _search(self, call: Call) -> None:
-        """Look for passages, if this is a pipeline, with the vector of the question."""
+        """In a pipeline, spend the time of the search. Then choose the model."""
         if self._strategy.search_ns is None:
             self._go_on(call)
         else:
@@ -211,14 +211,14 @@ class _Router:
 
     def _go_on(self, call: Call) -> None:
         if self._traffic.calls.get(call.request.request_id) is not call:
-            return  # its client has left
-        self._or_turn_away(self._choose, call)
+            return  # the call was cancelled meanwhile
+        self._or_reject(self._choose, call)
 
-    def _or_turn_away(self, ask: Callable[..., None], call: Call, *about: Sequence[str]) -> None:
+    def _or_reject(self, ask: Callable[..., None], call: Call, *about: Sequence[str]) -> None:
         try:
             ask(call, *about)
         except Rejected as rejected:
-            self._traffic.turn_away(call, rejected)
+            self._traffic.reject(call, rejected)
 
     def _choose(self, call: Call) -> None:
         models, learned, threshold = self._strategy.models, self._strategy.learned, self._strategy.threshold
@@ -275,7 +275,7 @@ class _Router:
         return (strong, weak) if strong in self._simulation.elsewhere else (strong,)
 
     def _ask_judge(self, together: _Together, judge: str) -> None:
-        """Have a model read the answers."""
+        """Begin the judge's request. If the judge is busy, end without a verdict."""
         call = together.attempts[0].call
         kinds = {self._simulation.kinds[one.model] for one in together.attempts}
         num_read = JUDGE_TOKENS + sum(_answer(self._questions[call.record.index], kind).num_tokens for kind in kinds)
@@ -286,7 +286,7 @@ class _Router:
             if _gives_way(rejected):
                 self._end_together(together, is_sure=len(together.ended) > 1)  # of several answers, the first is kept
             else:
-                self._traffic.turn_away(call, rejected)
+                self._traffic.reject(call, rejected)
         else:
             together.num_open = 1
 
@@ -299,7 +299,7 @@ class _Router:
         kind = self._simulation.kinds[attempt.model]
         num_tokens = VERDICT_TOKENS if num_read else _answer(self._questions[index], kind).num_tokens
         self._num_attempts += 1
-        request = anew(
+        request = fresh_copy(
             call.request,
             request_id=f"{call.request.request_id} {self._num_attempts}",
             prompt_token_ids=self._prompts[kind].make(index) + (TOKEN_ID,) * num_read,
@@ -319,8 +319,8 @@ class _Router:
 
     def abort(self, call: Call) -> None:
         request_ids = self._current.get(call.request.request_id)
-        if request_ids is None:  # it waits for a vector or a search
-            self._traffic.leave(call)
+        if request_ids is None:  # the call still waits for its vector or its search
+            self._traffic.end_cancelled(call)
             return
         for request_id in [*request_ids]:
             self._models[self._attempts[request_id].model].abort(request_id)
@@ -346,7 +346,7 @@ class _Router:
                 self._judge(attempt, event.request_id, stats, has_failed=has_failed)
 
     def _judge(self, attempt: _Attempt, request_id: str, stats: RequestStats | None, *, has_failed: bool) -> None:
-        """Let the first tokens decide. `stats`: of the weak model's request, if it has ended."""
+        """Keep the weak model's answer or ask the next model, by the first tokens. `stats`: of the answer, if it has ended."""
         gain = self._questions[attempt.call.record.index].start_gain or 0.0
         attempt.window = 0
         if has_failed or gain < self._strategy.threshold:
@@ -355,10 +355,10 @@ class _Router:
         if stats is None:
             self._models[attempt.model].abort(request_id)
         self._forget(attempt.call, request_id)
-        self._or_turn_away(self._ask, attempt.call, attempt.rest)
+        self._or_reject(self._ask, attempt.call, attempt.rest)
 
     def _end_one(self, attempt: _Attempt, request_id: str, stats: RequestStats, *, has_failed: bool) -> None:
-        """Note the end of an answer that is judged with others, or of the judge's."""
+        """Handle the end of a judged answer, or of the judge's own."""
         together, call = attempt.together, attempt.call
         assert together is not None
         if has_failed:  # the client has left, or the deadline has passed
@@ -384,12 +384,12 @@ class _Router:
             self._ask_judge(together, judged.judge)
 
     def _end_together(self, together: _Together, *, is_sure: bool) -> None:
-        """Answer with the first of the answers, if the route is sure of it, or with the strong model's."""
+        """Give the client the first answer if `is_sure`, otherwise the strong model's, which may have to be asked."""
         attempts, call = together.attempts, together.attempts[0].call
         strong = self._strategy.models[1]
         number = next((number for number, one in enumerate(attempts) if is_sure or one.model == strong), None)
         if number is None:
-            self._or_turn_away(self._ask, call, self._after_weak)
+            self._or_reject(self._ask, call, self._after_weak)
         else:
             self._tell_client(attempts[number], attempts[number].held, together.ended[number])
 

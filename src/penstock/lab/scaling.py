@@ -41,7 +41,7 @@ class Scaled:
 
 
 class Crew:
-    """The replicas behind a front. Requests wait here until one serves."""
+    """Starts and drains the replicas behind a front. Calls wait here while no replica takes requests."""
 
     def __init__(self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic) -> None:
         self.draining: list[int] = []
@@ -50,15 +50,15 @@ class Crew:
         self._since_ns = dict.fromkeys(front.dispatcher.numbers, 0)
         """Number of a replica -> when it was started."""
         self._starting: deque[int] = deque()
-        """Instants at which replicas were started that take no requests yet."""
+        """For each replica that is still starting, the instant of the decision to start it."""
         self._left_ns = 0
         self._unsent: dict[str, Call] = {}
         self._scaler = Scaler(scaling.least, scaling.most, len(self._since_ns))
         self._wanted: list[tuple[int, int, str]] = []
-        self._turn()
+        self._each_second()
 
     def hold(self, call: Call) -> bool:
-        """While no replica serves, keep a call until one does. Return whether it is kept."""
+        """If no replica takes requests, keep the call until one does. Return whether the call is kept."""
         if self._serving():
             return False
         self._unsent[call.request.request_id] = call
@@ -66,7 +66,7 @@ class Crew:
         return True
 
     def abort(self, call: Call) -> bool:
-        """End a call that is kept here. Return whether it was."""
+        """End the call if it is kept here. Return whether it was."""
         if self._unsent.pop(call.request.request_id, None) is None:
             return False
         request, now_ns = replace(call.request, finish_reason=FinishReason.ABORT), self._clock.now_ns()
@@ -82,17 +82,17 @@ class Crew:
     def _serving(self) -> list[int]:
         return [number for number in self._front.dispatcher.numbers if number not in self.draining]
 
-    def _turn(self) -> None:
-        """Remove drained replicas and scale, each second."""
+    def _each_second(self) -> None:
+        """Remove drained replicas, scale, and schedule the next call."""
         for number in [number for number in self.draining if not self._front.servers[number].num_in_flight]:
             self.draining.remove(number)
             self._front.dispatcher.leave(number)
             self._left_ns += self._clock.now_ns() - self._since_ns.pop(number)
         self._scale()
-        self._traffic.agenda.note(self._clock.now_ns() + NS_PER_S, self._turn)
+        self._traffic.agenda.note(self._clock.now_ns() + NS_PER_S, self._each_second)
 
     def _scale(self) -> None:
-        """Start replicas, or drain those with the fewest requests. A draining one is reused before another starts."""
+        """Start replicas, or drain those with the fewest requests. A draining replica is reused before a new one starts."""
         front, now_ns = self._front, self._clock.now_ns()
         wanted = self._scaler.decide(now_ns, front.dispatcher.group_load(front.loads, len(self._unsent)))
         if not self._wanted or self._wanted[-1][1] != wanted.num:
@@ -116,4 +116,4 @@ class Crew:
         if self._unsent and self._serving():
             calls, self._unsent = self._unsent, {}
             for call in calls.values():
-                self._traffic.knock(call)
+                self._traffic.submit(call)

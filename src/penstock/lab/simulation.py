@@ -20,7 +20,7 @@ from penstock.clock import VirtualClock
 from penstock.lab.agenda import NEVER_NS
 from penstock.lab.arrivals import num_arrivals
 from penstock.lab.front import Front
-from penstock.lab.links import Link, anew, copy_kv, place_kv
+from penstock.lab.links import Link, copy_kv, fresh_copy, place_kv
 from penstock.lab.pacing import Pace
 from penstock.lab.records import Record
 from penstock.lab.scaling import Crew, Scaled, Scaling
@@ -212,7 +212,7 @@ class _Fleet:
     def __init__(self, simulation: Simulation, clock: VirtualClock, traffic: Traffic) -> None:
         self.ended: dict[str, RequestStats] = {}
         self.all_servers: list[VirtualServer] = []
-        """Includes servers that left."""
+        """All servers so far, including those that have left."""
         self.servers: dict[str, VirtualServer] = {}
         self.due: list[tuple[int, int]] = []
         """See `play`."""
@@ -251,15 +251,16 @@ class _Fleet:
         self._places: dict[str, str] = {}
         """Id of a call in flight -> its replica."""
         self._prefilled: dict[str, RequestStats] = {}
-        """Id of a call that moved after its first token -> its stats from the previous replica."""
-        self._left: dict[str, set[str]] = {name: set() for name in self._names}
-        """Replica -> ids of calls that have moved away, but whose end it has not reported yet."""
+        """Id of a call that moved after its first token -> its stats from its first replica."""
+        self._moved_away: dict[str, set[str]] = {name: set() for name in self._names}
+        """Replica -> ids of calls that moved to another replica, until this one reports their abort."""
         self._moving: set[str] = set()
+        """Ids of calls whose KV is on its way from a prefill replica to a decode replica."""
         self._fetching: dict[str, Request] = {}
-        """Id of a call that waits for KV from another replica -> the request that begins then."""
+        """Id of a call that waits for KV from another replica -> the request to begin when the KV arrives."""
 
     def _make(self, kind: str, number: int) -> VirtualServer:
-        """Make a server. It continues the timeline of an earlier server of the same name."""
+        """Make a server. If the name was used before, continue the earlier server's timeline."""
         simulation, name = self._simulation, f"{kind} {number}"
         settings = simulation if kind != "decode" else replace(simulation, limits=None)
         seed = f"{simulation.seed} {len(self.all_servers)}"
@@ -278,7 +279,7 @@ class _Fleet:
             return
         request, name, choice = call.request, self._names[0], None
         if self._decode_names:  # a prefill replica computes only the first token
-            request = anew(request, sampling=replace(request.sampling, max_tokens=1))
+            request = fresh_copy(request, sampling=replace(request.sampling, max_tokens=1))
         if self._front is not None:
             draining = () if self.crew is None else self.crew.draining
             choice = self._front.choose(request, call.record.index, self._clock.now_ns(), draining)
@@ -310,7 +311,7 @@ class _Fleet:
     # Events of replicas.
 
     def _tell(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
-        if self._left.get(name):
+        if self._moved_away.get(name):
             events = self._without_moved(name, events)
         self._traffic.tell(events)
         ended = self.servers[name].ended
@@ -332,8 +333,8 @@ class _Fleet:
                 self._end(event, stats)
 
     def _without_moved(self, name: str, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Return the events of calls that are still at this replica, and keep the stats of calls that have moved away."""
-        left, ended = self._left[name], self.servers[name].ended
+        """Return the events of calls that are still at this replica. Store the stats of moved calls in `_prefilled`."""
+        left, ended = self._moved_away[name], self.servers[name].ended
         for event in events:
             if event.request_id in left and event.finish_reason is not None:
                 left.discard(event.request_id)
@@ -353,7 +354,7 @@ class _Fleet:
     # Copying KV of a prompt from another replica.
 
     def _fetch(self, request: Request, choice: Choice) -> bool:
-        """Copy KV from the chosen source, if that is faster than computing it. Return whether the request waits for it."""
+        """Begin to copy KV from the chosen source, unless computing it is faster. Return whether the request waits for it."""
         link, source = self._link, choice.source
         if link is None or source is None:
             return False
@@ -365,14 +366,14 @@ class _Fleet:
         return True
 
     def _copy(self, giver: str, taker: VirtualServer, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Begin an accepted request once the KV of its first `num_tokens` tokens is here. `num_missing` of them are sent."""
+        """Send the KV of `num_missing` tokens over the link. Then cache the KV of `num_tokens`, and begin the request."""
         link, request_id = self._link, request.request_id
         assert link is not None, "replicas have links"
         self._free_ns[giver] = max(self._clock.now_ns(), self._free_ns[giver]) + link.busy_ns(num_missing)
         self._fetching[request_id] = request
 
         def arrive() -> None:
-            if self._fetching.pop(request_id, None) is not None:  # else its client has left
+            if self._fetching.pop(request_id, None) is not None:  # otherwise the call was aborted
                 copy_kv(self.servers[giver], taker, request, num_tokens)
                 taker.begin(request)
 
@@ -381,29 +382,29 @@ class _Fleet:
     # Moving an answer after its first token.
 
     def _hand_over(self, name: str, request_id: str) -> None:
-        """Move a call that has its first token to a decoding replica, if the dispatcher separates prompts from answers."""
+        """Move a call to another replica after its first token, if the dispatcher says so."""
         call = self._traffic.calls[request_id]
         if self._front is None or call.gaps_ns or call.request.sampling.max_tokens == 1:
             return
         number = self._front.dispatcher.hand_over(request_id, () if self.crew is None else self.crew.draining)
         if number is not None:
             self.servers[name].abort(request_id)
-            self._left[name].add(request_id)
+            self._moved_away[name].add(request_id)
             self._places[request_id] = self._names[number]
             taker, request, num_tokens = self.servers[self._names[number]], self._rest(call), call.request.num_prompt_tokens
             taker.accept(request, call.job.num_output_tokens - 1)
             self._copy(name, taker, request, num_tokens, num_tokens)
 
     def _move(self, name: str, request_id: str) -> None:
-        """Move a call from a prefill replica to a decode replica."""
+        """Send a prompt's KV from a prefill replica over its link. `_begin_decode` runs when the KV arrives."""
         assert self._link is not None, "a split has a link"
         call = self._traffic.calls[request_id]
         start_ns = max(self._clock.now_ns(), self._free_ns[name])
         self._free_ns[name] = start_ns + self._link.busy_ns(call.request.num_prompt_tokens)
         self._moving.add(request_id)
-        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call))
+        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._begin_decode(call))
 
-    def _land(self, call: Call) -> None:
+    def _begin_decode(self, call: Call) -> None:
         request_id = call.request.request_id
         if request_id not in self._moving:
             return  # its client has left
@@ -415,8 +416,8 @@ class _Fleet:
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
 
     def _rest(self, call: Call) -> Request:
-        """Return the request for a call's tokens after the first. Its deadlines for the queue and the first token were met."""
-        return anew(
+        """Return a request for the tokens after the first, which met the deadlines for the queue and the first token."""
+        return fresh_copy(
             call.request,
             prompt_token_ids=(*call.request.prompt_token_ids, TOKEN_ID),
             sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),

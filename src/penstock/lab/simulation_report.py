@@ -17,13 +17,13 @@ MOST_SERVERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
+class SimulatedRun:
     name: str
     outcome: Outcome
     wall_s: float
 
 
-def section_of(simulated: Sequence[Foretold]) -> Section:
+def section_of(simulated: Sequence[SimulatedRun]) -> Section:
     rows = [_row(one, server, words) for one in simulated for server, words in _shown(one.outcome)]
     head = ("server", "running", "waiting", "KV held", "KV max", "preemptions")
     return Section("Simulation", [*_notes(simulated)], [Table(head, rows)], [*_warnings(simulated)])
@@ -43,7 +43,7 @@ def _shown(outcome: Outcome) -> Iterator[tuple[str, str]]:
             yield by_load[number], f"{by_load[number]}: {words} of {len(servers)}"
 
 
-def _row(one: Foretold, server: str, words: str) -> tuple[Cell, ...]:
+def _row(one: SimulatedRun, server: str, words: str) -> tuple[Cell, ...]:
     timeline = one.outcome.timelines[server]
     running, waiting, held = timeline.means(one.outcome.duration_ns)
     preemptions = sum(stats.num_preemptions for stats in one.outcome.ended)
@@ -57,7 +57,7 @@ def _row(one: Foretold, server: str, words: str) -> tuple[Cell, ...]:
     )
 
 
-def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
+def _notes(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
     simulated_s = sum(one.outcome.duration_ns for one in simulated) / NS_PER_S
     wall_s = sum(one.wall_s for one in simulated)
     num_steps = sum(one.outcome.num_steps for one in simulated)
@@ -93,7 +93,7 @@ def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
         yield f"{num_moved} of {len(before)} requests get their first or last token at another time in the second simulation."
 
 
-def _warnings(simulated: Sequence[Foretold]) -> Iterator[str]:
+def _warnings(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
     for one in simulated:
         outcome = one.outcome
         if outcome.num_outside:
@@ -105,7 +105,7 @@ def _warnings(simulated: Sequence[Foretold]) -> Iterator[str]:
             )
 
 
-def plots_of(simulated: Sequence[Foretold]) -> Iterator[plots.Plot]:
+def plots_of(simulated: Sequence[SimulatedRun]) -> Iterator[plots.Plot]:
     """Yield a plot of requests and KV blocks over time, for at most eight servers. Raises ConfigError without matplotlib."""
     timelines = [
         (", ".join(filter(None, [one.name, server])), timeline)

@@ -185,8 +185,8 @@ def measure_with_host(
 
     Steps with the same number of requests are a group of the fit.
     """
-    told = _Told()
-    core = EngineCore(Scheduler(executor.capacity, make_policies(guesser="off")), observer=told)
+    collector = _StepCollector()
+    core = EngineCore(Scheduler(executor.capacity, make_policies(guesser="off")), observer=collector)
     output = OutputStage(make_detokenizer)
 
     def tell(events: Sequence[TokenEvent], now_ns: int) -> None:
@@ -197,7 +197,7 @@ def measure_with_host(
     steps: list[MeasuredStep] = []
     rows = [num for num in DECODE_ROWS if num <= core.scheduler.max_rows and num * (num_tokens + 64) < _num_positions(executor)]
     for group, num_rows in enumerate(rows, start=first_group):
-        told.steps.clear()
+        collector.steps.clear()
         requests = [
             Request(
                 request_id=f"{num_rows}-{row}",
@@ -212,7 +212,7 @@ def measure_with_host(
         stepper.turn([Add(request) for request in requests])
         while core.has_work or stepper.has_flights:
             stepper.turn()
-        for stats, after in pairwise(told.steps):
+        for stats, after in pairwise(collector.steps):
             execute_ns = stats.parts_ns["execute"]
             host_ns = after.planned_ns - stats.planned_ns - execute_ns if executor.depth == 1 else None
             own = {name: ns for name, ns in stats.parts_ns.items() if name not in ENGINE_PARTS}
@@ -220,7 +220,7 @@ def measure_with_host(
     return steps
 
 
-class _Told(NullObserver):
+class _StepCollector(NullObserver):
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
 

@@ -1,6 +1,6 @@
-"""Simulates the clients of a workload: they send due requests, wait, cancel, retry, and write the records.
+"""Simulates the clients of a workload: they send due requests, wait, cancel and retry, and write the records.
 
-The simulation calls `Traffic`, which calls servers only through `Service`, and gets their events.
+`Traffic` sends calls to a `Service`, such as a simulated fleet, which reports events back with `tell` and `end`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Prompts:
         self._jobs = workload.jobs
         self._block_tokens = workload.prefix_block_tokens
         self._block_numbers: dict[int, int] = {}
-        self._said: dict[int, tuple[int, ...]] = {}
-        """Index of a job with a later turn -> tokens of its prompt and answer."""
+        self._histories: dict[int, tuple[int, ...]] = {}
+        """Index of a job -> tokens of its prompt and answer, for the next turn of its conversation."""
 
     def make(self, index: int) -> tuple[int, ...]:
         job = self._jobs[index]
@@ -46,15 +46,15 @@ class Prompts:
             return job.prompt_token_ids
         num_tokens = job.num_prompt_tokens
         shared: tuple[int, ...] = ()
-        if job.after is not None:  # The history includes the shared blocks.
-            shared = self._said.pop(job.after, ())
+        if job.after is not None:  # the history begins with any shared blocks
+            shared = self._histories.pop(job.after, ())
         elif job.prefix:
             shared = self._blocks(job.prefix)
         own = _FIRST_TOKEN_ID + 2 * index  # even; ids in prefixes are odd
         return shared[:num_tokens] + (own,) * max(0, num_tokens - len(shared))
 
     def keep(self, index: int, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
-        self._said[index] = prompt_token_ids + (TOKEN_ID,) * num_output_tokens
+        self._histories[index] = prompt_token_ids + (TOKEN_ID,) * num_output_tokens
 
     def _blocks(self, prefix: Sequence[int]) -> tuple[int, ...]:
         numbers = self._block_numbers
@@ -79,8 +79,8 @@ class Call:
     gaps_ns: array[int]
     last_ns: int = 0
     num_tokens: int = 0
-    is_gone: bool = False
-    is_away: bool = False
+    is_cancelled: bool = False
+    waits_to_retry: bool = False
     num_returns: int = 0
 
 
@@ -140,7 +140,7 @@ class Traffic:
                 call.last_ns = at_ns
                 call.num_tokens += len(event.token_ids)
                 if call.job.cancelled_after_tokens == len(call.gaps_ns) + 1:
-                    self.agenda.note(at_ns, partial(self._leave, call))
+                    self.agenda.note(at_ns, partial(self._cancel, call))
 
     def end(self, event: TokenEvent, stats: RequestStats) -> None:
         call = self.calls.pop(event.request_id)
@@ -155,7 +155,7 @@ class Traffic:
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             record.http_status = 200
             self._finish_turn(call)
-        elif call.is_gone:
+        elif call.is_cancelled:
             record.end = End.CANCELLED
             self._finish_turn(call)
         else:
@@ -178,20 +178,20 @@ class Traffic:
         job, now_ns = self._workload.jobs[index], self._clock.now_ns()
         record = Record(index=index, intended_ns=intended_ns, sent_ns=now_ns, tenant=job.tenant)
         record.num_prompt_tokens = job.num_prompt_tokens
-        request, ask = self._words(job, record, self._prompts.make(index))
+        request, ask = self._request_of(job, record, self._prompts.make(index))
         call = Call(job, request, ask, record, array("q"))
         if job.cancelled_ns is not None:
             gone_ns = intended_ns + job.cancelled_ns - job.arrival_ns
-            self.agenda.note(max(now_ns, gone_ns), lambda: self._leave(call))
-        self.knock(call)
+            self.agenda.note(max(now_ns, gone_ns), lambda: self._cancel(call))
+        self.submit(call)
 
-    def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
-        """Make a job's request, arriving now, for the engine and for admission control."""
+    def _request_of(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
+        """Return a job's request for the engine, which arrives now, and the same request for admission control."""
         settings, arrival_ns = self._settings, self._clock.now_ns()
         max_tokens, stops = job.num_output_tokens, tuple[int, ...]()
         if self._max_tokens is not None:
             max_tokens, stops = min(self._max_tokens, max(1, self._max_model_len - len(prompt))), (EOS_TOKEN_ID,)
-        # A later turn of a conversation moves its deadline with it.
+        # A later turn is due when the turn before has ended, and its deadline moves by as much.
         own_ns = None if job.deadline_ns is None else job.deadline_ns + record.intended_ns - job.arrival_ns
         deadline_ns = _first(own_ns, _after(arrival_ns, settings.request_timeout_ns))
         queue_deadline_ns = _after(arrival_ns, settings.queue_timeout_ns)
@@ -237,8 +237,8 @@ class Traffic:
             index = before
         return str(index).encode()
 
-    def knock(self, call: Call) -> None:
-        """Send a call to the servers."""
+    def submit(self, call: Call) -> None:
+        """Send a call to the service, or handle its refusal."""
         assert self._service is not None, "the traffic has begun"
         request = call.request
         self.calls[request.request_id] = call
@@ -247,39 +247,39 @@ class Traffic:
                 raise Rejected(RejectReason.CONTEXT_LENGTH, "The prompt and the answer do not fit the context.")
             self._service.submit(call)
         except Rejected as rejected:
-            self.turn_away(call, rejected)
+            self.reject(call, rejected)
 
-    def turn_away(self, call: Call, rejected: Rejected) -> None:
-        """Handle the refusal of a call in flight."""
+    def reject(self, call: Call, rejected: Rejected) -> None:
+        """Handle a refused call: retry it after the requested wait, or record the refusal."""
         del self.calls[call.request.request_id]
         if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
-            call.is_away = True
+            call.waits_to_retry = True
             wait_ns = math.ceil(1000 * rejected.retry_after_s) * 1_000_000  # the header `Retry-After-Ms` has whole milliseconds
-            self.agenda.note(self._clock.now_ns() + wait_ns, lambda: self._return(call))
+            self.agenda.note(self._clock.now_ns() + wait_ns, lambda: self._retry(call))
         else:
             self._refuse(call.record, rejected.reason)
 
-    def leave(self, call: Call) -> None:
-        """End a call that no server knows, because its client has left."""
+    def end_cancelled(self, call: Call) -> None:
+        """Record a cancelled call that is at no server."""
         self.calls.pop(call.request.request_id, None)
         call.record.end, call.record.ended_ns = End.CANCELLED, self._clock.now_ns()
         self._finish_turn(call)
 
-    def _return(self, call: Call) -> None:
-        if call.is_gone:
+    def _retry(self, call: Call) -> None:
+        if call.is_cancelled:
             return
-        call.is_away = False
+        call.waits_to_retry = False
         call.num_returns += 1
-        call.request, call.ask = self._words(call.job, call.record, call.request.prompt_token_ids, is_retry=True)
-        self.knock(call)
+        call.request, call.ask = self._request_of(call.job, call.record, call.request.prompt_token_ids, is_retry=True)
+        self.submit(call)
 
-    def _leave(self, call: Call) -> None:
+    def _cancel(self, call: Call) -> None:
         assert self._service is not None, "the traffic has begun"
-        call.is_gone = True
+        call.is_cancelled = True
         if self.calls.get(call.request.request_id) is call:
             self._service.abort(call)
-        elif call.is_away:
-            self.leave(call)
+        elif call.waits_to_retry:
+            self.end_cancelled(call)
 
     def _refuse(self, record: Record, reason: RejectReason) -> None:
         record.http_status = status = status_of(reason)

@@ -14,7 +14,7 @@ from penstock.engine.inbox import Inbox
 from penstock.engine.ports import Executor, NullObserver, RequestJournal
 from penstock.engine.stepper import Stepper, Tell
 from penstock.engine.transfers import Transfers
-from penstock.lab.acceptance import Acceptance, Foreseeing
+from penstock.lab.acceptance import Acceptance, MarkedGuesser
 from penstock.lab.agenda import NEVER_NS
 from penstock.lab.cost_model import CostModel
 from penstock.lab.machine import Seat
@@ -48,7 +48,7 @@ class ServerSettings:
     first_token_timeout_ns: int | None = None
     depth: int = 1
     acceptance: Acceptance | None = None
-    """Which guesses hold. None: nothing is guessed."""
+    """Which guesses are right. None turns guessing off."""
 
     @property
     def may_guess(self) -> bool:
@@ -105,8 +105,8 @@ class Timeline:
 class Player:
     """Driver of an engine in virtual time. The owner of the clock calls `act` at `next_ns`.
 
-    At each instant a step ends, then commands are taken, then the next step is planned. A ticket without `ready_ns` is for a
-    step that waits for the machine: `wait_until` says when it ends.
+    At equal times, a step ends first, then commands are read, then the next step is planned. If a ticket has no `ready_ns`, the
+    step waits for a shared machine, and `wait_until` sets its end later.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class VirtualServer(NullObserver):
         seat: Seat | None = None,
         journal: RequestJournal | None = None,
     ) -> None:
-        """`seat`: this model's place at a shared machine. `journal`: gets the reports that a real server's would."""
+        """`seat`: access to a machine shared with other models. `journal`: observes the engine, as in a real server."""
         policies, guesses = settings.make_policies(), settings.acceptance is not None and settings.may_guess
         capacity = replace(settings.capacity, checks_guesses=guesses, max_scored=MAX_GUESSES)
         if settings.acceptance is not None and guesses:
-            policies = replace(policies, guesser=Foreseeing(settings.acceptance))
+            policies = replace(policies, guesser=MarkedGuesser(settings.acceptance))
         self.settings = settings
         self.ended: dict[str, RequestStats] = {}
         self.num_steps = 0
@@ -191,7 +191,7 @@ class VirtualServer(NullObserver):
         self._tell = tell
         self._output_lens: dict[str, int] = {}
         executor = SimulatedExecutor(capacity, self.times, self._output_lens, depth=settings.depth, seat=seat)
-        self.player = Player(self.core, executor, clock, tell=self._told)
+        self.player = Player(self.core, executor, clock, tell=self._on_events)
         executor.on_begun = self.player.wait_until
         self.admission: Admission | None = None
         if settings.limits is not None:
@@ -258,7 +258,7 @@ class VirtualServer(NullObserver):
         if self.admission is not None:
             self.admission.on_finish(stats)
 
-    def _told(self, events: list[TokenEvent], now_ns: int) -> None:
+    def _on_events(self, events: list[TokenEvent], now_ns: int) -> None:
         waiting = self._first_tokens
         if waiting and self.admission is not None:
             found = [request for event in events if (request := waiting.pop(event.request_id, None)) is not None]

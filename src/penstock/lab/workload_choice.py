@@ -63,7 +63,7 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
     kind = _arrivals_of(choice)
     if choice.requests is not None and not 1 <= choice.requests <= MAX_REQUESTS:
         raise ConfigError(f"The number of requests is {choice.requests}.", remedy=f"Set it from 1 to {MAX_REQUESTS}.")
-    workload = source or (_made_up(choice) if choice.workload in NAMED else _read(choice, count_tokens))
+    workload = source or (_synthetic(choice) if choice.workload in NAMED else _read(choice, count_tokens))
     workload = transforms.divide_lengths(workload, choice.divide_lengths)
     if choice.prefix_tokens:
         workload = transforms.share_prefix(workload, choice.prefix_tokens, choice.prefix_groups, choice.seed)
@@ -116,7 +116,7 @@ def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
     return tuple(stages)
 
 
-def _made_up(choice: WorkloadChoice) -> Workload:
+def _synthetic(choice: WorkloadChoice) -> Workload:
     if choice.prefix_tokens < 0 or choice.prefix_groups < 1:
         raise ConfigError(
             "A shared prefix has at least 1 token, and 1 group.", remedy="Set --prefix-tokens and --prefix-groups."
