@@ -54,6 +54,14 @@ def test_a_plan_for_another_machine_is_the_same_each_time(briefly: Briefly, tiny
     assert json.loads((tmp_path / "plan.json").read_text()) == numbers
 
 
+def test_on_a_terminal_the_machine_is_named_before_it_is_planned_for(
+    briefly: Briefly, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "planning for" not in briefly(tiny_model, *SHORT, "--hardware", "L4").stderr
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: True)
+    assert briefly(tiny_model, *SHORT, "--hardware", "L4").stderr == "planning for L4 ...\n"
+
+
 def test_machines_are_compared_and_those_that_do_not_fit_are_left_out(
     briefly: Briefly, tiny_model: Path, tmp_path: Path
 ) -> None:

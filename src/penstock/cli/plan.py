@@ -122,7 +122,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     saved = read_costs(values["cost"], machines)
     some, outlines = list["Sized"](), dict[bool, "Outline"]()
     for hardware in machines:
-        if len(machines) > 1 and sys.stderr.isatty():
+        if sys.stderr.isatty():
             print(f"planning for {hardware.name} ...", file=sys.stderr)
         try:
             if hardware.is_gpu not in outlines:
