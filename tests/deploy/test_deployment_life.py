@@ -144,8 +144,8 @@ def test_a_model_that_leaves_is_closed_when_its_last_user_has_gone_and_takes_no_
         a.begin_use(is_user=True)  # a part of what the user does
         a.end_use()
         assert not world.closed
-        world.deployment._has_news = False
-    assert world.deployment._has_news, "the keeper is told"
+        world.deployment._has_changed = False
+    assert world.deployment._has_changed, "the keeper is told"
     world.deployment.tend()
     assert (world.states, world.closed) == ("-L-", [("a", 0)])
     assert b.done()

@@ -1,9 +1,9 @@
 """The registry of a model's LoRA adapters: names that clients use, their files, and the adapters that are packed in memory.
 
 The server looks up names here, and the scheduler uses the registry as an `AdapterSource`. Threads read and pack adapters. When
-memory is full, the least recently used adapter is evicted, and read again when needed. Adapters that no request refers to are
-evicted first; those that lost their name last, because their files may have changed. An `AdapterRef` always means the content
-read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
+memory is full, the least recently used adapter is evicted, and read again when needed. Adapters that requests refer to are
+evicted after the others, and of these, adapters without a name come last: their files may have changed. An `AdapterRef` means
+the content that was read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterOutlook, Ad
 from penstock.types.errors import ConfigError, ModelError, PenstockError, Rejected, RejectReason
 from penstock.types.stats import AdapterStats
 
-if TYPE_CHECKING:  # with NumPy, which a server starts without
+if TYPE_CHECKING:  # this imports NumPy, which would delay a server's start
     from penstock.models.adapter import AdapterFactors, AdapterPacker
     from penstock.models.adapter_files import AdapterFiles
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:  # with NumPy, which a server starts without
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 """Names that are looked up in the folder of adapters, up to one level deep."""
 MAX_NAMES = 100_000
-"""Most names, some 300 bytes each. One more replaces a name that was found in the folder."""
+"""Most names, some 300 bytes each. A further name replaces an unused one that was found in the folder."""
 MAX_ASKED = 64
-"""Most loads by name at once."""
+"""Most calls of `load` that have not ended."""
 _MAX_NAME = 200
 _FAILURE_NS = 10_000_000_000
 """Time until a failed adapter is read again, so that clients can't make us read a damaged file all the time."""
 _MAX_BEFORE = 256
-"""An estimate of a wait counts at most this many loads one by one."""
+"""Most queue entries that are searched to estimate an adapter's wait. Beyond them, the adapter counts as the last one."""
 _STUCK_NS = 5_000_000_000
 """A thread that reads one adapter for longer counts as stuck at its disk. Another thread then reads the next adapter, and
 `close` does not wait."""
@@ -55,25 +55,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter in the registry, with or without a name. The registry's lock guards all but `number`, `path`, `is_free`."""
+    """An adapter in the registry, with or without a name. The registry's lock guards all but `number`, `path`, `is_trusted`."""
 
     number: int
     path: Path
-    is_free: bool
-    """The settings name the adapter's path, so its files may lie anywhere."""
+    is_trusted: bool
+    """Whether the files may lie anywhere: the settings name the path, or another process has checked it."""
     fingerprint: bytes = b""
     """The hash of its files, empty before the first reading."""
     reference: Callable[[], AdapterRef | None] = lambda: None
     """Returns the requests' shared reference, or None if no request has it."""
     packed: PackedAdapter | None = None
     is_retired: bool = False
-    """The adapter lost its name."""
-    is_taken: bool = False
+    """The name was unloaded, or means another adapter now."""
+    was_used: bool = False
     """The scheduler has used the adapter since it was loaded."""
     failure: str = ""
     reason: RejectReason = RejectReason.INVALID
     failed_at_ns: int = 0
-    is_lost: bool = False
+    has_changed: bool = False
     """The files have other content now, so the adapter can never be loaded again."""
     stamp: object = None
     """`_stamp` of the files at the last reading."""
@@ -95,8 +95,8 @@ class _Adapter:
 @dataclass(slots=True)
 class _Name:
     path: Path
-    is_free: bool = False
-    """Copied to the adapter: the settings name the path."""
+    is_trusted: bool = False
+    """Whether the settings name the path. Copied to the adapter."""
     is_found: bool = False
     """The name was found in the folder."""
     adapter: _Adapter | None = None
@@ -104,7 +104,7 @@ class _Name:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _LoadCall:
     """A client's call of `Adapters.load`: the name to register, the adapter, and the future that the client waits for."""
 
     name: str
@@ -152,7 +152,7 @@ class Adapters:
         self._modules = tuple(modules.values())
         self._max_in_memory = max_in_memory
         self._clock = clock or WallClock()
-        self._names = {name: _Name(path, is_free=True) for name, path in modules.items()}
+        self._names = {name: _Name(path, is_trusted=True) for name, path in modules.items()}
         self._numbers = count(1)
         self._by_number: dict[int, _Adapter] = {}
         self._retired: dict[int, _Adapter] = {}
@@ -165,11 +165,11 @@ class Adapters:
         """Numbers of adapters to load first, in order."""
         self._others: dict[int, None] = {}
         """Numbers of adapters to load after the urgent ones, in order."""
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _LoadCall] = {}
         self._reading: dict[int, _Reading] = {}
         self._counts = AdapterStats()
         self._num_pages = 0
-        """`num_pages` summed over all loads."""
+        """Sum of `num_pages` over all loads, for their mean."""
         self._changed = threading.Condition()
         self._wake: Callable[[], None] = lambda: None
         self._threads: set[threading.Thread] = set()
@@ -195,11 +195,11 @@ class Adapters:
             if entry is None:
                 return None
             if entry.adapter is None and not entry.is_found:
-                entry.adapter = self._add(entry.path, is_free=entry.is_free)
+                entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
             return None if entry.adapter is None or entry.adapter.failure else entry.adapter.refer()
 
     def may_find(self, name: str) -> bool:
-        """Return whether `find` may succeed for a name that is not `known`: its file may be new, or its failure over."""
+        """Return whether `find` may succeed for a name that is not `known`, for example because its file is new."""
         return name in self._names or (self._folder is not None and len(name) <= _MAX_NAME and bool(NAME.fullmatch(name)))
 
     def find(self, name: str) -> AdapterRef | None:
@@ -224,14 +224,14 @@ class Adapters:
             if entry is None and not is_found:  # it was unloaded meanwhile
                 return None
             if entry is None:
-                self._make_place(name)
+                self._make_room_for_name(name)
                 entry = self._names[name] = _Name(path, is_found=is_found)
             adapter = entry.adapter
-            if adapter is not None and self._may_be_another(adapter, stamp):
+            if adapter is not None and self._is_replaceable(adapter, stamp):
                 self._retire(adapter)
                 adapter = None
             if adapter is None:
-                adapter = entry.adapter = self._add(entry.path, is_free=entry.is_free)
+                adapter = entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
             return adapter.refer()
 
     def with_content(self, fingerprint: bytes, path: Path) -> AdapterRef:
@@ -247,8 +247,8 @@ class Adapters:
                 self.unload(name)
                 adapter = None
             if adapter is None:
-                self._make_place(name)
-                adapter = self._add(path, is_free=True)  # the other process has checked it
+                self._make_room_for_name(name)
+                adapter = self._add(path, is_trusted=True)  # the other process has checked it
                 adapter.fingerprint = fingerprint
                 self._names[name] = _Name(path, is_found=True, adapter=adapter)
             return adapter.refer()
@@ -294,8 +294,8 @@ class Adapters:
             if len(self._asked) >= MAX_ASKED:
                 detail = f"{MAX_ASKED} adapters are being loaded by name already."
                 raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=1.0)
-            adapter = self._add(path, is_free=False)
-            asked = self._asked[adapter.number] = _Asked(name, adapter, may_replace, adapter.refer())
+            adapter = self._add(path, is_trusted=False)
+            asked = self._asked[adapter.number] = _LoadCall(name, adapter, may_replace, adapter.refer())
             self._want(adapter.number, is_urgent=True)
             return asked.done
 
@@ -319,8 +319,8 @@ class Adapters:
         with self._changed:
             adapter = self._by_number[number]
             if adapter.packed is not None:
-                if not adapter.is_taken:
-                    adapter.is_taken = True
+                if not adapter.was_used:
+                    adapter.was_used = True
                     self._changed.notify_all()  # a load that waited for room can go on
                 self._in_memory.move_to_end(number)
                 return AdapterState(packed=adapter.packed)
@@ -368,7 +368,7 @@ class Adapters:
             for one in asked.values():
                 self._retire(one.adapter)
             for adapter in list(self._in_memory.values()):
-                self._let_go(adapter)
+                self._drop_packed(adapter)
         for one in asked.values():
             if one.done.set_running_or_notify_cancel():
                 detail = f"{one.adapter.path}: the adapter was not loaded: the model leaves."
@@ -397,8 +397,8 @@ class Adapters:
         if name in self._names and not may_replace:
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
-    def _make_place(self, name: str) -> None:
-        """Make room for one more name if there are `MAX_NAMES`: forget a name from the folder whose adapter is unused."""
+    def _make_room_for_name(self, name: str) -> None:
+        """If there are `MAX_NAMES`, forget a name that was found in the folder and has no adapter in use."""
         if name in self._names or len(self._names) < MAX_NAMES:
             return
         for other, entry in self._names.items():
@@ -407,13 +407,13 @@ class Adapters:
                 return
         raise ConfigError(f"There are already {MAX_NAMES} names of adapters.", remedy="Unload some of them.")
 
-    def _add(self, path: Path, *, is_free: bool) -> _Adapter:
-        adapter = _Adapter(next(self._numbers), path, is_free)
+    def _add(self, path: Path, *, is_trusted: bool) -> _Adapter:
+        adapter = _Adapter(next(self._numbers), path, is_trusted)
         self._by_number[adapter.number] = adapter
         return adapter
 
     def _retire(self, adapter: _Adapter) -> None:
-        """Take an adapter's name away. The adapter stays until no request refers to it."""
+        """Mark an adapter that has lost its name. It stays until no request refers to it."""
         adapter.is_retired = True
         self._retired[adapter.number] = adapter
         self._sweep()
@@ -421,21 +421,21 @@ class Adapters:
     def _sweep(self) -> None:
         """Forget adapters that have lost their name and that no request refers to."""
         for adapter in [one for one in self._retired.values() if not one.is_held]:
-            self._let_go(adapter)
+            self._drop_packed(adapter)
             del self._by_number[adapter.number], self._retired[adapter.number]
 
-    def _let_go(self, adapter: _Adapter) -> None:
+    def _drop_packed(self, adapter: _Adapter) -> None:
         if adapter.packed is not None:
             del self._in_memory[adapter.number]
             self._num_bytes -= adapter.packed.num_bytes
-        adapter.packed, adapter.is_taken = None, False
+        adapter.packed, adapter.was_used = None, False
 
     def _has_failed(self, adapter: _Adapter) -> bool:
         is_fresh = self._clock.now_ns() - adapter.failed_at_ns < _FAILURE_NS
-        return bool(adapter.failure) and (adapter.is_lost or is_fresh)
+        return bool(adapter.failure) and (adapter.has_changed or is_fresh)
 
-    def _may_be_another(self, adapter: _Adapter, stamp: object) -> bool:
-        """Return whether to replace a failed adapter by a new one: its files have changed, or it may be read again."""
+    def _is_replaceable(self, adapter: _Adapter, stamp: object) -> bool:
+        """Return whether a new adapter should replace a failed one: its files have changed, or it may be read again."""
         return bool(adapter.failure) and bool(adapter.fingerprint or not self._has_failed(adapter) or adapter.stamp != stamp)
 
     def _want(self, number: int, *, is_urgent: bool) -> None:
@@ -458,7 +458,7 @@ class Adapters:
         return num_before + 1 + bool(self._reading)
 
     def _start_thread(self) -> None:
-        """Start a thread that loads adapters, if adapters wait and every other thread is busy, perhaps stuck at its disk."""
+        """Start another loading thread if adapters wait and all threads are reading."""
         if not self._is_wanted or len(self._reading) < len(self._threads) or len(self._threads) == _MAX_THREADS:
             return
         # A daemon: if its disk hangs, the process ends without it.
@@ -470,8 +470,8 @@ class Adapters:
     def _is_wanted(self) -> bool:
         return bool(self._urgent or self._others)
 
-    def _free_s(self) -> float:
-        """Return the seconds until all threads that read adapters count as stuck. At 0, another thread can read."""
+    def _until_stuck_s(self) -> float:
+        """Return the seconds until every reading thread counts as stuck. At 0, another thread may read."""
         began_ns = max((one.began_ns for one in self._reading.values()), default=None)
         return 0.0 if began_ns is None else max(0, began_ns + _STUCK_NS - self._clock.now_ns()) / 1e9
 
@@ -481,9 +481,9 @@ class Adapters:
         Adapters that are not urgent wait while memory is full of adapters that the scheduler has not used yet. Adapters that no
         request refers to are skipped, so that a refused request evicts nothing.
         """
-        if self._free_s():
+        if self._until_stuck_s():
             return None
-        has_room = len(self._in_memory) < self._max_in_memory or any(one.is_taken for one in self._in_memory.values())
+        has_room = len(self._in_memory) < self._max_in_memory or any(one.was_used for one in self._in_memory.values())
         for queue in (self._urgent, self._others if has_room else {}):
             while queue:
                 number = next(iter(queue))
@@ -500,14 +500,14 @@ class Adapters:
             or self._num_bytes + sum(one.num_bytes for one in self._reading.values()) + num_bytes > self._max_bytes
         ):
             # `min` returns the first of equals: the least recently used.
-            self._let_go(min(self._in_memory.values(), key=lambda one: (one.is_held, one.is_retired, not one.is_taken)))
+            self._drop_packed(min(self._in_memory.values(), key=lambda one: (one.is_held, one.is_retired, not one.was_used)))
             self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
 
-    def _keep(self, adapter: _Adapter, packed: PackedAdapter, content: bytes) -> None:
+    def _store(self, adapter: _Adapter, packed: PackedAdapter, content: bytes) -> None:
         self._make_room(packed.num_bytes, num_adapters=1)
-        if adapter.number not in self._by_number:  # no request has it any more
+        if adapter.number not in self._by_number:  # forgotten meanwhile, because it had neither a name nor requests
             return
-        adapter.packed, adapter.is_taken, adapter.failure = packed, False, ""
+        adapter.packed, adapter.was_used, adapter.failure = packed, False, ""
         adapter.fingerprint = content
         ref = adapter.reference()
         if ref is not None:
@@ -516,8 +516,8 @@ class Adapters:
         self._in_memory[adapter.number] = adapter
         self._num_bytes += packed.num_bytes
 
-    def _settle(self, asked: _Asked) -> Callable[[], None] | None:
-        """Register the name after a client's `load`, or fail. Return a function that resolves its future without the lock."""
+    def _complete(self, asked: _LoadCall) -> Callable[[], None] | None:
+        """Complete a `load`: register the name, or fail. Return a function that resolves the future, to be called unlocked."""
         adapter, done = asked.adapter, asked.done
         if not done.set_running_or_notify_cancel():
             self._retire(adapter)
@@ -527,7 +527,7 @@ class Adapters:
                 is_fault = adapter.reason is RejectReason.INVALID
                 raise ModelError(adapter.failure) if is_fault else Rejected(adapter.reason, adapter.failure)
             self._check_free(asked.name, may_replace=asked.may_replace)
-            self._make_place(asked.name)
+            self._make_room_for_name(asked.name)
         except PenstockError as error:
             self._retire(adapter)
             return partial(done.set_exception, error.with_traceback(None))  # the traceback has the reference
@@ -547,7 +547,7 @@ class Adapters:
                     if len(self._threads) > 1 and not self._is_wanted:
                         self._threads.discard(threading.current_thread())
                         return
-                    self._changed.wait(self._free_s() or None)
+                    self._changed.wait(self._until_stuck_s() or None)
                 if adapter is None:
                     return
                 if self._reading:
@@ -562,20 +562,20 @@ class Adapters:
             with self._changed:
                 if session != self._session:
                     return
-                tell, wake = self._finish(reading), self._wake
+                resolve, wake = self._finish(reading), self._wake
                 self._changed.notify_all()
-            if tell is not None:
-                tell()
+            if resolve is not None:
+                resolve()
             wake()
-            del adapter, reading, tell
+            del adapter, reading, resolve
 
     def _finish(self, reading: _Reading) -> Callable[[], None] | None:
-        """Record that a thread has read an adapter, or failed to. Return the result of `_settle`. The caller holds the lock."""
+        """Record the result of a reading. Return the result of `_complete`, if a `load` waits. The caller holds the lock."""
         adapter, packed, counts, now_ns = reading.adapter, reading.packed, self._counts, self._clock.now_ns()
         del self._reading[adapter.number]
         adapter.stamp = reading.stamp
         if packed is not None and adapter.fingerprint not in (b"", reading.content):
-            packed, adapter.is_lost = None, True
+            packed, adapter.has_changed = None, True
             reading.failure = f"{adapter.path.name}: the adapter's files changed while it was used. Ask again for the new one."
         if packed is None:
             adapter.failure, adapter.failed_at_ns = reading.failure, now_ns
@@ -586,16 +586,16 @@ class Adapters:
             load_ns = counts.load_ns + now_ns - reading.began_ns
             self._counts = replace(counts, num_loads=counts.num_loads + 1, load_ns=load_ns)
             self._num_pages += packed.num_pages
-            self._keep(adapter, packed, reading.content)
+            self._store(adapter, packed, reading.content)
         asked = self._asked.pop(adapter.number, None)
-        return None if asked is None else self._settle(asked)
+        return None if asked is None else self._complete(asked)
 
     def _load(self, reading: _Reading, read: AdapterReader, pack: AdapterPacker) -> None:
         """Read an adapter and pack it. Errors go into `reading`, because the thread must go on."""
         from penstock.models.adapter_files import AdapterFiles
 
         path = reading.adapter.path
-        roots = None if reading.adapter.is_free else self._roots
+        roots = None if reading.adapter.is_trusted else self._roots
         files = AdapterFiles(roots=roots, timeout_s=30.0, take=partial(self._take, path, reading))
         try:
             packed = pack(read(path, files))

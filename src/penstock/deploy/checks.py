@@ -1,4 +1,4 @@
-"""Checks of settings, and of a model for what computes it. For a start and for forecasts."""
+"""Checks of settings, and of whether the chosen backend can compute a model. Used at a server's start and by forecasts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
 
-if TYPE_CHECKING:  # their imports would hold up the first model's weights
+if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
     from penstock.deploy.off_loop import OffLoop
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Deployment:
         """
         self.served = tuple(served)
         self._gone: tuple[ServedModel, ...] = ()
-        """Models that another configuration left out, until they are closed."""
+        """Models that `change` removed, until they are closed."""
         self._find_new = find_new
         self._looking = threading.Lock()
         self.memory = memory
@@ -77,17 +77,17 @@ class Deployment:
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
         check_pipelines(pipelines, self._by_name, self.routes, {*self.upstreams})
         self.update: Callable[[], Sequence[str]] | None = None
-        """Rereads and applies the configuration, and returns the changes in words. None if the server can't. Blocks, and raises
-        PenstockError."""
-        self._news = threading.Condition()
+        """Rereads and applies the configuration, and describes the changes. Blocks, and raises PenstockError. None if this
+        server can't be updated."""
+        self._changed = threading.Condition()
         """Guards the next four fields, and wakes the keeper."""
-        self._has_news = False
+        self._has_changed = False
         self.is_closing = False
         self._wanted: dict[ServedModel, Future[RunningModel]] = {}
         """Models to load, in the order of the requests."""
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
         """Models that an admin unloads, with the time at which their remaining requests are ended, or None."""
-        self._keeper = threading.Thread(target=self._keep, name="penstock-models", daemon=True)
+        self._keeper = threading.Thread(target=self._run_keeper, name="penstock-models", daemon=True)
 
     def adapters_of(self, name: str) -> ServedModel | None:
         """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
@@ -192,7 +192,7 @@ class Deployment:
                     self._load(one)
                     assert one.running is not None, "it was loaded"
                     started.callback(one.running.close)
-            with self._news:
+            with self._changed:
                 if self.is_closing:
                     raise _shutting_down()
                 self._gone += tuple([one for one in self.served if one not in served])
@@ -211,7 +211,7 @@ class Deployment:
 
     def want(self, served: ServedModel) -> Future[RunningModel]:
         """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`."""
-        with self._news:
+        with self._changed:
             if served not in self.served:
                 served = self._by_name.get(served.name, served)
             if served not in self.served:
@@ -219,7 +219,7 @@ class Deployment:
             failure = self._refusal(served)
             if failure is not None:
                 return _failed(failure)
-            if served not in self._unwanted:  # otherwise it is loaded anew when it has left
+            if served not in self._unwanted:  # otherwise the keeper unloads the model first, and then loads it again
                 with contextlib.suppress(ModelAway):
                     loaded: Future[RunningModel] = Future()
                     loaded.set_result(served.answerer())
@@ -249,7 +249,7 @@ class Deployment:
         future fails with `Rejected` if the server shuts down.
         """
         until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
-        with self._news:
+        with self._changed:
             if self.is_closing:
                 return _failed(_shutting_down())
             future, _ = self._unwanted.get(served, (Future(), None))
@@ -262,13 +262,13 @@ class Deployment:
 
         Has no effect on a model without `idle_unload_ns`.
         """
-        with self._news:
+        with self._changed:
             served.kept_idle_ns = idle_ns
             self._notify()
 
     def drain(self) -> None:
         """Refuse new requests, and let running ones end."""
-        with self._news:
+        with self._changed:
             self.is_closing = True
             wanted, self._wanted = self._wanted, {}
             unwanted, self._unwanted = self._unwanted, {}
@@ -298,56 +298,56 @@ class Deployment:
 
     # --- the keeper ---
 
-    def _keep(self) -> None:
+    def _run_keeper(self) -> None:
         while not self.is_closing:
             try:
                 due_ns = self.tend()
-            except Exception:  # all models need this thread
+            except Exception:  # the thread must survive: all models need it
                 _log.exception("the models could not be tended; this is tried again soon")
                 due_ns = self.clock.now_ns() + TEND_AGAIN_NS
-            with self._news:
-                if not self._has_news:
-                    self._news.wait(None if due_ns is None else max(0, due_ns - self.clock.now_ns()) / 1e9)
-                self._has_news = False
+            with self._changed:
+                if not self._has_changed:
+                    self._changed.wait(None if due_ns is None else max(0, due_ns - self.clock.now_ns()) / 1e9)
+                self._has_changed = False
 
     def tend(self) -> int | None:
         """Load and unload the models that are due. Return the time for the next call, or None to wait for an event.
 
         The keeper's thread calls this. Tests without that thread call it directly.
         """
-        due_ns = [self._leave_unwanted(), self._leave_idle()]
+        due_ns = [self._unload_unwanted(), self._unload_idle()]
         self._close_unused()
-        self._tell_unloaded()
+        self._resolve_unloads()
         due_ns.append(self._load_wanted())
         return min([at_ns for at_ns in due_ns if at_ns is not None], default=None)
 
-    def _leave_unwanted(self) -> int | None:
+    def _unload_unwanted(self) -> int | None:
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             if served.state is ModelState.LOADED and served.is_broken:
                 _log.error("%s is unloaded: its engine failed and could not be restarted", served.name)
-                self._leave(served, UnloadReason.FAILED)
+                self._begin_unload(served, UnloadReason.FAILED)
         for served in self._gone:
             if served.state is ModelState.LOADED:
-                self._leave(served, UnloadReason.REPLACED)
-        with self._news:
+                self._begin_unload(served, UnloadReason.REPLACED)
+        with self._changed:
             unwanted = {served: until_ns for served, (_, until_ns) in self._unwanted.items()}
         for served, until_ns in unwanted.items():
             if served.state is ModelState.LOADED:
-                self._leave(served, UnloadReason.ASKED)
+                self._begin_unload(served, UnloadReason.ASKED)
             if until_ns is not None and until_ns > now_ns:
                 due_ns.append(until_ns)
             elif until_ns is not None and served.state is ModelState.LEAVING:
                 self._close(served)
         return min(due_ns, default=None)
 
-    def _tell_unloaded(self) -> None:
-        with self._news:
+    def _resolve_unloads(self) -> None:
+        with self._changed:
             gone = [self._unwanted.pop(one)[0] for one in list(self._unwanted) if one.running is None]
         for future in gone:
             future.set_result(None)
 
-    def _leave_idle(self) -> int | None:
+    def _unload_idle(self) -> int | None:
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             running = served.running
@@ -355,12 +355,12 @@ class Deployment:
             if served.state is ModelState.LOADED and running is not None and unload_ns is not None:
                 idle_ns = running.used_ns + unload_ns
                 if running.num_users:
-                    due_ns += [now_ns + unload_ns] if unload_ns else []  # otherwise its last user wakes the keeper
+                    due_ns += [now_ns + unload_ns] if unload_ns else []  # if it is 0, the last user wakes the keeper
                 elif idle_ns > now_ns:
                     due_ns.append(idle_ns)
                 else:
                     _log.info("%s leaves: nobody has used it for %g s", served.name, unload_ns / 1e9)
-                    self._leave(served, UnloadReason.IDLE)
+                    self._begin_unload(served, UnloadReason.IDLE)
         return min(due_ns, default=None)
 
     def _load_wanted(self) -> int | None:
@@ -368,7 +368,7 @@ class Deployment:
 
         The first model in line gets room first. A later one can be loaded earlier if both will fit.
         """
-        with self._news:
+        with self._changed:
             wanted = list(self._wanted)
         room_bytes: int | None = None
         """Bytes left after all pending unloads and the loads of earlier models in line."""
@@ -388,10 +388,10 @@ class Deployment:
                 if share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING:
                     self._load(served)
             except Exception as error:
-                if served.running is not None:  # it leaves, and is planned again when it has left
+                if served.running is not None:  # still being unloaded: plan the load afterwards
                     continue
                 self._fail(served, error)
-                return self.clock.now_ns()  # count the free memory anew for the others
+                return self.clock.now_ns()  # recompute the free memory before planning the others
         return None
 
     def _plan(self, served: ServedModel) -> MemoryShare:
@@ -418,7 +418,7 @@ class Deployment:
         num_bytes = sum(one.num_bytes for one in leaving)
         for one in leaving:
             _log.info("%s leaves to make room for %s", one.name, served.name)
-            self._leave(one, UnloadReason.ROOM)
+            self._begin_unload(one, UnloadReason.ROOM)
         self._close_unused()
         return num_bytes
 
@@ -426,18 +426,18 @@ class Deployment:
         served.state = ModelState.LOADING
         began_ns = self.clock.now_ns()
         running = served.load()
-        self._put(served, running, self.clock.now_ns() - began_ns)
+        self._set_loaded(served, running, self.clock.now_ns() - began_ns)
         _log.info("%s was loaded in %.1f s", served.name, served.load_ns / 1e9)
-        with self._news:
+        with self._changed:
             future = self._wanted.pop(served, None)
-            self._notify()  # the next pass sees when it will be idle
+            self._notify()  # the next pass computes when to unload the model if idle
         if future is not None:
             future.set_result(running)
         if self.is_closing:
             running.engine.drain()  # `close` may have missed it
             running.close()
 
-    def _put(self, served: ServedModel, running: RunningModel, load_ns: int) -> None:
+    def _set_loaded(self, served: ServedModel, running: RunningModel, load_ns: int) -> None:
         running.on_unused = partial(self._on_unused, served)
         served.running, served.info, served.failure = running, running.model, ""
         served.share = self.memory.share(served.name)
@@ -454,12 +454,12 @@ class Deployment:
         served.failure = known.without_folders() if known else "the server's log has the cause"
         served.share = None
         served.num_load_failures += 1
-        with self._news:
+        with self._changed:
             future = self._wanted.pop(served, None)
         if future is not None:
             future.set_exception(self._refusal(served) or _shutting_down())
 
-    def _leave(self, served: ServedModel, reason: UnloadReason) -> None:
+    def _begin_unload(self, served: ServedModel, reason: UnloadReason) -> None:
         assert served.running is not None
         served.num_unloads[reason] += 1
         served.state = ModelState.LEAVING
@@ -470,7 +470,7 @@ class Deployment:
         for served in (*self.served, *self._gone):
             if served.state is ModelState.LEAVING and served.running is not None and not served.running.num_users:
                 self._close(served)
-        with self._news:
+        with self._changed:
             self._gone = tuple([one for one in self._gone if one.running is not None])
 
     def _close(self, served: ServedModel) -> None:
@@ -483,20 +483,20 @@ class Deployment:
         served.metrics.disconnect()
         served.running, served.state = None, ModelState.UNLOADED
         give_back_free_memory()
-        self._tell_unloaded()  # before a load that may follow
+        self._resolve_unloads()  # before this pass may load the model again
         _log.info("%s was unloaded", served.name)
 
     # --- for both sides ---
 
     def _notify(self) -> None:
         """Wake the keeper. The caller holds the lock."""
-        self._has_news = True
-        self._news.notify_all()
+        self._has_changed = True
+        self._changed.notify_all()
 
     def _on_unused(self, served: ServedModel) -> None:
         """Wake the keeper after a model's last request, if the keeper waits for that to unload it."""
         if self._wanted or served.state is ModelState.LEAVING or served.unload_after_ns == 0:
-            with self._news:
+            with self._changed:
                 self._notify()
 
     def _refusal(self, served: ServedModel) -> Rejected | None:

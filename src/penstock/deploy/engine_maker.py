@@ -114,8 +114,8 @@ class EngineMaker:
         self._close_draft()
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
-            if self._engine is not None and self._engine.step_age_ns():  # its step goes on, maybe forever
-                engine, self._engine = self._engine, None  # another attempt has nothing to give up
+            if self._engine is not None and self._engine.step_age_ns():  # the failed engine's step still runs
+                engine, self._engine = self._engine, None  # give up each engine only once
                 self._give_up(lambda: engine.is_alive)
             executor = self._executor_from_files()
             if self._recorder is not None:
@@ -134,12 +134,12 @@ class EngineMaker:
             self._give_up(lambda: draft.is_alive, share)
 
     def _give_up(self, is_alive: Callable[[], bool], share: MemoryShare | None = None) -> None:
-        """Keep other models away from the threads and the memory of a step that never returns."""
+        """Move models to new threads, away from a stuck step, and keep that step's memory reserved until it returns."""
         self._resources.leave_team(self.blueprint.name)
         self._resources.memory.hold_stuck(self.blueprint.name, is_alive, share)
 
     def release(self) -> None:
-        """Close what the model has open, and give its memory back. Call this after the engine has ended.
+        """Close the model's files and connections, and free its memory. Call this after the engine has ended.
 
         A stuck step keeps its memory until it returns. Cyclic references are cut, because the garbage collector ignores objects
         from before the server began.

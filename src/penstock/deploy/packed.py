@@ -1,6 +1,6 @@
-"""The file with a model's packed weights: where it lies, what it must be made of, and whether a start uses it.
+"""The file with a model's packed weights: its path, the identity that makes it valid, and whether a start uses it.
 
-Only `penstock pack` writes it: a server that wrote it unasked would fill disks. Every start looks for it.
+Only `penstock pack` writes the file, so that servers do not fill disks. Every start looks for it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class PackedWeights:
     folder: Path
     model: Path
     adapters: tuple[MergedAdapter, ...]
-    """Merged into the weights."""
+    """Adapters that are merged into the weights."""
     weight_dtype: str | None
     task: str
-    """Models that read texts round more weights."""
+    """The model's task. More weights are rounded for tasks that only read texts."""
 
     @property
     def path(self) -> Path:
-        """The file. Each model, merged adapters, type of numbers and task has its own."""
+        """The file's path, which depends on the model, the merged adapters, the weight type and the task."""
         adapters = [(str(Path(adapter.path).resolve()), adapter.weight) for adapter in self.adapters]
         parts = repr([str(self.model.resolve()), adapters, self.weight_dtype, self.task])
         name = re.sub(r"[^\w.-]", "_", self.model.stem, flags=re.ASCII)[:100]  # as many bytes
         return self.folder / f"{name}-{blake2b(parts.encode(), digest_size=4).hexdigest()}.packed"
 
     def identity(self) -> dict[str, str]:
-        """Return what the file must be made of. Raises PackedError if the model's files can't be read."""
+        """Return the version, hashes and settings of a valid file. Raises PackedError if the model's files can't be read."""
         from penstock.models.load import fingerprint
         from penstock.models.packed_file import LAYOUT, PackedError
 
@@ -73,10 +73,10 @@ class PackedWeights:
 def make_with_packed(
     packed: PackedWeights, make: Callable[[PackedFile | None], _Executor], *, is_of_disk: bool, nodes: Sequence[int]
 ) -> _Executor:
-    """Make an executor from the file of packed weights, or without it if it is missing or can't be used. Log the cause.
+    """Make an executor from the file of packed weights, or without the file if it is missing or unusable. Log the cause.
 
-    - `is_of_disk`: --experts-on-disk, which has a file of its own
-    - `nodes`: memory nodes over which weights are spread. A file's pages can't be spread.
+    - `is_of_disk`: --experts-on-disk is set, which maps a file of its own instead.
+    - `nodes`: memory nodes over which weights are spread, which is impossible for a file's pages.
     """
     from penstock.models.packed_file import PackedError
 

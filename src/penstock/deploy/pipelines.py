@@ -11,7 +11,7 @@ from penstock.config.pipelines import PipelineConfig
 from penstock.deploy.routes import Route
 from penstock.types.errors import ConfigError
 
-if TYPE_CHECKING:  # with NumPy, which a server starts without
+if TYPE_CHECKING:  # this imports NumPy, which would delay a server's start
     from penstock.search.index import Reader
 
 
@@ -38,7 +38,7 @@ def open_pipelines(configs: Sequence[PipelineConfig]) -> list[Pipeline]:
 def check_pipelines(
     pipelines: Sequence[Pipeline], by_name: Mapping[str, object], routes: Mapping[str, Route], upstreams: Collection[str]
 ) -> None:
-    """Raise ConfigError for a pipeline with another's name, or of models that are not served here."""
+    """Raise ConfigError if a pipeline's name is taken, or if this server lacks one of its models."""
     for pipeline in pipelines:
         name, config = pipeline.name, pipeline.config
         if name in by_name or name in routes or name in upstreams:

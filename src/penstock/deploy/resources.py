@@ -78,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Stuck:
-    """Memory of an engine that was given up, because a step never returned. That step still uses the memory."""
+    """Memory that a stuck step of an abandoned engine still uses."""
 
     name: str
     share: MemoryShare
@@ -154,7 +154,7 @@ class MemoryBudget:
             self._shares.pop(name, None)
 
     def hold_stuck(self, name: str, is_held: Callable[[], bool], share: MemoryShare | None = None) -> None:
-        """Count a model's share twice while `is_held()` is true: a stuck step of its old engine still uses that much memory.
+        """Reserve a model's share once more while `is_held()` is true, for a stuck step of its old engine.
 
         `share`: the part that the step uses, if not all of it. Any thread may call `is_held`. It must not call this object.
         """

@@ -44,7 +44,7 @@ def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> t
             num_bytes += one.num_bytes
     if num_bytes < lacking_bytes:
         return min([until_ns for until_ns in stays.values() if until_ns > now_ns], default=None)
-    for one in reversed(chosen):  # a large later one may make small earlier ones needless
+    for one in reversed(chosen):  # a large model chosen last can make smaller ones unnecessary
         if num_bytes - one.num_bytes >= lacking_bytes:
             chosen.remove(one)
             num_bytes -= one.num_bytes

@@ -22,7 +22,7 @@ from penstock.routes.prices import Bill, Price
 from penstock.types.errors import ConfigError
 from penstock.types.stats import RouteStats
 
-if TYPE_CHECKING:  # with NumPy, which a server starts without
+if TYPE_CHECKING:  # this imports NumPy, which would delay a server's start
     from penstock.models.catalog import ModelSource
     from penstock.routes.drift import Drift
     from penstock.routes.learned import LearnedRoute
@@ -32,23 +32,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """Chooses the weak or the strong model by the question."""
+    """The fit of a learned route, which chooses the weak or the strong model by the question."""
 
     route: LearnedRoute
     threshold: float
-    """Least gain with which the strong model answers."""
+    """Least expected gain for which the strong model answers."""
     drift: Drift | None = None
-    """None: the file of the fit does not have its gains."""
+    """Compares recent gains with those of the fit. None if the fit's file does not have them."""
 
     def note(self, gain: float) -> None:
-        """Remember the gain that has decided a question."""
+        """Record the gain that decided a question, to detect drift."""
         if self.drift is not None:
             self.drift.recent.append(gain)
 
     def gain(self, states: bytes, question: str, start: Sequence[float] | None = None) -> float:
-        """Return what the strong model is expected to gain.
+        """Return the expected gain of asking the strong model.
 
-        `states`: of the question, float32, [width]. `start`: log-probabilities of the weak model's first tokens, if any.
+        `states`: the question's embedding, float32, [width]. `start`: log-probabilities of the weak model's first tokens.
         """
         import numpy as np
 
@@ -65,10 +65,10 @@ class Learned:
 class Route:
     name: str
     models: tuple[str, ...]
-    """The weak and the strong model, those of an ensemble, or those to try one after another."""
+    """The weak and the strong model, all models of an ensemble, or the models to try in turn."""
     learned: Learned | None = None
     by: AgreementConfig | VerifierConfig | EnsembleConfig | None = None
-    """If this and `learned` are None, the route is a fallback: the next model answers where one refuses."""
+    """If this and `learned` are None, the route is a fallback: models are tried in turn until one does not refuse."""
     bill: Bill | None = None
     """The costs so far, if its models have prices. Written by the event loop."""
 
@@ -81,14 +81,14 @@ class Route:
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """Further models of this server that it needs: to embed, to judge, to rerank."""
+        """Further models of this server that the route needs: to embed, to judge, to rerank."""
         embedders = () if self.learned is None else (self.learned.route.embedder,)
         rerankers = (self.by.reranker,) if isinstance(self.by, EnsembleConfig) and self.by.reranker else ()
         return (*embedders, *self.judges, *rerankers)
 
 
 def stats_of(route: Route) -> RouteStats:
-    """Return what metrics say of a route. For the event loop."""
+    """Return the route's figures for metrics. Call this on the event loop, which writes the bill."""
     bill, drift = route.bill, None if route.learned is None else route.learned.drift
     return RouteStats(
         name=route.name,
@@ -130,7 +130,7 @@ def digest_of(source: ModelSource) -> str:
 
 
 def digest_faults(route: Route, models: Mapping[str, ModelSource]) -> Iterator[ConfigError]:
-    """Yield an error for each local model whose files differ from the fit's. Models not downloaded yet are skipped."""
+    """Yield an error for each local model whose files differ from those at the fit. Skip models that are not downloaded."""
     if route.learned is None:
         return
     learned, weak = route.learned.route, route.models[0]
@@ -150,19 +150,19 @@ def digest_faults(route: Route, models: Mapping[str, ModelSource]) -> Iterator[C
 
 
 def warn_of_other_files(routes: Sequence[Route], models: Mapping[str, ModelSource]) -> None:
-    """Log the `digest_faults` of routes. They work, but their fit may not hold."""
+    """Log the `digest_faults` of routes. Such routes work, but may choose badly."""
     for fault in (fault for route in routes for fault in digest_faults(route, models)):
         _log.warning("%s", fault)
 
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:
-    """Raise ConfigError for a route with a model's name, or of models that are not served. `by_name`: the models here."""
+    """Raise ConfigError if a route's name is taken, or a model that it needs is not served. `by_name`: this server's models."""
     for fault in faults_of(routes, by_name, upstreams):
         raise fault
 
 
 def faults_of(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> Iterator[ConfigError]:
-    """Yield all that `check_routes` refuses."""
+    """Yield every error that `check_routes` could raise."""
     for name in upstreams:
         if name in by_name or any(name == route.name for route in routes):
             yield ConfigError(f"An upstream is called {name!r}, and so is a model or a route.", remedy="Rename the upstream.")

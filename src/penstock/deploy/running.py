@@ -27,7 +27,7 @@ from penstock.types.errors import ModelAway, PenstockError
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
 
-if TYPE_CHECKING:  # their imports would hold up the first model's weights
+if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
     from penstock.admission.door import Admission
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.off_loop import OffLoop
@@ -221,9 +221,9 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     """Further names that clients may use. Lists leave these out."""
     adapters: Adapters | None = None
-    """Names of adapters outlive a load."""
+    """The registry of adapters. Its names stay when the model is unloaded."""
     metrics: Metrics
-    """Counts go on when the model is loaded again."""
+    """Counters continue when the model is loaded again."""
     load: Callable[[], RunningModel]
     """Loads the model and takes its share of memory. Raises PenstockError."""
     plan: Callable[[], MemoryShare]
