@@ -82,7 +82,7 @@ def unnamed(key: str) -> ApiKey:
 
 
 def _digest(key: str) -> bytes:
-    """Return the SHA-256 of a key. A blank key is refused: a client that sends none would match it."""
+    """Return the SHA-256 of a key. Refuse a blank key, which a client without a key would match."""
     if not key.strip():
         raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
     if key != key.strip():

@@ -12,7 +12,7 @@ from penstock.types.errors import ConfigError
 PIPELINES = "pipelines"
 DEFAULT_TOP, MAX_TOP = 4, 100
 CANDIDATES = 5
-"""Passages that a reranker reads for each one that it chooses, unless the table says how many."""
+"""Default number of passages that a reranker scores for each one that it chooses."""
 DEFAULT_TEMPLATE = """Answer the question from these sources, and cite them as [1]. If they do not answer it, say so.
 
 {sources}
@@ -27,18 +27,18 @@ _KEYS = ("name", "index", "model", "top", "template", "reranker", "candidates", 
 class RerankerConfig:
     model: str
     candidates: int
-    """Passages that it reads, the nearest ones."""
+    """Number of nearest passages that the reranker scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig:
-    """An answer is kept if a model says that the passages support it."""
+    """The answer is replaced unless a model confirms that the passages support it."""
 
     model: str
     least: float = DEFAULT_SUPPORTED
-    """Least probability of "yes"."""
+    """Least probability of "yes" to keep the answer."""
     otherwise: str = DEFAULT_UNSUPPORTED
-    """The text that the client gets in place of any other answer."""
+    """The text that replaces an unsupported answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +48,18 @@ class PipelineConfig:
     index: str
     """Written by `penstock index`. Relative paths start at the config file's folder."""
     model: str
-    """Writes the answer. May be a route of models of this server."""
+    """The model that writes the answer, or a route between models of this server."""
     top: int = DEFAULT_TOP
-    """Passages in the prompt."""
+    """Number of passages in the prompt."""
     reranker: RerankerConfig | None = None
-    """Chooses the passages. None: the nearest ones."""
+    """Chooses the passages. None takes the nearest ones."""
     check: CheckConfig | None = None
     template: str = DEFAULT_TEMPLATE
     """The prompt template: passages replace `{sources}`, and the client's question `{question}`."""
 
 
 def parse_pipelines(tables: object, place: str, folder: Path) -> tuple[PipelineConfig, ...]:
-    """Check the tables of a file in this folder. `place` begins the message of a ConfigError."""
+    """Parse the tables of a file in `folder`. Raises ConfigError with a message that begins with `place`."""
     return parse_tables(tables, PIPELINES, place, partial(_parse, folder))
 
 

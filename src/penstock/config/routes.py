@@ -15,7 +15,7 @@ from penstock.types.errors import ConfigError
 ROUTES = "routes"
 FALLBACK, CONFIDENCE, ENSEMBLE = "fallback", "confidence", "ensemble"
 MAX_ENSEMBLE = 9
-"""Models of an ensemble: a judge names the best answer by one digit."""
+"""Most models of an ensemble, because a judge names the best answer by one digit."""
 DEFAULT_SAMPLES, MAX_SAMPLES = 5, 32
 LEAST_TEMPERATURE, DEFAULT_TEMPERATURE, MAX_TEMPERATURE = 0.01, 0.7, 2.0
 _PAIR = ("weak", "strong")
@@ -24,12 +24,12 @@ _CONFIDENCES = {
     _AGREEMENT: ("samples", "temperature", _AGREEMENT, "part"),
     _VERIFIER: (_VERIFIER, "least"),
 }
-"""Keys of each kind of confidence."""
+"""Kind of confidence -> the keys that a table of this kind may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedConfig:
-    """One of two models, by the question."""
+    """A fit chooses the weak or the strong model by the question."""
 
     weak: str
     strong: str
@@ -41,42 +41,42 @@ class LearnedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementConfig:
-    """The weak model, if enough of its answers to the question say the same."""
+    """The weak model answers if enough of its sampled answers agree, otherwise the strong one."""
 
     weak: str
     strong: str
     samples: int = DEFAULT_SAMPLES
-    """Answers that are compared."""
+    """Number of sampled answers to compare."""
     temperature: float = DEFAULT_TEMPERATURE
-    """Their sampling temperature."""
+    """Sampling temperature of these answers."""
     least: float
-    """Share of them that must be equal."""
+    """Least share of the answers that must agree."""
     part: re.Pattern[str] | None = None
     """The part of an answer that is compared. None: all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """The weak model, if another one, or itself, says that its answer is right."""
+    """The weak model answers if a verifier, which can be the weak model, confirms the answer. Otherwise the strong one."""
 
     weak: str
     strong: str
     verifier: str
-    """The model that is asked."""
+    """The model that is asked whether the answer is right."""
     least: float
-    """Least probability of "yes"."""
+    """Least probability of "yes" to keep the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackConfig:
-    """The first of these models that does not refuse."""
+    """The first of these models that does not refuse answers."""
 
     models: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnsembleConfig:
-    """All of these models answer, and one answer is chosen: without judge or reranker, the most common one."""
+    """All models answer, and one answer is chosen: by a judge, by a reranker, or else the most common one."""
 
     models: tuple[str, ...]
     judge: str | None = None
@@ -97,11 +97,11 @@ class RouteConfig:
     """The name that clients ask for."""
     by: By
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Model -> USD per million tokens of prompts, and of answers. Every model of the route has a price, or none has."""
+    """Model -> USD per million tokens of prompts, and of answers. Has either all models of the route or none."""
 
 
 def parse_routes(tables: object, place: str, folder: Path) -> tuple[RouteConfig, ...]:
-    """Check the tables of a file in this folder. `place` begins the message of a ConfigError."""
+    """Parse the tables of a file in `folder`. Raises ConfigError with a message that begins with `place`."""
     return parse_tables(tables, ROUTES, place, partial(_parse, folder))
 
 

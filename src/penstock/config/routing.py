@@ -1,4 +1,4 @@
-"""The tables of a config file that give clients more names than those of models."""
+"""The tables of a config file for routes and pipelines, which clients use like models, and for upstreams of routes."""
 
 from __future__ import annotations
 

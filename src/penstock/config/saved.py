@@ -22,7 +22,7 @@ def settings_hash(config: Config) -> str:
 
     Leaving a setting out and setting it to the value of its preset give different hashes.
     """
-    hashed = {key: value for key, value in _set(config).items() if key in _HASHED}
+    hashed = {key: value for key, value in _changed_settings(config).items() if key in _HASHED}
     text = json.dumps([FORMAT, hashed], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
@@ -36,11 +36,11 @@ def write_config_file(
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]
-    lines += [f"{key} = {_toml(value)}" for key, value in _set(config, components).items() if key not in without]
+    lines += [f"{key} = {_toml(value)}" for key, value in _changed_settings(config, components).items() if key not in without]
     return "\n".join(lines) + "\n"
 
 
-def _set(config: Config, components: Sequence[str] = _WRITTEN) -> dict[str, object]:
+def _changed_settings(config: Config, components: Sequence[str] = _WRITTEN) -> dict[str, object]:
     return {
         item.key: value
         for name, component in COMPONENTS

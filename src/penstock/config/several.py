@@ -62,12 +62,12 @@ def config_of_found(values: Mapping[str, object], name: str, path: str) -> Confi
 
 
 def _own(table: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a model's table. Drops the common arguments of a policy that the table changes."""
+    """Return the settings of a model's table. If the table changes a policy, reset that policy's common arguments."""
     return {**{f"{key}_args": None for key in table}, **table}
 
 
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
-    """Remove from `rest`, and return, the table that a command-line word names. For any other word, return a new table."""
+    """Return the table that a command-line word names, and remove it from `rest`. For any other word, return a new table."""
     for table in rest:
         if word in _names(table) or _place(word) == _place(table["model"]):
             rest.remove(table)

@@ -22,7 +22,7 @@ _Entry = TypeVar("_Entry", bound=_Named)
 
 
 def parse_tables(tables: object, key: str, place: str, parse: Callable[[Table, str], _Entry]) -> tuple[_Entry, ...]:
-    """Parse each table. `parse` takes a table and its place, which begins the message of a ConfigError as `place` does here.
+    """Parse each table. `parse` takes a table and its own place. Error messages begin with the place.
 
     Raises ConfigError, also for a duplicate name.
     """

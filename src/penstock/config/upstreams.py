@@ -20,11 +20,11 @@ MAX_LIMIT = 86_400
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamConfig:
     name: str
-    """Its name in routes."""
+    """The upstream's name in routes."""
     url: str
-    """Such as `https://api.example.com/v1`: paths such as `/chat/completions` follow."""
+    """Base URL such as `https://api.example.com/v1`, to which paths such as `/chat/completions` are appended."""
     model: str
-    """The model's name there."""
+    """The model's name at the upstream."""
     key: str = field(default="", repr=False)
     max_silence_s: float = DEFAULT_SILENCE_S
     """Longest time without a byte in a stream."""
@@ -32,12 +32,12 @@ class UpstreamConfig:
     """Longest time for an unstreamed answer."""
     max_concurrent: int = DEFAULT_CONCURRENT
     never_keys: tuple[str, ...] = ()
-    """Names of API keys whose requests stay here."""
+    """Names of API keys whose requests are never sent to the upstream."""
     never_matching: tuple[re.Pattern[str], ...] = ()
-    """A request stays here if one of these is found in a text of it."""
+    """A request is never sent to the upstream if one of these patterns is found in one of its texts."""
 
     def keeps_text(self, texts: Iterable[str]) -> bool:
-        """Return whether `never_matching` keeps a request with these texts here."""
+        """Return whether `never_matching` forbids to send these texts to the upstream."""
         return any(pattern.search(text) for text in texts for pattern in self.never_matching)
 
 
@@ -45,7 +45,7 @@ _KEYS = ("name", "url", "model", "key_env", "max_silence_s", "max_answer_s", "ma
 
 
 def parse_upstreams(tables: object, place: str) -> tuple[UpstreamConfig, ...]:
-    """Check the tables, and read their keys from the environment. `place` begins the message of a ConfigError."""
+    """Parse the tables, and read API keys from the environment. Raises ConfigError with a message that begins with `place`."""
     return parse_tables(tables, UPSTREAMS, place, _parse)
 
 
