@@ -29,13 +29,13 @@ class Block(NamedTuple):
 
 
 class Unreadable(Exception):
-    """A file that is left out. The message says why."""
+    """Error for a file that can't be read. The message says why."""
 
 
 def find(folder: Path, on_error: Callable[[OSError], None]) -> Iterator[Path]:
-    """Yield the files below a folder that can be read, by name. Hidden ones, and links out of it, are left out.
+    """Yield the files of known kinds below a folder, by name. Skip hidden files, and links that leave the folder.
 
-    `on_error` hears of folders that can't be listed.
+    `on_error` is called for folders that can't be listed.
     """
     root = folder.resolve()
     for place, folders, files in os.walk(folder, onerror=on_error):
@@ -108,9 +108,9 @@ class _Page(HTMLParser):
         self._parts: list[str] = []
         self._level = 0
         self._unseen: list[str] = []
-        """Different tags of open elements without visible text. The first end tag of a kind ends it."""
-        self._is_kept = 0
-        """Depth of elements whose white space counts."""
+        """Tags of open elements without visible text, each once. An end tag closes its element and those inside."""
+        self._num_pre = 0
+        """Number of open elements that keep white space."""
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         del attrs
@@ -124,7 +124,7 @@ class _Page(HTMLParser):
         elif tag not in _INLINE:
             self.end()
             self._level = _HEADINGS.get(tag, 0)
-            self._is_kept += tag == "pre"
+            self._num_pre += tag == "pre"
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self._unseen:
@@ -132,11 +132,11 @@ class _Page(HTMLParser):
         elif tag not in _INLINE | {"td", "th", "br"}:
             self.end()
             self._level = 0
-            self._is_kept -= tag == "pre" and self._is_kept > 0
+            self._num_pre -= tag == "pre" and self._num_pre > 0
 
     def handle_data(self, data: str) -> None:
         if not self._unseen:
-            self._parts.append(data if self._is_kept else re.sub(r"\s+", " ", data))
+            self._parts.append(data if self._num_pre else re.sub(r"\s+", " ", data))
 
     def end(self) -> None:
         """End a block."""

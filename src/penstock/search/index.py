@@ -1,7 +1,7 @@
 """An index of documents: one SQLite file with the passages of a folder and their vectors.
 
-Files are replaced whole, some hundred passages in a transaction, so a process that is killed leaves each file as it was or as
-it is. Several processes may update an index while others read it.
+Each transaction replaces the passages of whole files. So if a process is killed, every file has either its old passages or its
+new ones. Several processes may update an index while others read it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Changes:
     num_same: int = 0
     num_gone: int = 0
     unreadable: dict[str, str] = field(default_factory=dict)
-    """File or folder -> why it is left out. Its passages of before stay."""
+    """File or folder -> why it could not be read. Its earlier passages stay in the index."""
 
 
 def create(path: Path, folder: Path, embedder: str) -> None:
-    """Create an index of a folder, or check that the file is one made with this embedding model. Raises ConfigError."""
+    """Create an index of a folder, or check that an existing one was made with this embedding model. Raises ConfigError."""
     wanted = {"format": FORMAT, "embedder": embedder, "folder": str(folder.resolve())}
     with _opened(path) as base:
-        if base.execute("SELECT 1 FROM sqlite_master").fetchone() is None:  # nothing is added to another database
+        if base.execute("SELECT 1 FROM sqlite_master").fetchone() is None:  # never add tables to another program's database
             with base:
                 base.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
                 base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", wanted.items())
@@ -134,7 +134,7 @@ def _read(file: Path, name: str, digest_before: bytes | None) -> tuple[bytes, li
 
 
 def _printable(text: str) -> str:
-    """Return a text with a mark in place of what is not Unicode."""
+    """Replace what is not valid Unicode by a mark."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -163,11 +163,11 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.Lock()
-        """A caller holds it, unless no other thread has the reader."""
+        """Callers must hold this lock if several threads use the reader."""
         self._path = path
         self._base: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
-        """Device and number of the open file."""
+        """Device and inode number of the open file."""
         self._version = -1
         self._ids = np.empty(0, np.int64)
         self._vectors = np.empty((0, 0), np.float32)
@@ -187,14 +187,14 @@ class Reader:
         with self._errors():
             if self._base is None or self._file != (found.st_dev, found.st_ino):
                 self.close()
-                # Not to write, but to roll back what a killed process has left. SQLite reads alone where it can't write.
+                # Open for writing only to roll back a killed process's transaction. Without permission, SQLite only reads.
                 place = f"{self._path.resolve().as_uri()}?mode=rw"
                 self._base = sqlite3.connect(place, uri=True, timeout=LOCKED_S, check_same_thread=False)
                 self._file, self._version = (found.st_dev, found.st_ino), -1
             base = self._base
             if (version := base.execute("PRAGMA data_version").fetchone()[0]) == self._version:
                 return
-            base.execute("BEGIN")  # all that follows is read of one state
+            base.execute("BEGIN")  # the queries below must see one state
             try:
                 about = _about(base, self._path)
                 self.embedder, width = about["embedder"], int(about.get("width", 0))
@@ -229,7 +229,7 @@ class Reader:
         assert self._base is not None, "it was refreshed"
         for passage_id, score in scored:
             row = self._base.execute("SELECT path, heading, text FROM passages WHERE id = ?", (passage_id,)).fetchone()
-            if row is not None:  # else it was replaced meanwhile
+            if row is not None:  # otherwise the passage was replaced meanwhile
                 path, heading, text = row
                 hits.append(Hit(path, heading, text, score))
         return hits

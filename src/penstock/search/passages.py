@@ -18,7 +18,7 @@ _BETWEEN = "\n\n"
 @dataclass(frozen=True, slots=True)
 class Passage:
     heading: str
-    """The headings above it, such as `Install > On Linux`. Empty: there is none."""
+    """The headings above the passage, such as `Install > On Linux`, or empty."""
     text: str
 
 
@@ -28,7 +28,10 @@ def as_read(heading: str, text: str) -> str:
 
 
 def cut(blocks: Iterable[Block]) -> Iterator[Passage]:
-    """Yield passages of whole blocks; of whole sentences if a block is long, or of words. A heading without a text is one."""
+    """Yield passages of whole blocks. Long blocks are cut after sentences, and long sentences after words.
+
+    A heading without text is a passage, too.
+    """
     headings: list[str] = []
     part: list[str] = []
     is_bare = False
