@@ -72,7 +72,7 @@ class AnswerMatcher:
         self._mask: bytes | None = None
         self._num_reasoning = 0
         self._forced: list[int] = []
-        """Remaining tokens of the forced end of the reasoning block."""
+        """Tokens of the reasoning block's forced end that are still to come."""
         self._opened_ids: list[int] = []
         """Tokens that began the reasoning block."""
         self._watch = _Watch((), is_at_start=False)
@@ -129,14 +129,14 @@ class AnswerMatcher:
             if self._begins_call():
                 return
         if self._watch.push(token_id, self._tokens.bytes_of(token_id)):
-            self._go_on()
+            self._on_mark()
         elif self._watch.is_over:
             if state is _State.OPENING:
                 self._begin_answer(self._watch.ids, self._watch.text)
             else:
                 self._state = _State.FREE
 
-    def _go_on(self) -> None:
+    def _on_mark(self) -> None:
         ids = self._watch.ids
         if self._state is _State.OPENING:
             self._opened_ids = ids
@@ -152,7 +152,7 @@ class AnswerMatcher:
         else:
             try:
                 self._follow(ids)
-            except GrammarFailure:  # the token that completed the mark has more text, which no call allows
+            except GrammarFailure:  # the token that completed the mark contains more text, which no call can begin with
                 self._state, self._inner = _State.FREE, None
 
     def _begin_reasoning(self) -> None:
@@ -162,7 +162,7 @@ class AnswerMatcher:
         self._num_reasoning = 0
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
-        """Enter the state after the reasoning. `text`: the answer's first characters, if the tokens `read_ids` contain some."""
+        """Enter the state after the reasoning. `text`: the answer's beginning, as far as the tokens `read_ids` contain it."""
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
@@ -176,12 +176,12 @@ class AnswerMatcher:
                 self._begins_call()
         else:
             self._state = _State.FOLLOWING
-            self._inner = self._inner or self._grammar.matcher()  # has read everything so far
+            self._inner = self._inner or self._grammar.matcher()  # an existing matcher has read the answer so far
 
     def _begins_call(self) -> bool:
-        """Return whether the answer's text has become a tool call that has no mark, and if so follow the grammar from there.
+        """Return whether the answer's text has become a tool call without a mark. If so, follow the grammar.
 
-        The call's text is tokenised again, since its first token may contain text before the call.
+        The matcher reads the call's text as new tokens, because its first token may also contain text before the call.
         """
         assert self._beginning is not None
         assert self._plan.trigger_of is not None
@@ -194,7 +194,7 @@ class AnswerMatcher:
             return False
         try:
             self._follow(self._tokens.encode(text))
-        except GrammarFailure:  # the token that completed the name has more text, which no call allows
+        except GrammarFailure:  # the token that completed the name contains more text, which no call can have there
             self._state, self._inner = _State.FREE, None
         return True
 
@@ -229,7 +229,7 @@ class AnswerMatcher:
 
 
 class _Watch:
-    """Finds marks such as `</think>` in the text of sampled tokens."""
+    """Searches the text of sampled tokens for marks such as `</think>`."""
 
     def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
         self._texts = tuple(marks)
@@ -238,9 +238,9 @@ class _Watch:
         self._is_at_start = is_at_start
         self._sizes: list[int] = []
         self.ids: list[int] = []
-        """The last tokens, from the first that may be part of a mark."""
+        """The last tokens, from the first one that may be part of a mark."""
         self.text = b""
-        """Their text, which ends in a mark or the beginning of one."""
+        """Text of `ids`."""
         self.is_over = False
         """No mark can follow any more."""
 
@@ -273,7 +273,7 @@ class _Watch:
         return bool(found)
 
     def begun(self) -> list[tuple[str, str]]:
-        """Return each mark that the text may end within, with its missing part: ("<think>", "nk>") after "<thi"."""
+        """Return (mark, missing part) for each mark whose beginning ends the text: ("<think>", "nk>") after "<thi"."""
         if not self.ids:
             return []
         if self._is_at_start:

@@ -141,15 +141,15 @@ class MarkReader:
         self._new_call_id = new_call_id
         self._held = ""
         self._parts: list[Part] = []
-        self._has_said = False
-        """Content other than white space was returned."""
+        self._has_content = False
+        """Whether content other than white space was returned."""
         self._call: _CallReader | None = None
         if self._reasoning is None:
             self._step = self._read_content
         else:
             self._step = self._read_reasoning if form.is_reasoning else self._read_beginning
-        self._is_fresh = form.is_reasoning
-        """Skip white space until something is returned."""
+        self._skips_space = form.is_reasoning
+        """Whether to skip white space, until something is returned."""
 
     def push(self, text: str) -> list[Part]:
         """Take the next piece of the answer. Return the parts that no later text can change."""
@@ -161,12 +161,12 @@ class MarkReader:
     def finish(self) -> list[Part]:
         """Return the parts that are still held back, at the end of the answer."""
         if self._step == self._read_reasoning:
-            if not self._is_fresh or self._held.strip():
+            if not self._skips_space or self._held.strip():
                 self._parts.append(Reasoning(self._held.rstrip()))
         elif self._call is not None:
             self._parts += self._call.finish()
         else:
-            self._say(self._held)
+            self._add_content(self._held)
         self._held, self._call = "", None
         return self._take()
 
@@ -174,11 +174,11 @@ class MarkReader:
         parts, self._parts = self._parts, []
         return [part for part in parts if not isinstance(part, Content | Reasoning) or part.text]
 
-    def _say(self, text: str) -> None:
-        if self._is_fresh:
+    def _add_content(self, text: str) -> None:
+        if self._skips_space:
             text = text.lstrip()
         if text:
-            self._is_fresh = False
+            self._skips_space = False
             self._parts.append(Content(text))
 
     def _read_beginning(self) -> bool:
@@ -186,7 +186,7 @@ class MarkReader:
         text = self._held.lstrip()
         if text.startswith(self._reasoning.open):
             self._held = text[len(self._reasoning.open) :]
-            self._step, self._is_fresh = self._read_reasoning, True
+            self._step, self._skips_space = self._read_reasoning, True
             return True
         if self._reasoning.open.startswith(text):
             return False
@@ -196,28 +196,28 @@ class MarkReader:
     def _read_reasoning(self) -> bool:
         assert self._reasoning is not None
         close = self._reasoning.close
-        if self._is_fresh:
+        if self._skips_space:
             self._held = self._held.lstrip()
         before, mark, after = self._held.partition(close)
         if mark:
             self._parts.append(Reasoning(before.rstrip()))
-            self._held, self._step, self._is_fresh = after, self._read_content, True
+            self._held, self._step, self._skips_space = after, self._read_content, True
             return True
         shown = self._held[: len(self._held) - held_back(self._held, (close,))].rstrip()
         if shown:
-            self._is_fresh = False
+            self._skips_space = False
             self._parts.append(Reasoning(shown))
             self._held = self._held[len(shown) :]
         return False
 
     def _read_content(self) -> bool:
         if self._tools is None:
-            if self._is_fresh:
+            if self._skips_space:
                 self._held = self._held.lstrip()
-            self._say(self._held)
+            self._add_content(self._held)
             self._held = ""
             return False
-        if not self._has_said and self._tool_names and self._tools.unmarked:
+        if not self._has_content and self._tool_names and self._tools.unmarked:
             way, may_come = match_unmarked(self._held, self._tools, self._tool_names)
             if way is not None:
                 return self._begin_calls(way, len(self._held) - len(self._held.lstrip()))
@@ -230,13 +230,13 @@ class MarkReader:
         num_held = self._num_held(triggers)
         shown = self._held[: len(self._held) - num_held].rstrip()
         if shown:
-            self._has_said = True
-            self._say(shown)
+            self._has_content = True
+            self._add_content(shown)
             self._held = self._held[len(shown) :]
         return False
 
     def _begin_calls(self, way: Way, at: int) -> bool:
-        self._say(self._held[:at].rstrip())
+        self._add_content(self._held[:at].rstrip())
         self._call = _CallReader(way, self._new_call_id, self._types)
         self._held = self._held[at:]
         self._step = self._read_calls
@@ -247,7 +247,7 @@ class MarkReader:
         found = [(at, nth) for nth, trigger in enumerate(triggers) if (at := self._held.find(trigger)) >= 0]
         if self._tools.only_at_start:
             num_blank = len(self._held) - len(self._held.lstrip())
-            found = [] if self._has_said else [(at, nth) for at, nth in found if at == num_blank]
+            found = [] if self._has_content else [(at, nth) for at, nth in found if at == num_blank]
         return min(found, default=(-1, 0))
 
     def _num_held(self, triggers: Sequence[str]) -> int:
@@ -255,7 +255,7 @@ class MarkReader:
         if not self._tools.only_at_start:
             return held_back(self._held, triggers)
         text = self._held.lstrip()
-        return len(text) if not self._has_said and any(trigger.startswith(text) for trigger in triggers) else 0
+        return len(text) if not self._has_content and any(trigger.startswith(text) for trigger in triggers) else 0
 
     def _read_calls(self) -> bool:
         assert self._call is not None
@@ -263,7 +263,7 @@ class MarkReader:
         self._held = ""
         if self._call.is_over:  # the rest is text, as the model wrote it
             self._held, self._call, self._tools = self._call.rest(), None, None
-            self._step, self._is_fresh = self._read_content, True
+            self._step, self._skips_space = self._read_content, True
             return True
         return False
 
@@ -443,7 +443,7 @@ class ChannelReader:
         self._num_calls = 0
         self._arguments: _ObjectScanner | None = None
         self._text = ""
-        self._has_said = self._is_first = False
+        self._has_content = self._is_first = False
         if form.is_reasoning:
             self._is_in_text, self._channel = True, "analysis"
 
@@ -500,9 +500,9 @@ class ChannelReader:
         elif self._channel == "analysis":
             parts.append(Reasoning(text))
         else:
-            if self._is_first and self._has_said:
+            if self._is_first and self._has_content:
                 text = "\n" + text
-            self._has_said, self._is_first = True, False
+            self._has_content, self._is_first = True, False
             parts.append(Content(text))
 
     def _end_message(self, parts: list[Part]) -> None:

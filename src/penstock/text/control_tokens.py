@@ -23,14 +23,14 @@ Render: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], Ma
 """Renders messages, tools and further variables of the chat template."""
 
 _MAX_SPARED = 4
-"""Most names to test, each with one more rendering, for whether the template looks for them."""
+"""Most names that are tested, with one more rendering each, for whether the template itself looks for them."""
 _FIRST, _OTHER = "0", "1"
 """Masks of the character before a cut and of others in a name: digits, since templates hardly change them."""
 _TAGS = frozenset({"<tool_response>", "</tool_response>", "<tools>", "</tools>"}).union(
     *(marks_of(tools, None) for tools in TOOL_FORMATS), *(marks_of(None, reasoning) for reasoning in REASONING_FORMATS)
 )
-"""Tags of reasoning and calls. Frameworks write them into messages, for example to describe tools. So tags that the model's
-files call text stay tokens in messages, but not in tools and their results.
+"""Tags of reasoning and calls. Frameworks write them into messages, for example to describe tools. So tags that are not special
+tokens stay tokens in messages, but not in tools and their results.
 """
 _REMOVED = re.compile(r"""\breplace\(\s*('[^'\\]+'|"[^"\\]+")\s*,\s*(?:''|"")\s*\)""")
 """A text that a template removes from others, such as `/think`."""
@@ -40,7 +40,7 @@ class ControlTokens:
     """The names of a model's control tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, dialect: Dialect) -> None:
-        """`source` is the chat template. Added tokens in it or containing bars are control tokens whatever files call them."""
+        """`source`: the chat template. Control tokens are special tokens, and added tokens with a bar or in the template."""
         self._source = source
         self._tokenizer = tokenizer
         special = {name: is_special for name, is_special in tokenizer.added_names.items() if _is_name(name)}
@@ -57,7 +57,7 @@ class ControlTokens:
         self._removed = [found[1][1:-1] for found in _REMOVED.finditer(source)]
         reasoning = dialect.reasoning
         self._reasoning = None if reasoning is None else (SPELLED_PARTS.findall(reasoning.open)[0], reasoning.close)
-        self._by_part = {part: name for name in self._names for part in _telling_parts(name)}
+        self._by_part = {part: name for name in self._names for part in _searched_parts(name)}
         firsts = {part[0] for part in self._by_part}
         self._firsts = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else "(?!)")
         self._lengths: dict[str, set[int]] = {}
@@ -75,8 +75,8 @@ class ControlTokens:
         """Return where to cut a prompt so that no name from a client is tokenised as a control token.
 
         `prompt` is the result of `render` for the other arguments. Each cut is inside a name. A name that the template itself
-        looks for, as in `content.split('<|end_think|>')`, remains a control token. Raises `Rejected` if a name changes what
-        the template writes, or if the template joins a name's parts, and what `render` raises.
+        looks for, as in `content.split('<|end_think|>')`, remains a control token. Raises `Rejected` if a name changes other
+        parts of the prompt, or if the template joins a name's parts. Also raises the errors of `render`.
         """
         found: set[str] = set()
 
@@ -102,14 +102,14 @@ class ControlTokens:
         raise _refused(found, "where the chat template changes them")
 
     def _masked(self, spared: Collection[str], found: set[str], names: Collection[str], text: str) -> str:
-        """Return the text with masked names, as long as the text itself. Adds the names to `found`."""
+        """Return the text with its names masked, at the same length. Add the masked names to `found`."""
         chars: list[str] = []
         for start, end, name in self._find(text):
             if name not in names or name in spared:
                 continue
             found.add(name)
             chars = chars or list(text)
-            # JSON may escape others, changing the length.
+            # Only characters that JSON never escapes, so that the length stays.
             ascii_places = [at for at in range(start, end) if "!" <= text[at] <= "~" and text[at] not in '"\\']
             first = next((at for at in ascii_places if at < end - 1 and text[at] != _FIRST), start)
             for at in ascii_places:
@@ -120,7 +120,7 @@ class ControlTokens:
         return "".join(chars) if chars else text
 
     def _check_rest(self, names: Collection[str], text: str) -> None:
-        """Raise `Rejected` if removing what templates remove, such as earlier reasoning, creates control tokens in the text."""
+        """Raise `Rejected` if a text gets new control tokens when templates remove parts of it, such as earlier reasoning."""
         rest = text
         for part in self._removed:
             rest = rest.replace(part, "")
@@ -134,7 +134,8 @@ class ControlTokens:
         return [name for _, _, name in self._find(text)]
 
     def _find(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Yield begin and end of the telling part, and the name, of each control token in a text. They may overlap."""
+        """Yield (start, end, name) of each control token in a text. The span is one of the name's `_searched_parts`. Spans may
+        overlap."""
         for begin in self._firsts.finditer(text):
             start = begin.start()
             for length in self._lengths.get(text[start : start + 2], ()):
@@ -156,7 +157,7 @@ def _is_name(name: str) -> bool:
     return len(name) > 2 and not is_usual
 
 
-def _telling_parts(name: str) -> set[str]:
+def _searched_parts(name: str) -> set[str]:
     """Return the part of a name that is searched for, as it is and as JSON spells it: `|im_end|` for `<|im_end|>`, which a
     template that writes `<` + key + `>` would complete.
     """

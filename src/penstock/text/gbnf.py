@@ -236,8 +236,9 @@ _Part = tuple[str, str]
 class _Writer:
     """Writes GBNF rules as Lark. A rule becomes a terminal where that loses no answer.
 
-    A terminal is split if it could take characters that belong to what follows it: if it also matches a shorter text, and the
-    next character may follow that one. The terminals' places are not considered, so some are split needlessly.
+    A terminal is split if it would take characters that the next part needs: if it matches both a text and a prefix of it, and
+    the character after the prefix is in the terminal's FOLLOW set. This set is the union over all places where the terminal is
+    used, so some are split needlessly.
     """
 
     def __init__(self, rules: dict[str, _Node]) -> None:
@@ -250,14 +251,14 @@ class _Writer:
         """Texts that become terminals. Outside terminals, other texts are written character by character."""
         self._bits: dict[str, int] = {}
         """Characters and classes as regexes, with a bit for each."""
-        self._num_passes = MAX_PASSES
-        """Passes over the rules that are left."""
-        if "root" not in self._terminals:  # else the whole grammar is one terminal, and nothing follows it
+        self._num_passes_left = MAX_PASSES
+        """Number of further passes over the rules that are allowed."""
+        if "root" not in self._terminals:  # nothing follows a root that is a terminal
             self._texts = {text for node in rules.values() for text in _all("text", node)}
             try:
                 if max(depths.values(), default=0) > MAX_TERMINAL_DEPTH:
                     raise _TooLargeError
-                self._take_apart()
+                self._split_terminals()
             except _TooLargeError:
                 self._terminals, self._texts = set(), set()
 
@@ -283,22 +284,22 @@ class _Writer:
         joined = (" | " if node.kind == "any" else " ").join(parts)
         return f"({joined})" if is_inside and joined else joined or '""'
 
-    def _take_apart(self) -> None:
+    def _split_terminals(self) -> None:
         """Turn terminals back into rules until none loses an answer. Raises `_TooLargeError`."""
         checker = _Checker()
-        begins = self._begins()
-        begin = functools.cache(lambda node: self._begin(node, begins))
+        first_sets = self._first_sets()
+        first_set = functools.cache(lambda node: self._first_set(node, first_sets))
         while True:
-            behind = self._behind(begin)
+            follow_sets = self._follow_sets(first_set)
             by_mask: dict[int, list[str]] = {}
-            for part, mask in behind.items():
+            for part, mask in follow_sets.items():
                 if mask:
                     by_mask.setdefault(mask, []).append(self._of_part(part))
             shorter = [f"(({' | '.join(parts)}) & /(?s:.+)/) {self._of_mask(mask)}" for mask, parts in by_mask.items()]
             if not shorter:
                 return
             lines = [f"Z: ({' | '.join(shorter)}) /(?s:.*)/", *map(self._line, sorted(self._terminals))]
-            longer = [part for part in behind if part[0] != "char"]
+            longer = [part for part in follow_sets if part[0] != "char"]
             found = checker.not_empty([f"{self._of_part(part)} & Z" for part in longer], lines)
             if not found:
                 return
@@ -314,61 +315,61 @@ class _Writer:
     def _of_mask(self, mask: int) -> str:
         return f"/({'|'.join(text for text, bit in self._bits.items() if mask & bit)})/"
 
-    def _begins(self) -> dict[str, tuple[bool, int]]:
-        """Return, for each rule, whether it can be empty, and a bit set (`_bits`) of the characters it can begin with."""
-        begins = dict.fromkeys(self._rules, (False, 0))
+    def _first_sets(self) -> dict[str, tuple[bool, int]]:
+        """Return for each rule whether it is nullable, and its FIRST set: the characters it can begin with, as `_bits`."""
+        first_sets = dict.fromkeys(self._rules, (False, 0))
 
         def visit(name: str) -> None:
-            begins[name] = self._begin(self._rules[name], begins)
+            first_sets[name] = self._first_set(self._rules[name], first_sets)
 
-        self._repeat(visit, list(self._rules), begins)
-        return begins
+        self._repeat(visit, list(self._rules), first_sets)
+        return first_sets
 
     def _repeat(self, visit: Callable[[str], None], names: list[str], found: Mapping[Any, Any]) -> None:
-        """Visit the rules until nothing that is `found` changes. Raises `_TooLargeError`."""
+        """Visit the rules until `found` is a fixed point. Raises `_TooLargeError`."""
         before = None
         while before != found:
-            if not self._num_passes:
+            if not self._num_passes_left:
                 raise _TooLargeError
-            self._num_passes -= 1
+            self._num_passes_left -= 1
             before = dict(found)
-            names.reverse()  # from both ends in turn, most long chains of rules are done in a few passes
+            names.reverse()  # alternating directions, most long chains of rules need few passes
             for name in names:
                 visit(name)
 
-    def _begin(self, node: _Node, begins: dict[str, tuple[bool, int]]) -> tuple[bool, int]:
+    def _first_set(self, node: _Node, first_sets: dict[str, tuple[bool, int]]) -> tuple[bool, int]:
         if node.kind == "char":
             return False, self._bits.setdefault(node.text, 1 << len(self._bits))
         if node.kind == "name":
-            return begins[node.text]
-        mask, may_miss = 0, node.kind != "any"
+            return first_sets[node.text]
+        mask, is_nullable = 0, node.kind != "any"
         for part in node.parts:
-            part_may_miss, part_mask = self._begin(part, begins)
+            part_is_nullable, part_mask = self._first_set(part, first_sets)
             if node.kind == "any":
-                mask, may_miss = mask | part_mask, may_miss or part_may_miss
-            elif may_miss:
-                mask, may_miss = mask | part_mask, part_may_miss
-        return may_miss or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
+                mask, is_nullable = mask | part_mask, is_nullable or part_is_nullable
+            elif is_nullable:
+                mask, is_nullable = mask | part_mask, part_is_nullable
+        return is_nullable or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
 
-    def _behind(self, begin: Callable[[_Node], tuple[bool, int]]) -> dict[_Part, int]:
-        """Return, for each terminal that is not inside another, a bit set (`_bits`) of the characters that can follow it."""
-        behind: dict[_Part, int] = {}
+    def _follow_sets(self, first_set: Callable[[_Node], tuple[bool, int]]) -> dict[_Part, int]:
+        """Return the FOLLOW set of each terminal outside of other terminals: the characters that can come next, as `_bits`."""
+        follow_sets: dict[_Part, int] = {}
 
         def walk(node: _Node, mask: int) -> None:
             if node.kind in ("char", "name") or node.text in self._texts:
-                behind[node.kind, node.text] = behind.get((node.kind, node.text), 0) | mask
+                follow_sets[node.kind, node.text] = follow_sets.get((node.kind, node.text), 0) | mask
                 return
             if node.kind == "repeat" and not re.fullmatch(r"\?|\{([01],)?[01]\}", node.text):
-                mask |= begin(node)[1]
+                mask |= first_set(node)[1]
             for part in reversed(node.parts):
                 walk(part, mask)
                 if node.kind in ("all", "text"):
-                    may_miss, part_mask = begin(part)
-                    mask = part_mask | (mask if may_miss else 0)
+                    is_nullable, part_mask = first_set(part)
+                    mask = part_mask | (mask if is_nullable else 0)
 
         names = [name for name in self._rules if name not in self._terminals]
-        self._repeat(lambda name: walk(self._rules[name], behind.get(("name", name), 0)), names, behind)
-        return {part: mask for part, mask in behind.items() if part[0] != "name" or part[1] in self._terminals}
+        self._repeat(lambda name: walk(self._rules[name], follow_sets.get(("name", name), 0)), names, follow_sets)
+        return {part: mask for part, mask in follow_sets.items() if part[0] != "name" or part[1] in self._terminals}
 
 
 class _Checker:
@@ -432,7 +433,7 @@ def _depths(uses: dict[str, set[str]]) -> dict[str, int]:
             users[used].append(name)
     depths = {name: 0 for name, number in waiting.items() if not number}
     ready = list(depths)
-    for name in ready:  # it grows meanwhile
+    for name in ready:  # `ready` grows in the loop
         for user in users[name]:
             waiting[user] -= 1
             if not waiting[user]:

@@ -244,7 +244,7 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     lengths = {*map(len, scores)}
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
-            if cut not in lengths or len(piece) - cut not in lengths:  # else a long piece would take quadratic time
+            if cut not in lengths or len(piece) - cut not in lengths:  # avoids quadratic time for long pieces
                 continue
             left, right = piece[:cut], piece[cut:]
             if left in scores and right in scores:

@@ -38,7 +38,7 @@ MAX_KEPT = 16
 MAX_KEPT_CHARS = 1 << 20
 """Total length of the sources of all kept grammars."""
 MAX_KEPT_STATES = 1_000_000
-"""Lexer states for long strings that all kept grammars may have, each 200 to 500 bytes."""
+"""Most lexer states for long strings of all kept grammars together, each 200 to 500 bytes."""
 ANSWERS_PER_COMPILATION = 64
 """Answers of one compiled grammar share an automaton of limited size. After this many it is compiled again."""
 MAX_REFUSED = 256
@@ -113,7 +113,7 @@ class Grammar:
 
     @property
     def max_extra_states(self) -> int:
-        """The lexer states that its strings of limited length may need beside the usual ones."""
+        """Most lexer states that strings with length limits can need, beside the usual states."""
         return json_schema.STATES_PER_CHAR * min(json_schema.MAX_LENGTHS, self._sum_of_lengths(are_all=True))
 
     def check_lengths(self, max_tokens: int) -> None:
@@ -129,16 +129,16 @@ class Grammar:
             )
 
     def _sum_of_lengths(self, *, are_all: bool) -> int:
-        """Return the sum of the lengths in its schemas. Unless `are_all`, those of tools that are not strict do not count."""
+        """Return the sum of the length limits in the schemas. Unless `are_all`, skip tools that are not strict."""
         of_other = 0 if self.other is None else self.other._sum_of_lengths(are_all=are_all)
-        if self.kind not in _OF_JSON or len(self.source) > MAX_SOURCE_CHARS:  # compiling refuses a longer one
+        if self.kind not in _OF_JSON or len(self.source) > MAX_SOURCE_CHARS:  # too long: compiling will refuse it
             return of_other
         is_exact = are_all or "\\u" in self.source  # such an escape may be part of a keyword
         if not is_exact and sum(map(float, _LENGTH.findall(self.source))) <= json_schema.MAX_LENGTHS:
-            return of_other  # nearly always, and cheap enough for an event loop
+            return of_other  # the usual case, cheap enough for an event loop
         try:
             value = json.loads(self.source)
-        except (ValueError, RecursionError):  # compiling refuses it
+        except (ValueError, RecursionError):  # compiling will refuse it
             return of_other
         if self.kind is GrammarKind.TOOLS:
             value = [parameters for _, parameters, is_strict in value[3] if is_strict or are_all]
@@ -179,7 +179,7 @@ class Grammars:
 
         `plan` describes what precedes the grammar. Raises `Rejected` if the grammar is invalid or too large.
         """
-        return self._begin(self.ready(grammar), plan)
+        return self._make_matcher(self.ready(grammar), plan)
 
     def free_matcher(self, plan: AnswerPlan) -> Matcher:
         """Return a matcher for an answer without a grammar, but with limited reasoning."""
@@ -198,9 +198,9 @@ class Grammars:
         A compiled grammar makes a limited number of matchers. Raises `Rejected` for a grammar that was refused before.
         """
         compiled = self.find(grammar, num_at_once(plan, number))
-        return None if compiled is None else [self._begin(compiled, plan) for _ in range(number)]
+        return None if compiled is None else [self._make_matcher(compiled, plan) for _ in range(number)]
 
-    def _begin(self, compiled: CompiledGrammar, plan: AnswerPlan | None) -> Matcher:
+    def _make_matcher(self, compiled: CompiledGrammar, plan: AnswerPlan | None) -> Matcher:
         from penstock.text.answer_matcher import AnswerMatcher
 
         return compiled.matcher() if plan is None else AnswerMatcher(plan, self._tokens, compiled)
@@ -210,7 +210,7 @@ class Grammars:
         return self.find(grammar, number) or self._compile(grammar)
 
     def find(self, grammar: Grammar, number: int) -> CompiledGrammar | None:
-        """Return what `ready` returns if it need not compile the grammar, else None."""
+        """Return the compiled grammar if it is cached and can make `number` matchers, else None. Raises like `ready`."""
         with self._lock:
             if (detail := self._refused.get(hash(grammar))) is not None:
                 raise wrong(detail)
@@ -222,7 +222,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
-            compiled = self._compiled(grammar)
+            compiled = self._compile_uncached(grammar)
         except Rejected as rejected:
             with self._lock:
                 self._refused[hash(grammar)] = rejected.detail
@@ -232,7 +232,7 @@ class Grammars:
         self._keep(grammar, compiled)
         return compiled
 
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+    def _compile_uncached(self, grammar: Grammar) -> CompiledGrammar:
         _check_source(grammar)
         if grammar.kind is GrammarKind.TOOLS:
             return self._of_tools(grammar)
@@ -295,12 +295,12 @@ class Grammars:
                 compiled.max_extra_states = max_extra_states
                 return compiled
             finally:
-                del compiling  # else the frame, the exception and the future refer to each other
+                del compiling  # breaks the cycle of frame, exception and future
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:
             self._kept[grammar] = compiled
-            # A grammar that became too large has tens of megabytes, and no answer will begin with it.
+            # Grammars that can make no more matchers hold tens of megabytes.
             for spent in [other for other, kept in self._kept.items() if not _has_left(kept, 1)]:
                 del self._kept[spent]
             while (
@@ -312,7 +312,7 @@ class Grammars:
 
 
 def num_at_once(plan: AnswerPlan | None, number: int) -> int:
-    """Return how many matchers `number` answers need at their start. Answers that begin with free text need theirs later."""
+    """Return how many matchers to have ready for `number` answers. Answers that begin with free text make theirs later."""
     return 1 if plan is not None and plan.begins_free else number
 
 

@@ -237,7 +237,7 @@ class CompiledGrammar:
         self.num_answers = 0
         self.has_failed = False
         self.max_extra_states = 0
-        """Lexer states that it may have for long strings."""
+        """`Grammar.max_extra_states` of its source."""
         self._bars: dict[tuple[str, str], bytes] = {}
 
     @property
@@ -253,7 +253,7 @@ class CompiledGrammar:
         for rest, token_ids in tokens.across(mark.text).items():
             begun = self._start.deep_copy()
             if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
-                continue  # the grammar forbids these tokens
+                continue  # the grammar forbids the beginning of the mark
             barred = [token_id for token_id in token_ids if not begun.validate_tokens([token_id])]
             if barred:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
@@ -339,8 +339,8 @@ class GrammarMatcher:
         self._compiled = compiled
         self._mask: bytes | None = None
         self._forced: deque[int] | None = None
-        """Forced tokens still to come, or None if not computed yet. Computed once, so that they are the same however they are
-        accepted."""
+        """Forced tokens still to come, or None if not computed yet. They are computed once, so that accepting some of them does
+        not change the others."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by sampled tokens. After an end token, further end tokens are ignored, and others raise."""

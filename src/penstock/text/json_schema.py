@@ -65,7 +65,7 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "x-guidance"),
     }
 )
-"""Refused keywords. llguidance would ignore some of them if `$schema` names a draft without them."""
+"""Refused keywords. llguidance ignores some of them if `$schema` names a draft that lacks them."""
 _ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"),
@@ -73,7 +73,7 @@ _ANNOTATIONS = frozenset(
         *("$ref", "allOf", "anyOf", "oneOf"),
     }
 )
-"""Keywords that may stand beside a $ref: they have no effect, or their schemas are counted separately."""
+"""Keywords that do not count as an effect: annotations, and those whose schemas are counted separately."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -81,7 +81,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "exclusiveMaximum": (False,),
 }
 """Values without effect. Some generators write them, and llguidance refuses them."""
-_SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"})
+_WITHOUT_EFFECT = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"})
 """Keywords without effect. Beside a recursive $ref, they make llguidance fail."""
 
 _DAY = (
@@ -99,8 +99,8 @@ _HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"for '(\w+)', got", ()),
     (r"look-around|an escape|[Rr]egex", ("pattern", "patternProperties")),
 )
-"""Regexes for messages of llguidance, with the keywords that each may be about. The group is the keyword's value or a name in
-it; without keywords here, the group is the keyword itself."""
+"""(regex for llguidance's message, keywords that can be its cause). The group is the keyword's value, or a name in it. Without
+keywords, the group is the keyword itself."""
 
 Place: TypeAlias = "tuple[Place, str] | None"
 """A place in a schema: the enclosing place, and a name or an index. None is the whole schema."""
@@ -209,7 +209,7 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
             continue
         seen_ids.add(id(node))
         for name in list(node):
-            if name in _SAYS_NOTHING or any(
+            if name in _WITHOUT_EFFECT or any(
                 type(node[name]) is type(one) and node[name] == one for one in _NEUTRAL.get(name, ())
             ):
                 del node[name]
@@ -303,13 +303,13 @@ class _Way:
     """A combination of schemas that apply to the same value, such as one choice of each `anyOf`."""
 
     waiting: Sequence[Any]
-    """The schemas that are not counted yet, at least one."""
-    num_said: int = 0
+    """At least one schema that is not counted yet."""
+    num_effective: int = 0
     """Number of counted schemas with an effect."""
     num_patterns: int = 0
     """Number of counted schemas with a pattern or a format."""
     with_places: tuple[dict[str, Any], ...] = ()
-    """Counted schemas that contain others. The inner schemas are counted again for each combination."""
+    """Counted schemas that contain others, which are counted again for each combination."""
 
 
 def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount) -> bool:
@@ -337,9 +337,9 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
             what = f"puts more than {MAX_PATTERNS_TOGETHER} patterns and formats together for one string"
             _refuse(f"{what}. Combine them into one.")
         all_of = _list(node, "allOf")
-        says_something = any(name not in _ANNOTATIONS for name in node)
-        num_parts = says_something + len(all_of) + sum(name in node for name in ("$ref", "anyOf", "oneOf"))
-        merges = way.num_said + len(waiting) + num_parts > 1
+        has_effect = any(name not in _ANNOTATIONS for name in node)
+        num_parts = has_effect + len(all_of) + sum(name in node for name in ("$ref", "anyOf", "oneOf"))
+        merges = way.num_effective + len(waiting) + num_parts > 1
         does_merge |= merges
         waiting[:0] = all_of
         if "$ref" in node and merges:
@@ -350,7 +350,7 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
         choices = [options for name in ("anyOf", "oneOf") if (options := _list(node, name))]
         waiting += [{"anyOf": options} for options in choices[1:]]
         with_places = (*way.with_places, node) if _num_parts(node) else way.with_places
-        way = _Way(waiting, way.num_said + says_something, way.num_patterns + has_pattern, with_places)
+        way = _Way(waiting, way.num_effective + has_effect, way.num_patterns + has_pattern, with_places)
         if choices:
             stack.append(_alternatives(way, choices[0]))
             way = None

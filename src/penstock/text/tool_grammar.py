@@ -109,7 +109,7 @@ def _of_way(
     rule: str, way: Way, tools: Sequence[Tool], spell: Callable[[str], str], *, is_parallel: bool, trigger: str
 ) -> list[str]:
     before, middle, after = way.parts
-    # The text glued to a name is part of its lexeme, so that names with a common beginning are told apart.
+    # The text next to a name is part of its lexeme, so that the lexer can distinguish a name from a longer one.
     glued_before = re.findall(r"\S*$", re.split(SPELLED_PARTS, before)[-1])[0]
     glued_after = re.findall(r"^\S*", re.split(SPELLED_PARTS, middle)[0])[0]
     head, middle = before[: len(before) - len(glued_before)], middle[len(glued_after) :]
@@ -141,7 +141,7 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
     schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
     try:
         if not tool.is_strict:
-            _close(schema)
+            _forbid_additional(schema)
             _leave_out_lengths(schema)
         schema.setdefault("type", "object")
         written = json_schema.json_of(schema, count)
@@ -157,8 +157,8 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
 class _Parameters:
     """Writes Lark for the tagged parameters of a tool, in the order of its schema.
 
-    Strings are any text up to the closing tag, within their length or enum. A `pattern` and the like are not followed,
-    and strict tools that have one are refused.
+    A string is any text up to the closing tag, within its length limits or enum. Other keywords, such as `pattern`, are ignored
+    if the tool is not strict, and refused otherwise.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class _Parameters:
     def rules(self) -> tuple[list[str], bool]:
         """Return the rules, and whether the schema is followed. Raises `Rejected` if that fails for a strict tool."""
         if not self._tool.is_strict:
-            _close(self._schema)
+            _forbid_additional(self._schema)
         schema = self._schema
         if unread := [name for name in _COMBINING if name in schema and not isinstance(schema[name], bool)]:
-            self._leave(f"{unread[0]!r} can't be followed beside tagged parameters.")
+            self._cannot_follow(f"{unread[0]!r} can't be followed beside tagged parameters.")
             schema = {}
         told, required = schema.get("properties"), schema.get("required")
         properties: dict[str, Any] = told if isinstance(told, dict) else {}
         names = [name for name in properties if re.fullmatch(_KEY, name)]
         needed = required if isinstance(required, list) else []
         if lost := [name for name in needed if name not in names]:
-            self._leave(f"the required property {lost[0]!r} is not described, or has a name that no tag can have.")
+            self._cannot_follow(f"the required property {lost[0]!r} is not described, or has a name that no tag can have.")
         items = []
         for nth, name in enumerate(names):
             self._parameter(f"{self._rule}_{nth}", self._spell_key(name), properties[name])
@@ -204,14 +204,14 @@ class _Parameters:
             items.append(f"{self._rule}_more*")
         return [f"{self._rule}: {' '.join(items) or self._spell('')}", *self._lines], self._is_followed
 
-    def _leave(self, why: str) -> None:
+    def _cannot_follow(self, why: str) -> None:
         if self._check is None or self._tool.is_strict:
             raise wrong(f"The tool {self._tool.name!r}: {why}")
         self._is_followed = False
 
     @property
     def _glued(self) -> tuple[str, str]:
-        """The texts right before and after a key, which are one lexeme with it, unless they are special tokens."""
+        """The texts next to a key, which are part of its lexeme. Empty if they are special tokens."""
         before, after = self._tags.before, self._tags.between.split()[0]
         return tuple("" if self._spell(text).startswith("<[") else text for text in (before, after))  # type: ignore[return-value]
 
@@ -234,13 +234,13 @@ class _Parameters:
         values = _values(schema, types)
         texts = [text for text in values if tags.close not in text and json.loads(as_json(text, types)) == values[text]]
         if len(texts) < len(values):
-            self._leave("its enum has a value that tagged parameters can't tell from another.")
+            self._cannot_follow("its enum has a value that tagged parameters can't tell from another.")
         if texts:
             spelled = " | ".join(map(json.dumps, texts))
             self._lines.append(f"{rule}: {before}{key} {between} {line} ({spelled}) {line} {close} W?")
             return
         if self._tool.is_strict and not _is_text(schema, _LENGTHS if types == {"string"} else ()):
-            self._leave("for a string in tags, only its type, lengths and enum can be followed.")
+            self._cannot_follow("for a string in tags, only its type, lengths and enum can be followed.")
         text = self._text(schema if isinstance(schema, dict) and types == {"string"} else {})
         self._lines += [
             f"{rule}: {before}{key} {between} {line} {rule}_v W?",
@@ -257,7 +257,7 @@ class _Parameters:
         is_known = all(number is None or (type(number) is int and 0 <= number <= _MAX_LENGTH) for number in (least, most))
         is_known = is_known and (least or 0) <= (most if most is not None else _MAX_LENGTH)
         if self._tool.is_strict and not is_known:
-            self._leave(f"lengths of more than {_MAX_LENGTH} can't be followed in tagged parameters.")
+            self._cannot_follow(f"lengths of more than {_MAX_LENGTH} can't be followed in tagged parameters.")
         least, most = (least or 0, most) if is_known else (0, None)
 
         def characters(less: int) -> str:
@@ -275,7 +275,7 @@ class _Parameters:
             if self._check is not None:
                 self._check(written)
         except Rejected as rejected:
-            self._leave(rejected.detail)
+            self._cannot_follow(rejected.detail)
             return json_schema.json_of({"type": sorted(types)} if types else {}, self._count)
         return written
 
@@ -290,7 +290,7 @@ def _is_text(schema: Any, others: Sequence[str]) -> bool:
 
 
 def _values(schema: Any, types: frozenset[str]) -> dict[str, Any]:
-    """Return an enum's values of these types by their text, or nothing if any text may be the value."""
+    """Return text -> value for an enum's values of these types. Empty without an enum or a const."""
     told = schema if isinstance(schema, dict) else {}
     values = [told["const"]] if "const" in told else told.get("enum")
     if not isinstance(values, list):
@@ -299,8 +299,8 @@ def _values(schema: Any, types: frozenset[str]) -> dict[str, Any]:
     return {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False): value for value in allowed}
 
 
-def _close(schema: Any) -> None:
-    """Forbid additional properties in a schema and those inside it, unless a schema allows or combines others."""
+def _forbid_additional(schema: Any) -> None:
+    """Forbid additional properties in a schema and in those inside it, unless a schema says something about them."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
@@ -315,7 +315,7 @@ def _close(schema: Any) -> None:
 
 
 def _leave_out_lengths(schema: Any) -> None:
-    """Remove lengths of strings that are too long to be counted."""
+    """Remove length limits of strings that are too large for the lexer."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
