@@ -326,7 +326,7 @@ class Reading:
 
 
 def ended_early(chunk: OutputChunk, what: str) -> PenstockError:
-    """Return the error of a request that the engine ended. The remedy is to ask again, unless the engine refused it."""
+    """Return the error for a request that the engine ended. The remedy is to retry, unless the engine refused the request."""
     remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
     return PenstockError(chunk.detail or f"The engine ended the {what}.", remedy=remedy)
 

@@ -237,16 +237,17 @@ class AsyncLLM(_Facts):
 
     async def _open(self, asked: Asked) -> Reading:
         self._check_open()
-        with self._told_if_closed():
+        with self._raising_if_closed():
             answers = await asyncio.to_thread(asked.answers, self._running)
             return Reading(self._running.bridge.open([request for one in answers for request in one.requests]), answers)
 
     async def _more(self, reading: Reading) -> set[Answer]:
-        with self._told_if_closed():
+        with self._raising_if_closed():
             return await reading.more()
 
     @contextlib.contextmanager
-    def _told_if_closed(self) -> Iterator[None]:
+    def _raising_if_closed(self) -> Iterator[None]:
+        """If the model is closed, raise that error instead of the one from the block."""
         try:
             yield
         except PenstockError:
@@ -303,7 +304,7 @@ class AsyncLLM(_Facts):
         with _progress(use_tqdm, len(texts), "Texts", " text") as count:
             readers = [asyncio.ensure_future(read(count)) for _ in range(2)]  # two, so that the engine always has texts
             try:
-                with self._told_if_closed():
+                with self._raising_if_closed():
                     await asyncio.gather(*readers)
             finally:
                 for reader in readers:

@@ -182,8 +182,8 @@ def settle_on_node(num_threads: int, *, devices: Path = _DEVICES) -> tuple[int, 
     """Bind this thread, and the threads that it starts later, to the cores of one memory node (NUMA).
 
     Memory that they allocate then lies on that node. Processes with equally many threads take the nodes in turn. Return the
-    node, and the claim on a place there, which ends when it is closed or with the process. Return None, and change nothing, if
-    the machine has one node, or no node has `num_threads` cores. Can't see claims in other network namespaces.
+    node, and a socket that claims a place on it until it is closed or the process ends. Return None, and change nothing, if the
+    machine has one node, or no node has `num_threads` cores. Can't see claims in other network namespaces.
     """
     allowed = os.sched_getaffinity(0)
     cores = set(_fast_cpus(_first_threads(sorted(allowed), devices), devices))
@@ -193,7 +193,7 @@ def settle_on_node(num_threads: int, *, devices: Path = _DEVICES) -> tuple[int, 
     num_places = {node: len(cores & cpus) // num_threads for node, cpus in nodes.items()}
     order = product(range(max(num_places.values())), sorted(nodes))
     places = [(node, place) for place, node in order if place < num_places[node]]
-    # A place is claimed by two names, as old and new processes run beside each other for a while: first one where nobody is.
+    # Two processes can share a place, because old and new ones run side by side for a while. Prefer an empty place.
     for is_empty in (True, False):
         for node, place in places:
             claims: list[socket.socket] = []
@@ -231,15 +231,15 @@ def cpu_name(*, proc: Path = _PROC) -> str:
 
 
 def cpu_identity(*, proc: Path = _PROC) -> str:
-    """Return a string that tells processors apart: vendor, model, stepping, microcode and features. May be empty."""
+    """Return vendor, model, stepping, microcode and features as a string, which differs between processors. May be empty."""
     values = _values(proc / "cpuinfo")
     return " ".join(values.get(name, "") for name in (*_X86_IDENTITY, *_ARM_IDENTITY))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Time in which this process's threads ran, in which they could run and waited for a CPU, and in which its CPUs had others:
-    processes, or other machines of the same host."""
+    """Total time in which this process's threads ran, in which they were runnable but waited for a CPU, and in which other
+    processes or virtual machines used its CPUs."""
 
     run_ns: int
     wait_ns: int
@@ -247,7 +247,7 @@ class CpuTimes:
 
 
 class CpuMeter:
-    """Sums the times of all threads. Those of a thread that has ended are kept as they were last read: sums never fall."""
+    """Sums the times of all threads. A thread that has ended keeps the times of the last reading, so that sums never fall."""
 
     def __init__(self, *, proc: Path = _PROC) -> None:
         self._tasks, self._stat = proc / "self/task", proc / "stat"
@@ -261,7 +261,7 @@ class CpuMeter:
         with self._lock:
             before, parts = self._living, {task.name: _read(task / "schedstat").split() for task in self._tasks.glob("*")}
             self._living = {name: (int(part[0]), int(part[1])) for name, part in parts.items() if len(part) > 1}
-            # A lower time is that of a new thread with the number of another one.
+            # If a thread's times are lower than before, its id belongs to a new thread.
             ended = [times for name, times in before.items() if self._living.get(name, (-1, -1)) < times]
             self._ended = _sum([self._ended, *ended])
             if not self._living:
@@ -271,7 +271,7 @@ class CpuMeter:
             return CpuTimes(run_ns, wait_ns, self._others_ns)
 
     def _busy_ns(self) -> int:
-        """Return for how long the CPUs that this process may use were busy since the machine's start."""
+        """Return the total busy time, since boot, of the CPUs that this process may use."""
         mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
         lines = [line.split() for line in _read(self._stat).splitlines() if line.startswith("cpu")]
         # user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)); guests count as user

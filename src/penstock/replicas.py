@@ -49,9 +49,9 @@ class Replicas:
         if most < self.desired:
             self.desired = most
         elif asked > self.desired:
-            self.desired = max(self.desired, self._least_of_late(second))
+            self.desired = max(self.desired, self._least_recent(second))
 
-    def _least_of_late(self, second: int) -> int:
+    def _least_recent(self, second: int) -> int:
         """Return the least number needed in the last `UP_S` seconds."""
         least = self._asked[-1][1]
         for at, num in reversed(self._asked):

@@ -32,7 +32,7 @@ MAX_WINDOW_S = 10 * 365 * 24 * 3600
 MAX_BYTES = 1 << 60
 _LOOKED_EACH_S = 0.2
 _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-"""Without tqdm's own estimate: it follows the last second, and lines differ in length."""
+"""Format of the bar without tqdm's estimate, which follows the last second although requests differ in length."""
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend", "sharing", "log")
 
 
@@ -114,7 +114,7 @@ def _ended_before(file: Path, folder: Path) -> Batch | None:
     if not folder.exists():
         return None
     if not (folder / "jobs.db").exists():
-        if {path.name for path in folder.iterdir()} - {"files", "lines", "lock"}:  # else a run was killed as it began
+        if {path.name for path in folder.iterdir()} - {"files", "lines", "lock"}:  # these alone: a run was killed at its start
             raise PenstockError(f"{folder} has files other than answers.", remedy="Name another --output.")
         return None
     with closing(Store(folder, max_bytes=MAX_BYTES)) as store:
@@ -123,7 +123,7 @@ def _ended_before(file: Path, folder: Path) -> Batch | None:
 
 
 def _known(file: Path, store: Store) -> Batch | None:
-    """Return the batch of an earlier run. Raises PenstockError for another file's."""
+    """Return the batch of an earlier run, or None. Raises PenstockError if it is of another input file."""
     known = store.batches(OWNER, KIND, limit=1)
     if not known:
         return None
@@ -133,7 +133,7 @@ def _known(file: Path, store: Store) -> Batch | None:
 
 
 def _move_out(ended: Batch, folder: Path, output: Path, errors: Path) -> None:
-    """Move the answers of a batch to their places, and delete its folder. After a kill, this can be done again."""
+    """Move a batch's answers to their final paths, and delete its folder. Can be repeated after the process was killed."""
     from penstock.jobs.store import discard
 
     with _disk_errors_of(folder):

@@ -205,7 +205,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     finally:  # An error in one run must not lose earlier runs.
         if runs:
             result = Result(runs=runs)
-            try:  # An error in a table must not lose the file, nor one of the disk the tables.
+            try:  # if the file can't be written, still print the tables
                 if (path := values["json_file"]) is not None:
                     write_result(result, path)
             finally:
@@ -338,7 +338,7 @@ async def _ask(
     from penstock.inprocess import SamplingParams
 
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
-    if max_tokens is not None:  # Token 0 serves as the stop token: impossible before the last token, and certain there.
+    if max_tokens is not None:  # make token 0 the stop token: forbidden by `min_tokens` until the end, then certain
         params = replace(params, max_tokens=max_tokens, min_tokens=num_output_tokens - 1)
         params = replace(params, stop_token_ids=[0], logit_bias={0: 100.0})
     texts = [part for part in prompt if isinstance(part, str)]
@@ -393,7 +393,7 @@ def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
 def _run(
     asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], nth: int
 ) -> tuple[Run | None, bool]:
-    """Run the workload at one load. Return the run, or None if it was interrupted without a record; and whether it was.
+    """Run the workload at one load. Return (the run, or None without a record; whether the run was interrupted).
 
     `nth`: index of the run, which seeds its prompts. Runs of one command have different prompts, so that none is cached.
     Raises ConfigError if all requests were in the warm-up.
@@ -441,7 +441,7 @@ def _notes(sent: Sent, workload: Workload) -> Iterator[str]:
     yield from sent.notes
     num_prompt_tokens = sum(record.num_prompt_tokens for record in sent.records)
     num_cached_tokens = sum(record.num_cached_tokens for record in sent.records)
-    # Chat templates and chance give prompts less than this in common.
+    # A chat template and chance account for less common text than this.
     share_nothing = all(job.after is None and not job.prefix for job in workload.jobs)
     if share_nothing and num_cached_tokens > 0.3 * num_prompt_tokens:
         yield (

@@ -193,7 +193,7 @@ def _step_times(saved: SavedCost | None) -> tuple[str, float]:
 
 
 def _is_of(hardware: Hardware, machine: str) -> bool:
-    """Return whether a name such as `NVIDIA RTX PRO 6000 Server Edition` contains that of the hardware, `RTXPRO6000`."""
+    """Return whether a machine's name contains the hardware's, as `NVIDIA RTX PRO 6000 Server Edition` has `RTXPRO6000`."""
     spelled = r"[\W_]*".join(map(re.escape, hardware.name))
     return re.search(rf"(?<![a-z0-9]){spelled}(?![a-z0-9])", machine, re.IGNORECASE) is not None
 
@@ -224,7 +224,7 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
 
 
 def _of_others(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Yield warnings about step times of another machine or model. Such times count as estimates."""
+    """Yield warnings if the step times are from another machine or model."""
     if saved is None:
         return
     machine = str(saved.machine.get("cpu", ""))

@@ -184,7 +184,7 @@ def predictor_of(evidence: Evidence) -> Predictor:
 
 
 def _guessed_cost(evidence: Evidence) -> CostModel:
-    """Return the default cost model, scaled to the steps and prompts that were seen."""
+    """Return the default cost model, scaled to the observed steps and prompts."""
     from penstock.lab.cost_model import CostModel
     from penstock.types.plan import StepShape
 
@@ -211,14 +211,14 @@ class Predictor:
     def __init__(self, evidence: Evidence, workload: Workload) -> None:
         self._evidence, self._workload = evidence, workload
         self.cost: CostModel | None = None
-        """None: guessed from the requests."""
+        """None derives a cost model from the observed requests."""
         self.acceptance: Acceptance | None = None
         self.doubt = ""
         """Why the simulator is not trusted, or empty."""
         self._before: RequestTimes | None = None
 
     def gain(self, change: Mapping[str, Any]) -> Prediction | None:
-        """Return a change's gain, or None if it can't be simulated or the times seen can't be reproduced."""
+        """Return a change's gain, or None if the simulator can't apply it or does not reproduce the observed times."""
         evidence = self._evidence
         if not evidence.capacity or not any(one.num_answer_tokens for one in evidence.visits) or not self._shows(change):
             return None
@@ -238,7 +238,7 @@ class Predictor:
         return None
 
     def _shows(self, change: Mapping[str, Any]) -> bool:
-        """Return whether the workload can show the change's effect. It has no background requests and no `max_tokens`."""
+        """Return whether the simulated workload can show the change's effect. It lacks background requests and `max_tokens`."""
         if change.get("policy") == "fair":
             return len({job.tenant for job in self._workload.jobs}) > 1
         return not {"background_share", "reserve"} & change.keys()

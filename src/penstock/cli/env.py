@@ -105,14 +105,14 @@ def _kernels(given: str | click.BadParameter | None, tables: Sequence[Mapping[st
         return f"not usable: {error}"
     without = f"; not the processor's tiles (AMX): {info['why_no_tiles']}" if info["why_no_tiles"] else ""
 
-    def told(words: str, name: object) -> str:
+    def marked(words: str, name: object) -> str:
         can_run = isinstance(name, click.BadParameter) or name in info["variants"]
         return words if can_run else f"{words}, which this machine can't run"
 
-    taken = told(_set("kernels", given), given) if given else choice.variant
+    taken = marked(_set("kernels", given), given) if given else choice.variant
     for table in tables:
         if name := table.get("kernels"):
-            taken += "; " + told(f"{name} for {printable(str(table['model']))}, set by the settings file", name)
+            taken += "; " + marked(f"{name} for {printable(str(table['model']))}, set by the settings file", name)
     return f"{taken}; usable: {', '.join(info['variants'])}{choice.words}{without}"
 
 

@@ -11,7 +11,7 @@ import click
 
 from penstock.types.errors import ConfigError, counted
 
-if TYPE_CHECKING:  # with NumPy
+if TYPE_CHECKING:  # imports NumPy
     from penstock.search.index import F32
 
 

@@ -194,7 +194,7 @@ def _by_confidence(answers: Answers) -> dict[str, F64]:
 
 
 def _with_parts(answers: Answers, gains: F64) -> list[tuple[str, Answers, F64]]:
-    """Return what `show` takes: all answers, and those of each group if there are several."""
+    """Return the rows for `show`: all answers, then each group's if there are several groups."""
     parts = parts_of(answers)
     more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
     return [("all", answers, gains), *more]

@@ -27,7 +27,7 @@ Gain = Callable[[Route, Config], float]
 @dataclass(slots=True)
 class RouteCheck:
     facts: list[tuple[str, str]] = field(default_factory=list)
-    """(subject, what is known of it)."""
+    """(subject, description)."""
     faults: list[PenstockError] = field(default_factory=list)
     """Reasons why a server would not start, or a route would not work."""
 

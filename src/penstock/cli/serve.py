@@ -35,7 +35,7 @@ from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _STARTING_OBJECTS = 1_000_000
-"""The garbage collector's first threshold during startup, since startup objects stay. The default, 700, cost 0.1 of 0.8 s."""
+"""Garbage collector threshold during startup, whose objects stay. With the default, 700, collections took 0.1 of 0.8 s."""
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -195,7 +195,7 @@ class StderrHandler(logging.Handler):
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._thread.is_alive():  # started lazily: `share_one_arena` must precede the first thread
+        if not self._thread.is_alive():  # started late, because `share_one_arena` must precede the first thread
             self._thread.start()
         if self._lines.qsize() >= MAX_LOG_LINES:
             self._num_dropped += 1

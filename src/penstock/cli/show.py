@@ -86,7 +86,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
 
 
 def _print(rows: Iterable[tuple[str, str]]) -> None:
-    """Print each row as soon as it is known: computing the last ones takes seconds."""
+    """Print each row as soon as it is computed, because the last ones take seconds."""
     for name, value in rows:
         print(printable(f"{name:12}  {value}".replace("\n", " ")), flush=True)
 

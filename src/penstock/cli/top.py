@@ -353,7 +353,7 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
     rows = [(call, choice) for call in now.requests for choice in call["choices"]]
     rows.sort(key=lambda row: _STATES.index(row[1]["state"]))
     if not rows:
-        yield _none_told(now)[: look.width]
+        yield _why_no_requests(now)[: look.width]
         return
     owners = () if now.pool is None else now.pool["owners"]
     numbers = {(owner["request"], owner["choice"]): idx for idx, owner in enumerate(owners) if owner["request"]}
@@ -368,7 +368,7 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
         yield f"  and {len(rows) - len(shown)} more"
 
 
-def _none_told(now: Snapshot) -> str:
+def _why_no_requests(now: Snapshot) -> str:
     if now.pool is not None and any(owner["request"] for owner in now.pool["owners"]):
         return "Your requests are not explained (--explained-requests 0), or have just ended."
     return "You have no requests in flight."
