@@ -89,7 +89,7 @@ def test_a_sweep_is_one_result(penstock: Penstock, serve, tmp_path: Path) -> Non
     compared = penstock("bench", "compare", "a.json", "a.json")
     assert compared.returncode == 0, compared.stderr
     assert "Comparison" in compared.stdout
-    assert penstock("bench", "compare", "a.json", "b.json").returncode == 2
+    assert penstock("bench", "compare", "a.json", "b.json").returncode == 1
 
 
 def test_a_chat_is_asked_with_messages_and_more_fields(penstock: Penstock, serve) -> None:
@@ -177,7 +177,7 @@ def test_a_result_that_can_not_be_written_is_shown(serve, tmp_path: Path, monkey
 
 def test_a_warm_up_of_everything_is_told(penstock: Penstock, serve) -> None:
     done = penstock("bench", "--url", serve().url, *FEW, "--warmup", "6")
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "error: All requests were in the warm-up." in done.stderr
     assert penstock("bench", "--url", serve().url, *FEW, "--warmup", "5").returncode == 0
 

@@ -53,11 +53,9 @@ def test_a_misspelt_command_is_told_the_one_that_was_meant(capsys: pytest.Captur
     assert "error: No such command 'serv'. Did you mean 'serve'?" in capsys.readouterr().err
 
 
-def test_our_errors_are_one_line_and_2_if_the_user_has_to_change_something(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_errors_are_one_line_and_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
-    assert _exit_code(["pull", "no-such-model"]) == 2
+    assert _exit_code(["pull", "no-such-model"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: There is no model called 'no-such-model'.")
     assert "smollm2:135m" in error
@@ -66,7 +64,7 @@ def test_our_errors_are_one_line_and_2_if_the_user_has_to_change_something(
 
 def test_debugging_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
-    assert _exit_code(["pull", "no-such-model"]) == 2
+    assert _exit_code(["pull", "no-such-model"]) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
     assert ModelError.__name__ in error

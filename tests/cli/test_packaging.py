@@ -118,11 +118,8 @@ def test_the_unit_waits_longer_than_the_server_drains() -> None:
     assert "Type=notify" in text
 
 
-@pytest.mark.parametrize("setting", ["frobnicate = 1", 'model = "nosuch:1b"', 'model = "/no.gguf"', 'api_key_file = "/none"'])
-def test_a_wrong_setting_is_the_exit_code_after_which_nothing_is_restarted(
-    environment: dict[str, str], tmp_path: Path, setting: str
-) -> None:
-    (tmp_path / "penstock.toml").write_text(f"{setting}\n")
+def test_a_wrong_setting_is_the_exit_code_after_which_nothing_is_restarted(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_text("frobnicate = 1\n")
     command = [sys.executable, "-m", "penstock", "serve", "--config", str(tmp_path / "penstock.toml")]
     code = subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
     assert f"\nRestartPreventExitStatus={code}\n" in (PACKAGING / "penstock.service").read_text(encoding="utf-8")

@@ -94,7 +94,7 @@ def test_a_server_is_recorded_and_its_steps_are_drawn_and_fitted(penstock: Penst
     assert load_cost(tmp_path / "served.json").cost.fitted == wide
     save_cost(cost, SavedCost(cost=CostModel(), source="profile", model="another"))
     result = penstock("profile", "--from", recording, "--onto", cost, "--fit", tmp_path / "served.json")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "is a fit of another, and the recording is of" in result.stderr
 
 
@@ -120,7 +120,7 @@ def test_a_file_in_the_way_is_told(penstock: Penstock, tiny_model: Path, tmp_pat
     path.write_text("all I have")
     started = time.monotonic()
     result = penstock("serve", tiny_model, "--port", "0", "--record", path)
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "is not a recording, so it is not overwritten" in result.stderr
     assert time.monotonic() - started < 60
 

@@ -191,14 +191,14 @@ def test_a_prompt_that_is_too_long_is_told_with_the_numbers(penstock: Penstock, 
 
 def test_a_model_longer_than_asked_for_is_refused(penstock: Penstock, tiny_model: Path) -> None:
     result = penstock("run", tiny_model, "a", *FAST, "--max-model-len", "1k")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "max_model_len 1000 is longer than the model's own 512" in result.stderr
 
 
 def test_a_broken_file_is_one_line(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     result = penstock("run", tmp_path / "broken.gguf", "a")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert "broken.gguf" in result.stderr
     assert "Traceback" not in result.stderr

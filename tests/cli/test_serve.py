@@ -166,14 +166,14 @@ def test_a_wrong_name_is_told_before_the_server_is_imported(penstock: Penstock) 
 def test_a_taken_port_is_told_at_once(penstock: Penstock, tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = penstock("serve", tiny_model, "--port", taken.getsockname()[1])
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert result.stderr.startswith("error: Port")
     assert "--port" in result.stderr
 
 
 def test_a_bad_chat_template_is_told(penstock: Penstock, tiny_model: Path) -> None:
     result = penstock("serve", tiny_model, "--backend", "reference", "--port", "0", "--chat-template", "{% if %}")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "error: " in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -193,7 +193,7 @@ def test_keys_and_certificates_are_checked_before_anything_is_fetched(
 ) -> None:
     (tmp_path / "blank").write_text("\n")
     result = penstock("serve", "--port", "0", *arguments, env={"PIP_NO_INDEX": "1"})
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert cause in result.stderr
     assert not (tmp_path / "cache").exists()
@@ -202,7 +202,7 @@ def test_keys_and_certificates_are_checked_before_anything_is_fetched(
 @pytest.mark.parametrize("value", ["", "  "])
 def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(penstock: Penstock, value: str) -> None:
     result = penstock("serve", "--port", "0", env={"PENSTOCK_API_KEY": value})
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "PENSTOCK_API_KEY is set, but empty" in result.stderr
 
 
@@ -224,7 +224,7 @@ def test_a_server_that_fails_closes_the_engine(environment: dict[str, str], tiny
     result = subprocess.run(
         [sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, timeout=200
     )
-    assert (result.returncode, result.stderr) == (2, "error: It broke.\n")
+    assert (result.returncode, result.stderr) == (1, "error: It broke.\n")
 
 
 def test_the_garbage_collector_rests_during_a_start(environment: dict[str, str], tiny_model: Path, tmp_path: Path) -> None:

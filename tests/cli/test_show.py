@@ -99,7 +99,7 @@ def test_an_adapter_is_shown_with_its_rank_its_model_and_what_would_be_refused(p
 
 def test_one_that_is_not_here_is_told_with_its_size(penstock: Penstock) -> None:
     result = penstock("show", "qwen2.5-coder")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "It takes 1.04 GiB. Fetch it with `penstock pull qwen2.5-coder`." in result.stderr
 
 

@@ -127,7 +127,7 @@ def test_unknown_variables_are_warned_of_and_those_of_other_commands_are_not(pen
 
 def test_a_folder_of_nobody_is_told(penstock: Penstock) -> None:
     result = penstock("models", "--cache", "~nobody-of-that-name/cache")
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert result.stderr.startswith("error: '~nobody-of-that-name/cache': there is no such home folder")
 
 

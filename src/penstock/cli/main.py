@@ -1,6 +1,6 @@
 """The `penstock` command: runs the subcommand, and turns errors into a message and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, setting or model, which no repetition cures, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from click.exceptions import NoArgsIsHelpError
 from click.shell_completion import CompletionItem
 
 from penstock import __version__
-from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory, PenstockError
+from penstock.types.errors import PenstockError
 
 _COMMANDS = {
     "serve": ("penstock.cli.serve:serve", "Answer HTTP requests: the OpenAI API."),
@@ -111,8 +111,7 @@ def _explain(error: Exception) -> int:
     if not isinstance(error, PenstockError) or os.environ.get("PENSTOCK_DEBUG") == "1":
         traceback.print_exception(error)
     print(f"error: {printable(str(error))}", file=sys.stderr)
-    is_wrong = isinstance(error, ConfigError | ModelError) and not isinstance(error, NotEnoughMemory)
-    return 2 if is_wrong else 1
+    return 1
 
 
 def _show_usage(error: click.ClickException) -> None:
