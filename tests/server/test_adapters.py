@@ -146,7 +146,7 @@ async def test_an_answer_ends_where_the_kv_cache_does_beside_its_adapter(client,
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert f"context is {room} tokens on this server beside this adapter" in error["message"]
-    assert "more with more KV cache" in error["message"]
+    assert "more KV cache would raise that" in error["message"]
 
 
 async def test_chats_and_streams_have_it_too(client, expected):

@@ -207,10 +207,12 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
     if call.max_tokens is None or call.request.ends_with_context:
         max_tokens = min(max_tokens, max(1, room))  # the client did not set this limit
     if max_tokens > room:
-        beside = " beside this adapter, and more with more KV cache" if max_len < max_model_len else ""
+        beside = " beside this adapter (more KV cache would raise that)" if max_len < max_model_len else ""
+        is_scored_alone = call.request.max_tokens == 0
+        answer = "needs room for one more" if is_scored_alone else f"the answer may have {max_tokens}"
         raise _too_long(
             f"{call.running.name}'s context is {counted(max_len, 'token')} on this server{beside}. "
-            f"The prompt has {num_prompt_tokens} and the answer may have {max_tokens}: {max_tokens - room} too many.",
+            f"The prompt has {num_prompt_tokens} and {answer}: {max_tokens - room} too many.",
             call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
             (num_prompt_tokens, max_len) if room <= 0 else None,
         )

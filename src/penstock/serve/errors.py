@@ -216,9 +216,10 @@ def cancelled(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float | None) -> ApiError:
-    """Return the error for a request that may come back: the message says when, as the header does."""
+    """Return the error for a request that may come back, at the time that header and message say if it is known."""
     headers = _retry_after(retry_after_s)
-    message = f"{message.removesuffix('.')}. Try again in {headers['Retry-After']} s."
+    if retry_after_s is not None:
+        message = f"{message.removesuffix('.')}. Try again in {headers['Retry-After']} s."
     return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=headers)
 
 
