@@ -20,7 +20,7 @@ from penstock.deploy.running import RunningModel
 from penstock.engine import thread as engine_thread
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
-from penstock.types.errors import NotEnoughMemory, Rejected, RejectReason
+from penstock.types.errors import NotEnoughFreeMemory, NotEnoughMemory, Rejected, RejectReason
 from support.reading import chunks_of
 from support.server.harness import wait_until
 from support.tiny_models import TinyLlama, write_gguf
@@ -119,7 +119,7 @@ def test_the_memory_and_the_threads_of_a_hung_step_are_not_free_when_its_model_l
     assert "a step of one has not come back: it holds" in caplog.text
     assert resources.team("two", 2)[0] is not team, "others do not wait for the threads that it holds"
     with pytest.raises(NotEnoughMemory, match=r"a step of one that has not come back holds"):
-        raise resources.memory.explained("two", NotEnoughMemory("It does not fit.", remedy="Free some memory."))
+        raise resources.memory.explained("two", NotEnoughFreeMemory("It does not fit.", instead="Take another"))
     hung_step.set()
     for thread in engine_threads():
         thread.join(20)

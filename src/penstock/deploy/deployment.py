@@ -29,7 +29,16 @@ from penstock.deploy.routes import Route, check_routes
 from penstock.deploy.running import ModelState, RunningModel, ServedModel, Sources, UnloadReason
 from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.machine import give_back_free_memory
-from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
+from penstock.types.errors import (
+    ConfigError,
+    ModelAway,
+    ModelError,
+    NotEnoughFreeMemory,
+    NotEnoughMemory,
+    PenstockError,
+    Rejected,
+    RejectReason,
+)
 
 if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
     from penstock.deploy.off_loop import OffLoop
@@ -396,20 +405,23 @@ class Deployment:
 
     def _plan(self, served: ServedModel) -> MemoryShare:
         """Return the memory that a model will take. Raises NotEnoughMemory if it can never fit, and the errors of `plan`."""
+        try:
+            return self._share_of(served)
+        except NotEnoughMemory as error:
+            raise self.memory.explained(served.name, error) from error
+
+    def _share_of(self, served: ServedModel) -> MemoryShare:
         if served.share is None:
-            try:
-                served.share = served.plan()
-            except NotEnoughMemory as error:
-                raise self.memory.explained(served.name, error) from error
+            served.share = served.plan()
         kept = [one.num_bytes for one in self.served if one.is_kept and one.running is not None and one is not served]
         stuck_bytes = self.memory.stuck_bytes()
         if served.share.num_bytes > self.memory.total_bytes() - sum(kept) - stuck_bytes:
             beside = f" and kept models have {format_size(sum(kept))} of it" if kept else ""
             beside += f" and steps that have not come back hold {format_size(stuck_bytes)}" if stuck_bytes else ""
-            raise NotEnoughMemory(
+            raise NotEnoughFreeMemory(
                 f"{served.name} takes {served.share}, all models together may take "
                 f"{format_size(self.memory.total_bytes())}{beside}.",
-                remedy=f"Lower --kv-cache-memory, take a smaller model, or {NotEnoughMemory.FREE}.",
+                instead="Lower --kv-cache-memory, take a smaller model",
             )
         return served.share
 

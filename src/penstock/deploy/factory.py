@@ -273,7 +273,7 @@ def _start(config: Config, source: ModelSource, resources: Resources, lasting: L
         raise NotEnoughMemory(
             f"There is not enough memory: the weights take {format_size(share.num_weight_bytes or model.num_weight_bytes)}"
             f"{kv_words}, and {format_size(machine.available_bytes)} were free before.",
-            remedy=f"Lower {'--kv-cache-memory or ' if kv_words else ''}--max-num-batched-tokens, or {NotEnoughMemory.FREE}.",
+            remedy=f"Lower {'--kv-cache-memory or ' if kv_words else ''}--max-num-batched-tokens, or free some memory.",
         ) from error
 
 

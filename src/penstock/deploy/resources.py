@@ -14,7 +14,7 @@ from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores, usable_cpus
 from penstock.sched.background import serve_people
 from penstock.sched.policies.base import CONTESTED_STEP_NS, CONTESTED_WINDOW_NS
-from penstock.types.errors import ConfigError, NotEnoughMemory, counted
+from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory, counted
 from penstock.types.stats import EngineLoad
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class MemoryBudget:
         with self._lock:
             left_bytes = self.left_bytes(name)
             if share.num_bytes > left_bytes:
-                raise NotEnoughMemory(
+                raise NotEnoughFreeMemory(
                     f"{name} takes {share}, and {format_size(max(0, left_bytes))} are left.",
-                    remedy=f"Lower --kv-cache-memory, take a smaller model, or {NotEnoughMemory.FREE}.",
+                    instead="Lower --kv-cache-memory, take a smaller model",
                 )
             self._shares[name] = share
 
@@ -172,10 +172,11 @@ class MemoryBudget:
         message, remedy = error.message, error.remedy
         if holders:
             message += f" Of the machine's memory {', '.join(holders)}."
-        if self._limit_bytes is not None and self._read_available_bytes() > self.left_bytes(name):
-            limit, beside = format_size(self._limit_bytes), format_size(RESERVE_BYTES)
+        limit_bytes = self._limit_bytes if self._read_available_bytes() > self.left_bytes(name) else None
+        if limit_bytes is not None and isinstance(error, NotEnoughFreeMemory):
+            limit, beside = format_size(limit_bytes), format_size(RESERVE_BYTES)
             message += f" --memory is {limit}, and a model takes {beside} beside its weights and KV cache."
-            remedy = remedy.replace(error.FREE, "raise --memory")
+            remedy = f"{error.instead}, or raise --memory."
         return NotEnoughMemory(message, remedy=remedy)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import KvConfig
 from penstock.config.units import format_size
-from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 
@@ -85,11 +85,11 @@ def plan_kv(
     """
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
-        raise NotEnoughMemory(
+        raise NotEnoughFreeMemory(
             f"Weights of {format_size(num_weight_bytes)} and the experts or latents of a step's "
             f"{wanted.max_step_tokens} tokens, {format_size(step_bytes)}, "
             f"leave no KV cache of the {format_size(available_bytes)} that are free.",
-            remedy=f"Lower --max-num-batched-tokens, keep experts in a file (--experts-on-disk), or {NotEnoughMemory.FREE}.",
+            instead="Lower --max-num-batched-tokens, keep experts in a file (--experts-on-disk)",
         )
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
     free_bytes -= adapters.num_bytes
@@ -99,10 +99,10 @@ def plan_kv(
         useful_bytes = _useful_bytes(wanted, block_bytes) + adapters.num_in_pool * adapters.image_bytes
         budget_bytes = min(max(0, free_bytes) // (2 * num_models), DEFAULT_CAP_BYTES, useful_bytes)
     elif budget_bytes > free_bytes:
-        raise NotEnoughMemory(
+        raise NotEnoughFreeMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
             f"after the weights{' and the index of the disk tier' if kv.kv_disk_size_bytes else ''}.",
-            remedy=f"Lower --kv-cache-memory, or {NotEnoughMemory.FREE}.",
+            instead="Lower --kv-cache-memory",
         )
     found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact)
     return replace(found, num_step_bytes=step_bytes)
@@ -150,11 +150,11 @@ def check_adapter_room(adapters: AdapterRoom, free_bytes: int, *, least_kv_bytes
     """Raise NotEnoughMemory if the adapters and a KV cache of `least_kv_bytes` do not fit into `free_bytes`."""
     if adapters.num_bytes and free_bytes - adapters.num_bytes < least_kv_bytes:
         beside = " after the weights, with a KV cache beside them" if least_kv_bytes else ""
-        raise NotEnoughMemory(
+        raise NotEnoughFreeMemory(
             f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
             f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the "
             f"machine's memory that are free{beside}.",
-            remedy=f"Lower --max-cpu-loras or --max-lora-rank, or {NotEnoughMemory.FREE}.",
+            instead="Lower --max-cpu-loras or --max-lora-rank",
         )
 
 
@@ -176,10 +176,10 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
     asked_bytes = kv.kv_host_size_bytes
     needed_bytes = asked_bytes + _books_bytes("host", asked_bytes, free_bytes, block_bytes)
     if needed_bytes > free_bytes:
-        raise NotEnoughMemory(
+        raise NotEnoughFreeMemory(
             f"kv_host_size {format_size(asked_bytes)} takes {format_size(needed_bytes)} with its books, and "
             f"{format_size(max(0, free_bytes))} of the machine's memory are free.",
-            remedy=f"Lower --kv-host-size, or {NotEnoughMemory.FREE}.",
+            instead="Lower --kv-host-size",
         )
     if asked_bytes < block_bytes:
         raise ConfigError(
@@ -215,7 +215,7 @@ def _plan(
         raise NotEnoughMemory(
             f"The KV cache gets {format_size(budget_bytes)}, which is less than the minimum: two blocks of "
             f"{format_size(block_bytes)}{words}.",
-            remedy=f"Raise {growth}, or {NotEnoughMemory.FREE}.",
+            remedy=f"Raise {growth}, or free some memory.",
         )
     wanted_len, most_blocks = wanted.max_model_len, wanted.most_blocks(wanted.max_model_len)
     is_shortened = most_blocks > num_blocks - 1

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.models import program as prog
 from penstock.models.rope import RopeParameters, choice_words, frequencies, stretched_len
 from penstock.models.weights import is_of_experts
-from penstock.types.errors import ModelError, NotEnoughMemory, damaged
+from penstock.types.errors import ModelError, NotEnoughFreeMemory, damaged
 from penstock.types.model_spec import GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec, Rotation
 
 _log = logging.getLogger(__name__)
@@ -222,12 +222,12 @@ def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, 
     needed = sum(held.values()) - (expert_bytes if experts_on_disk else 0)
     if max_bytes is None or needed <= max_bytes:
         return
-    remedy = f"Use a smaller or more strongly quantised model, or {NotEnoughMemory.FREE}."
+    instead = "Use a smaller or more strongly quantised model"
     if not experts_on_disk and needed - expert_bytes <= max_bytes:
-        remedy = f"{remedy[:-1]}; or keep the experts, {expert_bytes / 2**20:,.0f} MiB of them, on disk: --experts-on-disk."
-    raise NotEnoughMemory(
+        instead += f", keep the experts, {expert_bytes / 2**20:,.0f} MiB of them, on disk (--experts-on-disk)"
+    raise NotEnoughFreeMemory(
         f"{path}: the weights take {needed / 2**20:,.0f} MiB, but only {max_bytes / 2**20:,.0f} MiB are available.",
-        remedy=remedy,
+        instead=instead,
     )
 
 

@@ -56,8 +56,13 @@ def damaged(path: object, cause: str) -> ModelError:
 class NotEnoughMemory(ConfigError, ModelError):
     """A model does not fit the free memory with these settings."""
 
-    FREE = "free some memory"
-    """Words of a remedy. Where `--memory` is what binds, they are replaced."""
+
+class NotEnoughFreeMemory(NotEnoughMemory):
+    """The same, where more free memory would help. `instead`: what else would."""
+
+    def __init__(self, message: str, *, instead: str) -> None:
+        super().__init__(message, remedy=f"{instead}, or free some memory.")
+        self.instead = instead
 
 
 class DownloadError(PenstockError):
