@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.engine.bridge import merge_chunks
-from penstock.serve.responses.write import ResponsesWriter
+from penstock.serve.responses.write import ResponsesWriter, find_tokens
 from support.server.chat import HI_PROMPT
 from support.server.completions import oracle
 from support.server.harness import make_client, make_runtime
@@ -411,6 +411,22 @@ async def test_a_message_has_the_logprobs_of_its_text_alone(said_text, is_merged
     answer, _ = await said(said_text, **body)
     [part] = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
     assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Sun."
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "span"),
+    [
+        ("hi", ["</think>", "hi", "<"], (1, 2)),
+        ("hi", ["</think>", "\n", " hi"], (2, 3)),  # the reader drops white space
+        (">", ["</think>", "\n\n", ">"], (2, 3)),
+        ("a", ["assistant", "final", "a"], (2, 3)),
+        ("Sun.", ["Su", "n.\n<"], (0, 2)),
+        ("Sun.", ["\n", "Su", "n", ".", "Sun."], (1, 4)),
+        ("Moon.", ["Su", "n"], (0, 2)),
+    ],
+)
+def test_a_text_is_not_found_within_a_mark(text, tokens, span):
+    assert find_tokens(text, [{"bytes": token.encode()} for token in tokens]) == span
 
 
 async def test_a_request_id_of_the_client_is_no_id_of_a_response(client):

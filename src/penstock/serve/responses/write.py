@@ -15,7 +15,7 @@ from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
-from penstock.serve.logprobs import ChatLogprobs
+from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.responses.answers import IncompleteDetails, Response, ResponseError
 from penstock.serve.responses.read import Item, Question
 from penstock.serve.shapes import ResponseUsage
@@ -178,11 +178,7 @@ class ResponsesWriter(Writer):
         """Take the log-probabilities up to the end of this text, and return those of the text, or all if they lack it."""
         if not text:
             return []
-        pieces, said = [bytes(entry["bytes"]) for entry in self._told_logprobs], text.encode()
-        ends = [*accumulate(map(len, pieces))]
-        begin, first, end = b"".join(pieces).find(said), 0, len(ends)
-        if begin >= 0:
-            first, end = bisect_right(ends, begin), bisect_left(ends, begin + len(said)) + 1
+        first, end = find_tokens(text, self._told_logprobs)
         taken = self._told_logprobs[first:end]
         del self._told_logprobs[:end]
         return taken
@@ -265,6 +261,21 @@ class ResponsesWriter(Writer):
     def _take(self) -> bytes:
         events, self._events = self._events, []
         return b"".join(events)
+
+
+def find_tokens(text: str, entries: Sequence[ChatToken]) -> tuple[int, int]:
+    """Return the first token of a text and the one after its last, or all tokens if they lack the text.
+
+    A mark before the text may contain it, as `</think>` contains "hi". So text that begins and ends with a token is preferred.
+    """
+    pieces, said = [bytes(entry["bytes"]) for entry in entries], text.encode()
+    whole, ends = b"".join(pieces), [*accumulate(map(len, pieces))]
+    found = [at for at in range(len(whole) - len(said) + 1) if whole.startswith(said, at)]
+    if not found:
+        return 0, len(entries)
+    bounds = {0, *ends}
+    begin = min(found, key=lambda at: (at not in bounds) + (at + len(said) not in bounds))
+    return bisect_right(ends, begin), bisect_left(ends, begin + len(said)) + 1
 
 
 def _begin_event(kind: str) -> bytes:
