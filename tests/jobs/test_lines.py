@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.jobs import lines as module
 from penstock.jobs.lines import MAX_ERRORS, Answer, BadLines, Lines, Stopped, prepare, read_line
+from penstock.jobs.store import Store
 from support.failing_disk import FailingDisk, open_files
 
 URL = "/v1/chat/completions"
@@ -172,13 +173,12 @@ def test_a_check_takes_no_memory_for_each_line(tmp_path):
     assert held[1] < held[0] + 100_000  # SQLite's cache does not count, and has its own limit
 
 
-def test_lines_are_sorted_in_the_folder_of_the_batch(tmp_path, monkeypatch):
+def test_lines_are_sorted_in_the_folder_of_the_store(tmp_path, monkeypatch):
     """The temporary folder of a container is in memory, and small."""
     monkeypatch.setattr(module, "CACHE_KIB", 64)
-    monkeypatch.setattr(module, "_LOOKED_EACH", 1000)
-    folder = tmp_path / "it's"
-    folder.mkdir()
-    (folder / "in").write_bytes(b"\n".join(line(str(nth), body={"prompt": f"{nth:05}" * 400}) for nth in range(10_000)))
+    monkeypatch.setattr(module, "_STOP_CHECK_INSTRUCTIONS", 1000)
+    monkeypatch.delenv("SQLITE_TMPDIR", raising=False)
+    (tmp_path / "in").write_bytes(b"\n".join(line(str(nth), body={"prompt": f"{nth:05}" * 400}) for nth in range(10_000)))
     seen = set()
 
     def look() -> bool:
@@ -187,8 +187,15 @@ def test_lines_are_sorted_in_the_folder_of_the_batch(tmp_path, monkeypatch):
                 seen.update({link.readlink().parent} if link.readlink().name.startswith("etilqs_") else ())
         return False
 
-    prepare(folder / "base", folder / "in", (URL,), MOST, look)
-    assert seen == {folder}
+    with closing(Store(tmp_path / "it's", max_bytes=1)):
+        prepare(tmp_path / "base", tmp_path / "in", (URL,), MOST, look)
+    assert seen == {tmp_path / "it's" / "lines"}
+
+
+def test_a_store_keeps_the_temporary_folder_that_a_user_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("SQLITE_TMPDIR", str(tmp_path))
+    with closing(Store(tmp_path / "jobs", max_bytes=1)), closing(sqlite3.connect(":memory:")) as base:
+        assert base.execute("PRAGMA temp_store_directory").fetchone() != (str(tmp_path / "jobs" / "lines"),)
 
 
 def test_a_file_has_not_too_many_lines(tmp_path, monkeypatch):

@@ -114,7 +114,6 @@ def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator
     base.execute("PRAGMA journal_mode = OFF")  # not crash-safe: after a crash the file is prepared again
     base.execute("PRAGMA synchronous = OFF")
     base.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-    _sort_in(base, unsorted.parent)
     base.execute("ATTACH ? AS aside", (str(unsorted),))
     base.execute("PRAGMA aside.journal_mode = OFF")
     base.execute("PRAGMA aside.synchronous = OFF")
@@ -135,16 +134,6 @@ def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator
     base.execute("INSERT INTO progress VALUES (?, 0, 0, 0, 0, ?)", (num_lines, b"{}"))
     base.execute("COMMIT")
     return num_lines
-
-
-def _sort_in(base: sqlite3.Connection, folder: Path) -> None:
-    """Have SQLite write what it sorts into this folder: others may be in memory. It has one such folder for the process.
-
-    SQLite calls the pragma deprecated, but reads the variable SQLITE_TMPDIR only when Python imports it.
-    """
-    wanted = str(folder)
-    if base.execute("PRAGMA temp_store_directory").fetchone() != (wanted,):
-        base.execute("PRAGMA temp_store_directory = '{}'".format(wanted.replace("'", "''")))
 
 
 def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> Iterator[_Row]:

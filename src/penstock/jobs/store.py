@@ -192,6 +192,7 @@ class Store:
                 base.execute("PRAGMA journal_mode = WAL")
                 base.execute("PRAGMA synchronous = FULL")
                 base.executescript(_SCHEMA)
+                _sort_in(base, self._lines)
                 base.execute(f"PRAGMA user_version = {FORMAT}")
                 sync(folder)
                 self._tidy()
@@ -512,6 +513,16 @@ class Upload:
             self.stream.close()
         if not self.is_kept:
             remove([self.store.content(self.file_id)])
+
+
+def _sort_in(base: sqlite3.Connection, folder: Path) -> None:
+    """Have SQLite write what it sorts into this folder, unless SQLITE_TMPDIR names one. Its default may be in memory.
+
+    SQLite has one such folder for the process, which must not change while other threads use SQLite. It calls the pragma
+    deprecated, but reads the variable only when Python imports `sqlite3`.
+    """
+    if not os.environ.get("SQLITE_TMPDIR"):
+        base.execute("PRAGMA temp_store_directory = '{}'".format(str(folder).replace("'", "''")))
 
 
 def _text(owner: Owner) -> str:
