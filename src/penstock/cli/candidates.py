@@ -144,7 +144,7 @@ def make_candidate(
     *,
     seed: int = 0,
 ) -> Candidate:
-    """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises ConfigError."""
+    """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises PenstockError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_unsimulated, simulated
     from penstock.lab.plan import Candidate
     from penstock.lab.sizing import roofline, speeds
