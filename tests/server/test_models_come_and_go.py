@@ -162,19 +162,32 @@ async def test_every_call_is_answered_as_by_models_that_never_leave(num_rooms, m
         await until(lambda: all(not runtime.num_users for runtime in world.runtimes))
 
 
-@pytest.mark.parametrize(("field", "method"), [("prompt", "encode"), ("content", "encode"), ("inputs", "encode_batch")])
-async def test_a_model_does_not_leave_while_it_tokenizes(field, method, monkeypatch):
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/tokenize", {"prompt": "hello"}, "encode"),
+        ("/tokenize", {"content": "hello"}, "encode"),
+        ("/tokenize", {"inputs": "hello"}, "encode_batch"),
+        ("/tokenize", CHAT, "encode"),
+        ("/detokenize", {"tokens": [70, 71]}, "decode"),
+        ("/v1/messages/count_tokens", CHAT | {"model": "a"}, "encode"),
+    ],
+)
+async def test_a_model_does_not_leave_while_it_tokenizes(path, body, method, monkeypatch):
     async with serving() as world:
-        assert (await world.client.post("/tokenize", json={field: "hello"})).status_code == 200
+        assert (await world.client.post(path, json=body)).status_code == 200
         [runtime] = world.runtimes
-        encode, num_users = getattr(runtime.tokenizer, method), []
+        tokenize, num_users = getattr(runtime.tokenizer, method), []
 
         def noted(*args, **options):
             num_users.append(runtime.num_users)
-            return encode(*args, **options)
+            return tokenize(*args, **options)
 
         monkeypatch.setattr(runtime.tokenizer, method, noted)
-        assert (await world.client.post("/tokenize", json={field: "hello"})).status_code == 200
+        assert (await world.client.post(path, json=body)).status_code == 200
         assert (num_users, runtime.num_users) == ([1], 0)
 
 

@@ -217,7 +217,10 @@ async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCa
 
 
 async def answer_json(running: RunningModel, size: int, make: Callable[[], object]) -> Response:
-    """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop."""
+    """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop.
+
+    The caller keeps the model in use.
+    """
     content = await running.off_loop.run(size, lambda: fast_json.dumps(make()))
     return Response(content, media_type="application/json")
 
