@@ -211,6 +211,17 @@ def test_escape_in_another_field_or_view_stops_no_answer(browser):
         assert complete(browser) == "Hello, reader."
 
 
+def test_escape_in_a_setting_stops_the_answer(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        browser.find("#stop")
+        browser.click("#temperature")
+        browser.press(ESCAPE)
+        browser.wait_text("#status", "Stopped")
+        server.gate.open()
+
+
 def test_an_answer_is_made_anew(page):
     ask(page)
     complete(page)
