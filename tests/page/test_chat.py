@@ -139,13 +139,15 @@ def test_stopping_keeps_what_was_said(browser):
 
 HUNG = """
     const [usual, limit] = [window.fetch, AbortSignal.timeout];
-    AbortSignal.timeout = () => limit.call(AbortSignal, 100);
+    const [paths, limitMs, begins] = arguments;
+    AbortSignal.timeout = () => limit.call(AbortSignal, limitMs);
     window.asked = 0;
-    window.fetch = (path, options) => !arguments[0].some((one) => path.startsWith(one)) ? usual(path, options)
-      : new Promise((_, reject) => {
-          window.asked += 1;
-          options.signal.addEventListener("abort", () => reject(options.signal.reason));
-        });
+    window.fetch = async (path, options) => {
+      if (!paths.some((one) => path.startsWith(one))) return usual(path, options);
+      window.asked += 1;
+      const late = new Promise((_, reject) => options.signal.addEventListener("abort", () => reject(options.signal.reason)));
+      return begins ? new Response(new ReadableStream({ start: () => late })) : late;
+    };
 """
 
 
@@ -161,8 +163,9 @@ def test_stopping_does_not_wait_for_a_server_that_hangs(browser):
         server.gate.open()
 
 
-def test_the_live_view_says_that_a_server_hangs(page):
-    page.run(HUNG, ["load"])
+@pytest.mark.parametrize(("path", "begins"), [("load", False), ("load", True), ("metrics", True)])
+def test_the_live_view_says_that_a_server_hangs(page, path, begins):
+    page.run(HUNG, [path], 100, begins)
     page.click("nav a[href='#live']")
     page.wait_text("#live-status", "The server does not answer")
     asked = page.run("return window.asked")

@@ -1,7 +1,7 @@
 // The live view of the server. It asks once a second, while it is shown: `/load`, `/metrics`, `/kv` and `/v1/requests`.
 // Rates and latencies are differences of two readings of the metrics, so the server counts nothing for this page.
 
-import { ask, askJson, byId, count, counted, duration, element, share } from "./shared.js";
+import { askJson, askText, byId, count, counted, duration, element, share } from "./shared.js";
 import { drawPhases, explanation, phasesOf } from "./why.js";
 
 const PERIOD_MS = 1000;
@@ -51,7 +51,7 @@ async function look() {
   const ofModel = `?model=${encodeURIComponent(model)}`;
   const load = all.models.length > 1 ? await askJson(`load${ofModel}`) : all;
   const [text, requests, pool] = await Promise.all([
-    ask("metrics").then((response) => response.text()),
+    askText("metrics"),
     askJson(`v1/requests?ended=${MAX_LANES}`),
     load.replicas ? null : askJson(`kv${ofModel}`).catch((error) => {
       if (error.status === 503) return null; // The model is not loaded, or its engine is busy for long.

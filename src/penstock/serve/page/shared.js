@@ -88,10 +88,7 @@ export async function ask(path, options = {}) {
     const key = session.getItem(KEY);
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
     const signal = options.signal ?? AbortSignal.timeout(LIMIT_MS);
-    const response = await fetch(path, { ...options, headers, signal }).catch((error) => {
-      if (error.name === "AbortError") throw error;
-      throw new ServerError("The server does not answer.", 0);
-    });
+    const response = await answered(fetch(path, { ...options, headers, signal }));
     if (response.ok) return response;
     const error = await errorOf(response);
     if (response.status !== 401) throw error;
@@ -100,7 +97,13 @@ export async function ask(path, options = {}) {
   }
 }
 
-export const askJson = async (path, options) => (await ask(path, options)).json();
+export const askText = async (path) => answered((await ask(path)).text());
+export const askJson = async (path) => JSON.parse(await askText(path));
+
+const answered = (promise) => promise.catch((error) => {
+  if (error.name === "AbortError") throw error;
+  throw new ServerError("The server does not answer.", 0);
+});
 
 async function errorOf(response) {
   const after = response.headers.get("Retry-After-Ms");
