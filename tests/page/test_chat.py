@@ -135,6 +135,8 @@ def test_stopping_keeps_what_was_said(browser):
         assert browser.text(".answer > .text").startswith("Hello")
         assert browser.text(".answer > .text") != "Hello, reader."
         assert browser.focused() == "prompt"
+        browser.wait_text(".facts-line", r"\d+ tokens? · stopped")
+        assert kept(browser)[0]["next"][0]["next"][0]["facts"]["tokens"] > 0
 
 
 HUNG = """
@@ -157,7 +159,7 @@ def test_stopping_does_not_wait_for_a_server_that_hangs(browser):
         ask(browser)
         server.gate.allow(6)
         browser.wait_text(".answer > .text", "^Hello")
-        browser.run(HUNG, ["v1/requests"])
+        browser.run(HUNG, ["v1/requests"], 1_000_000)
         browser.click("#stop")
         browser.wait_text("#status", "Stopped")
         server.gate.open()

@@ -5,7 +5,7 @@ import { branch, conversations, followOtherTabs, keep, newConversation, pathOf }
 import { showList } from "./list.js";
 import { loadModels, recallSettings, settingsOfRequest, systemMessages, unfold } from "./settings.js";
 import { button, byId, counted, element, newId, ServerError, session } from "./shared.js";
-import { stream, tokensOfStopped } from "./stream.js";
+import { stream, tokensOf } from "./stream.js";
 
 const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionStorage.
 const KEEP_MS = 1000; // A growing answer is kept so often, in case the browser ends without saying so.
@@ -112,7 +112,7 @@ async function outcome(body, { message, view, controller }, conversation) {
   } catch (error) {
     if (error.name === "AbortError") {
       facts.end = "stopped";
-      if (message.content) facts.tokens = await tokensOfStopped(message);
+      if (message.content) countStopped(message, view, conversation);
       return "Stopped.";
     }
     const isOfServer = error instanceof ServerError && error.status > 0;
@@ -123,6 +123,14 @@ async function outcome(body, { message, view, controller }, conversation) {
   } finally {
     clearInterval(keeping);
   }
+}
+
+/** Add the number of tokens to an answer that was stopped. The server alone knows it, and may not answer. */
+async function countStopped({ facts }, view, conversation) {
+  facts.tokens = await tokensOf(facts.requestId);
+  if (!facts.tokens) return;
+  view.drawFoot();
+  if (conversations.get(conversation.id) === conversation) keepOrTell(conversation); // Else it was deleted, or kept by another tab.
 }
 
 /** Keep the conversation of an answer that is on its way. One that was deleted has none. */

@@ -62,8 +62,8 @@ async function tellWait(requestId, told) {
   told.waits(known.summary);
 }
 
-/** The number of tokens of an answer that was stopped, which the server alone knows; undefined if it does not any more. */
-export async function tokensOfStopped({ facts }) {
-  const known = await askJson(`v1/requests/${facts.requestId}`).catch(() => null);
+/** The number of tokens of an answer; undefined if the server does not say. */
+export async function tokensOf(requestId) {
+  const known = await askJson(`v1/requests/${requestId}`).catch(() => null);
   return known?.choices[0].completion_tokens;
 }
