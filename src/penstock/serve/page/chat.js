@@ -54,7 +54,7 @@ function keepOrTell(conversation) {
 /** The fields of a request that has a message answered, or the answer that is the last message continued. */
 function bodyOf(settings, path) {
   const said = path.filter(({ content }) => content)
-    .map(({ role, content, reasoning }) => ({ role, content, reasoning_content: reasoning || undefined }));
+    .map(({ role, content }) => ({ role, content }));
   return { ...settings, messages: [...systemMessages(), ...said] };
 }
 
@@ -74,7 +74,9 @@ function answer(question, settings) {
 /** Have the server go on with an answer of the open conversation that is not complete. */
 function goOn(question, message, settings) {
   delete message.error;
-  run(question, message, { ...bodyOf(settings, pathTo(message)), continue_final_message: true });
+  const body = { ...bodyOf(settings, pathTo(message)), continue_final_message: true };
+  body.messages.at(-1).reasoning_content = message.reasoning || undefined; // Not in other requests: upstreams may refuse it.
+  run(question, message, body);
 }
 
 async function run(question, message, body) {
