@@ -306,6 +306,16 @@ def test_a_conversation_that_another_tab_deletes_ends_its_answer(browser):
         assert kept(browser) == []
 
 
+def test_a_name_is_given_to_what_another_tab_kept_meanwhile(page):
+    converse(page, "About rivers")
+    press(page, "Rename")
+    page.run(OTHER_TAB + "other.changedMs += 1; change(JSON.stringify(other));")
+    page.press("Water" + ENTER)
+    assert page.run(TITLES) == ["Water"]
+    page.open(page.server.url)
+    assert page.run(TITLES) == ["Water"]
+
+
 def test_an_edit_stays_when_another_tab_keeps_the_conversation(page):
     converse(page, "About rivers")
     page.click(".question .tools button")

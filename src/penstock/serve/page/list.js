@@ -1,6 +1,6 @@
 // The list of conversations: a search, and for the open one its name, its export and its end.
 
-import { asMarkdown, forget, found, titleOf } from "./conversations.js";
+import { asMarkdown, conversations, forget, found, titleOf } from "./conversations.js";
 import { button, byId, element } from "./shared.js";
 
 /** Draw the list. `chat` has what the list calls: `openId()`, and `open`, `keep`, `isAnswering` and `gone` of a conversation. */
@@ -50,8 +50,9 @@ function rename(conversation, chat, name) {
   };
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    conversation.title = field.value.trim();
-    chat.keep(conversation);
+    const latest = conversations.get(conversation.id); // Another tab may have kept it since.
+    latest.title = field.value.trim();
+    chat.keep(latest);
     close();
   });
   field.addEventListener("keydown", (event) => {
