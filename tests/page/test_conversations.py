@@ -306,6 +306,22 @@ def test_a_conversation_that_another_tab_deletes_ends_its_answer(browser):
         assert kept(browser) == []
 
 
+def test_an_edit_ends_with_the_conversation_that_another_tab_deletes(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "About rivers")
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        press(browser, "Edit")
+        browser.run(OTHER_TAB + "change(null);")
+        browser.find("#send")
+        assert "Ask the model" in browser.text("#log")
+        server.gate.open()
+        ask(browser, "About lakes")
+        complete(browser)
+        assert browser.run(TITLES) == ["About lakes"]
+
+
 def test_a_name_is_given_to_what_another_tab_kept_meanwhile(page):
     converse(page, "About rivers")
     press(page, "Rename")

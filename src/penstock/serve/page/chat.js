@@ -268,7 +268,7 @@ addEventListener("pagehide", () => {
 });
 followOtherTabs((conversation) => running.has(conversation), (before, now) => {
   if (!now) end(before);
-  if ((now ?? before)?.id !== open.id || log.querySelector(".edit")) showList(list);
+  if ((now ?? before)?.id !== open.id || (now && log.querySelector(".edit"))) showList(list);
   else show(now ?? newConversation());
 });
 
