@@ -85,8 +85,7 @@ def compared(
         both = [(ours[turn], theirs[turn]) for turn in ours.keys() & theirs.keys()] if name != OURS else []
         cells = []
         for load in loads:
-            rates = [one.rates[load] for one in theirs.values()]
-            cell = spread(rates, 0)
+            cell = spread([one.rates[load] for one in theirs.values()], 0)
             if both:
                 ratios[name][load] = statistics.median(mine.rates[load] / peer.rates[load] for mine, peer in both)
                 cell += f" **{ratios[name][load]:.2f}**"

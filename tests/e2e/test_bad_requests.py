@@ -131,7 +131,7 @@ CASES = {
         Case(chat([{"role": "user", "content": []}]), "not empty", param="messages[0].content", path=CHAT),
     ],
     "enormous prompts": [
-        Case(prompt(LONG_TEXT), "8192 tokens", "has 20", "Shorten the prompt", param="prompt", code=TOO_LONG),
+        Case(prompt(LONG_TEXT), "8192 tokens", "has 20", "too many", param="prompt", code=TOO_LONG),
         Case(prompt("a" * 4_000_000), "8192 tokens", param="prompt", code=TOO_LONG),
         Case(prompt(["Hi", LONG_TEXT]), "8192 tokens", param="prompt[1]", code=TOO_LONG),
         Case(prompt([1] * (MAX_MODEL_LEN + 1)), "8193", param="prompt", code=TOO_LONG),
@@ -155,7 +155,7 @@ CASES = {
     "max_tokens": [
         Case(chat(max_tokens=0), "at least 1", param="max_tokens", path=CHAT),
         Case(prompt(max_tokens=-5), "at least 0", param="max_tokens"),
-        Case(prompt(max_tokens=MAX_MODEL_LEN), "8192", "8193 together", param="max_tokens", code=TOO_LONG),
+        Case(prompt(max_tokens=MAX_MODEL_LEN), "8192", ": 1 too many", param="max_tokens", code=TOO_LONG),
         Case(prompt(max_tokens=2**31 - 1), "8192", param="max_tokens", code=TOO_LONG),
         Case(prompt(max_tokens=2**31), "at most", param="max_tokens"),
         Case(prompt(max_tokens=10**40), "max_tokens", param="max_tokens"),

@@ -35,7 +35,7 @@ def client(server: RealServer) -> Iterator[httpx.Client]:
 
 def answers(client: httpx.Client, **fields: Any) -> list[tuple[str, str]]:
     """Texts and finish reasons of some answers by chance."""
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "temperature": 0.9, "n": 6, "seed": 2, **fields}
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "temperature": 0.9, "top_p": 1, "n": 6, "seed": 2, **fields}
     response = client.post("/completions", json=asked)
     assert response.status_code == 200, response.text
     return [(choice["text"], choice["finish_reason"]) for choice in response.json()["choices"]]
