@@ -422,6 +422,7 @@ async def test_a_message_has_the_logprobs_of_its_text_alone(said_text, is_merged
         ("a", ["assistant", "final", "a"], (2, 3)),
         ("Sun.", ["Su", "n.\n<"], (0, 2)),
         ("Sun.", ["\n", "Su", "n", ".", "Sun."], (1, 4)),
+        ("Paris", ["</think>", " Paris", "<tool_call>", "Paris"], (1, 2)),  # the call's comes later
         ("Moon.", ["Su", "n"], (0, 2)),
     ],
 )

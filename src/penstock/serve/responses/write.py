@@ -266,16 +266,20 @@ class ResponsesWriter(Writer):
 def find_tokens(text: str, entries: Sequence[ChatToken]) -> tuple[int, int]:
     """Return the first token of a text and the one after its last, or all tokens if they lack the text.
 
-    A mark before the text may contain it, as `</think>` contains "hi". So text that begins and ends with a token is preferred.
+    A mark before the text may contain it, as `</think>` contains "hi". So the first place is preferred where the text begins
+    with a token, apart from white space, and ends with one; then one where it begins so.
     """
     pieces, said = [bytes(entry["bytes"]) for entry in entries], text.encode()
     whole, ends = b"".join(pieces), [*accumulate(map(len, pieces))]
-    found = [at for at in range(len(whole) - len(said) + 1) if whole.startswith(said, at)]
-    if not found:
-        return 0, len(entries)
-    bounds = {0, *ends}
-    begin = min(found, key=lambda at: (at not in bounds) + (at + len(said) not in bounds))
-    return bisect_right(ends, begin), bisect_left(ends, begin + len(said)) + 1
+    starts = [0, *ends]
+    begin, least, place = -1, 3, whole.find(said)
+    while place >= 0 and least:
+        within = bool(whole[starts[bisect_right(ends, place)] : place].strip())
+        wrong = 2 * within + (place + len(said) not in starts)
+        if wrong < least:
+            begin, least = place, wrong
+        place = whole.find(said, place + 1)
+    return (0, len(entries)) if begin < 0 else (bisect_right(ends, begin), bisect_left(ends, begin + len(said)) + 1)
 
 
 def _begin_event(kind: str) -> bytes:
