@@ -28,7 +28,7 @@ class LargeBlocks(HashExecutor):
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
     [
-        (600 * MIB, r"kv_host_size 600 MiB takes 600\.26 MiB with its books, and 256 MiB .* Lower --kv-host-size"),
+        (600 * MIB, r"kv_host_size 600 MiB takes 600\.26 MiB with its index, and 256 MiB .* Lower --kv-host-size"),
         (MIB - 1, r"does not hold one block of 1 MiB\. Raise --kv-host-size"),
     ],
 )

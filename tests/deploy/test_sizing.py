@@ -30,7 +30,7 @@ from penstock.deploy.sizing import (
     wanted_len,
 )
 from penstock.machine import AddressSpace
-from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
 from penstock.types.plan import Capacity
@@ -366,3 +366,14 @@ def test_a_limit_of_the_address_space_holds_the_program_and_the_plan() -> None:
 def test_a_lower_limit_of_the_address_space_is_refused_with_the_number_that_suffices() -> None:
     with pytest.raises(ConfigError, match=r"limited to 3145727 KiB, and 3145728 KiB are needed.*`ulimit -v 3145728`"):
         check_address_space(AddressSpace(3 * GIB - 1024, GIB), 2 * GIB)
+
+
+def test_a_cache_without_room_is_told_what_to_raise() -> None:
+    """Its setting, or free memory if its size follows from that."""
+    wanted = Capacity(num_blocks=2, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=2048)
+    sizes = {"is_exact": False, "block_bytes": BLOCK_BYTES, "step_bytes": 0, "num_weight_bytes": 0}
+    with pytest.raises(NotEnoughFreeMemory, match="smaller model, or free some memory"):
+        plan_kv(wanted, KvConfig(), available_bytes=RESERVE_BYTES + BLOCK_BYTES, **sizes)
+    with pytest.raises(NotEnoughMemory, match=r"Raise --kv-cache-memory\.$") as caught:
+        plan_kv(wanted, KvConfig(kv_cache_memory_bytes=BLOCK_BYTES), available_bytes=GIB, **sizes)
+    assert not isinstance(caught.value, NotEnoughFreeMemory)

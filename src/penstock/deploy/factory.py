@@ -32,7 +32,7 @@ from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resour
 from penstock.deploy.routes import open_routes, warn_of_other_files
 from penstock.deploy.splits import read_split
 from penstock.machine import give_back_free_memory
-from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory
 
 if TYPE_CHECKING:
     from penstock.deploy.adapters import Adapters
@@ -214,7 +214,8 @@ def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blu
         beside = resolve(small, locate(small), replace(machine, available_bytes=left_bytes, num_models=1))
     except NotEnoughMemory as error:
         message = f"Beside {blueprint.name}, the model {small.model.model} that guesses for it has no room: {error.message}"
-        raise NotEnoughMemory(message, remedy="Leave out --speculation-model, or lower --kv-cache-memory.") from error
+        instead = "Leave out --speculation-model, lower --kv-cache-memory"
+        raise NotEnoughFreeMemory(message, instead=instead) from error
     return with_draft(blueprint, model, *beside), model
 
 

@@ -104,7 +104,8 @@ def plan_kv(
             f"after the weights{' and the index of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             instead="Lower --kv-cache-memory",
         )
-    found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact)
+    is_of_free = kv.kv_cache_memory_bytes is None
+    found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact, is_of_free=is_of_free)
     return replace(found, num_step_bytes=step_bytes)
 
 
@@ -177,7 +178,7 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
     needed_bytes = asked_bytes + _books_bytes("host", asked_bytes, free_bytes, block_bytes)
     if needed_bytes > free_bytes:
         raise NotEnoughFreeMemory(
-            f"kv_host_size {format_size(asked_bytes)} takes {format_size(needed_bytes)} with its books, and "
+            f"kv_host_size {format_size(asked_bytes)} takes {format_size(needed_bytes)} with its index, and "
             f"{format_size(max(0, free_bytes))} of the machine's memory are free.",
             instead="Lower --kv-host-size",
         )
@@ -205,18 +206,27 @@ def _useful_bytes(wanted: Capacity, block_bytes: int) -> int:
 
 
 def _plan(
-    wanted: Capacity, block_bytes: int, budget_bytes: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
+    wanted: Capacity,
+    block_bytes: int,
+    budget_bytes: int,
+    *,
+    is_exact: bool,
+    growth: str = "--kv-cache-memory",
+    is_of_free: bool = False,
 ) -> KvPlan:
-    """Divide a KV cache of `budget_bytes` into blocks. `growth`: the flag that makes it larger, for errors. See `plan_kv`."""
+    """Divide a KV cache of `budget_bytes` into blocks. See `plan_kv`.
+
+    `growth`: the flag that makes it larger, for errors. `is_of_free`: its size follows from the free memory of a CPU.
+    """
     num_blocks = budget_bytes // block_bytes
     least = 2 + wanted.num_state_blocks
     if num_blocks < least:
         words = f" and a request's recurrent state of {wanted.num_state_blocks}" if wanted.num_state_blocks else ""
-        raise NotEnoughMemory(
-            f"The KV cache gets {format_size(budget_bytes)}, which is less than the minimum: two blocks of "
-            f"{format_size(block_bytes)}{words}.",
-            remedy=f"Raise {growth}, or free some memory.",
-        )
+        message = f"The KV cache gets {format_size(budget_bytes)}, which is less than the minimum: two blocks of "
+        message += f"{format_size(block_bytes)}{words}."
+        if is_of_free:
+            raise NotEnoughFreeMemory(message, instead="Take a smaller model")
+        raise NotEnoughMemory(message, remedy=f"Raise {growth}.")
     wanted_len, most_blocks = wanted.max_model_len, wanted.most_blocks(wanted.max_model_len)
     is_shortened = most_blocks > num_blocks - 1
     longest = (num_blocks - 1 - wanted.num_state_blocks) * wanted.block_size if is_shortened else wanted_len
@@ -235,9 +245,9 @@ def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) 
     num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:
-        raise NotEnoughMemory(
+        raise NotEnoughFreeMemory(
             f"The index of kv_{tier}_size {format_size(size_bytes)}, {num_slots} blocks, takes up to "
             f"{format_size(num_bytes)} of memory, more than half of the {format_size(max(0, free_bytes))} that are free.",
-            remedy=f"Lower --kv-{tier}-size, or raise --block-size.",
+            instead=f"Lower --kv-{tier}-size, raise --block-size",
         )
     return num_bytes

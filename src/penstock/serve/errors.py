@@ -216,7 +216,7 @@ def cancelled(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float | None) -> ApiError:
-    """Return the error for a request that may come back, at the time that header and message say if it is known."""
+    """Return the error for a request that may come back, at a time that the message names, too, unless it is a guess (None)."""
     headers = _retry_after(retry_after_s)
     if retry_after_s is not None:
         message = f"{message.removesuffix('.')}. Try again in {headers['Retry-After']} s."
