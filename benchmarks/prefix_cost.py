@@ -8,7 +8,7 @@ reused first, so an allocated block has left the processor's caches. Two schedul
 of one executor's blocks, serve rounds of such requests in turn; a round's cost is the CPU time of the one thread that does
 everything, bookkeeping and kernels.
 
-`cost` is the median over rounds of the time with the cache over that without, less 1, and its quartiles. `books` is more
+`cost` is the median over rounds of the time with the cache over that without, less 1, and its quartiles. `core` is more
 precise, and ignores processor caches: the time that the prefix cache adds in the core (admit, plan, commit), over a round's
 time. The last line is one JSON object.
 """
@@ -43,7 +43,7 @@ class Spent:
     """Nanoseconds of CPU time for a round of requests."""
 
     total_ns: int
-    books_ns: int
+    core_ns: int
 
 
 class Half:
@@ -61,7 +61,7 @@ class Half:
         """All of them, to their ends."""
         begin_ns = time.thread_time_ns()
         self.core.apply([Add(request) for request in requests], 0)
-        total_ns = books_ns = time.thread_time_ns() - begin_ns
+        total_ns = core_ns = time.thread_time_ns() - begin_ns
         while self.core.has_work:
             begin_ns = time.thread_time_ns()
             plan = self.core.begin(0)
@@ -74,9 +74,9 @@ class Half:
             computed_ns = time.thread_time_ns()
             self.core.finish(plan, result, 0)
             step_ns = planned_ns - begin_ns + time.thread_time_ns() - computed_ns
-            books_ns += step_ns
+            core_ns += step_ns
             total_ns += step_ns + computed_ns - submitted_ns
-        return Spent(total_ns, books_ns)
+        return Spent(total_ns, core_ns)
 
     def _in_half(self, plan: StepPlan) -> StepPlan:
         first = self._first_block
@@ -96,8 +96,8 @@ def summarise(with_cache: Sequence[Spent], without: Sequence[Spent]) -> dict[str
     usual_ns = statistics.median(spent.total_ns for spent in without)
     pairs = list(zip(with_cache, without, strict=True))
     low, middle, high = statistics.quantiles((on.total_ns / off.total_ns - 1 for on, off in pairs), n=4)
-    added_ns = statistics.median(on.books_ns - off.books_ns for on, off in pairs)
-    figures = {"round_ms": usual_ns / 1e6, "cost": middle, "cost_low": low, "cost_high": high, "books": added_ns / usual_ns}
+    added_ns = statistics.median(on.core_ns - off.core_ns for on, off in pairs)
+    figures = {"round_ms": usual_ns / 1e6, "cost": middle, "cost_low": low, "cost_high": high, "core": added_ns / usual_ns}
     return {"rounds": len(without)} | {name: round(value, 5) for name, value in figures.items()}
 
 

@@ -46,7 +46,7 @@ PARTS = {"rows": 0, "linear": 0, "attention": 0, "sampling": 0}
 
 
 class Sleeper(NoAdapters):
-    """An executor with the native one's books and without its kernels."""
+    """An executor with the native one's row table and without its kernels."""
 
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
         self.capacity, self.depth = capacity, 1

@@ -20,7 +20,7 @@ def test_halves_share_an_executor_and_no_block():
         ]
         for half, own in zip(halves, requests, strict=True):
             spent = half.serve(own)
-            assert 0 < spent.books_ns < spent.total_ns
+            assert 0 < spent.core_ns < spent.total_ns
         for request in (*requests[0], *requests[1]):
             expected = expected_tokens(request.prompt_token_ids, request.sampling, model=executor.model, max_model_len=40)
             assert tuple(request.output_token_ids) == expected.token_ids, "a step read the other half's blocks"
@@ -32,7 +32,7 @@ def test_the_cost_is_that_of_the_median_round():
     slow, fast, stray = Spent(1030, 20), Spent(1000, 10), Spent(9000, 10)
     report = summarise([slow] * 25, [*[fast] * 24, stray])
     assert report["cost"] == report["cost_low"] == report["cost_high"] == pytest.approx(0.03), "one round counts for nothing"
-    assert report["books"] == pytest.approx(0.01)
+    assert report["core"] == pytest.approx(0.01)
 
 
 @pytest.mark.model
@@ -45,4 +45,4 @@ def test_last_line_is_the_result(capsys):
         gc.unfreeze()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["rounds"] == 5
-    assert 0 < report["books"] < 0.2
+    assert 0 < report["core"] < 0.2

@@ -177,7 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
     def step(self, aborted: Sequence[int], failed: int | None = None) -> None:
         self.clock.advance(1)
         self.aborted, self.failed = aborted, failed
-        if self.transfers is not None:  # as the stepper does; here there is a look at the books in between
+        if self.transfers is not None:  # as the stepper does; here the core is checked in between
             self.transfers.arrive()
             self.core.check()
         self.apply()

@@ -1,5 +1,5 @@
 """Under every policy, padding, preemption and tier: what is told of each request agrees with who saw every step, and the
-picture of the pool with its books, after every turn.
+picture of the pool with the pool itself, after every turn.
 """
 
 from __future__ import annotations

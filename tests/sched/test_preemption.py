@@ -25,7 +25,7 @@ from penstock.types.request import Request
 from penstock.types.result import StepResult, StepTiming
 
 CHECK_STEPS = 8
-"""Every so many steps the core's books are checked, which takes longer than a step."""
+"""Every so many steps the core is checked, which takes longer than a step."""
 BLOCK_SIZE = 16
 NUM_REQUESTS = 48
 NUM_ROWS = 12

@@ -32,7 +32,7 @@ class Server:
     """Sends one prompt after another, and says how many tokens of each were computed, its answer's included."""
 
     CHECK_TURNS = 10
-    """Every so many turns the core's books are checked, which takes longer than a step: the pool has thousands of blocks."""
+    """Every so many turns the core is checked, which takes longer than a step: the pool has thousands of blocks."""
 
     def __init__(self, capacity: Capacity = CAPACITY) -> None:
         self.capacity = capacity

@@ -225,13 +225,13 @@ async def test_the_pool_is_drawn_once_for_all_who_ask_at_once(client, runtime, m
 
 async def test_a_pool_that_cannot_be_read_is_no_fault_of_the_caller(client, runtime, monkeypatch):
     def fail():
-        raise TimeoutError("the engine thread keeps its books")
+        raise TimeoutError("the engine thread holds the core lock")
 
     monkeypatch.setattr(runtime.engine, "pool_map", fail)
     check(await client.get("/kv"), 503, "unavailable")
 
 
-async def test_the_event_loop_does_not_wait_for_the_books(client, runtime, monkeypatch):
+async def test_the_event_loop_does_not_wait_for_the_core_lock(client, runtime, monkeypatch):
     asked_by = []
     monkeypatch.setattr(runtime.metrics, "read_waste", lambda: (asked_by.append(threading.current_thread()), 0.25)[1])
     assert (await client.get("/load")).json()["kv_waste_ratio"] == 0.25

@@ -142,7 +142,7 @@ async def test_resident_memory_is_flat_at_full_memory(tmp_path: Path, disk_size:
 
         def check_slots() -> None:
             num_present = server.metric("kv_disk_slots", state="present")
-            assert num_present > 0.98 * server.metric("kv_disk_slots") > 500, "the books of the tier are not full yet"
+            assert num_present > 0.98 * server.metric("kv_disk_slots") > 500, "the index of the tier is not full yet"
 
         clients = Clients(server, seed=3, on_filled=check_slots if tier else lambda: None)
         sizes = await clients.run(SOAK_S)

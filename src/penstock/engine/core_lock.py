@@ -68,13 +68,13 @@ class CoreLock:
         """Return what `look` returns, called with the core locked. Raises TimeoutError. Never call this from a sink or an
         observer."""
         if not self._readers.acquire(timeout=READ_TIMEOUT_S):
-            raise TimeoutError("other readers keep the books of the engine")
+            raise TimeoutError("another reader holds the core lock")
         try:
             self._are_wanted = True
             has_lock = self._lock.acquire(timeout=READ_TIMEOUT_S)
             self._are_wanted = False
             if not has_lock:
-                raise TimeoutError("the engine thread keeps its books")
+                raise TimeoutError("the engine thread holds the core lock")
             try:
                 return look()
             finally:

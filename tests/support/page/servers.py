@@ -41,7 +41,7 @@ def _token_of(byte: int) -> int:
 
 
 class Gate(HashExecutor):
-    """Ends a step only when it was allowed to: `allow(n)`; `open()` for no limit. Meanwhile the engine's books can be read."""
+    """Ends a step only when it was allowed to: `allow(n)`; `open()` for no limit. Meanwhile the core lock is free."""
 
     def __init__(self, model) -> None:
         super().__init__(CAPACITY, model=model)
