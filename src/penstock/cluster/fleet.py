@@ -605,10 +605,7 @@ class Fleet:
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 
     def _await_adapter(self, group: Sequence[Flight]) -> bool:
-        """Return False if the requests' adapter was read. Otherwise begin to read it and return True: do not send them yet.
-
-        If reading the adapter has failed, end the requests.
-        """
+        """Return False if the requests' adapter was read. Otherwise read it, or end the requests if that has failed."""
         ref = group[0].request.adapter
         if ref is None or group[0].has_adapter:
             return False

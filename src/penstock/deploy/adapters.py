@@ -1,9 +1,8 @@
 """The registry of a model's LoRA adapters: names that clients use, their files, and the adapters that are packed in memory.
 
 The server looks up names here, and the scheduler uses the registry as an `AdapterSource`. Threads read and pack adapters. When
-memory is full, the least recently used adapter is evicted, and read again when needed. Adapters that requests refer to are
-evicted after the others, and of these, adapters without a name come last: their files may have changed. An `AdapterRef` means
-the content that was read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
+memory is full, an adapter is evicted (`_make_room` says which), and read again when needed. An `AdapterRef` means the content
+that was read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
 """
 
 from __future__ import annotations
@@ -398,7 +397,7 @@ class Adapters:
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_room_for_name(self, name: str) -> None:
-        """If there are `MAX_NAMES`, forget a name that was found in the folder and has no adapter in use."""
+        """If there are `MAX_NAMES`, forget one from the folder whose adapter is neither in memory nor in use."""
         if name in self._names or len(self._names) < MAX_NAMES:
             return
         for other, entry in self._names.items():
@@ -494,12 +493,19 @@ class Adapters:
         return None
 
     def _make_room(self, num_bytes: int, num_adapters: int = 0) -> None:
+        """Evict adapters until there is room. Which of two adapters goes first is decided in this order:
+
+        1. One that no request refers to.
+        2. One that has a name. The files of one without a name may have changed.
+        3. One that was used since it was loaded.
+        4. The least recently used one.
+        """
         self._sweep()
         while self._in_memory and (
             len(self._in_memory) + num_adapters > self._max_in_memory
             or self._num_bytes + sum(one.num_bytes for one in self._reading.values()) + num_bytes > self._max_bytes
         ):
-            # `min` returns the first of equals: the least recently used.
+            # `min` returns the first of equals.
             self._drop_packed(min(self._in_memory.values(), key=lambda one: (one.is_held, one.is_retired, not one.was_used)))
             self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
 

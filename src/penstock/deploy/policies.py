@@ -85,7 +85,7 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
         raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=remedy) from error
     if chosen.priority_preemption and not policies.gate.is_continuous:
         raise ConfigError(
-            "A static or dynamic batch runs until it has ended, so a higher class can't pause a request in it.",
+            "A static or dynamic batch runs until it has ended, so a higher class can't preempt a request in it.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
     for flag, name in (("--speculation", chosen.speculation), ("--speculation-model", chosen.speculation_model)):

@@ -34,7 +34,7 @@ class Blocks:
     """Lets other threads than the engine's copy cached blocks. Methods may wait, and raise TimeoutError."""
 
     def __init__(self, scheduler: Scheduler, memory: BlockMemory | None, core_lock: CoreLock, wake: Callable[[], None]) -> None:
-        """`wake` wakes the engine: requests may wait for blocks that are given back."""
+        """`wake` wakes the engine: requests may wait for blocks that are released."""
         kv = scheduler.kv
         # Not with a tier, which publishes blocks before their contents are written.
         self.memory = memory if kv.prefix.shares_parts and kv.tier is None else None

@@ -54,8 +54,8 @@ def _check_references(manager: KVManager) -> None:
     for request_id, table in (*manager.tables.items(), *manager.fenced):
         assert len(set(table.held)) == len(table.held), f"{request_id!r} holds a block twice"
         released = table.block_ids[: table.num_released]
-        assert released == [NULL_BLOCK_ID] * table.num_released, f"{request_id!r} has given back other blocks than it counts"
-        assert table.num_released <= table.num_full, f"{request_id!r} has given back a block that was not full"
+        assert released == [NULL_BLOCK_ID] * table.num_released, f"{request_id!r} has released other blocks than it counts"
+        assert table.num_released <= table.num_full, f"{request_id!r} has released a block that was not full"
         held.update(table.held)
         held.update(table.state_block_ids)
         assert len(table.state) in (0, manager.num_state_blocks), f"{request_id!r} has a part of a state"

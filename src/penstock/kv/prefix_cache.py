@@ -80,8 +80,8 @@ class PrefixCache:
     ) -> None:
         """`is_shared`: requests find each other's prefixes. Otherwise each finds only its own, loaded back from a tier.
 
-        Hits end only between blocks without `shares_parts` or with `has_state` (see `Capacity`), and only at saved states with
-        `states`.
+        Without `shares_parts`, or with `has_state` (see `Capacity`), hits end only between blocks. With `states`, they end only
+        where a state is saved.
         """
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}

@@ -28,7 +28,8 @@ class Ahead:
     def begin(self) -> bool:
         """Count the tokens in flight as computed. Return False, with no token counted, if the next step can't be planned ahead.
 
-        In either case `Order.left` is called for requests that are certain to end with the step in flight. O(running).
+        Calls `Order.left` for requests that are certain to end with the step in flight, also if blocks are lacking. With
+        beams, or if the gate forbids planning ahead, it does nothing. O(running).
         """
         if not self._is_possible or self._groups.by_id:
             return False

@@ -45,7 +45,7 @@ class StepDraft:
     """Running long prefills that others pass, leaving them a share of the tokens."""
     num_kept_tokens: int = 0
     num_let_in: int = 0
-    """Requests of the gate's allowance that this step has admitted, held back or set aside."""
+    """How many of the requests that the gate allows this step has admitted, held back or set aside."""
     num_promised_blocks: int = 0
     """Free blocks reserved for the current tokens of running requests and of requests set aside."""
     num_promised_rows: int = 0

@@ -1,4 +1,4 @@
-"""Admits waiting requests, and preempts running ones for them if the order policy says so.
+"""Admits waiting requests. Preempts background requests for them, and others if the order policy says so.
 
 A request is set aside, so that later ones pass it, while a running prefill (its leader) computes a block that both share, or
 while its adapter is being loaded.

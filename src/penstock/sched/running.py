@@ -17,8 +17,8 @@ from penstock.types.stats import Preemption, PreemptReason
 
 RESUME_GROWTH_TOKENS = 32
 """Room for each running request to grow when one resumes after its first preemption; half of it with a tier."""
-MEASURED_FRACTION = 4
-"""A step without decodes measures prefill speed if it uses at least one in this many of the possible tokens."""
+MEASURED_FRACTION = 1 / 4
+"""A step without decodes measures prefill speed if it uses at least this fraction of the possible tokens, or is faster."""
 MAX_FORCED_TOKENS = 15
 """Most forced tokens of a request in one step, since all rows of the step wait for them."""
 
@@ -115,7 +115,7 @@ class Running:
         1. All background requests except the protected one, if the grower is not one itself.
         2. The grower's class except its most senior request. The protected request counts as the most senior.
         3. The protected request, if the grower is not a background request.
-        4. The grower itself.
+        4. The grower itself, or all requests of its beam search.
         """
         if not grower.background and (yielding := self.yielding):
             return yielding
@@ -196,7 +196,7 @@ class Running:
         if not num_left or not self._capacity.window:
             return num_left
         num_more = self.most_blocks(request, request.num_tokens) - self._kv.num_held_blocks(request.request_id)
-        # A step planned ahead sees blocks that the request gives back when the step in flight is committed.
+        # A step planned ahead sees blocks that the request releases when the step in flight is committed.
         return min(num_left, max(num_more, num_blocks_for(self._capacity.max_step_tokens)))
 
     def num_missing_blocks(self, *, background: bool) -> int:
@@ -292,7 +292,7 @@ class Running:
 
     def learn_pace(self, num_prefill_tokens: int, duration_ns: int) -> None:
         known, ns_per_token = self.prefill_ns_per_token, duration_ns / num_prefill_tokens
-        is_measured = num_prefill_tokens * MEASURED_FRACTION >= self._capacity.max_step_tokens
+        is_measured = num_prefill_tokens >= MEASURED_FRACTION * self._capacity.max_step_tokens
         if is_measured or ns_per_token < known or not known:
             self.prefill_ns_per_token = ns_per_token
 
@@ -311,12 +311,12 @@ class Running:
             num_slots = len(table.block_ids) * block_size
             assert request.num_computed_tokens + request.num_inflight_tokens <= num_slots, f"{request_id!r} lacks blocks"
             num_unread = table.num_unread(request.num_computed_tokens, block_size)
-            assert table.num_released <= num_unread, f"{request_id!r} has given back a block that is still read"
+            assert table.num_released <= num_unread, f"{request_id!r} has released a block that is still read"
         final, noted = sum(map(self._final_blocks, self)), self._num_final_blocks
         assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
         holders = {request_id for request_id, table in tables.items() if table.block_ids}
         assert holders <= self.requests.keys(), f"{holders - self.requests.keys()} hold blocks and do not run"
-        assert self._to_resend <= self.requests.keys(), "a request that does not run is to be told to the executor"
+        assert self._to_resend <= self.requests.keys(), "a request that does not run must be sent again"
 
 
 def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:

@@ -110,7 +110,7 @@ class Scheduler:
             )
             for waiting in (self._queues.waiting, self._queues.background)
         ]
-        """Admission of background requests, and of all others."""
+        """Admission of all requests but background ones, and of background requests."""
         self._share = Share(policies.background_share)
         if capacity.is_one_pass:
             self.skip_prefix_stops()

@@ -66,14 +66,14 @@ _UNSUPPORTED = frozenset(
     }
 )
 """Refused keywords. llguidance ignores some of them if `$schema` names a draft that lacks them."""
-_ANNOTATIONS = frozenset(
+_WITHOUT_RULES = frozenset(
     {
         *("title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"),
         *("$schema", "$id", "$anchor", "contentMediaType", "contentEncoding", "$defs", "definitions"),
         *("$ref", "allOf", "anyOf", "oneOf"),
     }
 )
-"""Keywords that do not count as an effect: annotations, and those whose schemas are counted separately."""
+"""Keywords that do not restrict values themselves: annotations, and those whose schemas are counted separately."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -81,8 +81,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "exclusiveMaximum": (False,),
 }
 """Values without effect. Some generators write them, and llguidance refuses them."""
-_WITHOUT_EFFECT = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"})
-"""Keywords without effect. Beside a recursive $ref, they make llguidance fail."""
+_IGNORED = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"})
+"""Keywords that are removed. Beside a recursive $ref, they make llguidance fail."""
 
 _DAY = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
@@ -197,7 +197,7 @@ def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Yield every schema inside `schema` once, after removing keywords without effect.
+    """Yield every schema inside `schema` once, after removing ignored keywords and neutral values.
 
     Rewrites each $ref as an unambiguous JSON pointer, so that llguidance finds the schema that was checked.
     """
@@ -209,9 +209,7 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
             continue
         seen_ids.add(id(node))
         for name in list(node):
-            if name in _WITHOUT_EFFECT or any(
-                type(node[name]) is type(one) and node[name] == one for one in _NEUTRAL.get(name, ())
-            ):
+            if name in _IGNORED or any(type(node[name]) is type(one) and node[name] == one for one in _NEUTRAL.get(name, ())):
                 del node[name]
         yield node, place
         _spell_format(node)
@@ -304,8 +302,8 @@ class _Way:
 
     waiting: Sequence[Any]
     """At least one schema that is not counted yet."""
-    num_effective: int = 0
-    """Number of counted schemas with an effect."""
+    num_with_rules: int = 0
+    """Number of counted schemas with rules of their own."""
     num_patterns: int = 0
     """Number of counted schemas with a pattern or a format."""
     with_places: tuple[dict[str, Any], ...] = ()
@@ -337,9 +335,9 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
             what = f"puts more than {MAX_PATTERNS_TOGETHER} patterns and formats together for one string"
             _refuse(f"{what}. Combine them into one.")
         all_of = _list(node, "allOf")
-        has_effect = any(name not in _ANNOTATIONS for name in node)
-        num_parts = has_effect + len(all_of) + sum(name in node for name in ("$ref", "anyOf", "oneOf"))
-        merges = way.num_effective + len(waiting) + num_parts > 1
+        has_rules = any(name not in _WITHOUT_RULES for name in node)
+        num_parts = has_rules + len(all_of) + sum(name in node for name in ("$ref", "anyOf", "oneOf"))
+        merges = way.num_with_rules + len(waiting) + num_parts > 1
         does_merge |= merges
         waiting[:0] = all_of
         if "$ref" in node and merges:
@@ -350,7 +348,7 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
         choices = [options for name in ("anyOf", "oneOf") if (options := _list(node, name))]
         waiting += [{"anyOf": options} for options in choices[1:]]
         with_places = (*way.with_places, node) if _num_parts(node) else way.with_places
-        way = _Way(waiting, way.num_effective + has_effect, way.num_patterns + has_pattern, with_places)
+        way = _Way(waiting, way.num_with_rules + has_rules, way.num_patterns + has_pattern, with_places)
         if choices:
             stack.append(_alternatives(way, choices[0]))
             way = None

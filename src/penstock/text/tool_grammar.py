@@ -300,7 +300,7 @@ def _values(schema: Any, types: frozenset[str]) -> dict[str, Any]:
 
 
 def _forbid_additional(schema: Any) -> None:
-    """Forbid additional properties in a schema and in those inside it, unless a schema says something about them."""
+    """Forbid additional properties in a schema and in those inside it, unless a schema allows some, or combines others."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()

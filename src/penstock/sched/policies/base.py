@@ -60,7 +60,7 @@ class Gate(Protocol):
     """
 
     is_continuous: ClassVar[bool] = False
-    """The gate never calls a batch. Required for beam search and for pausing running requests."""
+    """The gate never calls a batch. Required for beam search and for `Order.is_preemptive`."""
     may_plan_ahead: ClassVar[bool] = False
     """A step may be planned while the one before is in flight. The view then counts requests that end with that step."""
 
@@ -98,7 +98,7 @@ class Order(Protocol):
     """Seam (`victim`, `eviction`) -> default policy with this order."""
 
     is_preemptive: bool = False
-    """A waiting request may pause a running one. Otherwise `pauses` is never asked."""
+    """A waiting request may preempt a running one. Otherwise `pauses` is never called."""
 
     @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:

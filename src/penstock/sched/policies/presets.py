@@ -122,7 +122,7 @@ def make_policies(
     arguments: Mapping[str, Mapping[str, object]] | None = None,
     background_share: float = 0.0,
 ) -> Policies:
-    """Return a preset's policies, except those given as arguments: by name, as `module:Class`, or as objects.
+    """Return a preset's policies, with those given as arguments in their place: by name, as `module:Class`, or as objects.
 
     `settings` and `arguments` set fields of policies that are not objects, by seam and field, and override the preset's.
     `settings` come from the server's settings, and None leaves a field as it is. `arguments` are what the user wrote for this
