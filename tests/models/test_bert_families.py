@@ -125,6 +125,11 @@ def test_experts_of_nomic_bert_that_are_not_computed_are_refused_in_gguf_files(t
     assert refusal.value.remedy
 
 
+def test_a_gguf_file_without_the_bias_of_experts_is_logged(tmp_path, caplog):
+    load_gguf(write_encoder(ENCODERS["nomic_bert_experts_gguf"], tmp_path))
+    assert "lack the bias of the experts' sum" in caplog.text
+
+
 def test_a_decoder_whose_tokens_see_later_ones_embeds_and_writes_nothing(tmp_path):
     """GTE-Qwen2 is such a model: its class is that of a decoder with an output."""
     path = write_encoder(ENCODERS["qwen3_embedding"], tmp_path / "model")

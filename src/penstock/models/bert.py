@@ -9,6 +9,7 @@ modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2409
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -53,6 +54,8 @@ from penstock.models.layers import (
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, ModelSpec, Pooling, Rotation
+
+_log = logging.getLogger(__name__)
 
 
 def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
@@ -386,6 +389,7 @@ def _with_spaced_experts(spec: ModelSpec, mlp: ExpertsMlp, every: int, path: Pat
 
 def _of_nomic_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of experts. Files lack the bias of their sum: llama.cpp's converter leaves it out."""
+    _log.warning("%s: GGUF files lack the bias of the experts' sum, so vectors differ from the model directory's", file.path)
     key = file.architecture
     for name in ("expert_shared_count", "expert_group_count", "leading_dense_block_count", "expert_weights_norm"):
         if value := file.metadata.get(f"{key}.{name}"):
