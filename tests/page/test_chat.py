@@ -205,7 +205,12 @@ def test_escape_in_another_field_or_view_stops_no_answer(browser):
         ask(browser)
         server.gate.allow(6)
         browser.wait_text(".answer > .text", "^Hello")
-        for opened in (partial(press, browser, "Edit"), partial(press, browser, "Rename"), partial(browser.click, "#search")):
+        for opened in (
+            partial(press, browser, "Edit"),
+            partial(press, browser, "Rename"),
+            partial(browser.click, "#search"),
+            partial(browser.run, "document.querySelector('#model').focus()"),
+        ):
             opened()
             browser.press(ESCAPE)
         browser.click("nav a[href='#live']")

@@ -255,7 +255,7 @@ byId("stop").addEventListener("click", () => {
   prompt.focus();
 });
 document.addEventListener("keydown", ({ key, isComposing, target }) => {
-  const isOfOther = byId("chat-view").hidden || target.closest("dialog, #search, form:not(#composer, #settings)"); // Escape closes or clears it.
+  const isOfOther = byId("chat-view").hidden || target.closest("dialog, #search, select, form:not(#composer, #settings)"); // Escape closes or clears it.
   if (key === "Escape" && !isComposing && !isOfOther) stop();
 });
 byId("new").addEventListener("click", () => {
