@@ -117,7 +117,7 @@ def jobs_of(texts: Sequence[str], num_texts: int) -> list[Job]:
 
 
 def embed(url: str, jobs: Sequence[Job], pace: Pace, max_s: float | None = None) -> Sent:
-    """Raises LoadError if a request fails; those that are still under way after `max_s` count for nothing."""
+    """Raises LoadError if a request fails. Requests that have not ended after `max_s` are not counted."""
     target = Target(url=url, model=SERVED_NAME, endpoint=Endpoint.EMBEDDINGS, stream=False, extra_body=AS_BYTES)
     return answered(Workload(name="texts", jobs=jobs), target, pace=pace, options=SendOptions(max_s=max_s))
 

@@ -191,7 +191,7 @@ class RunningCall:
         self.requests = requests
         """One for each choice, in the order of the prompts. The engine's thread changes them."""
         self.echoes = echoes
-        """For each prompt, the text to put before its answers."""
+        """The text to put before the answers to each prompt."""
         self.form = form
         """How answers are divided into content, reasoning and calls. None means all is content."""
         self.stream = stream

@@ -35,9 +35,9 @@ _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: \w+=[^;\s]*;)*\n?")
 class Tokenised:
     prompts: list[tuple[int, ...]]
     max_tokens: list[int]
-    """For each prompt, the most tokens to generate."""
+    """The limit of generated tokens of each prompt."""
     echoes: list[str]
-    """For each prompt, the text to put before its answers."""
+    """The text to put before the answers to each prompt."""
     banned: tuple[tuple[int, ...], ...]
     """Token sequences banned by the call and by the model's files."""
     end_token_ids: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class Crew:
         self._since_ns = dict.fromkeys(front.dispatcher.numbers, 0)
         """Number of a replica -> when it was started."""
         self._starting: deque[int] = deque()
-        """For each replica that is still starting, the instant of the decision to start it."""
+        """When it was decided to start each of the replicas that are still starting."""
         self._left_ns = 0
         self._unsent: dict[str, Call] = {}
         self._scaler = Scaler(scaling.least, scaling.most, len(self._since_ns))

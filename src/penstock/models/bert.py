@@ -335,7 +335,7 @@ DISTILBERT = replace(
 )
 
 
-# Nomic-BERT: RoPE. Gated MLPs without biases, or plain ones with biases, of which some layers may have several: experts.
+# Nomic-BERT: RoPE, and gated MLPs without biases; or plain MLPs with biases, with experts in place of some of them.
 
 _OLD_KEYS = {
     **OLD_KEYS,
@@ -381,7 +381,7 @@ def _of_nomic(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_spaced_experts(spec: ModelSpec, mlp: ExpertsMlp, every: int, path: Path) -> ModelSpec:
-    """Return the spec with experts in the second of every `every` layers. Raises ModelError if there is no second."""
+    """Return the spec with experts in layers 1, 1 + `every` and so on. Raises ModelError if `every` is less than 2."""
     if every < 2:
         raise checks.unsupported(path, f"moe_every_n_layers is {every}", "2 or more are")
     return with_experts(spec, mlp, path, dense=[layer for layer in range(spec.num_layers) if layer % every != 1])
