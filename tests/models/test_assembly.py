@@ -259,7 +259,6 @@ OF_DOCS = (
         "MPTForCausalLM",
         "BloomForCausalLM",
         "DebertaV2Model",
-        "NeoBERTLMHead",
         "neo-bert",
         "T5ForConditionalGeneration",
         "PhimoeForCausalLM",

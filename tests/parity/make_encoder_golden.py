@@ -12,7 +12,9 @@ import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from support.parity.encoder_cases import ENCODERS, EncoderCase, Text, texts
 from support.parity.golden import GOLDEN_DIR
+from support.parity.neobert import neobert_scores, neobert_states
 from support.parity.nomic_experts import nomic_states
 from support.parity.tiny import FloatArray, weights_sha256
 
@@ -84,11 +87,21 @@ def jina_states(case: EncoderCase, text: Text) -> torch.Tensor:
     return x
 
 
+def in_numpy(case: EncoderCase) -> Callable[[Mapping[str, Any], Mapping[str, FloatArray], tuple[int, ...]], Any] | None:
+    """Return the function that computes states of a model that transformers lacks, or None."""
+    if "moe_top_k" in case.config:
+        return nomic_states
+    return neobert_states if case.architecture == "neobert" else None
+
+
 def answer(case: EncoderCase, model: PreTrainedModel | None, text: Text) -> FloatArray:
     """The rows of numbers that the model answers a text."""
-    if "moe_top_k" in case.config:
-        of_tokens = nomic_states(case.config, case.weights(), text.token_ids).astype(np.float32)
-        return of_tokens[:1] if case.pooling == "first" else of_tokens.mean(0, keepdims=True)
+    if case.architecture == "neobert" and case.has_head:
+        return neobert_scores(case.config, case.weights(), text.token_ids).astype(np.float32)
+    if (states_of := in_numpy(case)) is not None:
+        of_tokens = states_of(case.config, case.weights(), text.token_ids).astype(np.float32)
+        pooled = of_tokens[:1] if case.pooling == "first" else of_tokens.mean(0, keepdims=True)
+        return pooled / np.linalg.norm(pooled) if case.is_normalised else pooled
     if model is None:
         pooled = jina_states(case, text).mean(0)
         return (pooled / pooled.norm() if case.is_normalised else pooled)[None].numpy()
@@ -120,7 +133,7 @@ def main() -> None:
         arrays = {key: data[key] for key in data.files if key.split("/")[0] in ENCODERS}
     for name in sys.argv[1:] or [name for name, case in ENCODERS.items() if not case.golden]:
         case = ENCODERS[name]
-        is_ours = case.architecture == "jina_bert" or "moe_top_k" in case.config
+        is_ours = case.architecture == "jina_bert" or in_numpy(case) is not None
         model = None if is_ours else make_model(case)
         rows = [answer(case, model, text) for text in texts(case)]
         arrays |= {f"{name}/{number}": values for number, values in enumerate(rows)}

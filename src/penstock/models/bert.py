@@ -1,17 +1,17 @@
-"""Encoders: BERT and its kin, GTE, ModernBERT and EuroBERT.
+"""Encoders: BERT and its kin, GTE, ModernBERT, EuroBERT and NeoBERT.
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
 (its XL), 2003.10555 (ELECTRA), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2502.07972 (its experts, as in vLLM's
 bert_with_rope.py and llama.cpp's bert.cpp), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2407.19669 (GTE, also its makers'
-modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2409.10173 (Jina 3), 2503.05500 (EuroBERT) and
-2108.12409 (ALiBi).
+modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2409.10173 (Jina 3), 2503.05500 (EuroBERT),
+2502.19587 (NeoBERT, also its makers' model.py) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from penstock.models.architectures import (
     HeadLayer,
     Made,
     Parts,
+    Run,
     with_biases,
     with_defaults,
 )
@@ -790,4 +791,59 @@ EUROBERT = Architecture(
     hf_head=_eurobert_head,
     hf_unread=("lm_head.",),
     of_gguf=lambda _, spec: with_both_sides(spec),
+)
+
+
+# NeoBERT: Llama with bidirectional attention, too. Neighbouring columns of a head rotate as a pair.
+
+
+def _neobert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with defaults. The MLPs have two thirds of `intermediate_size`, rounded up to a multiple of 8."""
+    defaults = {**_DEFAULTS, "num_hidden_layers": 28, "rms_norm_eps": 1e-6, "max_position_embeddings": 1024}
+    found = with_defaults(values, defaults, {"norm_eps": "rms_norm_eps", "max_length": "max_position_embeddings"})
+    if type(width := found["intermediate_size"]) is int and width > 0:
+        found["intermediate_size"] = -(-(2 * width // 3) // 8) * 8
+    return {**found, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+
+
+def _of_neobert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only_all(rope=True, rms_norm=True, ngpt=False, dim_head=spec.attentions[0].head_dim)
+    if (kind := config.get("hidden_act", str) or "swiglu").lower() != "swiglu":
+        raise checks.unsupported(config.path, f"hidden_act is {kind[:80]!r}", "only 'swiglu' is")
+    return with_both_sides(spec)
+
+
+def _qkv_by_head(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    """Return the rows of q, k and v. Each head has its own three in a row, q and k with rotating pairs side by side."""
+    heads, width = range(spec.attentions[0].num_heads), spec.attentions[0].head_dim
+    q, k, v = ([(3 * width * head + width * part, width, 1) for head in heads] for part in range(3))
+    split = [[(first + odd, width // 2, 2) for first, _, _ in runs for odd in (0, 1)] for runs in (q, k)]
+    return [*split, v]
+
+
+def _neobert_head(hf_class: str, _: JsonFile) -> Head | None:
+    layers = (HeadLayer("dense", activation="tanh"), HeadLayer("classifier", is_last=True))
+    return Head("first", layers) if hf_class.endswith("ForSequenceClassification") else None
+
+
+NEOBERT = Architecture(
+    describe=llama.describe,
+    is_encoder=True,
+    of_hf=_of_neobert,
+    hf_values=_neobert_values,
+    hf_name=lambda name: name.removeprefix("model."),
+    hf_top={"encoder.weight": "embed", "layer_norm.weight": "norm"},
+    hf_layers="transformer_encoder.",
+    hf_layer={
+        "attention_norm.weight": "attn_norm",
+        "qkv.weight": replace(QKV, runs=_qkv_by_head),
+        "wo.weight": "o",
+        "ffn_norm.weight": "mlp_norm",
+        "ffn.w12.weight": GATE_AND_UP,
+        "ffn.w1.weight": "gate",
+        "ffn.w2.weight": "up",
+        "ffn.w3.weight": "down",
+    },
+    hf_head=_neobert_head,
+    hf_unread=("decoder.",),
 )

@@ -757,6 +757,43 @@ def _eurobert_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+_NEOBERT = {
+    "architectures": ["NeoBERT"],
+    "dim_head": 24,
+    "hidden_size": 72,
+    "intermediate_size": 150,
+    "max_length": 64,
+    "model_type": "neobert",
+    "norm_eps": 0.05,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "vocab_size": 263,
+}
+"""150 columns mean 104 in the MLP: two thirds, rounded up to a multiple of 8."""
+
+
+def _neobert_cases() -> dict[str, EncoderCase]:
+    bare = _matrix("encoder", 263, 72) | {"layer_norm.weight": (72,)}
+    for layer in range(3):
+        at = f"transformer_encoder.{layer}"
+        bare |= {f"{at}.{name}.weight": (72,) for name in ("attention_norm", "ffn_norm")}
+        bare |= _matrix(f"{at}.qkv", 216, 72) | _matrix(f"{at}.wo", 72, 72)
+        bare |= _matrix(f"{at}.ffn.w12", 208, 72) | _matrix(f"{at}.ffn.w3", 72, 104)
+    headed = {f"model.{name}": shape for name, shape in bare.items()}
+    case = EncoderCase(architecture="neobert", config=_NEOBERT, shapes=bare, seed=320, factors={"qkv.weight": 3.0})
+    words = {**_NEOBERT, "architectures": ["NeoBERTLMHead"]}
+    classes = {**_NEOBERT, **_LABELS, "architectures": ["NeoBERTForSequenceClassification"]}
+    scores = _linear("dense", 72, 72) | _linear("classifier", 3, 72)
+    return {
+        "neobert": replace(case, is_mutated=True),
+        "neobert_words": replace(
+            case, config=words, shapes=headed | _linear("decoder", 263, 72), pooling="first", is_normalised=True, seed=321
+        ),
+        "neobert_classes": replace(case, config=classes, shapes=headed | scores, factors={}, seed=322),
+    }
+
+
 def _embedding_gemma_cases() -> dict[str, EncoderCase]:
     """The sixth of seven layers sees all tokens, the others 4 to each side."""
     norms = {f"{half}_feedforward_layernorm__weight": (72,) for half in ("pre", "post")}
@@ -922,6 +959,7 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "electra": replace(_ELECTRA["electra"], is_mutated=True),
         **_EUROBERT,
         "eurobert": replace(_EUROBERT["eurobert"], is_mutated=True),
+        **_neobert_cases(),
         **_embedding_gemma_cases(),
         **_decoder_cases(),
         "qwen3_model": EncoderCase(
