@@ -167,8 +167,18 @@ async def test_a_model_that_is_served_is_pulled_already(client):
     other = await client.post("/api/pull", json={"model": "other"})
     assert other.status_code == 501
     assert "penstock pull" in other.json()["error"]
-    nameless = await client.post("/api/pull", json={"stream": False})
-    assert (nameless.status_code, "'model'" in nameless.text) == (400, True)
+    for path in ("/api/pull", "/api/show"):
+        nameless = await client.post(path, json={"model": "", "name": ""})
+        assert (nameless.status_code, "'model'" in nameless.text) == (400, True)
+
+
+@pytest.mark.parametrize(("model", "name"), [("", "toy"), ("toy", "")])
+async def test_programs_in_go_send_fields_that_are_not_set(client, model, name):
+    """The bodies of `ollama run`, `ollama show` and `ollama pull`."""
+    show = {"model": model, "system": "", "template": "", "verbose": False, "options": None, "name": name}
+    assert (await client.post("/api/show", json=show)).json()["capabilities"]
+    pull = {"model": model, "username": "", "password": "", "name": name}
+    assert (await client.post("/api/pull", json=pull)).status_code == 200
 
 
 async def test_no_window_of_penalties_is_no_penalty(client):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -17,7 +15,7 @@ from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, visible_models
-from penstock.serve.bodies import Body, Unread
+from penstock.serve.bodies import Body, Unread, has_unread
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER
@@ -28,11 +26,14 @@ from penstock.types.encoder import Task
 
 
 class OllamaNameBody(Body):
-    model: Annotated[str, Field(min_length=1)] | None = None
-    name: Annotated[str, Field(min_length=1)] | None = None
+    """The body of a request about one model. Ollama's own client sends the other name as an empty text."""
+
+    model: str | None = None
+    name: str | None = None
     """The older name of `model`."""
 
 
+@has_unread("system template options")
 class OllamaShowBody(OllamaNameBody):
     verbose: Unread = None
     """No effect: lists of tokens are never included."""
@@ -138,8 +139,6 @@ class OllamaModels:
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""
         body = await self._reader.body(data, OllamaPullBody)
-        if body.model is None and body.name is None:
-            raise invalid("Missing required parameter: 'model'.", "model")
         try:
             self._find(body, http)
         except ApiError as error:
@@ -153,7 +152,9 @@ class OllamaModels:
 
     def _find(self, body: OllamaNameBody, http: HttpRequest) -> ServedModel:
         name = body.model or body.name
-        served, _ = find_allowed(None if name is None else name_of(name, self._deployment), self._deployment, http.scope)
+        if not name:
+            raise invalid("Missing required parameter: 'model'.", "model")
+        served, _ = find_allowed(name_of(name, self._deployment), self._deployment, http.scope)
         return served
 
 
