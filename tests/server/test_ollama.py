@@ -324,6 +324,12 @@ async def test_answers_of_tools_belong_to_the_calls_before_them(client):
     openai = {"messages": with_ids, "tools": [NOW], "temperature": 0, "max_tokens": 5, "tool_choice": "none"}
     other = (await client.post("/v1/chat/completions", json=openai)).json()
     assert (await ask(client, messages=history))["prompt_eval_count"] == other["usage"]["prompt_tokens"]
+    from_open_webui = [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [{"index": 0, "id": "a", "function": call}]},
+        {"role": "tool", "tool_call_id": "a", "content": "noon"},
+    ]
+    assert (await ask(client, messages=from_open_webui))["prompt_eval_count"] == other["usage"]["prompt_tokens"]
 
 
 async def test_what_a_model_reasons_is_its_thinking():

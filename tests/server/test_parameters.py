@@ -18,7 +18,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
 from penstock.serve.messages import PART_NO_EFFECT, CalledFunction, ChatMessage, ToolCallBody
 from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
-from penstock.serve.ollama.read import OptionsBody
+from penstock.serve.ollama.read import OllamaCall, OllamaFunction, OptionsBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
 from penstock.serve.openai.schemas import (
     ChatCompletionBody,
@@ -168,6 +168,8 @@ def test_the_docs_list_every_field_without_effect():
             *(f"options.{name}" for name in OptionsBody.no_effect),
             *OllamaShowBody.no_effect,
             *OllamaPullBody.no_effect,
+            *(f"tool_calls.{name}" for name in OllamaCall.no_effect),
+            *(f"tool_calls.function.{name}" for name in OllamaFunction.no_effect),
         },
         "`/v2/chat`": CohereChatBody.no_effect,
         "OpenAI's, Jina's and vLLM's routes of encoders": EmbeddingsBody.no_effect,

@@ -23,6 +23,7 @@ from penstock.serve.bodies import (
     Body,
     NumLogprobs,
     StopStrings,
+    Unread,
     has_not_yet,
     has_sampling,
     has_unread,
@@ -113,13 +114,15 @@ class _AnswerBody(OllamaBody):
 class OllamaFunction(Body):
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
-    index: int | None = None
+    index: Unread = None
 
 
 class OllamaCall(Body):
     function: OllamaFunction
     id: CallId | None = None
     type: Literal["function"] | None = None
+    index: Unread = None
+    """Sent here, not in `function`, by Open WebUI."""
 
 
 @has_not_yet("images=[]")
