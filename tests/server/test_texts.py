@@ -398,6 +398,15 @@ def test_predict_sorts_labels_and_takes_pairs(post):
     assert (response.status_code, set(response.json())) == (400, {"error", "error_type"})
 
 
+def test_text_classification_of_hugging_faces_client(post):
+    """It sends `parameters` without values as an empty object, and takes the first element of the answer."""
+    labels = ok(post("classify", "/predict", inputs="hello"))
+    assert ok(post("classify", "/", inputs="hello", parameters={})) == [labels]
+    raw = ok(post("classify", "/predict", inputs="hello", raw_scores=True))
+    asked = {"top_k": 2, "function_to_apply": "none"}
+    assert ok(post("classify", "/", inputs="hello", parameters=asked)) == [raw[:2]]
+
+
 def test_rerank_with_texts_is_that_of_text_embeddings_inference(post):
     scores = [sigmoid(numbers(("q", text))[0]) for text in ("one", "two")]
     order = sorted(range(2), key=lambda index: -scores[index])

@@ -68,12 +68,23 @@ class TeiRerankBody(TruncatedBody):
     """Return only this many best texts."""
 
 
+class PredictParameters(Body):
+    """Fields of Hugging Face's `text_classification`."""
+
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Return only this many best labels."""
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    """How the model's numbers become scores. The default is in the model's files."""
+
+
 class PredictBody(TruncatedBody):
     inputs: Annotated[
         Any,
         Field(json_schema_extra={"description": "A text, a pair of texts in a list, or a list of lists with one text or two."}),
     ]
     raw_scores: bool | None = None
+    parameters: PredictParameters | None = None
+    """If present, the answer is a list of lists for a single text, too, as Hugging Face's client expects."""
 
 
 class TeiTokenizeBody(Body):
@@ -163,14 +174,16 @@ def predict(body: PredictBody, asked: Asked) -> Answer:
     read.require_labels(opened)
     encoder = opened.encoder
     texts, is_batch = _predict_inputs(body.inputs)
-    function = ScoreFunction.NONE if body.raw_scores else encoder.scores
+    parameters = body.parameters or PredictParameters()
+    function = ScoreFunction.NONE if body.raw_scores else ScoreFunction(parameters.function_to_apply or encoder.scores)
 
     def write(results: TextResults) -> list[list[TeiLabel]] | list[TeiLabel]:
         lists: list[list[TeiLabel]] = []
         for result in results.results:
             found = scores(result, function)
-            lists.append([{"score": found[index], "label": encoder.labels[index]} for index in ranking(found)])
-        return lists if is_batch else lists[0]
+            best = ranking(found)[: parameters.top_k]
+            lists.append([{"score": found[index], "label": encoder.labels[index]} for index in best])
+        return lists[0] if not is_batch and body.parameters is None else lists
 
     name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
     return Answer(opened.call(texts, name_of, _truncation(body, opened)), write)
