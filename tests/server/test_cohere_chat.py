@@ -72,9 +72,11 @@ async def test_a_call_that_is_cut_before_its_arguments_is_text():
     assert kinds == ["message-start", "content-start", "content-end", "message-end"]
 
 
-async def test_a_history_with_a_call_and_its_result_is_the_chat_of_openai(client):
+@pytest.mark.parametrize("data", ['{"sky":"clear"}', {"sky": "clear"}])
+async def test_a_history_with_a_call_and_its_result_is_the_chat_of_openai(client, data):
+    """The data of a document is a text in Cohere's examples, and an object from its typed client and LangChain's."""
     called = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ROME)}}
-    document = {"type": "document", "document": {"data": '{"sky": "clear"}'}}
+    document = {"type": "document", "document": {"data": data}}
     cohere = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
         {"role": "assistant", "tool_plan": "I look.", "tool_calls": [called]},
@@ -83,7 +85,7 @@ async def test_a_history_with_a_call_and_its_result_is_the_chat_of_openai(client
     openai = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "I look.", "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": "call_1", "content": '{"sky": "clear"}'},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"sky":"clear"}'},
     ]
     settings = {"max_tokens": 10, "temperature": 0.8, "seed": 5}
     told = (await client.post(PATH, json={"messages": cohere, "k": 40, "p": 0.9, **settings})).json()

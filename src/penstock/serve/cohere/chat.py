@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from penstock import fast_json
 from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
@@ -16,6 +17,7 @@ from penstock.serve.bodies import (
     Schema,
     StopStrings,
     Unread,
+    check_depth,
     has_not_yet,
     has_sampling,
     json_grammar,
@@ -123,7 +125,7 @@ def _message(message: CohereMessage, at: str) -> Message:
     if content in (None, "", []):
         content = message.tool_plan or ""
     elif isinstance(content, list):
-        content = [_as_text(part) for part in content]
+        content = [_as_text(part, f"{at}.content[{index}]") for index, part in enumerate(content)]
     return make_message(
         at,
         message.role,
@@ -150,10 +152,16 @@ def _reasoning(content: Any, param: str) -> str:
     return "".join(texts)
 
 
-def _as_text(part: Any) -> Any:
-    """Return a content part as text. Reasoning becomes an empty text, so that errors have the indices of the client's parts."""
+def _as_text(part: Any, param: str) -> Any:
+    """Return a content part as text. Reasoning becomes an empty text, so that errors have the indices of the client's parts.
+
+    A document's object becomes JSON. Raises 400 if it is nested too deeply.
+    """
     if _is_thinking(part):
         return {"type": "text", "text": ""}
     document = part.get("document") if isinstance(part, dict) and part.get("type") == "document" else None
     data = document.get("data") if isinstance(document, dict) else None
+    if isinstance(data, dict):
+        check_depth(data, f"{param}.document.data")
+        data = fast_json.dumps(data).decode()
     return {"type": "text", "text": data} if isinstance(data, str) else part
