@@ -10,7 +10,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-import penstock
 from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
@@ -23,6 +22,9 @@ from penstock.serve.shapes import Count, Object, Version, utc
 from penstock.text.dialects import find_dialect
 from penstock.text.fim import find_fim
 from penstock.types.encoder import Task
+
+API_VERSION = "0.14.0"
+"""The version of Ollama with this API. Some clients, such as Copilot Chat and Codex, refuse older versions."""
 
 
 class OllamaNameBody(Body):
@@ -95,8 +97,8 @@ class OllamaModels:
         self._reader = parts.reader
 
     async def version(self, _http: HttpRequest) -> Version:
-        """Return the version of Penstock."""
-        return {"version": penstock.__version__}
+        """Return the version of Ollama whose API this is. `GET /version` returns Penstock's."""
+        return {"version": API_VERSION}
 
     async def tags(self, http: HttpRequest) -> OllamaModelList:
         """List the served models that the client's key may use."""
