@@ -153,6 +153,15 @@ async def test_options_do_what_their_openai_names_do(client):
     assert (await ask(client, options=options))["message"]["content"] == other["choices"][0]["message"]["content"]
 
 
+async def test_a_seed_of_minus_one_is_drawn(client):
+    """Ollama's default, which clients send with its other defaults."""
+    options = {"temperature": 1, "num_predict": 20}
+    absent, minus_one, one = [
+        (await ask(client, options=options | seed))["message"] for seed in ({}, {"seed": -1}, {"seed": 1})
+    ]
+    assert minus_one == absent != one
+
+
 async def test_how_a_model_is_loaded_is_not_for_a_request_to_say(client):
     options = {"num_ctx": 4096, "num_gpu": 99, "num_thread": 4, "num_batch": 512, "use_mmap": False, "repeat_last_n": 64}
     plain = await ask(client)

@@ -236,11 +236,14 @@ def _chat(
 def _fields(body: _AnswerBody, asked: Asked) -> dict[str, Any]:
     """Return the fields that requests for chats and completions share."""
     options = body.options or OptionsBody()
+    sampling = sampling_of(options, "ollama")
+    if sampling.get("seed") == -1:  # Ollama's default: a random one
+        del sampling["seed"]
     return {
         "names": _NAMES,
         "model": name_of(body.model, asked.reader.deployment),
         "is_streamed": body.stream is not False,
-        "sampling": sampling_of(options, "ollama"),
+        "sampling": sampling,
         "stop": options.stop or (),
         "max_tokens": _limit(options.num_predict),
         "grammar": _grammar(body.format),
