@@ -68,6 +68,12 @@ async def test_default_max_tokens_is_the_rest_of_the_context(client):
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_limit_of_minus_one_is_none(client, name):
+    """The pages and editors of llama.cpp send it."""
+    assert (await ask(client, [{"role": "user", "content": "x" * 1900}], **{name: -1}))["usage"]["total_tokens"] == 2048
+
+
 async def test_max_completion_tokens_is_max_tokens(client):
     assert (await ask(client, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
     assert (await ask(client, max_completion_tokens=3, max_tokens=3))["usage"]["completion_tokens"] == 3

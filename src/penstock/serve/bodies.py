@@ -235,6 +235,12 @@ StopList = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS, fail_
 StopStrings = Annotated[StopList, BeforeValidator(_one_or_many), described(_StopString | StopList)]
 
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
+MaxTokensOrAll = Annotated[
+    MaxTokens | None,
+    BeforeValidator(lambda value: None if value == -1 else value),
+    described(Literal[-1] | MaxTokens | None),
+]
+"""A limit of tokens. -1, which llama.cpp's clients send, is the same as absent."""
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]

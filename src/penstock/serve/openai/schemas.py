@@ -19,7 +19,7 @@ from penstock.serve.bodies import (
     Body,
     CacheSalt,
     GenerationFields,
-    MaxTokens,
+    MaxTokensOrAll,
     NoEffect,
     NotYet,
     NumLogprobs,
@@ -192,7 +192,8 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
         "prompt": "A prompt goes to /v1/completions; this route takes 'messages'.",
     }
 
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokensOrAll = None
+    max_completion_tokens: MaxTokensOrAll = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
