@@ -118,6 +118,13 @@ async def test_a_raw_prompt_has_no_limit_of_its_own(client):
     assert "~" not in answer["response"]
 
 
+@pytest.mark.parametrize("raw", [True, False])
+async def test_an_answer_ends_with_the_context(client, raw):
+    answer = await ask(client, "/api/generate", prompt="x" * 2000, raw=raw, options={"num_predict": 100})
+    assert answer["prompt_eval_count"] + answer["eval_count"] == 2048
+    assert answer["done_reason"] == "length"
+
+
 async def test_without_a_template_a_prompt_is_taken_as_it_is():
     runtime = make_runtime(chat_template=None)
     try:

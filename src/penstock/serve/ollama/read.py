@@ -209,8 +209,7 @@ def generate(body: OllamaGenerateBody, asked: Asked) -> tuple[Call, NewWriter]:
     if body.think:
         raise invalid("'think' needs the chat template: leave out 'raw' and 'suffix'.", "think")
     prompts, suffix = (TextPrompt(prompt, "prompt"),), body.suffix or ""
-    request = CompletionRequest(**_fields(body, asked), prompts=prompts, suffix=suffix, ends_with_context=False)
-    return asked.call(request), new_writer
+    return asked.call(CompletionRequest(**_fields(body, asked), prompts=prompts, suffix=suffix)), new_writer
 
 
 def _begin(body: _AnswerBody, asked: Asked) -> RunningModel:
