@@ -225,6 +225,7 @@ async def test_a_body_is_json_whatever_its_type_says(client):
         ({"format": "xml"}, "'format' must be 'json'"),
         ({"format": {"type": "nothing"}}, "'format' is refused"),
         ({"think": True}, "'think' is true, but toy does not reason"),
+        ({"think": "high"}, "'think' is 'high', but toy does not reason"),
         ({"think": "much"}, "'think' must be true, false"),
         ({"keep_alive": "5 minutes"}, "'keep_alive' must be a number of seconds"),
         ({"top_logprobs": 2}, "'top_logprobs' needs 'logprobs'"),
@@ -349,8 +350,9 @@ async def test_answers_of_tools_belong_to_the_calls_before_them(client):
 
 
 async def test_what_a_model_reasons_is_its_thinking():
-    answer = await said_by("<think>\nHm.\n</think>\n\nNoon.", chat_template=THINKING_TEMPLATE, think=True)
-    assert answer["message"] == {"role": "assistant", "content": "Noon.", "thinking": "Hm."}
+    for think in (True, "max"):
+        answer = await said_by("<think>\nHm.\n</think>\n\nNoon.", chat_template=THINKING_TEMPLATE, think=think)
+        assert answer["message"] == {"role": "assistant", "content": "Noon.", "thinking": "Hm."}
     answer = await said_by("Noon.", chat_template=THINKING_TEMPLATE, think=False)
     assert answer["message"] == {"role": "assistant", "content": "Noon."}
 

@@ -50,7 +50,7 @@ _NAMES = Names(
         "tools.*": "tools[{}].function",
     },
 )
-_EFFORTS = ("low", "medium", "high")
+_EFFORTS = ("low", "medium", "high", "max")
 _DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h))+")
 _PART_OF_DURATION = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
 _UNITS_NS = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
@@ -108,7 +108,7 @@ class _AnswerBody(OllamaBody):
         if self.format not in (None, "", "json") and not isinstance(self.format, dict):
             raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
         if self.think is not None and not isinstance(self.think, bool) and self.think not in _EFFORTS:
-            raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
+            raise invalid("'think' must be true, false, 'low', 'medium', 'high' or 'max'.", "think")
 
 
 class OllamaFunction(Body):
@@ -264,14 +264,15 @@ def _grammar(asked: Any) -> Grammar | None:
 
 def _effort(think: Any, running: RunningModel) -> str | None:
     """Return the reasoning effort, or None for the model's default. Raises 400."""
-    if think is None:
-        return None
+    if not think:
+        return None if think is None else "none"
     dialect = running.dialect
+    if dialect.reasoning is None:
+        told = "true" if think is True else repr(think)
+        raise invalid(f"'think' is {told}, but {running.name} does not reason in a block of its own: leave it out.", "think")
     if think is True:
-        if dialect.reasoning is None:
-            raise invalid(f"'think' is true, but {running.name} does not reason in a block of its own: leave it out.", "think")
         return "medium" if dialect.takes_effort or dialect.takes_enable_thinking else None
-    return "none" if think is False else str(think)
+    return "high" if think == "max" else str(think)
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
