@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.server.harness import make_client
+from support.server.harness import CHAT_TEMPLATE, make_client
 from support.server.tools import CALL, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
 PATH = "/v2/chat"
@@ -49,6 +49,15 @@ async def test_a_stream_has_a_block_for_each_kind_of_content():
     assert [event["index"] for event in told if event["type"] == "content-start"] == [0, 1]
     assert told[-1]["delta"]["finish_reason"] == "COMPLETE"
     assert told[-1]["delta"]["usage"]["tokens"]["output_tokens"] > 0
+
+
+async def test_thinking_can_be_turned_on_and_off():
+    """The template does not turn it on by default."""
+    template = "{% if enable_thinking %}THINK{% endif %}" + CHAT_TEMPLATE
+    asked = ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled"}})
+    answers = [(await answer("Hi.", chat_template=template, **fields)).json() for fields in asked]
+    absent, off, on = [told["usage"]["tokens"]["input_tokens"] for told in answers]
+    assert (off - absent, on - absent) == (0, len("THINK"))
 
 
 async def test_calls_of_tools():

@@ -35,6 +35,8 @@ _NAMES = Names(
     fields={"tools.*": "tools[{}].function", "stop": "stop_sequences", "max_reasoning_tokens": "thinking.token_budget"}
     | {"reasoning_effort": "thinking"},
 )
+_EFFORTS = {"enabled": "medium", "disabled": "none"}
+"""Cohere's `thinking.type` -> the effort for chat templates, of which some do not reason by default."""
 _TOOL_CHOICES = {"REQUIRED": ToolChoice("required"), "NONE": ToolChoice("none")}
 
 
@@ -88,9 +90,9 @@ def chat(body: CohereChatBody, asked: Asked) -> tuple[Call, NewWriter]:
 
 def _request(body: CohereChatBody) -> ChatRequest:
     thinking, names = body.thinking, [tool.function.name for tool in body.tools or ()]
-    is_disabled = thinking is not None and thinking.type == "disabled"
+    effort = None if thinking is None else _EFFORTS[thinking.type]
     budget = None if thinking is None or thinking.token_budget == -1 else thinking.token_budget
-    if is_disabled and budget is not None:
+    if effort == "none" and budget is not None:
         raise invalid("'thinking.token_budget' needs 'thinking.type' 'enabled'.", "thinking.token_budget")
     if body.tool_choice == "REQUIRED" and not names:
         raise invalid("'tool_choice' is 'REQUIRED', but there are no 'tools'.", "tool_choice")
@@ -108,7 +110,7 @@ def _request(body: CohereChatBody) -> ChatRequest:
         stop=body.stop_sequences or (),
         sampling=sampling_of(body, "cohere"),
         priority=body.priority,
-        reasoning_effort="none" if is_disabled else None,
+        reasoning_effort=effort,
         max_reasoning_tokens=budget,
     )
 
