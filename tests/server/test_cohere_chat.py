@@ -67,6 +67,15 @@ async def test_calls_of_tools():
     assert (told["finish_reason"], told["message"]["content"]) == ("TOOL_CALL", [])
 
 
+async def test_the_text_before_calls_is_the_plan_and_can_be_sent_back():
+    """Cohere's examples keep `tool_calls` and `tool_plan` of an answer, or the whole message."""
+    said = (await answer(f"<think>Hm.</think>I look.\n{CALL}", chat_template=THINKING_TEMPLATE, tools=[WEATHER])).json()
+    message = said["message"]
+    assert (message["tool_plan"], message["content"]) == ("I look.", [{"type": "thinking", "thinking": "Hm."}])
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "clear"}
+    await answer("Clear.", chat_template=THINKING_TEMPLATE, messages=[*ASK["messages"], message, result])
+
+
 async def test_a_streamed_call():
     told = events(await answer(CALL, tools=[WEATHER], stream=True))
     kinds = [event["type"] for event in told if event["type"] != "tool-call-delta"]

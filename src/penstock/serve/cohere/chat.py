@@ -121,13 +121,13 @@ def _grammar(asked: CohereFormat) -> Grammar:
 
 
 def _message(message: CohereMessage, at: str) -> Message:
-    if message.tool_plan and message.content:
-        raise invalid(f"'{at}' has both 'tool_plan' and 'content': send the text once.", f"{at}.tool_plan")
-    content = message.content
-    if content in (None, "", []):
-        content = message.tool_plan or ""
-    elif isinstance(content, list):
-        content = [_as_text(part, f"{at}.content[{index}]") for index, part in enumerate(content)]
+    content = [] if message.content in (None, "") else message.content
+    if message.tool_plan:
+        if not isinstance(content, list) or not all(map(_is_thinking, content)):
+            raise invalid(f"'{at}' has both 'tool_plan' and 'content': send the text once.", f"{at}.tool_plan")
+        content = [*content, {"type": "text", "text": message.tool_plan}]
+    if isinstance(content, list):
+        content = [_as_text(part, f"{at}.content[{index}]") for index, part in enumerate(content)] or ""
     return make_message(
         at,
         message.role,

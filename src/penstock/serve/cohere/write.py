@@ -25,6 +25,7 @@ class CohereAnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: list[TextContent | ThinkingContent]
     tool_calls: NotRequired[list[ToolCall]]
+    tool_plan: NotRequired[str]
 
 
 class CohereUsage(TypedDict):
@@ -91,11 +92,13 @@ class CohereWriter(Writer):
         content: list[TextContent | ThinkingContent] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning})
-        if answer.content:
-            content.append({"type": "text", "text": answer.content})
         message: CohereAnswerMessage = {"role": "assistant", "content": content}
         if answer.calls:
             message["tool_calls"] = told_calls(answer)
+        if answer.content and self._choice.has_calls:
+            message["tool_plan"] = answer.content
+        elif answer.content:
+            content.append({"type": "text", "text": answer.content})
         return {
             "id": self._options.answer_id,
             "finish_reason": self._finish_word(record.last),
