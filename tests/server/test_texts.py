@@ -448,8 +448,14 @@ def test_cohere_embed(post):
     assert answer["texts"] == ["a", "b"]
     long = {"texts": ["x" * 300]}
     assert ok(post("embed", "/v2/embed", **long))["meta"]["billed_units"] == {"input_tokens": 128}
-    check(post("embed", "/v2/embed", **long, truncate="NONE"), 400, "context_length_exceeded", "texts[0]")
-    check(post("embed", "/v2/embed", **body, embedding_types=["int8"]), 400, "invalid_request_error", "embedding_types[0]")
+    for path, wrong, told in (
+        ("/v2/embed", long | {"truncate": "NONE"}, "'texts[0]'"),
+        ("/v2/embed", body | {"embedding_types": ["int8"]}, "'embedding_types[0]'"),
+        ("/v2/rerank", {"query": "q"}, "'documents'"),
+    ):
+        response = post("embed", path, **wrong)
+        assert (response.status_code, list(response.json())) == (400, ["message"])
+        assert told in response.json()["message"]
 
 
 # How texts come to the engine

@@ -83,6 +83,9 @@ def check(response):
         assert set(answer) == {"error", "error_type"}
         assert answer["error_type"] == "Validation"
         assert len(answer["error"]) < 2000
+    elif response.status_code != 200 and "message" in answer:  # Cohere's
+        assert list(answer) == ["message"]
+        assert len(answer["message"]) < 2000
     elif response.status_code != 200:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert len(answer["error"]["message"]) < 2000
