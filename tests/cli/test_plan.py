@@ -104,6 +104,14 @@ def test_settings_of_the_server_change_the_plan(briefly: Briefly, tiny_model: Pa
     assert rates[1] < rates[0]
 
 
+def test_the_fleet_is_for_the_rate_that_arrives(briefly: Briefly, tiny_model: Path) -> None:
+    """A ramp from 2 to 20 per second has a mean of 11, and twice the speed doubles it."""
+    words = ("--rate", "2", "--rate-to", "20", "--speed", "2", "--slo", "ttft=1s", "--hardware", "L4")
+    result = briefly(tiny_model, *SHORT, *words)
+    assert result.exit_code == 0, result.output
+    assert "\nFor 22 requests/s: " in result.stdout
+
+
 def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "slo_itl": 0.05, "prefix_sharing": "tenant"})
     about = (read_model(config, is_gpu=True), find_machines("L4", None)[0], None)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.lab.arrivals import mean_rate
 from penstock.lab.synthetic import NAMED, Lengths
 from penstock.lab.workload_choice import WorkloadChoice, make_workload, parse_stages, parse_tenants
 from penstock.types.errors import PenstockError
@@ -40,6 +41,15 @@ def test_lengths_are_drawn_as_they_are_written(text: str, least: int, mean: floa
 def test_other_lengths_are_errors(text: str) -> None:
     with pytest.raises(PenstockError, match="is not a length in tokens"):
         Lengths.parse(text)
+
+
+def test_the_mean_rate_counts_a_ramp_and_the_speed() -> None:
+    assert WorkloadChoice().mean_rate is None
+    assert WorkloadChoice(rate=2.0).mean_rate == 2
+    assert WorkloadChoice(rate=2.0, rate_to=20.0).mean_rate == 11
+    choice = WorkloadChoice(rate=2.0, rate_to=20.0, speed=3.0, requests=5000)
+    assert choice.mean_rate == 33
+    assert mean_rate(make_workload(choice)) == pytest.approx(33, rel=0.05)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -105,7 +105,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             raise click.BadParameter(f"{error}.", param_hint=f"--{name}") from None
     asked = Requirements(
         slos=parse_slos(values["slo"]),
-        rate=choice.rate,
+        rate=choice.mean_rate,
         router=values["router"],
         price_per_hour=values["price_per_hour"],
         seed=choice.seed,

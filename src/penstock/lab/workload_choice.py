@@ -53,6 +53,14 @@ class WorkloadChoice:
     think_time_s: float = 0.0
     seed: int = 0
 
+    @property
+    def mean_rate(self) -> float | None:
+        """Arrivals per second of `rate`, averaged over a ramp and with `speed`. None without `rate`."""
+        if self.rate is None:
+            return None
+        last = self.rate if self.rate_to is None else self.rate_to
+        return (self.rate + last) / 2 * self.speed
+
 
 def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None, source: Workload | None = None) -> Workload:
     """Make the workload. Its name lists the changes. Raises PenstockError.
