@@ -129,6 +129,15 @@ def test_settings_are_compared_side_by_side(simulate: Simulate) -> None:
     assert "TTFT ms" not in out, "the figures of each are shown with --every-run"
 
 
+def test_requests_are_matched_only_with_the_same_requests(simulate: Simulate) -> None:
+    matched = re.compile(r"of \d+ requests get their first or last token at another time")
+    assert matched.search(simulate(*SMALL, "--vary", "max-num-seqs=1,2"))
+    for varied in ("requests=20,40", "rate=20,40", "seed=1,2"):
+        out = simulate(*SMALL, "--vary", varied)
+        assert "s were simulated in" in out
+        assert not matched.search(out)
+
+
 def test_loads_are_shares_of_what_the_first_can_serve(simulate: Simulate, tmp_path: Path) -> None:
     words = ("--blocks", "400", "--workload", "short", "--requests", "60", "--vary", "load=0.5,1", "--json", "r.json")
     assert "load=0.5" in simulate(*words)

@@ -158,7 +158,8 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         workload, users = make_workload(chosen), asked["concurrency"]
         began_s = process_time()
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
-        simulated.append(simulation_report.SimulatedRun(name=name, outcome=outcome, wall_s=process_time() - began_s))
+        wall_s = process_time() - began_s
+        simulated.append(simulation_report.SimulatedRun(name=name, workload=workload, outcome=outcome, wall_s=wall_s))
         rate, price = None if chosen.rate is None else Load("rate", round(chosen.rate, 4)), asked["price_per_hour"]
         runs.append(
             Run(

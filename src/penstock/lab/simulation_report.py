@@ -9,7 +9,7 @@ from penstock.lab import plots
 from penstock.lab.plots import Axis, Panel, Series
 from penstock.lab.report import Cell, Section, Table
 from penstock.lab.simulation import Outcome
-from penstock.lab.workload import NS_PER_S
+from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import counted
 
 MOST_SERVERS = 16
@@ -19,6 +19,7 @@ MOST_SERVERS = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
     name: str
+    workload: Workload
     outcome: Outcome
     wall_s: float
 
@@ -85,7 +86,7 @@ def _notes(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
                 f"{max(num for _, num, _ in scaled.wanted)} at most, {counted(len(scaled.wanted) - 1, 'change')}."
             )
     yield "Running and waiting requests, and the share of KV blocks that requests hold: means over time."
-    if len(simulated) == 2:
+    if len(simulated) == 2 and simulated[0].workload == simulated[1].workload:
         before, after = (one.outcome.records for one in simulated)
         num_moved = sum(
             (one.first_ns, one.ended_ns) != (other.first_ns, other.ended_ns) for one, other in zip(before, after, strict=True)
