@@ -110,6 +110,7 @@ def test_the_fleet_is_for_the_rate_that_arrives(briefly: Briefly, tiny_model: Pa
     result = briefly(tiny_model, *SHORT, *words)
     assert result.exit_code == 0, result.output
     assert "\nFor 22 requests/s: " in result.stdout
+    assert re.search(r"with the options of this workload and --speed \S+ in place of --speed 2$", result.stdout, re.MULTILINE)
 
 
 def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:

@@ -145,6 +145,18 @@ def test_loads_are_shares_of_what_the_first_can_serve(simulate: Simulate, tmp_pa
     assert fast == pytest.approx(2 * slow, rel=1e-3)
 
 
+@pytest.mark.parametrize("other", [("--speed", "2"), ("--stages", "2x60"), ("--arrivals", "closed"), ("--concurrency", "4")])
+def test_nothing_else_sets_the_rate_of_a_load(simulate: Simulate, other: tuple[str, ...]) -> None:
+    out = simulate("--blocks", "400", "--workload", "short", "--load", "0.5", *other)
+    assert f"--load and {other[0]}" in out
+    assert "both say when requests come" in out
+
+
+def test_a_run_has_the_rate_that_arrives(simulate: Simulate, tmp_path: Path) -> None:
+    simulate(*SMALL, "--rate-to", "40", "--speed", "0.5", "--json", "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["load"] == {"kind": "rate", "value": 15}
+
+
 def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from penstock.sched.policies.base import Order\n\n\n"
@@ -215,7 +227,7 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--vary", "policy=sjf", "--vary", "policy=fcfs"), "policy is varied twice"),
         (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
         (("--vary", f"seed={','.join(map(str, range(300)))}"), "asks for 300 combinations"),
-        (("--load", "0.5"), "--load and --rate both say"),
+        (("--load", "0.5"), "--load and --rate both say when requests come"),
         (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
         (("--vary", "html=a,b"), "html is not an option with one value"),

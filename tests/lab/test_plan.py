@@ -601,6 +601,13 @@ def test_slower_and_faster_steps_bound_the_answer() -> None:
     assert (machine["highest_rates"], machine["replicas"]) == ([*sized.rates], [fewest, most])
 
 
+def test_the_speed_that_measures_a_plan_counts_the_one_it_had() -> None:
+    """The times were divided by 4 already, so a bench with the same options gets them undivided."""
+    sized = plan(candidate(), BOX, workload(40), asked(["e2e=9s"], speed=4.0, least_run_s=0))
+    assert sized.search is not None
+    assert f" and --speed {4 * sized.search.rate:.3g} in place of --speed 4\n" in report(sized)
+
+
 def test_an_answer_that_slower_steps_do_not_change_is_one_number() -> None:
     sized = plan(replace(candidate(), step_error=1.01), BOX, workload(40), asked(["e2e=9s"], rate=0.1, least_run_s=0))
     assert sized.replicas == (1, 1)

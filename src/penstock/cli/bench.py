@@ -403,8 +403,9 @@ def _run(
 
     tokenizer = asked.tokenizer
     count = None if tokenizer is None else counter_of(tokenizer)
-    rate = load.value if load is not None and load.kind == "rate" else None
-    workload = make_workload(replace(choice, rate=rate), count)
+    if load is not None and load.kind == "rate":
+        choice = replace(choice, rate=load.value)
+    workload, rate = make_workload(choice, count), choice.mean_rate
     workload = write_prompts(workload, tokenizer, seed=choice.seed + nth)
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -420,7 +421,7 @@ def _run(
         workload=workload.name,
         options={"endpoint": values["endpoint"], **plain},
         seed=choice.seed,
-        load=Load("concurrency", pace.concurrency) if pace.concurrency else load,
+        load=Load("concurrency", pace.concurrency) if pace.concurrency else None if rate is None else Load("rate", rate),
         how=asked.how,
         target=asked.target,
         begun_at=begun_at,

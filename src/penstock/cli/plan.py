@@ -106,6 +106,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     asked = Requirements(
         slos=parse_slos(values["slo"]),
         rate=choice.mean_rate,
+        speed=choice.speed,
         router=values["router"],
         price_per_hour=values["price_per_hour"],
         seed=choice.seed,

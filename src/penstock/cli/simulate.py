@@ -149,10 +149,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         cost, words = cost_of(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
         if asked["load"] is not None:
-            if chosen.rate is not None:
-                raise ConfigError("--load and --rate both say how many requests come.", remedy="Leave one of them out.")
-            if asked["concurrency"] is not None:
-                raise ConfigError("--load is not for the users of a closed loop.", remedy="Leave out --load.")
+            _check_load(chosen, asked["concurrency"])
             capacity = capacity or simulation.capacity_per_s(make_workload(chosen))
             chosen = replace(chosen, rate=asked["load"] * capacity)
         workload, users = make_workload(chosen), asked["concurrency"]
@@ -160,14 +157,15 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
         wall_s = process_time() - began_s
         simulated.append(simulation_report.SimulatedRun(name=name, workload=workload, outcome=outcome, wall_s=wall_s))
-        rate, price = None if chosen.rate is None else Load("rate", round(chosen.rate, 4)), asked["price_per_hour"]
+        rate, price = chosen.mean_rate, asked["price_per_hour"]
+        load = Load("concurrency", users) if users else None if rate is None else Load("rate", round(rate, 4))
         runs.append(
             Run(
                 workload=workload.name,
                 name=name,
                 options=given(context),
                 seed=chosen.seed,
-                load=rate if users is None else Load("concurrency", users),
+                load=load,
                 how="simulated",
                 target=Target(model=asked["model"] if asked["blocks"] is None else "", server=f"cost model: {words}"),
                 begun_at=begun_at,
@@ -207,6 +205,20 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
     is_router_given = is_given("router") or "router" in varied
     if is_router_given and num_routed == 1 and not varied & replicas:
         raise ConfigError("--router has no effect with one server.", remedy="Set --replicas, or leave it out.")
+
+
+def _check_load(choice: WorkloadChoice, users: int | None) -> None:
+    """Raise ConfigError for options that set when requests come, as --load does."""
+    others = {
+        "--rate": choice.rate,
+        "--speed": choice.speed != 1,
+        "--stages": choice.stages,
+        "--arrivals closed": choice.arrivals == "closed",
+        "--concurrency": users,
+    }
+    for option, is_set in others.items():
+        if is_set:
+            raise ConfigError(f"--load and {option} both say when requests come.", remedy="Leave one of them out.")
 
 
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:

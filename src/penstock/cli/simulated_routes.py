@@ -112,8 +112,8 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     workload = make_workload(choice, source=Workload(name=path.name, jobs=jobs, prefix_block_tokens=size))
     outcomes: list[RouteOutcome] = []
     runs: list[Run] = []
-    users = values["concurrency"]
-    load = Load("concurrency", users) if users else None if choice.rate is None else Load("rate", round(choice.rate, 4))
+    users, rate = values["concurrency"], choice.mean_rate
+    load = Load("concurrency", users) if users else None if rate is None else Load("rate", round(rate, 4))
     for strategy in strategies_of(wanted, questions, values["shares"], round(values["search_ms"] * 1e6)):
         outcome = simulation.run(strategy, questions, workload, pace=Pace(concurrency=users))
         outcomes.append(outcome)

@@ -135,6 +135,8 @@ class Requirements:
     """Share of the replicas' rate that stays free: they are sized for `rate` / (1 - headroom)."""
     router: str = "round-robin"
     price_per_hour: float | None = None
+    speed: float = 1.0
+    """Factor by which the times of the workload were divided, for the report."""
     seed: int = 0
     least_run_s: float = 30.0
     """Repeat the workload until it lasts this long on a full server."""

@@ -80,10 +80,12 @@ def _answer(sized: Sized) -> Iterator[str]:
             yield f"  fails   {trial_words(found.failed, unit)}"
         else:
             yield "  The SLOs are met up to saturation. Beyond it, the queue grows without bound."
-        option = f"--rate {found.rate:.3g}" if own_rate is None else f"--speed {found.rate / own_rate:.3g}"
+        speed = sized.asked.speed
+        option = f"--rate {found.rate:.3g}" if own_rate is None else f"--speed {speed * found.rate / own_rate:.3g}"
+        replaced = f" in place of --speed {speed:g}" if speed != 1 else ""
         kept = any(job.after is not None or job.deadline_ns or job.cancelled_ns for job in sized.workload.jobs)
         also = ", which also scales think times and deadlines" if own_rate is not None and kept else ""
-        yield f"  To measure it: `penstock bench` with the options of this workload and {option}{also}"
+        yield f"  To measure it: `penstock bench` with the options of this workload and {option}{replaced}{also}"
         yield f"  At saturation, one server completes {found.saturated_rate:.3g} {unit}."
         yield f"What binds: {binding.words}. {binding.reason}"
         for resource in binding.resources:
