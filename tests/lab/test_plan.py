@@ -414,7 +414,8 @@ def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
     assert sized.fleet is not None
     assert sized.fleet.num_replicas == 3, "two prompts take 80 ms"
     text = report(sized)
-    assert "No rate meets these SLOs, not even 1%" in text
+    assert "One server meets these SLOs at no rate, not even 1% of what it keeps up with" in text
+    assert "Loosen that SLO" not in text
     assert "3 replicas behind a round-robin router" in text
 
 
@@ -670,8 +671,15 @@ def test_without_slos_there_is_arithmetic_alone() -> None:
 
 
 def test_no_rate_is_said_so() -> None:
-    sized = plan(candidate(), BOX, workload(20), asked(["ttft=1ms"], least_run_s=0))
-    assert "No rate meets these SLOs" in report(sized)
+    """A prompt takes 13.2 ms."""
+    server, jobs = replace(candidate(), step_error=1.5), workload(20)
+    hopeless, near = (plan(server, BOX, jobs, asked([slo], least_run_s=0)) for slo in ("ttft=1ms", "ttft=12ms"))
+    for sized in (hopeless, near):
+        assert "One server meets these SLOs at no rate" in report(sized)
+        assert "Loosen that SLO" in report(sized)
+    assert "times as fast" not in report(hopeless)
+    assert near.rates[0] == 0
+    assert f"With steps 1.5 times as fast, its highest rate would be {near.rates[1]:.3g} requests/s." in report(near)
 
 
 def test_requests_that_can_not_fit_are_an_error() -> None:

@@ -62,17 +62,19 @@ def _answer(sized: Sized) -> Iterator[str]:
     found, binding, unit = sized.search, sized.binding, rate_unit(sized.workload)
     assert found is not None
     assert binding is not None
+    (low, high), error = sized.rates, sized.candidate.step_error
     if found.best is None:
         assert found.failed is not None
         least, trial = f"{LEAST_SHARE:.0%}", trial_words(found.failed, unit)
-        yield f"No rate meets these SLOs, not even {least} of what one server keeps up with: {trial}."
-        yield "Loosen that SLO, or use a faster machine or a smaller model."
+        yield f"One server meets these SLOs at no rate, not even {least} of what it keeps up with: {trial}."
+        if high:
+            yield f"With steps {error:.3g} times as fast, its highest rate would be {high:.3g} {unit}."
+        if sized.fleet is None:
+            yield "Loosen that SLO, or use a faster machine or a smaller model."
         yield binding.reason
     else:
         runs = counted(len(found.trials), "run")
         goal, own_rate = f"{100 * sized.asked.goal:.4g} %", mean_rate(sized.workload)
-        low, high = sized.rates
-        error = sized.candidate.step_error
         between = f" ({low:.3g} to {high:.3g} with steps {error:.3g} times as slow or as fast)" if sized.outlooks else ""
         yield f"Highest rate: {found.rate:.3g} {unit}{between}, at which {goal} of the requests meet the SLOs ({runs})"
         yield f"  meets   {trial_words(found.best, unit)}"
