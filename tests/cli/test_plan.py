@@ -242,6 +242,7 @@ def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(
         ((*SHORT, "--json", "absent/plan.json", "--hardware", "L4"), "can't be written"),
         (("--input-tokens", "9000", "--hardware", "L4"), "this server takes 512"),
         (("--router", "fastest", "--hardware", "L4"), "There is no router 'fastest'"),
+        (("--price-per-hour", "1", "--hardware", "L4,H100"), "--price-per-hour is of one machine, and --hardware names 2"),
         (("--headroom", "100%", "--hardware", "L4", "--slo", "e2e=9s"), "headroom"),
     ],
 )

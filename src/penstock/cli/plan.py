@@ -120,6 +120,11 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     workload = make_workload(choice)
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
     machines = find_machines(values["hardware"], values["hardware_table"])  # last: this one is probed
+    if values["price_per_hour"] is not None and len(machines) > 1:
+        raise ConfigError(
+            f"--price-per-hour is of one machine, and --hardware names {len(machines)}.",
+            remedy="Leave it out, or give each its price in --hardware-table.",
+        )
     saved = read_costs(values["cost"], machines)
     some, outlines = list["Sized"](), dict[bool, "Outline"]()
     for hardware in machines:
