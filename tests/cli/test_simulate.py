@@ -187,6 +187,11 @@ def test_replicas_are_shown_apart(simulate: Simulate) -> None:
     assert re.search(r"^prefill 0 .*\ndecode 0 ", out, re.MULTILINE)
 
 
+def test_an_option_can_be_varied_with_its_dashes(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--vary", "--replicas=1,2", "--router", "least-work")
+    assert re.search(r"^replicas=2, replica 1 ", out, re.MULTILINE)
+
+
 def test_replicas_that_scale_are_reported(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--replicas", "0..3", "--start-s", "2")
     assert re.search(r"^0\.\d\d replica-hours. Replicas: \d.\d\d in the mean, 1 at most, 1 change\.$", out, re.MULTILINE)
@@ -222,7 +227,7 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("--vary", "policy"), "'policy' does not vary a setting"),
-        (("--vary", "polices=a"), "polices is not an option with one value"),
+        (("--vary", "polices=a"), "polices is not an option to compare"),
         (("--vary", "policy=fcfs,best"), "'best' is not available"),
         (("--vary", "policy=sjf", "--vary", "policy=fcfs"), "policy is varied twice"),
         (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
@@ -230,7 +235,11 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--load", "0.5"), "--load and --rate both say when requests come"),
         (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
-        (("--vary", "html=a,b"), "html is not an option with one value"),
+        (("--vary", "html=a,b"), "html is not an option to compare"),
+        (("--vary", "route=a,b"), "route is not an option to compare"),
+        (("--vary", "embed-ms=1,2"), "embed_ms is not an option to compare"),
+        (("--replicas", "2", "--vary", "link-latency-ms=1,50"), "--link-latency-ms has no effect without a link"),
+        (("--vary", "link-gbytes-per-s=1,10"), "--link-gbytes-per-s has no effect with one server"),
         (("--router", "prefix"), "no effect with one server"),
         (("--replicas", "6..1"), "'6..1' is neither a number from 1 to 1024 nor a range such as 1..6"),
         (("--replicas", "0"), "'0' is neither a number"),

@@ -50,7 +50,7 @@ _NO_EFFECT = (
 )
 """Settings without effect in the simulation, which takes step times from the cost model."""
 _OUTPUTS = ("json_file", "html", "plots", "every_run")
-_OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
+_OF_ALL = (*_OUTPUTS, "config_file", "vary", "without", "route", *OF_ROUTES)
 """Options that can't be varied."""
 MAX_REPLICAS = 1024
 _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
@@ -188,23 +188,20 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
 
 def _check(context: click.Context, vary: Sequence[str]) -> None:
     """Raise ConfigError for options without effect on the simulation."""
-    varied = {text.partition("=")[0].replace("-", "_") for text in vary}
-    params, replicas = context.params, {"replicas", "prefill_replicas"}
+    params, varied = context.params, {*combinations(vary)[0]}
+    num_prefill, (least, most) = params["prefill_replicas"], params["replicas"]
+    is_varied = not varied.isdisjoint({"replicas", "prefill_replicas"})
     has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))
-    for name in ("kv_bytes_per_token", "link_latency_ms"):
-        if is_given(name) and not has_link:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect without a link.", remedy="Set --link-gbytes-per-s, or leave it out.")
-    has_several = params["prefill_replicas"] or params["replicas"].most > 1 or varied & replicas
-    if params["link_gbytes_per_s"] and not has_several:
-        raise ConfigError("--link-gbytes-per-s has no effect with one server.", remedy="Set --replicas, or leave it out.")
-    is_start_given = is_given("start_s") or "start_s" in varied
-    if is_start_given and params["replicas"].least == params["replicas"].most and "replicas" not in varied:
-        raise ConfigError("--start-s has no effect with a fixed number of replicas.", remedy="Set --replicas 1..6, or so.")
-    num_routed = params["prefill_replicas"] or params["replicas"].most
-    is_router_given = is_given("router") or "router" in varied
-    if is_router_given and num_routed == 1 and not varied & replicas:
-        raise ConfigError("--router has no effect with one server.", remedy="Set --replicas, or leave it out.")
+    for name, has_effect, where, remedy in (
+        ("kv_bytes_per_token", has_link, "without a link", "--link-gbytes-per-s"),
+        ("link_latency_ms", has_link, "without a link", "--link-gbytes-per-s"),
+        ("link_gbytes_per_s", num_prefill or most > 1 or is_varied, "with one server", "--replicas"),
+        ("start_s", least < most or "replicas" in varied, "with a fixed number of replicas", "--replicas 1..6"),
+        ("router", (num_prefill or most) > 1 or is_varied, "with one server", "--replicas"),
+    ):
+        if not has_effect and (is_given(name) or name in varied):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} has no effect {where}.", remedy=f"Set {remedy}, or leave it out.")
 
 
 def _check_load(choice: WorkloadChoice, users: int | None) -> None:
@@ -241,7 +238,7 @@ def _option(context: click.Context, name: str) -> click.Option:
     known = [param for param in context.command.params if isinstance(param, click.Option) and param.name not in _OF_ALL]
     found = next((param for param in known if param.name == name and not param.multiple and param.nargs == 1), None)
     if found is None:
-        raise ConfigError(f"{name} is not an option with one value.", remedy="Take one from `penstock simulate --help`.")
+        raise ConfigError(f"{name} is not an option to compare.", remedy="Take one from `penstock simulate --help`.")
     return found
 
 
