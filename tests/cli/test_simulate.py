@@ -192,6 +192,15 @@ def test_an_option_can_be_varied_with_its_dashes(simulate: Simulate) -> None:
     assert re.search(r"^replicas=2, replica 1 ", out, re.MULTILINE)
 
 
+def test_an_option_is_compared_by_its_flag(simulate: Simulate, tmp_path: Path) -> None:
+    words = (*SMALL, "--sessions", "2", "--json", "r.json")
+    simulate(*words, "--vary", "think-time=0,5")
+    simulate(*words, "--think-time", "5", "--without", "think-time", "--json", "w.json")
+    for file, thinks in {"r.json": [False, True], "w.json": [True, False]}.items():
+        runs = json.loads((tmp_path / file).read_text())["runs"]
+        assert ["think" in run["workload"] for run in runs] == thinks
+
+
 def test_replicas_that_scale_are_reported(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--replicas", "0..3", "--start-s", "2")
     assert re.search(r"^0\.\d\d replica-hours. Replicas: \d.\d\d in the mean, 1 at most, 1 change\.$", out, re.MULTILINE)

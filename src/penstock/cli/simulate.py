@@ -221,22 +221,26 @@ def _check_load(choice: WorkloadChoice, users: int | None) -> None:
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Return (title, changed options) of each run to compare. Raises ConfigError."""
     if without is None:
-        return [
-            (title(one), {name: _option(context, name).process_value(context, text) for name, text in one.items()})
-            for one in combinations(vary)
-        ]
+        return [(title(one), dict(_changed(context, name, text) for name, text in one.items())) for one in combinations(vary)]
     if vary:
         raise ConfigError("--vary and --without both say what is compared.", remedy="Leave one of them out.")
     name = without.removeprefix("--").replace("-", "_")
-    _option(context, name)
-    params = [param for param in context.command.params if param.name in (name, f"{name}_args")]
+    names = (_option(context, name).name, f"{name}_args")
+    params = [param for param in context.command.params if param.name in names]
     defaults = {str(param.name): param.process_value(context, param.default) for param in params}
     return [("as given", {}), (f"without {name}", defaults)]
 
 
+def _changed(context: click.Context, name: str, text: str) -> tuple[str, Any]:
+    """Return the parameter of an option, which may have another name, and its value."""
+    option = _option(context, name)
+    return str(option.name), option.process_value(context, text)
+
+
 def _option(context: click.Context, name: str) -> click.Option:
     known = [param for param in context.command.params if isinstance(param, click.Option) and param.name not in _OF_ALL]
-    found = next((param for param in known if param.name == name and not param.multiple and param.nargs == 1), None)
+    flag = f"--{name.replace('_', '-')}"
+    found = next((param for param in known if flag in param.opts and not param.multiple and param.nargs == 1), None)
     if found is None:
         raise ConfigError(f"{name} is not an option to compare.", remedy="Take one from `penstock simulate --help`.")
     return found
