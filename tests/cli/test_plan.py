@@ -113,6 +113,16 @@ def test_the_fleet_is_for_the_rate_that_arrives(briefly: Briefly, tiny_model: Pa
     assert re.search(r"with the options of this workload and --speed \S+ in place of --speed 2$", result.stdout, re.MULTILINE)
 
 
+def test_it_says_that_a_rate_replaces_the_arrivals_of_a_file(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
+    rows = "".join(f"2023-11-16 18:15:{second:02d},30,6\n" for second in range(20))
+    (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    words = (tiny_model, "--workload", "azure.csv", "--hardware", "L4")
+    for arrivals, says in ((), False), (("--rate", "2"), True), (("--rate", "2", "--arrivals", "poisson"), False):
+        result = briefly(*words, *arrivals)
+        assert result.exit_code == 0, result.output
+        assert ("--rate replaces the arrivals of a file" in result.stdout) == says
+
+
 def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "slo_itl": 0.05, "prefix_sharing": "tenant"})
     about = (read_model(config, is_gpu=True), find_machines("L4", None)[0], None)

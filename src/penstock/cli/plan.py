@@ -26,6 +26,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.workload_options import workload_options
 from penstock.config.components import config_from
+from penstock.lab.synthetic import NAMED
 from penstock.lab.workload_choice import WorkloadChoice
 from penstock.types.errors import ConfigError, PenstockError
 
@@ -117,7 +118,13 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     if values["presets"] and not asked.slos:
         raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
     others = {name: _with(config, name) for name in values["presets"]}
-    workload = make_workload(choice)
+    workload, doubts = make_workload(choice), list[str]()
+    is_poisson = choice == replace(choice, arrivals="", rate_to=None, cv=None, burst_s=None)
+    if choice.rate is not None and is_poisson and choice.workload not in NAMED:
+        doubts.append(
+            "--rate replaces the arrivals of a file by Poisson ones, and real traffic is burstier. Without it the plan keeps "
+            "the file's arrivals, and --speed changes their rate."
+        )
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
     machines = find_machines(values["hardware"], values["hardware_table"])  # last: this one is probed
     if values["price_per_hour"] is not None and len(machines) > 1:
@@ -148,7 +155,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
                 rivals[name] = size_deployment(rival, hardware, workload, in_turn, is_brief=True)
             except PenstockError as error:
                 print(f"{hardware.name}, preset {name}: left out. {error}\n", file=sys.stderr)
-        some.append(replace(sized, rivals=rivals))
+        some.append(replace(sized, rivals=rivals, warnings=[*sized.warnings, *doubts]))
     if not some:
         raise ConfigError("No machine is left to plan for.", remedy="Take another model, other settings, or other --hardware.")
     if len(some) > 1:
