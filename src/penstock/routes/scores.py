@@ -44,11 +44,11 @@ class Question:
     """Confidence from 0 to 1 in the weak model's answer, by a verifier, agreement or a judge. None: not known."""
 
 
-def read_scores(path: Path, most: int | None = None) -> list[Question]:
-    """Read the first `most` questions, or all. Raises ConfigError, which names the line."""
+def read_scores(path: Path, num: int | None = None) -> list[Question]:
+    """Read the first `num` questions, or all. Raises ConfigError, which names the line."""
     found: list[Question] = []
     for number, value in read_objects(path):
-        if len(found) == most:
+        if len(found) == num:
             break
         try:
             found.append(_question(value))
@@ -56,6 +56,8 @@ def read_scores(path: Path, most: int | None = None) -> list[Question]:
             raise ConfigError(f"{path}, line {number}: not a question with scores: {error}.", remedy=_HINT) from error
     if not found:
         raise ConfigError(f"{path} has no questions.", remedy=_HINT)
+    if num is not None and len(found) < num:
+        raise ConfigError(f"{path.name} has {len(found)} questions, and not {num}.", remedy="Ask for fewer.")
     return found
 
 
