@@ -12,8 +12,10 @@ from penstock.admission.door import AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.pacing import Pace
+from penstock.lab.plots import Panel
 from penstock.lab.records import End
 from penstock.lab.simulation import Simulation, play
+from penstock.lab.simulation_report import SimulatedRun, plots_of
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import MAX_SAMPLES, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import Job, Workload
@@ -351,3 +353,19 @@ def test_the_load_at_the_door_tells_the_adapters() -> None:
     adapters = AdapterCounts(num_resident=2, num_running=1, num_blocks=6, num_placements=3, num_evictions=1)
     server.core.snapshot = server.core.snapshot._replace(adapters=adapters)
     assert server.load().adapters == adapters
+
+
+def test_plots_show_servers_of_every_run_and_say_how_many_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[str, list[Panel]]] = []
+    monkeypatch.setattr("penstock.lab.plots.draw", lambda title, panels: drawn.append((title, panels)))
+    simulation = Simulation(capacity=CAPACITY, make_policies=make_policies)
+    workload = of(Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=2))
+    for counts in ((6, 12), (2,)):
+        outcomes = {f"replicas={num}": replace(simulation, num_replicas=num).run(workload) for num in counts}
+        runs = [SimulatedRun(name=name, workload=workload, outcome=one, wall_s=0) for name, one in outcomes.items()]
+        assert len(list(plots_of(runs))) == 1
+    (title, panels), (other, _) = drawn
+    assert title == "Requests and KV blocks over time: 8 of 18 servers"
+    assert other == "Requests and KV blocks over time"
+    names = [series.name for series in panels[0].series]
+    assert names == [f"replicas={num}, replica {nth}" for nth in range(4) for num in (6, 12)]

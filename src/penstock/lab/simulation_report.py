@@ -14,6 +14,7 @@ from penstock.types.errors import counted
 
 MOST_SERVERS = 16
 """Most servers of a kind that are reported individually."""
+MOST_PLOTTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +108,14 @@ def _warnings(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
 
 
 def plots_of(simulated: Sequence[SimulatedRun]) -> Iterator[plots.Plot]:
-    """Yield a plot of requests and KV blocks over time, for at most eight servers. Raises ConfigError without matplotlib."""
-    timelines = [
-        (", ".join(filter(None, [one.name, server])), timeline)
+    """Yield a plot of requests and KV blocks over time, for some servers. Raises ConfigError without matplotlib."""
+    servers = [
+        (nth, ", ".join(filter(None, [one.name, server])), timeline)
         for one in simulated
-        for server, timeline in one.outcome.timelines.items()
-    ][:8]
+        for nth, (server, timeline) in enumerate(one.outcome.timelines.items())
+    ]
+    servers.sort(key=lambda server: server[0])  # of each run the first, then of each the second
+    shown = f": {MOST_PLOTTED} of {len(servers)} servers" if len(servers) > MOST_PLOTTED else ""
     at = Axis("time (s)")
     columns = {"running requests": "num_running", "waiting requests": "num_waiting", "KV blocks held": "num_held"}
     panels = [
@@ -124,9 +127,9 @@ def plots_of(simulated: Sequence[SimulatedRun]) -> Iterator[plots.Plot]:
                 Series(
                     name, [(ns / NS_PER_S, value) for ns, value in zip(line.at_ns, getattr(line, column), strict=True)], "line"
                 )
-                for name, line in timelines
+                for _, name, line in servers[:MOST_PLOTTED]
             ],
         )
         for title, column in columns.items()
     ]
-    yield plots.draw("Requests and KV blocks over time", panels)
+    yield plots.draw(f"Requests and KV blocks over time{shown}", panels)
