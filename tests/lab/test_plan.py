@@ -643,6 +643,17 @@ def test_policies_are_compared_at_a_rate_that_all_of_them_hold() -> None:
     assert sized.search.rate > 1.2 * rival.search.rate
 
 
+def test_policies_that_sustain_no_rate_have_no_ttft_at_one() -> None:
+    jobs = workload(60, instants=poisson(Random(1), 60, 1.0))
+    sized = plan(candidate(), BOX, jobs, asked(["ttft=500ms"], rate=20.0, least_run_s=0))
+    hopeless = plan(candidate(), BOX, jobs, asked(["ttft=1ms"], rate=20.0, least_run_s=0), is_brief=True)
+    sized = replace(sized, rivals={"hopeless": hopeless})
+    these, rival = beside([sized]).splitlines()[1:3]
+    assert these.count("/s") == 1
+    assert rival.split() == ["box", "preset", "hopeless", "round-robin", "0", "none"]
+    assert as_json([sized])["machines"][0]["beside"]["hopeless"]["p99_ttft_s"] is None  # type: ignore[index]
+
+
 def test_machines_are_compared_from_the_cheapest_on() -> None:
     jobs = workload(20, instants=poisson(Random(1), 20, 1.0))
     slos = asked(["ttft=1s", "tpot=400ms"])

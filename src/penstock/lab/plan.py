@@ -182,7 +182,7 @@ def make_trial(outcome: Outcome, rate: float, asked: Requirements) -> Trial:
     samples = Samples.of(outcome.records)
     counted = samples.is_counted
     if not counted.any():
-        raise ConfigError("The clients of all requests went away.", remedy="Lower --cancel-share.")
+        raise ConfigError("Every client left before its answer ended, so no request counts.", remedy="Lower --cancel-share.")
     ratios = {str(slo): _ratios(samples, slo)[counted] for slo in asked.slos}
     worst = np.maximum.reduce(list(ratios.values()))
     means = [timeline.means(max(1, outcome.duration_ns)) for timeline in outcome.timelines.values()]

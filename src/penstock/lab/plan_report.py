@@ -88,7 +88,7 @@ def _answer(sized: Sized) -> Iterator[str]:
         kept = any(job.after is not None or job.deadline_ns or job.cancelled_ns for job in sized.workload.jobs)
         also = ", which also scales think times and deadlines" if own_rate is not None and kept else ""
         yield f"  To measure it: `penstock bench` with the options of this workload and {option}{replaced}{also}"
-        yield f"  At saturation, one server completes {found.saturated_rate:.3g} {unit}."
+        yield f"  At saturation, one server completes about {found.saturated_rate:.3g} {unit}."
         yield f"What binds: {binding.words}. {binding.reason}"
         for resource in binding.resources:
             yield f"  What helps{'' if binding.is_clear else f', if it is {resource}'}: {REMEDIES[resource][1]}."
@@ -181,13 +181,16 @@ def beside(some: Sequence[Sized]) -> str:
         rate, common = _rate(sized), _common_rate(sized)
         for name, one in {"these settings": sized, **{f"preset {name}": one for name, one in sized.rivals.items()}}.items():
             gain = "" if one is sized or not _rate(one) else f"{rate / _rate(one):.2f} x"
-            late = [format_time(p99_ttft_ns(one, common)), f"{common:.3g}/s"] if common else ["", ""]
+            late = [format_time(p99_ttft_ns(one, common)), f"{common:.3g}/s"] if _rate(one) else ["", ""]
             number, price = (
                 f"{one.fleet.num_replicas}" if one.fleet else "none",
                 _price(one.bill.price_per_hour) if one.bill else "",
             )
             rows.append([one.hardware.name, name, one.asked.router, f"{_rate(one):.3g}", gain, *late, number, price])
-    note = "Gain: highest rate of these settings over the preset's. TTFT: of one replica, at the lowest of the highest rates."
+    note = (
+        "Gain: the highest rate of these settings divided by the preset's. "
+        "TTFT: one replica's, at the highest rate that all of them sustain."
+    )
     return f"{table(rows)}\n{note}"
 
 
@@ -309,7 +312,7 @@ def _rival(rival: Sized, common_rate: float) -> dict[str, object]:
     return {
         "highest_rate": _rate(rival),
         "common_rate": common_rate,
-        "p99_ttft_s": p99_ttft_ns(rival, common_rate) / NS_PER_S if common_rate else None,
+        "p99_ttft_s": p99_ttft_ns(rival, common_rate) / NS_PER_S if _rate(rival) else None,
         "num_replicas": fleet and fleet.num_replicas,
         "price_per_hour": bill and bill.price_per_hour,
     }

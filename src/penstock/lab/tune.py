@@ -86,7 +86,7 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
     late_ns = samples.latency_ns("e2e" if objective is Objective.E2E_MEAN else "ttft")[samples.is_counted]
     late_s = np.where(late_ns >= 0, late_ns, np.inf) / NS_PER_S
     if not len(late_s):
-        raise ConfigError("The clients of all requests of a slice went away.", remedy="Lower --cancel-share.")
+        raise ConfigError("In a slice every client left before its answer ended.", remedy="Lower --cancel-share.")
     return nearest_rank(late_s, 0.99) if objective is Objective.TTFT_P99 else float(late_s.mean())
 
 
