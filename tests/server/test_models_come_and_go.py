@@ -16,12 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.calls import run as run_file
 from penstock.config import ServerConfig
+from penstock.deploy.adapters import Adapters
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.running import ModelState, ServedModel
 from penstock.models.facts import ModelFacts
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
+from penstock.serve.waiting import FolderWatch
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, make_text_runtime, until
@@ -460,13 +462,40 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
             world.deployment._looking.release()
 
 
-def served_of(world, path):
+@pytest.mark.parametrize("is_in_folder", [False, True])
+async def test_an_adapter_of_a_model_that_was_taken_from_the_folder_is_404(is_in_folder, tmp_path, monkeypatch):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "sql").mkdir(exist_ok=True)
+        (tmp_path / "sql" / name).touch()
+    adapters = Adapters(folder=tmp_path) if is_in_folder else Adapters(modules={"sql": tmp_path / "sql"})
+    find, names = FolderWatch.find, []
+
+    async def find_at_most_20_times(watch, name):
+        names.append(name)
+        if len(names) > 20:  # or else the event loop would never be free again
+            raise AssertionError("the request goes round in circles")
+        return await find(watch, name)
+
+    monkeypatch.setattr(FolderWatch, "find", find_at_most_20_times)
+    async with serving() as world:
+        found = [served_of(world, tmp_path / "d", adapters=adapters)]
+        world.deployment._find_new = lambda: [found.pop()] if found else []
+        (tmp_path / "d").touch()
+        assert len((await world.client.get("/v1/models")).json()["data"]) == len(NAMES) + 1 + (not is_in_folder)
+        (tmp_path / "d").unlink()
+        for _ in range(2):  # the first request finds out that the model has gone
+            gone = await world.client.post("/v1/completions", json=ASK | {"model": "sql"})
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def served_of(world, path, **fields):
     served = ServedModel(
         names=(path.name,),
         metrics=Metrics(path.name),
         load=lambda: world.load(path.name),
         plan=lambda: MemoryShare(num_kv_bytes=1, num_reserve_bytes=0),
         path=path,
+        **fields,
     )
     world.of[path.name] = served
     return served

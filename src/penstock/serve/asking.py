@@ -178,13 +178,14 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     served = deployment.find(name)
     if served is not None:
         return served, None
-    owners = [(one, one.adapters) for one in deployment.served if one.adapters is not None] if name else []
+    there = [one for one in deployment.served if one.is_there] if name else []
+    owners = [(one, one.adapters) for one in there if one.adapters is not None]
     for served, adapters in owners:
         if (adapter := adapters.known(name or "")) is not None:
             return served, adapter
     looked_up = course.looked_up
-    if looked_up is not None and looked_up[1] is not None and looked_up[1][0] not in deployment.served:
-        looked_up = None  # its model was replaced since
+    if looked_up is not None and looked_up[1] is not None and looked_up[1][0] not in there:
+        looked_up = None  # its model was replaced or removed since
     if looked_up is not None and looked_up[0] == name:
         if looked_up[1] is not None:
             return looked_up[1]

@@ -232,17 +232,16 @@ class Waits:
 
     async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
         """Wait until the model is loaded. Returns at once if it is not served any more. Raises `Rejected`."""
-        clock, config = self._deployment.clock, self._in_flight.config
+        clock, config, course = self._deployment.clock, self._in_flight.config, course_of(http.scope)
         served = await unless_gone(http, self._folder.find(name))
-        if served is None:  # the name that the request has says what is served in its place
-            return
-        course = course_of(http.scope)
         course.loads[name] += 1
         if course.loads[name] > MAX_LOADS:
             raise unavailable(
                 f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. The memory "
                 "may not hold all models that the request needs at once."
             )
+        if served is None:  # the name that the request has says what is served in its place
+            return
         asked_ns = clock.now_ns()
         arrival_ns = asked_ns if course.arrival_ns is None else course.arrival_ns
         limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
@@ -359,7 +358,7 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
     owner = deployment.adapters_of(name)
     for served in deployment.served if owner is None else (owner,):
         try:
-            adapter = None if served.adapters is None else served.adapters.find(name)
+            adapter = served.adapters.find(name) if served.adapters is not None and served.is_there else None
         except ConfigError as error:  # too many names
             raise unavailable(str(error)) from None
         except OSError as error:
