@@ -6,6 +6,8 @@ import threading
 import time
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +16,11 @@ from penstock.calls import prompts
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
+from penstock.deploy.running import ServedModel
+from penstock.obs.metrics import Metrics
+from penstock.serve.cards import ModelCards
+from penstock.serve.http.watch import Watched
+from penstock.serve.waiting import FolderWatch
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
 from support.server.errors import COMPLETIONS, check
@@ -424,6 +431,29 @@ async def test_an_answer_that_is_complete_is_put_together_though_the_server_ends
     assert await queued == "waited in the line"
     held.release()
     await asyncio.gather(*busy)
+
+
+@pytest.mark.parametrize("kind", ["folder of models", "facts of a model", "file of keys"])
+def test_a_server_ends_while_a_disk_hangs(kind, held):
+    served = ServedModel(names=("a",), metrics=Metrics("a"), load=held, plan=held, read_facts=held)
+    looks = {
+        "folder of models": FolderWatch(SimpleNamespace(may_grow=True, look=held)).look,
+        "facts of a model": partial(ModelCards().of, served),
+        "file of keys": partial(Watched("the file", [], read=held, use=held).look, at_once=True),
+    }
+
+    async def serve():
+        look = asyncio.create_task(looks[kind]())
+        await until(lambda: held.num_begun)
+        look.cancel()
+
+    serving = threading.Thread(target=lambda: asyncio.run(serve()))
+    serving.start()
+    serving.join(5)
+    has_ended = not serving.is_alive()
+    held.release()
+    serving.join()
+    assert has_ended
 
 
 async def test_what_its_work_refuses_is_not_done_again(pool):

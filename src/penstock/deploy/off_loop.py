@@ -51,6 +51,25 @@ def give_way() -> None:
         time.sleep(0)
 
 
+async def in_daemon(work: Callable[[], _Result]) -> _Result:
+    """Do `work`, which may wait for a hanging disk, in a daemon thread of its own. Callers limit how many.
+
+    The process can end before `work` has, unlike with `asyncio.to_thread`, and no pool loses a thread.
+    """
+    done: Future[_Result] = Future()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(work())
+        except Exception as error:  # the caller raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-disk", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
 class OffLoop:
     """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 

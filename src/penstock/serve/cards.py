@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from penstock import fast_json
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.off_loop import give_way
+from penstock.deploy.off_loop import give_way, in_daemon
 from penstock.deploy.running import ModelFacts, ServedModel
 from penstock.serve.asking import find_allowed, may_ask, visible_routes
 from penstock.serve.shapes import Count
@@ -32,7 +32,7 @@ class ModelCards:
     async def of(self, served: ServedModel) -> ModelFacts:
         """Return the facts of a model's files."""
         if served not in self._cards:
-            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.facts))
+            self._cards[served] = asyncio.ensure_future(in_daemon(served.facts))
         return await asyncio.shield(self._cards[served])
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +22,7 @@ from starlette.types import Scope
 from penstock.calls.in_flight import Arrival, InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.off_loop import in_daemon
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.obs.trace_context import Span
 from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
@@ -87,7 +86,7 @@ class FolderWatch:
                 await asyncio.sleep(max(0.0, rest_s))
                 self._began_s = time.monotonic()
                 try:
-                    await asyncio.to_thread(self._deployment.look)
+                    await in_daemon(self._deployment.look)
                 finally:
                     self._ended_s = time.monotonic()
 
@@ -299,18 +298,7 @@ class _AdapterLooks:
 
     async def _ask(self, name: str) -> tuple[ServedModel, AdapterRef] | None:
         async with self._turns:
-            found: Future[tuple[ServedModel, AdapterRef] | None] = Future()
-            # A daemon thread: if the disk hangs, the process can still end, and no pool loses a thread.
-            threading.Thread(target=self._run, args=(name, found), name="adapter-look", daemon=True).start()
-            return await asyncio.wrap_future(found)
-
-    def _run(self, name: str, found: Future[tuple[ServedModel, AdapterRef] | None]) -> None:
-        if not found.set_running_or_notify_cancel():
-            return
-        try:
-            found.set_result(look_up(name, self._deployment))
-        except Exception as error:  # the task raises it
-            found.set_exception(error)
+            return await in_daemon(partial(look_up, name, self._deployment))
 
 
 async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:

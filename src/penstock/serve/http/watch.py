@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from penstock.deploy.off_loop import in_daemon
 from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -37,12 +38,12 @@ class Watched(Generic[_Value]):
 
     async def look(self, *, at_once: bool) -> None:
         """Read the files if they have changed. `at_once`: read them in any case."""
-        seen, self._seen = self._seen, await asyncio.to_thread(self._stamp)
+        seen, self._seen = self._seen, await in_daemon(self._stamp)
         if not at_once and (self._seen == self._taken or self._seen != seen):
             return
         self._taken = self._seen
         try:
-            self._use(await asyncio.to_thread(self._read))
+            self._use(await in_daemon(self._read))
         except ConfigError as error:
             _log.error("%s cannot be read again, so what was read before stays in force: %s", self.name, error)
         else:
