@@ -18,6 +18,7 @@ import pytest
 from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.off_loop import INLINE_MAX_BODY
 from penstock.deploy.routes import Route
 from penstock.routes.prices import Bill, Price
 from penstock.serve import breaker, upstream_stream
@@ -363,6 +364,24 @@ async def test_a_server_that_ends_waits_for_what_is_open_and_takes_no_more(near)
         pause.set()
         assert (await first).content == event("far") + END + DONE
         assert await ending
+
+
+async def test_an_answer_that_is_paid_for_arrives_though_the_server_ends(near) -> None:
+    """Also a large one, which a thread parses unless the threads take no more work."""
+    pause = asyncio.Event()
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await pause.wait()
+        await answers(200, whole("far " * INLINE_MAX_BODY))(writer)
+
+    async with clients(near, late) as (client, server):
+        asked = asyncio.create_task(client.post(CHAT, json=BODY))
+        await until(lambda: server.asked)
+        client.app.state.upstreams[0]._off_loop.close()
+        pause.set()
+        answer = await asked
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=far"), answer.text
+        assert 'penstock_upstream_requests_total{result="ok",upstream="far"} 1.0' in (await client.get("/metrics")).text
 
 
 async def test_at_most_so_many_requests_go_there_at_once(near) -> None:

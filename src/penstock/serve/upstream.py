@@ -222,7 +222,7 @@ class Upstream:
 
     async def _whole(self, response: httpx2.Response, exchange: Exchange) -> Response:
         data = await _read(response)
-        value = await self._off_loop.parse(len(data), partial(as_object, data))
+        value = await self._off_loop.finish(len(data), partial(as_object, data))
         if not isinstance(value.get("choices"), list):
             raise Garbage("its answer has no choices")
         exchange.succeeded(value)
