@@ -12,6 +12,7 @@ import pytest
 
 from penstock.cli.serve import JsonFormatter, TextFormatter
 from penstock.config import ServerConfig
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
 from penstock.routes.prices import Bill, Cost, Price
 from penstock.serve.app import create_app
@@ -21,6 +22,7 @@ from penstock.serve.http.request_log import RequestLog, fields_of, line_of
 from penstock.testing import HashExecutor
 from support.deployments import deployment_of
 from support.failing_executor import FailingExecutor
+from support.server import far
 from support.server.harness import CAPACITY, GatedExecutor, make_runtime, make_text_runtime, running, until
 from support.server.waits import set_waits
 
@@ -108,6 +110,17 @@ def test_a_stream_that_fails_says_its_error(lines):
         httpx.post(server.url + CHAT, json=ASK | {"stream": True, "max_tokens": 50})
         line = told(lines)
     assert (line["status"], line["error"]) == (200, "unavailable")
+
+
+async def test_a_stream_that_an_upstream_breaks_says_its_error(lines):
+    async with far.serving(far.streams(far.event("far"), ends=False)) as there:
+        upstream = UpstreamConfig(name="far", url=there.url, model="m")
+        more = {"upstreams": [upstream], "routes": [Route(name="auto", models=("far", "toy"))]}
+        with running(config=config(), more=more) as server:
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                await client.post(CHAT, json=ASK | {"model": "auto", "stream": True})
+            line = await asyncio.to_thread(told, lines)
+    assert (line["status"], line.get("error")) == (200, "upstream_failed")
 
 
 @pytest.mark.parametrize(("slow_s", "is_told"), [(100.0, False), (0.0, True)])

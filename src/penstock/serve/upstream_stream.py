@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.serve.errors import ApiError, internal
 from penstock.serve.events import EventReader, Garbage
 from penstock.serve.http.checks import identity_of, unless_gone
+from penstock.serve.http.entries import entry_of
 from penstock.serve.streams import DONE, STREAM_HEADERS, Writer, whole_lines
 from penstock.serve.upstream_exchange import Exchange
 
@@ -100,16 +101,16 @@ class UpstreamStream(Response):
         headers = [(b"content-type", Writer.media_type), *STREAM_HEADERS]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            end = await unless_gone(http, self._pass_on(send))
+            end = await unless_gone(http, self._pass_on(http, send))
         except ApiError:  # the client has left
             end = b""
         except Exception:
             request_id = identity_of(http.scope).request_id
             _log.exception("request %s failed while it was streamed", request_id)
-            end = _error_event(internal(request_id))
+            end = self._fail(internal(request_id), http)
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _pass_on(self, send: Send) -> bytes:
+    async def _pass_on(self, http: HttpRequest, send: Send) -> bytes:
         """Send all events but for the last bytes, which are returned."""
         exchange = self._exchange
         try:
@@ -119,12 +120,12 @@ class UpstreamStream(Response):
                     if data := self._rest():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     goes_on = await self._read_patiently(send)
+            if not self._is_done and not (self._ended and all(self._ended.values())):
+                raise Garbage("it closed the connection before the end")
         except TimeoutError:
-            return self._rest() + _error_event(exchange.was_late("The deadline has passed while the answer was streamed."))
+            return self._fail(exchange.was_late("The deadline has passed while the answer was streamed."), http)
         except (Garbage, httpx2.HTTPError, httpx2.StreamError, OSError) as error:
-            return self._rest() + _error_event(exchange.failed(error))
-        if not self._is_done and not (self._ended and all(self._ended.values())):
-            return self._rest() + _error_event(exchange.failed(Garbage("it closed the connection before the end")))
+            return self._fail(exchange.failed(error), http)
         exchange.succeeded(self._usage)
         return self._rest() + (b"" if self._is_done else DONE)
 
@@ -147,10 +148,12 @@ class UpstreamStream(Response):
                 async for _ in self._pieces:
                     pass
 
+    def _fail(self, error: ApiError, http: HttpRequest) -> bytes:
+        """Note the error that ends the stream, and return the last bytes."""
+        if (entry := entry_of(http.scope)) is not None:
+            entry.error = error.code
+        return self._rest() + b"data: %s\n\n" % error.body()
+
     def _rest(self) -> bytes:
         events, self._events = self._events, []
         return whole_lines(b"".join(events))
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"data: %s\n\n" % error.body()
