@@ -602,6 +602,14 @@ async def test_an_answer_from_elsewhere_has_its_price(near, script: Script, stre
         assert bill.full == pytest.approx(bill.paid["far"])
 
 
+async def test_a_stream_that_breaks_is_paid_for_in_vain(near) -> None:
+    bill = Bill({"far": Price(10.0, 30.0), "near": Price(1.0, 2.0)})
+    async with clients(near, streams(event("far"), ends=False), route=replace(FAR_FIRST, bill=bill)) as (client, _server):
+        await client.post(CHAT, json=BODY | {"stream": True})
+        assert bill.paid == pytest.approx({"far": bill.prices["far"].of(19, 1)})  # guessed
+        assert bill.full == 0
+
+
 async def test_a_fault_elsewhere_costs_nothing_and_the_next_answer_its_own(near) -> None:
     bill = Bill({"far": Price(10.0, 30.0), "near": Price(1.0, 2.0)})
     async with clients(near, hang_up, route=replace(FAR_FIRST, bill=bill)) as (client, _server):

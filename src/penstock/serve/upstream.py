@@ -12,7 +12,7 @@ import contextlib
 import logging
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -24,6 +24,7 @@ from starlette.responses import Response
 from penstock import fast_json
 from penstock.admission.tenants import Demand, Tenants
 from penstock.calls.call import Terms
+from penstock.calls.in_flight import Charge
 from penstock.clock import Clock
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.off_loop import OffLoop
@@ -119,12 +120,10 @@ class Upstream:
             await self._client.aclose()
             self._client = None
 
-    async def answer(
-        self, data: bytes, http: HttpRequest, terms: Terms, charge: Callable[[int, int], object] | None = None
-    ) -> Response:
+    async def answer(self, data: bytes, http: HttpRequest, terms: Terms, charge: Charge | None = None) -> Response:
         """Return the answer, or a stream with its first event. Raises `ApiError` and `Rejected`.
 
-        `charge`, if given, gets the prompt and answer tokens at the end.
+        `charge`, if given, gets the prompt and answer tokens at the end, and whether the answer failed.
         """
         question = await self._off_loop.parse(len(data), partial(_question, data, self.config.model))
         with contextlib.ExitStack() as held:

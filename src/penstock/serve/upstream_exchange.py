@@ -7,13 +7,14 @@ import logging
 import math
 import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
 from penstock.calls.call import Terms
+from penstock.calls.in_flight import Charge
 from penstock.clock import Clock
 from penstock.config.upstreams import UpstreamConfig
 from penstock.obs.trace_context import Span
@@ -79,9 +80,9 @@ class Exchange:
         known = [at_ns for at_ns in limits_ns if at_ns is not None]
         return (min(known) - self.clock.now_ns()) / 1e9 if known else None
 
-    def pay(self, charge: Callable[[int, int], object]) -> None:
+    def pay(self, charge: Charge) -> None:
         if self.num_tokens:
-            charge(self.num_prompt_tokens, self.num_new_tokens)
+            charge(self.num_prompt_tokens, self.num_new_tokens, failed=self.result == "failed")
 
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
