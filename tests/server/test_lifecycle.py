@@ -170,6 +170,18 @@ async def test_an_end_without_requests_promises_no_wait(caplog):
     assert [record.getMessage() for record in caplog.records if "shutting" in record.message] == ["shutting down"]
 
 
+@pytest.mark.parametrize("when", ["stops", "closes"])
+def test_a_part_that_can_not_be_closed_is_an_unclean_end(when, caplog):
+    async def fail():
+        raise OSError("disk full")
+
+    with LiveServer(make_runtime(), ServerConfig(port=0)) as server:
+        getattr(server.server._app.state.lifetime, when).append(fail)
+    assert not server.server.ended_cleanly
+    assert "a part of the server could not be closed in order" in caplog.text
+    assert "aborted (--shutdown-timeout)" not in caplog.text
+
+
 def test_run_server_returns_the_exit_code():
     runtime = make_runtime()
     ready = threading.Event()

@@ -249,8 +249,8 @@ class Server:
                 asyncio.to_thread(self._deployment.close, timeout_s),
                 *(upstream.drain(timeout_s) for upstream in self._app.state.upstreams),
             )
-            self.ended_cleanly = all(ends)
-            if not self.ended_cleanly:
+            if not all(ends):
+                self.ended_cleanly = False
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
         except Exception:
             self.ended_cleanly = False
