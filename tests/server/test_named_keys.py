@@ -11,7 +11,13 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.resources import MemoryBudget
+from penstock.deploy.running import ServedModel
+from penstock.obs.metrics import Metrics
 from penstock.serve.http.checks import KeyRing
+from penstock.serve.http.listener import bind_socket
+from penstock.serve.server import Server
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.server.errors import check
@@ -267,6 +273,13 @@ def test_a_priority_that_nobody_looks_at_is_told(file, caplog):
     with running(config=config(write(file, priority=1))):
         pass
     assert "that needs --policy priority" in caplog.text
+
+
+def test_models_that_are_not_loaded_may_look_at_priorities(file, caplog):
+    deployment = Deployment([ServedModel(names=("a",), metrics=Metrics("a"), load=int, plan=int)], MemoryBudget())
+    with bind_socket("127.0.0.1", 0) as listener:
+        Server(deployment, config(write(file, priority=1)), listener, announce=print)._tell_of_keys()
+    assert "--policy priority" not in caplog.text
 
 
 def test_the_page_s_file_is_read(tmp_path):

@@ -175,9 +175,9 @@ class Server:
             return
         for served in self._deployment.served:
             served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
-        models = [running.model for running in self._deployment.running]
-        if any(key.priority for key in self._keys.keys) and not any(model.is_priority_scheduled for model in models):
-            _log.warning("the priority of API keys has no effect: that needs --policy priority")
+        looks = [running.model.is_priority_scheduled for running in self._deployment.running]
+        if any(key.priority for key in self._keys.keys) and looks and not any(looks):
+            _log.warning("the priority of API keys has no effect on the loaded models: that needs --policy priority")
 
     def reload(self) -> None:
         """Read the files of TLS and keys again. Thread-safe."""
