@@ -9,10 +9,12 @@ import re
 import shutil
 import ssl
 import subprocess
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from penstock.config.routing import Routing
@@ -30,7 +32,7 @@ from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from support.deployments import deployment_of
 from support.server.far import DONE, END, Script, answers, event, hang_up, serving, silence, streams, whole
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, until
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, make_client, make_runtime, until
 
 KEY = "sk-very-secret-0123456789"
 FAR_FIRST = Route(name="auto", models=("far", "near"))
@@ -364,6 +366,23 @@ async def test_a_server_that_ends_waits_for_what_is_open_and_takes_no_more(near)
         pause.set()
         assert (await first).content == event("far") + END + DONE
         assert await ending
+
+
+async def test_a_server_that_ends_refuses_requests_for_others_before_its_parts_have_stopped(near) -> None:
+    may_stop = threading.Event()
+
+    async def stop() -> None:
+        await asyncio.to_thread(may_stop.wait, 20)
+
+    async with serving(answers(200, whole())) as server:
+        more = {"routes": [FAR_FIRST], "upstreams": [far(server.url)]}
+        with LiveServer(near, more=more) as here, httpx.Client(base_url=here.url) as client:
+            here.server._app.state.lifetime.stops.append(stop)
+            here.server.request_shutdown()
+            await until(lambda: here.server._ending)
+            refused = await asyncio.to_thread(client.post, CHAT, json=BODY)
+            may_stop.set()
+        assert (refused.status_code, server.asked) == (503, [])
 
 
 async def test_an_answer_that_is_paid_for_arrives_though_the_server_ends(near) -> None:

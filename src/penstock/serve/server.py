@@ -222,6 +222,8 @@ class Server:
     def _begin_shutdown(self) -> None:
         if self._ending is None:
             self._deployment.drain()
+            for upstream in self._app.state.upstreams:
+                upstream.refuse()
             notify(STOPPING)
             self._ending = asyncio.get_running_loop().create_task(self._end())
 

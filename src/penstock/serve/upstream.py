@@ -83,7 +83,8 @@ class Upstream:
         self._breaker = Breaker(clock)
         self._tenants = Tenants(None, None)
         self._num_open = 0
-        self._when_idle: asyncio.Event | None = None
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
         """Set when the last request has ended, once no new ones are taken."""
         self._client: httpx2.AsyncClient | None = None
 
@@ -105,13 +106,17 @@ class Upstream:
             return True
         return config.keeps_text(texts)
 
+    def refuse(self) -> None:
+        """Refuse new requests."""
+        self._is_draining = True
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those under way have ended. Return whether all of them have."""
-        self._when_idle = asyncio.Event()
+        self.refuse()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 if self._num_open:
-                    await self._when_idle.wait()
+                    await self._is_idle.wait()
         return not self._num_open
 
     async def close(self) -> None:
@@ -143,7 +148,7 @@ class Upstream:
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
         if terms.background:  # lines of batches leave half of the places to others
             most = max(1, most // 2)
-        if self._when_idle is not None:
+        if self._is_draining:
             raise unavailable("The server is shutting down.")
         num_tokens = question.num_prompt_tokens + question.num_new_tokens
         demand = Demand(terms.owner.tenant, terms.limits, 1, num_tokens, began_ns)
@@ -173,8 +178,8 @@ class Upstream:
                 now_ns, name = self.clock.now_ns(), str(id(exchange))
                 self._tenants.enter(account, name, exchange.num_tokens, now_ns)
                 self._tenants.on_finish(name, exchange.num_tokens, now_ns - began_ns)
-            if self._when_idle is not None and not self._num_open:
-                self._when_idle.set()
+            if self._is_draining and not self._num_open:
+                self._is_idle.set()
 
     async def _begin(self, path: str, exchange: Exchange) -> Response:
         """Send the request, and return the answer; of a stream, the first event has come. Raises `ApiError`."""
