@@ -7,6 +7,7 @@ import contextlib
 import random
 import re
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from penstock.config import ServerConfig
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.routes import Route
 from penstock.deploy.running import ModelState, ServedModel
 from penstock.models.facts import ModelFacts
 from penstock.obs.metrics import Metrics
@@ -315,6 +317,44 @@ async def test_the_wait_for_a_model_is_told_apart(kind):
         assert "model" not in told_times(second)
         assert (await series(world))["model_wait_seconds_count", name] == 1
         assert 0.05 <= (await series(world))["model_wait_seconds_sum", name] <= float(waited[1]) / 1e3
+
+
+async def explained(world):
+    return (await world.client.get("/v1/requests/mine")).json()["choices"][0]
+
+
+async def test_the_search_for_a_new_model_is_a_part_of_the_request_s_time(tmp_path):
+    async with serving() as world:
+        (tmp_path / "d").touch()
+        found, looked_ns = [served_of(world, tmp_path / "d")], []
+
+        def find_new():
+            looked_ns.append(world.deployment.clock.now_ns())
+            time.sleep(0.02)
+            return [found.pop()] if found else []
+
+        world.deployment._find_new = find_new
+        answer = await world.client.post("/v1/completions", json=ASK | {"model": "d"}, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == 200
+        assert (await explained(world))["time_ms"]["queue"] >= (world.of["d"].loaded_ns - looked_ns[0]) / 1e6
+
+
+async def test_the_wait_for_a_model_that_can_not_be_loaded_is_told_if_another_answers():
+    async with serving(num_rooms=2) as world:
+        world.deployment.routes["auto"] = Route(name="auto", models=("a", "b"))
+
+        def make(name):
+            if name == "b":
+                return runtime_of(name)
+            time.sleep(0.05)
+            raise ModelError("The file is cut short.")
+
+        world.make = make
+        answer = await world.client.post("/v1/completions", json=ASK | {"model": "auto"}, headers={"X-Request-Id": "mine"})
+        assert answer.headers["x-route"] == "auto; model=b; after=a"
+        waited = await explained(world)
+        assert waited["waited"]["for_ms"]["route"] >= 50
+        assert sum(waited["waited"]["for_ms"].values()) == pytest.approx(waited["time_ms"]["queue"], abs=0.01)
 
 
 def told_times(response):

@@ -144,6 +144,7 @@ class Waits:
                         raise
                     else:
                         has_looked = True
+                        course.arrival_ns = asked_ns if course.arrival_ns is None else course.arrival_ns
                         await self._folder.look()
 
         return answer_when_there
@@ -184,6 +185,7 @@ class Waits:
             # A refusal by a pipeline's helper is not its route model's fault.
             if isinstance(lack, PipelineOpen) or not self._falls_back(error, http):
                 raise
+            self._count_wait("route", asked_ns, http)
         return data
 
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
