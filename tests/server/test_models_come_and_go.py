@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -500,6 +501,27 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
             assert world.deployment._looking.acquire(timeout=1)  # the disk hangs
             assert (await ask("h")).status_code == 404
             world.deployment._looking.release()
+
+
+async def test_between_two_looks_is_ten_times_as_long_as_one_takes(monkeypatch):
+    """And no longer for a request that came while another's look was under way."""
+    has_begun, may_end, beyond_s = threading.Event(), threading.Event(), []
+
+    def look():
+        has_begun.set()
+        assert may_end.wait(20)
+
+    async def sleep(rest_s):
+        beyond_s.append(rest_s - 10 * (watch._ended_s - watch._began_s))
+
+    watch = FolderWatch(SimpleNamespace(may_grow=True, look=look))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    first = asyncio.create_task(watch.look())
+    await asyncio.to_thread(has_begun.wait)
+    second = asyncio.create_task(watch.look())
+    asyncio.get_running_loop().call_later(0.01, may_end.set)
+    await asyncio.gather(first, second)
+    assert beyond_s[0] == 0 >= beyond_s[1]
 
 
 @pytest.mark.parametrize("is_in_folder", [False, True])

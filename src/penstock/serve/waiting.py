@@ -82,7 +82,7 @@ class FolderWatch:
                 if self._began_s > asked_s:
                     return
                 # Wait ten times as long as a look takes, so that unknown names can't keep the disk busy.
-                rest_s = 10 * (self._ended_s - self._began_s) - (asked_s - self._ended_s)
+                rest_s = 10 * (self._ended_s - self._began_s) - (time.monotonic() - self._ended_s)
                 await asyncio.sleep(max(0.0, rest_s))
                 self._began_s = time.monotonic()
                 try:
