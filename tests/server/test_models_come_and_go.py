@@ -595,9 +595,10 @@ async def test_a_load_need_not_be_waited_for():
 async def test_an_admin_s_load_that_fails_tells_the_cause_and_so_do_cards():
     async with serving() as world:
         world.error = ModelError("The file is cut short.", remedy="Fetch it again.")
-        failed = await world.client.post("/models/load", json={"model": "a"})
-        assert failed.status_code == 503
-        assert "The file is cut short." in failed.json()["error"]["message"]
+        for body in ({"model": "a"}, {"model": "a", "wait": False}):  # the second is refused at once
+            failed = await world.client.post("/models/load", json=body)
+            assert failed.status_code == 503
+            assert "The file is cut short." in failed.json()["error"]["message"]
         card = (await world.client.get("/v1/models/a")).json()
         assert (card["status"]["value"], "cut short" in card["status"]["cause"]) == ("failed", True)
         assert (await world.client.get("/ready")).status_code == 200, "the others can be asked"

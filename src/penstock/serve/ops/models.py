@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 class LoadModelBody(Body):
     model: str
     wait: bool = True
-    """False answers 202 at once and loads the model afterwards."""
+    """False answers 202 at once and loads the model afterwards, unless its load is refused at once."""
 
 
 class UnloadModelBody(Body):
@@ -52,7 +52,7 @@ class LifeEndpoint:
         require_admin(http.scope)
         body = await self._reader.body(data, LoadModelBody)
         future = self._deployment.want(self._find(body.model))
-        if not body.wait:
+        if not body.wait and not (future.done() and future.exception()):
             return Response(fast_json.dumps(Success(success=True)), 202, media_type="application/json")
         await unless_gone(http, _result(future))
         return {"success": True}
