@@ -63,7 +63,7 @@ class LifeEndpoint:
         body = await self._reader.body(data, UnloadModelBody)
         served = self._find(body.model)
         if served.is_fixed:
-            raise invalid(f"The model {served.name} can't be unloaded: models on a GPU stay loaded.", "model")
+            raise invalid(f"The model {served.name} can't be unloaded: models on a GPU or of a cluster stay loaded.", "model")
         await unless_gone(http, _result(self._deployment.unload(served, body.timeout_s)))
         return {"success": True}
 
