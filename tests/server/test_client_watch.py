@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request as HttpRequest
 
 from penstock.serve.errors import ApiError
-from penstock.serve.http.checks import client_watch, unless_gone
+from penstock.serve.http.checks import RequestChecks, client_watch, unless_gone
 
 
 class Client:
@@ -37,6 +37,27 @@ async def test_a_watch_tells_once_that_the_client_has_left() -> None:
         client.has_left.set()
         assert await asyncio.wait_for(told.get(), 20) == "gone"
     assert told.empty()
+
+
+async def test_a_watch_ends_with_the_client_also_after_a_body_that_is_too_large() -> None:
+    """On a route that reads no body."""
+    messages = [{"type": "http.request", "body": b"x" * 100}] * 2 + [{"type": "http.disconnect"}]
+    has_left, sent = asyncio.Event(), list[Any]()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def answer(scope: Any, receive: Any, _send: Any) -> None:
+        with client_watch(HttpRequest(scope, receive), has_left.set):
+            await asyncio.wait_for(has_left.wait(), 1)
+
+    checks = RequestChecks(answer, new_request_id=lambda: "a", keys=None, max_body_bytes=50)
+    await checks({"type": "http", "method": "GET", "path": "/debug/trace", "headers": []}, receive, send)
+    assert has_left.is_set()
+    assert not sent
 
 
 async def test_a_watch_that_was_stopped_tells_nothing() -> None:

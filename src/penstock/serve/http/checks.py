@@ -500,6 +500,8 @@ async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> 
 
 
 async def _wait_for_end(receive: Receive, on_gone: Callable[[], object]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    has_left = False
+    while not has_left:
+        with suppress(ApiError):  # nobody reads the rest of the body, and it is too large
+            has_left = (await receive())["type"] == "http.disconnect"
     on_gone()
