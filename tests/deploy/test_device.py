@@ -18,7 +18,7 @@ from penstock.deploy.checks import check_block_size
 from penstock.deploy.executor import _gpu_extras
 from penstock.deploy.policies import choose_policies
 from penstock.deploy.resolve import decide
-from penstock.machine import Cores, find_cores
+from penstock.machine import Cores, cpu_name, find_cores
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -307,6 +307,7 @@ def test_a_gpu_is_described() -> None:
     assert device.words(BackendConfig(backend=Backend.CUDA, weight_dtype="fp8"), TWO_NODES).endswith("9.0, weights in fp8")
     assert device.weight_room_bytes(settle("cuda"), 5) == 80 << 30
     assert device.missing_gpu_packages() is None
+    assert (device.processor_name("cuda"), device.processor_name("native")) == ("NVIDIA Fake", cpu_name())
 
 
 @pytest.mark.usefixtures("no_gpu")

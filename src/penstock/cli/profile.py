@@ -251,12 +251,13 @@ def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Pe
 def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     from penstock.clock import WallClock
     from penstock.deploy.build import tokenizer_of
+    from penstock.deploy.device import processor_name
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import require_answers
     from penstock.lab.fitting import fit
     from penstock.lab.step_design import design
     from penstock.lab.steps import StepRunner, measure, measure_with_host
-    from penstock.machine import cpu_name, usable_cpus
+    from penstock.machine import usable_cpus
     from penstock.text.tokenizer import detokenizer_factory
 
     source = locate(config)
@@ -273,15 +274,16 @@ def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
         detokenizers = detokenizer_factory(tokenizer)
         first_group = 1 + max(step.group for step in steps)
         steps += measure_with_host(executor, detokenizers, vocab_size, WallClock(), first_group=first_group)
+        backend = str(blueprint.compute.options.backend)
         machine = {
-            "cpu": cpu_name(),
+            "cpu": processor_name(backend),
             "cpus": usable_cpus(),
             "threads": getattr(executor, "num_threads", None),
             "variant": getattr(executor, "variant", None),
         }
     finally:
         executor.close()
-    _save(fit_file, fit(steps), "profile", source.name, machine, notes={"backend": str(blueprint.compute.options.backend)})
+    _save(fit_file, fit(steps), "profile", source.name, machine, notes={"backend": backend})
 
 
 def _show_progress(done: int, of: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock import __version__, machine
 from penstock.config import ServerConfig
 from penstock.config.setting import Component, Kind, settings_of
+from penstock.deploy.device import processor_name
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _about(settings: Mapping[str, object], name: str, backend: str | None, execu
     return {
         "penstock": __version__,
         "model": name,
-        "machine": {"cpu": machine.cpu_name(), "cpus": machine.usable_cpus()},
+        "machine": {"cpu": processor_name(backend), "cpus": machine.usable_cpus()},
         "backend": backend,
         "threads": getattr(executor, "num_threads", None),
         "variant": getattr(executor, "variant", None),
