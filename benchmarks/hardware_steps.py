@@ -60,7 +60,7 @@ def lines(hardware: Hardware, size: ModelSize) -> list[str]:
     cost = roofline(size, speeds(size, hardware))
     written = [
         f"# hardware: {hardware.description}",
-        f"# model: {size.name} in bf16",
+        f"# model: {size.name}",
         "# estimated: yes",
         f"# basis: {hardware.basis}",
         f"# peaks: {hardware.read_bytes_per_s / 1e9:g} GB/s, {hardware.bf16_ops_per_s / 1e12:g} TFLOP/s dense bf16",

@@ -19,6 +19,7 @@ def test_tables_that_come_with_penstock_are_the_rooflines(gpu: str) -> None:
     """Labelled as estimates, and near the roofline between the steps that are listed, too."""
     found = load_cost(Path(f"{gpu.lower()}-llama-8b"))
     assert found.is_estimated
+    assert found.model == hardware_steps.llama_8b().name, "a plan for this model does not doubt it"
     assert "estimated, not measured" in found.words
     size, hardware = hardware_steps.llama_8b(), known_hardware()[gpu]
     assert (

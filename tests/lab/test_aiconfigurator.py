@@ -68,6 +68,11 @@ def test_a_step_is_the_sum_of_what_the_model_needs(folder: Path, choice: Choice)
     assert both == pytest.approx(layers_us(24) + once_us(24, 9) + 3 * (prompt_us(16) + decode_us(8, 16)), abs=0.01)
 
 
+def test_tables_in_the_current_folder_have_its_name(folder: Path, choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert import_folder(Path(), choice).machine == {"cpu": folder.name}
+
+
 def test_beyond_the_tables_times_grow_with_the_work_and_are_reported(folder: Path, choice: Choice) -> None:
     cost = import_folder(folder, choice).cost
     longest = step_us(cost, *[(1, 1023)] * 8) - layers_us(8) - once_us(8, 8)

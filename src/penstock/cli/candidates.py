@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.options import add_options
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -163,11 +163,11 @@ def make_candidate(
         acceptance=acceptance,
         seed=seed,
     )
-    doubts = list(_doubts(outline, hardware, saved))
+    doubts = list(_doubts(config, outline, hardware, saved))
     if acceptance is None and simulation.may_guess:
         doubts.append("No guesses of tokens (--speculation) are simulated.")
     source, error = _step_times(saved)
-    if any(_of_others(outline, hardware, saved)):
+    if any(_of_others(config, outline, hardware, saved)):
         error = max(error, ESTIMATE_ERROR)
     return Candidate(
         simulation=simulation,
@@ -198,7 +198,7 @@ def _is_of(hardware: Hardware, machine: str) -> bool:
     return re.search(rf"(?<![a-z0-9]){spelled}(?![a-z0-9])", machine, re.IGNORECASE) is not None
 
 
-def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
+def _doubts(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
     """Yield the report's warnings about assumptions on the model, its memory and its step times."""
     if saved is None:
         yield (
@@ -209,11 +209,16 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
         )
     elif saved.is_estimated:
         yield f"Step times are estimates: {saved.words}."
-    yield from _of_others(outline, hardware, saved)
+    yield from _of_others(config, outline, hardware, saved)
     if saved is not None and (num_gpus := saved.machine.get("gpus", 1)) != 1:
         yield (
             f"The step times are those of {num_gpus} GPUs that share each layer: the memory and the price of {hardware.name} "
             "must be those of all of them (--hardware-table)."
+        )
+    if saved is not None and (types := [saved.notes.get(name, "bfloat16") for name in ("weights", "kv")]) != ["bfloat16"] * 2:
+        yield (
+            f"The step times are those of {types[0]} weights and {types[1]} keys and values. Memory is planned for those of "
+            "the model's files and of --kv-cache-dtype."
         )
     if outline.num_disk_bytes and (saved is None or saved.is_estimated):
         yield "Step times are as if memory held all experts. Those that it does not hold come from the disk, which is slower."
@@ -223,13 +228,21 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
         yield "The memory of a GPU's steps is assumed; a server measures it when it starts, and has more or fewer KV blocks."
 
 
-def _of_others(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Yield warnings if the step times are from another machine or model."""
+def _of_others(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
+    """Yield warnings if the step times are from another machine, number of threads or model.
+
+    The table of hardware lacks the processors' names of CPU instances, so those are not compared.
+    """
+    from penstock.machine import cpu_name, find_cores
+
     if saved is None:
         return
-    machine = str(saved.machine.get("cpu", ""))
-    if hardware.is_gpu and machine and not _is_of(hardware, machine):
-        yield f"The step times are those of {machine}, not of {hardware.name}."
+    machine, threads, is_this = str(saved.machine.get("cpu", "")), saved.machine.get("threads"), hardware.name == "this"
+    name = (cpu_name() or hardware.name) if is_this else hardware.name
+    if machine and (machine != name if is_this else hardware.is_gpu and not _is_of(hardware, machine)):
+        yield f"The step times are those of {machine}, not of {name}."
+    elif threads and threads != (asked := config.backend.threads or (find_cores().num_threads if is_this else threads)):
+        yield f"The step times are those of {counted(threads, 'thread')}, not of {asked}."
     if saved.model and _last(saved.model) != _last(outline.name):
         yield f"The step times are those of {saved.model}, not of {outline.name}."
 

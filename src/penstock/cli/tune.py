@@ -172,9 +172,6 @@ class _Simulator:
     def doubts(self, settings: Settings) -> Iterator[str]:
         """Yield warnings about assumptions behind the simulated server."""
         yield from self._candidate(settings).doubts
-        fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
-        if fitted and asked and fitted != asked:
-            yield f"The step times are of {fitted} threads, and --threads is {asked}."
         if num_outside := self._num_outside[settings]:
             share = num_outside / self._num_steps[settings]
             yield f"{share:.1%} of its steps lie outside of the range that the cost model was fitted to."

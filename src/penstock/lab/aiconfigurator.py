@@ -137,12 +137,13 @@ def read(folder: Path, choice: Choice) -> SavedCost:
         decodes=decodes,
         prefills=_after_prefixes(prompts),
     )
+    name = folder.resolve().name
     about = {"format": "AIConfigurator", "engine": choice.engine, "weights": choice.weights, "kv": choice.kv}
     return SavedCost(
         cost=cost_of(tables),
         source="kernels",
         model=model.name,
-        machine={"cpu": folder.name} if gpus == 1 else {"cpu": f"{gpus} {folder.name}", "gpus": gpus},
+        machine={"cpu": name} if gpus == 1 else {"cpu": f"{gpus} {name}", "gpus": gpus},
         notes=about | notes,
     )
 
