@@ -74,10 +74,10 @@ class Prediction:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether requests take less time, or the longest gap between two tokens is shorter and requests take hardly longer."""
+        """Whether requests take less time, or the longest gap between two tokens is shorter, and the mean is hardly longer."""
         before, after = self.before, self.after
         has_shorter_gaps = after.gap_s <= (1 - NAMED_SHARE) * before.gap_s > 0
-        return self.share >= NAMED_SHARE or (has_shorter_gaps and after.mean_s <= (1 + NAMED_SHARE) * before.mean_s)
+        return (self.share >= NAMED_SHARE or has_shorter_gaps) and after.mean_s <= (1 + NAMED_SHARE) * before.mean_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
