@@ -61,10 +61,19 @@ def test_the_simulator_sees_shorter_gaps() -> None:
     assert first.gain.after.gap_s < 0.3 * first.gain.before.gap_s
 
 
-def test_a_small_model_that_guesses_does_not_hinder_the_simulator() -> None:
+@pytest.mark.parametrize("setting", [{"speculation_model": "small"}, {"gpu_memory_utilization": 0.8}])
+def test_settings_that_are_not_simulated_do_not_hinder_the_simulator(setting: dict[str, object]) -> None:
     evidence = evidence_of(too_few_rows)
-    settings = {**evidence.settings, "speculation_model": "small"}
+    settings = {**evidence.settings, **setting}
     assert predictor_of(replace(evidence, settings=settings)).gain({"max_num_seqs": 8}) is not None
+
+
+def test_why_a_server_can_not_be_simulated_is_said() -> None:
+    evidence = evidence_of(too_few_rows)
+    predictor = predictor_of(replace(evidence, settings={**evidence.settings, "policy": "absent:Policy"}))
+    assert predictor.gain({"max_num_seqs": 8}) is None
+    assert predictor.doubt.startswith("No gain is predicted: ")
+    assert "absent" in predictor.doubt
 
 
 @pytest.mark.parametrize("stage", HEALTHY)
@@ -145,9 +154,18 @@ def test_a_tier_that_is_slower_than_computing_is_named() -> None:
     assert 0.2 < found.share < 0.7
 
 
-@pytest.mark.parametrize(("mean_s", "gap_s", "is_advised"), [(1.0, 1.0, False), (1.0, 0.5, True), (1.2, 0.5, False)])
-def test_a_setting_without_a_gain_is_not_advised(mean_s: float, gap_s: float, is_advised: bool) -> None:
-    gain = Prediction(RequestTimes(1.0, 1.0, 1.0), RequestTimes(mean_s, 1.0, gap_s))
+@pytest.mark.parametrize(
+    ("after", "is_advised"),
+    [
+        (RequestTimes(1.0, 1.0, 1.0), False),
+        (RequestTimes(1.0, 1.0, 0.5), True),
+        (RequestTimes(1.2, 1.0, 0.5), False),
+        (RequestTimes(1.0, 0.5, 1.0), True),
+        (RequestTimes(1.2, 0.5, 1.0), False),
+    ],
+)
+def test_a_setting_without_a_gain_is_not_advised(after: RequestTimes, is_advised: bool) -> None:
+    gain = Prediction(RequestTimes(1.0, 1.0, 1.0), after)
     found = diagnose(evidence_of(window_too_long), lambda _: gain).findings[0]
     assert found.rule.name == "batch window"
     assert (bool(found.change), found.gain) == ((True, gain) if is_advised else (False, None))

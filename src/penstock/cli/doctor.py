@@ -35,7 +35,7 @@ _RECENT_S = 600.0
 _MAX_ENDED = 100
 """The most ended requests that a server lists."""
 _WIDTH = 100
-_NOT_SIMULATED = ("kv_cache_memory", "kv_disk_size", "kv_host_size", "speculation_model")
+_NOT_SIMULATED = ("kv_cache_memory", "gpu_memory_utilization", "kv_disk_size", "kv_host_size", "speculation_model")
 
 
 @click.command()
@@ -146,6 +146,7 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
     predictor = predictor_of(evidence)
     with suppress(PenstockError):  # only background requests, or no known answer
         predictor = Predictor(evidence, read_workload(path))
+    predictor.depth = header.depth
     with suppress(ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times
         predictor.cost = fit(steps_of(recording), are_in_order=True).cost
     with suppress(PenstockError):  # nothing was guessed
@@ -213,6 +214,8 @@ class Predictor:
         self.cost: CostModel | None = None
         """None derives a cost model from the observed requests."""
         self.acceptance: Acceptance | None = None
+        self.depth: int | None = None
+        """Most steps in flight. None takes the CPU's."""
         self.doubt = ""
         """Why the simulator is not trusted, or empty."""
         self._before: RequestTimes | None = None
@@ -227,7 +230,9 @@ class Predictor:
         try:
             self._before = self._before or self._times({})
             after = self._times(change)
-        except (PenstockError, RuntimeError):
+        except (PenstockError, RuntimeError) as error:
+            if self._before is None:
+                self.doubt = f"No gain is predicted: {error.message if isinstance(error, PenstockError) else error}"
             return None
         before_s, seen_s = self._before.mean_s, evidence.total_s / len(evidence.visits)
         if 0.5 <= before_s / seen_s <= 2:
@@ -268,7 +273,8 @@ class Predictor:
         num_blocks = settings.pop("kv_blocks", capacity["blocks"])
         asked = {key: value for key, value in settings.items() if value is not None and key not in _NOT_SIMULATED}
         simulation = simulation_of(config_from(parse_settings(asked, all_settings())), self.cost, num_blocks=num_blocks)
-        return replace(simulation, limits=None, max_tokens=None, acceptance=self.acceptance)
+        depth = self.depth or simulation.depth
+        return replace(simulation, limits=None, max_tokens=None, acceptance=self.acceptance, depth=depth)
 
 
 # What it says
