@@ -105,6 +105,9 @@ def test_a_server_is_recorded_and_its_steps_are_drawn_and_fitted(penstock: Penst
         (["--from", "absent"], 1, "absent can't be read"),
         (["--onto", "x"], 2, "--onto adds what a recording's steps took"),
         (["--from", "absent", "--plot", "x.png"], 2, "--plot draws steps of this machine"),
+        (["--from", "absent", "--threads", "2"], 2, "--threads is for steps of this machine"),
+        (["--from", "absent", "--rounds", "2"], 2, "--rounds is for steps of this machine"),
+        (["tiny", "--from", "absent"], 2, "MODEL is for steps of this machine"),
         (["--fit", "x", "--plot", "x.png"], 2, "--plot draws the table"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import NumberRange, printable, setting_keys, tls_options, warn_of_unknown_variables
+from penstock.cli.options import NumberRange, is_given, printable, setting_keys, tls_options, warn_of_unknown_variables
 from penstock.cli.top import OTHER_SERVER, Reader, reader_of
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
@@ -36,6 +36,9 @@ _MAX_ENDED = 100
 """The most ended requests that a server lists."""
 _WIDTH = 100
 _NOT_SIMULATED = ("kv_cache_memory", "gpu_memory_utilization", "kv_disk_size", "kv_host_size", "speculation_model")
+
+_OF_SERVERS = ("port", "api_key", "model", "seconds", "cafile", "insecure")
+"""Options without effect on a recording."""
 
 
 @click.command()
@@ -72,12 +75,15 @@ def doctor(
     """
     warn_of_unknown_variables()
     context = click.get_current_context()
+    is_file = source is not None and not source.startswith(("http://", "https://"))
+    if is_file and (wrong := next(filter(is_given, _OF_SERVERS), None)):
+        raise click.UsageError(f"--{wrong.replace('_', '-')} is for a server, and {source} is a file: leave it out.")
     try:
         if cost is not None:  # before a server is watched
             from penstock.lab.cost_files import load_cost
 
             fitted = load_cost(Path(cost)).cost
-        if source is not None and not source.startswith(("http://", "https://")):
+        if source is not None and is_file:
             evidence, predictor = _read_recording(Path(source))
         else:
             evidence = _watch(reader_of(source, port, api_key, model, cafile, insecure=insecure), seconds)

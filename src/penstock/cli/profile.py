@@ -20,7 +20,9 @@ from penstock.cli.options import (
     GroupedCommand,
     NumberRange,
     config_options,
+    is_given,
     model_argument,
+    setting_keys,
 )
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
@@ -106,6 +108,11 @@ def profile(
       penstock profile --import RTXPRO6000/bf16 --fit cost.json
       penstock profile --import h200_sxm --engine vllm/0.19.0 --model-config config.json --fit cost.json
     """
+    if folder is not None or source is not None:
+        of_steps_here = ("model_word", "rounds", *setting_keys("model", "kv", "scheduler", "backend"))
+        if wrong := next(filter(is_given, of_steps_here), None):
+            flag = "MODEL" if wrong == "model_word" else f"--{wrong.replace('_', '-')}"
+            raise click.UsageError(f"{flag} is for steps of this machine: leave it out, or --from or --import.")
     if folder is not None:
         if source is not None or onto is not None or trace is not None or plot_file is not None:
             raise click.UsageError("--import reads published kernel times: leave out --from, --onto, --trace and --plot.")
