@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.candidates import find_machines, make_candidate, read_model
 from penstock.cli.plan import plan
 from penstock.config.components import config_from
+from penstock.lab import hardware
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
 from penstock.lab.fitting import Errors
@@ -236,6 +237,14 @@ def test_a_preset_is_planned_beside_these_settings(briefly: Briefly, tiny_model:
         ["L4", "preset", "orca", "round-robin"],
     ]
     assert "x" in rows[2]
+
+
+def test_a_machine_of_ones_own_replaces_one_whose_name_differs_in_case(tmp_path: Path) -> None:
+    lines = (Path(hardware.__file__).parent / "hardware.csv").read_text().splitlines()
+    header, h100 = (next(line for line in lines if line.startswith(name)) for name in ("name,", "H100,"))
+    (tmp_path / "own.csv").write_text(f"{header}\n{h100.replace('H100', 'h100', 1).replace(',80,', ',94,', 1)}\n")
+    [found] = find_machines("H100", tmp_path / "own.csv")
+    assert (found.name, found.memory_bytes) == ("h100", 94_000_000_000)
 
 
 def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(

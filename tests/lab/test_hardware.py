@@ -48,10 +48,12 @@ def test_a_table_of_ones_own_needs_no_column_of_tables(tmp_path: Path) -> None:
         (ROW.replace("cpu", "tpu"), "line 2: kind is 'tpu'"),
         (ROW.replace("64,100", "much,100"), "line 2: memory_gb is 'much', which is not a number"),
         (ROW.replace("64,100", "64,0"), "line 2: read_bytes_per_s is 0, and must be more than 0"),
+        (ROW.replace("64,100", "1e400,100"), "line 2: memory_gb is '1e400', which is not a number"),
         (ROW.replace("0.8", "1.8"), "line 2: read_share is 1.8"),
         (ROW.replace("64,100", "nan,100"), "line 2: "),
         (ROW + ",more", "line 2: there are 16 values for 15 columns"),
         (f"{ROW}\n{ROW}", "line 3: the name 'box' is taken already"),
+        (f"{ROW}\n{ROW.replace('box', 'Box')}", "line 3: the name 'Box' is taken already"),
         (ROW.replace("box", "this"), "line 2: the name 'this' is taken already"),
     ],
 )

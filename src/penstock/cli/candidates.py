@@ -83,7 +83,9 @@ def all_hardware(table: Path | None) -> dict[str, Hardware]:
     """Return machines by name: Penstock's table of hardware, extended or overridden by the user's. Raises ConfigError."""
     from penstock.lab.hardware import known_hardware, read_table
 
-    return known_hardware() | (read_table(table) if table is not None else {})
+    own = read_table(table) if table is not None else {}
+    taken = {*map(str.lower, own)}
+    return {name: one for name, one in known_hardware().items() if name.lower() not in taken} | own
 
 
 def _this_machine(num_threads: int | None) -> Hardware:

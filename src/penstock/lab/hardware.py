@@ -136,7 +136,7 @@ def _parse(lines: Iterable[str], name: str) -> dict[str, Hardware]:
             if len(cells) != len(header):
                 raise ValueError(f"there are {counted(len(cells), 'value')} for {counted(len(header), 'column')}")
             hardware = _hardware(dict(zip(header, cells, strict=True)))
-            if hardware.name in found or hardware.name.lower() == "this":
+            if hardware.name.lower() in {"this", *map(str.lower, found)}:
                 raise ValueError(f"the name {hardware.name!r} is taken already")
         except (ValueError, csv.Error) as error:
             remedy = f"Write it as Penstock's own table: {', '.join(_COLUMNS)}."
@@ -151,9 +151,12 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
 
     def number(column: str, factor: float = 1.0) -> float:
         try:
-            return float(row[column]) * factor
+            value = float(row[column]) * factor
         except ValueError:
-            raise ValueError(f"{column} is {row[column]!r}, which is not a number") from None
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"{column} is {row[column]!r}, which is not a number")
+        return value
 
     if row["kind"] not in ("cpu", "gpu"):
         raise ValueError(f"kind is {row['kind']!r}, and must be cpu or gpu")
