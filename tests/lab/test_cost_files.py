@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,11 @@ def test_costs_may_be_named(tmp_path: Path) -> None:
         ("rows,tokens,context,ms\n1.5,1,1,1\n", "line 2: rows"),
         ("rows,tokens,context,ms\n1,1,1,1\n", "1 steps in 1 groups can't tell"),
         ("cost,ns\nspeed,1\n", "line 2: there is no cost 'speed'. Valid: step_ns"),
+        ("cost,ns\n", "a step takes no time"),
+        ("cost,ns\nstep_ns,0\n", "a step takes no time"),
         ("{", "is not a cost model"),
+        ('{"a":' + 100_000 * "[", "is not a cost model"),
+        ("cost,ns\nstep_ns," + 200_000 * "1", "line 2: field larger than field limit"),
         ('{"format": "other", "version": 3}', "is 'other' of version 3"),
         (
             '{"format": "penstock-cost-model", "version": 9}',
@@ -106,6 +111,12 @@ def test_costs_that_are_none_are_refused(name: str, value: float, tmp_path: Path
     path.write_text(json.dumps(written))
     with pytest.raises(CostFileError, match="negative, or not numbers"):
         load_cost(path)
+
+
+def test_a_correlation_that_is_none_is_refused(tmp_path: Path) -> None:
+    save_cost(tmp_path / "cost.json", replace(saved(), cost=replace(saved().cost, residual_correlation=3.0)))
+    with pytest.raises(CostFileError, match="a residual_correlation of 3, which is not from 0 to 1"):
+        load_cost(tmp_path / "cost.json")
 
 
 def test_files_that_are_absent_or_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

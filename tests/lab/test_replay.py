@@ -343,6 +343,17 @@ def use(path: Path, trace: Path) -> None:
     read_workload(path, count_tokens=len)
 
 
+def test_lines_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    path, nested = tmp_path / "recording", 100_000 * b"["
+    record(path, partial(policies_of, "penstock"))
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0] + nested + b"\n")
+    with pytest.raises(PenstockError, match="line 2 is damaged"):
+        list(open_recording(path).events())
+    path.write_bytes(nested)
+    with pytest.raises(PenstockError, match="is not a recording"):
+        open_recording(path)
+
+
 def test_damaged_recordings_are_refused_with_the_place(tmp_path: Path) -> None:
     """Or read as another recording, where the damage makes a sound one."""
     path, rng = tmp_path / "recording", random.Random(14)

@@ -92,7 +92,10 @@ def load_cost(path: Path) -> SavedCost:
         text = read_text(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise CostFileError(f"{path} can't be read as a cost model: {error}.") from None
-    return _from_json(path, text) if text.lstrip().startswith("{") else _from_table(path, text.splitlines())
+    saved = _from_json(path, text) if text.lstrip().startswith("{") else _from_table(path, text.splitlines())
+    if not saved.cost.duration_ns(StepShape(((1, 1),), 1)):
+        raise CostFileError(f"By {path} a step takes no time.", remedy="Give it at least step_ns or decode_row_ns.")
+    return saved
 
 
 def read_text(path: Path, max_bytes: int) -> str:
@@ -110,7 +113,7 @@ def _from_json(path: Path, text: str) -> SavedCost:
     try:
         written = json.loads(text)
         kind, version = written.pop("format"), written.pop("version")
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise CostFileError(f"{path} is not a cost model: {error}.", remedy=remedy) from None
     if kind != FORMAT or version not in READ_VERSIONS:
         known = f"{FORMAT!r} of versions {READ_VERSIONS[0]} to {VERSION}"
@@ -129,6 +132,9 @@ def _from_json(path: Path, text: str) -> SavedCost:
     is_empty = any(not one.ratios for one in cost.residuals)
     if is_empty or any(not math.isfinite(value) or value < 0 for value in values):
         raise CostFileError(f"{path} has costs that are negative, or not numbers.", remedy=remedy)
+    if not 0 <= cost.residual_correlation < 1:
+        cause = f"{path} has a residual_correlation of {cost.residual_correlation:g}, which is not from 0 to 1."
+        raise CostFileError(cause, remedy=remedy)
     return saved
 
 
@@ -142,13 +148,13 @@ def _from_table(path: Path, lines: Sequence[str]) -> SavedCost:
                 notes[key.strip()] = value.strip()
         elif line.strip():
             numbered.append((number, line))
-    header = tuple(cell.strip() for cell in next(csv.reader([numbered[0][1]]))) if numbered else ()
+    header = tuple(_cells(path, *numbered[0])) if numbered else ()
     if header not in (_STEP_COLUMNS, _COST_COLUMNS):
         remedy = f"Give it a header: {','.join(_STEP_COLUMNS)}; or {','.join(_COST_COLUMNS)}."
         raise CostFileError(f"{path} is neither a cost model nor a table of steps.", remedy=remedy)
     rows: list[tuple[int, list[str]]] = []
     for number, line in numbered[1:]:
-        cells = [cell.strip() for cell in next(csv.reader([line]))]
+        cells = _cells(path, number, line)
         if len(cells) != len(header):
             raise CostFileError(f"{path}, line {number}: {len(cells)} values for {len(header)} columns.")
         rows.append((number, cells))
@@ -169,6 +175,13 @@ def _from_table(path: Path, lines: Sequence[str]) -> SavedCost:
         raise CostFileError(f"{path}: {error}.", remedy="Add steps of other shapes.") from None
     cost = replace(fitted.cost, residuals=())  # errors of the fit are not noise of the machine
     return SavedCost(cost=cost, num_steps=len(steps), errors=fitted.left_out, **about)
+
+
+def _cells(path: Path, number: int, line: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error as error:
+        raise CostFileError(f"{path}, line {number}: {error}.") from None
 
 
 def _named_costs(path: Path, rows: Sequence[tuple[int, Sequence[str]]]) -> CostModel:

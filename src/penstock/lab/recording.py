@@ -257,7 +257,7 @@ def _read_header(path: Path) -> Header:
         if about["format"] != FORMAT:
             raise ValueError(about["format"])
         version = about["version"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise RecordingError(f"{path} is not a recording.", remedy=remedy) from None
     if version != VERSION:
         detail = f"{path} is a recording of version {version}; this Penstock reads version {VERSION}."
@@ -295,7 +295,7 @@ class _Part:
                     event = self._event(json.loads(line))
                     if event is not None:
                         _checked(event)
-                except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
                     raise RecordingError(f"{self._path}, line {number} is damaged: {error!r}.") from None
                 if event is not None:
                     yield event
