@@ -17,6 +17,7 @@ from penstock.deploy.blueprint import Compute
 from penstock.deploy.checks import check_block_size
 from penstock.deploy.executor import _gpu_extras
 from penstock.deploy.policies import choose_policies
+from penstock.deploy.recorder import processor_name
 from penstock.deploy.resolve import decide
 from penstock.machine import Cores, cpu_name, find_cores
 from penstock.models.formats import Floats
@@ -307,7 +308,7 @@ def test_a_gpu_is_described() -> None:
     assert device.words(BackendConfig(backend=Backend.CUDA, weight_dtype="fp8"), TWO_NODES).endswith("9.0, weights in fp8")
     assert device.weight_room_bytes(settle("cuda"), 5) == 80 << 30
     assert device.missing_gpu_packages() is None
-    assert (device.processor_name("cuda"), device.processor_name("native")) == ("NVIDIA Fake", cpu_name())
+    assert (processor_name("cuda"), processor_name("native")) == ("NVIDIA Fake", cpu_name())
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -258,9 +258,9 @@ def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Pe
 def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     from penstock.clock import WallClock
     from penstock.deploy.build import tokenizer_of
-    from penstock.deploy.device import processor_name
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import require_answers
+    from penstock.deploy.recorder import processor_name
     from penstock.lab.fitting import fit
     from penstock.lab.step_design import design
     from penstock.lab.steps import StepRunner, measure, measure_with_host

@@ -8,16 +8,10 @@ from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig
 from penstock.config.units import format_size
 from penstock.deploy.blueprint import Compute
-from penstock.machine import Cores, cpu_name
+from penstock.machine import Cores
 from penstock.types.errors import ConfigError, counted
 
 _log = logging.getLogger(__name__)
-
-
-def processor_name(backend: str | None) -> str:
-    """Return the name of the GPU or CPU that computes with this backend, for cost models. Empty if Linux does not say."""
-    gpu = cuda.find_gpu() if backend == Backend.CUDA else None
-    return gpu.name if isinstance(gpu, cuda.Gpu) else cpu_name()
 
 
 def num_threads(backend: BackendConfig, cores: Cores) -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock import __version__, machine
-from penstock.config import ServerConfig
+from penstock.backends import cuda
+from penstock.config import Backend, ServerConfig
 from penstock.config.setting import Component, Kind, settings_of
-from penstock.deploy.device import processor_name
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ def shown_settings(parts: Sequence[Component], *, has_names: bool) -> dict[str, 
         for item in settings_of(type(part))
         if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
     }
+
+
+def processor_name(backend: str | None) -> str:
+    """Return the name of the GPU or CPU that computes with this backend, for cost models. Empty if Linux does not say."""
+    gpu = cuda.find_gpu() if backend == Backend.CUDA else None
+    return gpu.name if isinstance(gpu, cuda.Gpu) else machine.cpu_name()
 
 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:
