@@ -240,6 +240,13 @@ def test_with_a_window_requests_hold_no_more_than_that() -> None:
     assert batch_point(10, CostModel(), lengths, capacity).kv_share == 10 * 7 / 1000
 
 
+def test_blocks_of_a_recurrent_state_count_for_each_row() -> None:
+    capacity, lengths = replace(CAPACITY, num_state_blocks=3), lengths_of([job(90, 10)])
+    assert fit_in(capacity, lengths).num_requests == 16_000 // (10 * 16)
+    assert batch_point(10, CostModel(), lengths, capacity).kv_share == 10 * (6 + 3) / 1000
+    assert fullest_batch(CostModel(), lengths, replace(capacity, max_rows=512)).num_rows == 1000 // 9
+
+
 def test_a_prompt_alone_is_computed_in_steps() -> None:
     cost = CostModel()
     whole = cost.duration_ns(StepShape(((512, 0),), 0)) + cost.duration_ns(StepShape(((88, 512),), 1))

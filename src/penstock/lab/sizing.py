@@ -342,7 +342,8 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
 
 
 def _mean_blocks(lengths: Lengths, capacity: Capacity) -> float:
-    return -(-min(lengths.mean_context, capacity.window or lengths.mean_context) // capacity.block_size)
+    held = min(lengths.mean_context, capacity.window or lengths.mean_context)
+    return -(-held // capacity.block_size) + capacity.num_state_blocks
 
 
 def batch_table(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Sequence[BatchPoint]:
