@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,14 @@ def test_it_learns_which_questions_need_the_strong_model() -> None:
     assert told.share_for_80 < 0.5
     assert told.share_for_80 < told.share_for_point < 0.8
     assert told.half > (told.weak + told.strong) / 2 + 0.1
+
+
+def test_without_a_surely_better_strong_model_figures_have_no_interval() -> None:
+    strong = (np.arange(50) < 31).astype(float)
+    told = figures_of(answers_of(["q"] * 50, (np.arange(50) >= 21).astype(float), strong), strong)
+    assert told.strong > told.weak
+    assert math.isfinite(told.apgr)
+    assert all(map(math.isnan, (*told.apgr_interval, *told.share_for_80_interval, *told.share_for_point_interval)))
 
 
 def test_lots_gain_half_and_an_oracle_gains_all_with_the_share_that_differs() -> None:

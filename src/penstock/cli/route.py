@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # with NumPy
     from penstock.config import Config
     from penstock.deploy.routes import Route
     from penstock.routes.answers import F64, Answers, Chat, Rows
-    from penstock.routes.curve import Figures
+    from penstock.routes.curve import Figures, Interval
     from penstock.routes.learned import LearnedRoute
     from penstock.routes.unseen import Starts
 
@@ -318,7 +318,6 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _row(name: str, told: Figures) -> tuple[str, ...]:
-    low, high = told.apgr_interval
     by_lot = (told.weak + told.strong) / 2
     alone = (
         name,
@@ -329,9 +328,14 @@ def _row(name: str, told: Figures) -> tuple[str, ...]:
     )
     if math.isnan(told.apgr):  # the strong model gains nothing
         return (*alone, "-", "-", "-")
-    shares = ((told.share_for_80, told.share_for_80_interval), (told.share_for_point, told.share_for_point_interval))
     return (
         *alone,
-        f"{told.apgr:.3f} ({low:.3f} to {high:.3f})",
-        *(f"{share:.0%} ({least:.0%} to {most:.0%})" for share, (least, most) in shares),
+        _with_interval(told.apgr, told.apgr_interval, ".3f"),
+        _with_interval(told.share_for_80, told.share_for_80_interval, ".0%"),
+        _with_interval(told.share_for_point, told.share_for_point_interval, ".0%"),
     )
+
+
+def _with_interval(value: float, interval: Interval, spec: str) -> str:
+    low, high = interval
+    return f"{value:{spec}} (-)" if math.isnan(low) else f"{value:{spec}} ({low:{spec}} to {high:{spec}})"

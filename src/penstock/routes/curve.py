@@ -32,7 +32,8 @@ class Figures:
     share_for_point: float
     """Least share whose quality is within one point of the strong model's."""
     apgr_interval: Interval
-    """95 % interval, like the next two, bootstrapped over questions."""
+    """95 % interval, like the next two, bootstrapped over questions. NaN if the strong model is not better in more than 2.5 %
+    of the samples, in which nothing is to be gained."""
     share_for_80_interval: Interval
     share_for_point_interval: Interval
 
@@ -44,7 +45,8 @@ def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
     half = float(answers.weak.mean() + differences[: count // 2].sum() / count)
     drawn = np.array([_of(differences[np.sort(rng.integers(count, size=count))]) for _ in range(NUM_DRAWS)])
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
-    bounds = np.percentile(drawn, INTERVAL, axis=0).T.tolist() if len(drawn) else [(np.nan, np.nan)] * 3
+    is_known = len(drawn) >= 0.975 * NUM_DRAWS
+    bounds = np.percentile(drawn, INTERVAL, axis=0).T.tolist() if is_known else [(np.nan, np.nan)] * 3
     intervals = [(low, high) for low, high in bounds]
     return Figures(count, float(answers.weak.mean()), float(answers.strong.mean()), half, *_of(differences), *intervals)
 
