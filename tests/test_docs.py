@@ -23,6 +23,8 @@ from penstock.config.routes import LearnedConfig
 from penstock.config.several import configs_of
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import choose_policies
+from penstock.lab.cost_files import SavedCost, save_cost
+from penstock.lab.cost_model import CostModel
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.routes.answers import read_answers
@@ -103,6 +105,12 @@ def test_the_file_of_several_models_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
 def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(page, monkeypatch)
+
+
+def test_a_cost_model_is_read_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_cost(Path("cost.json"), SavedCost(cost=CostModel(), source="profile"))
+    run_page(ROOT / "docs" / "profile.md", monkeypatch)
 
 
 def test_the_architecture_of_its_page_has_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
