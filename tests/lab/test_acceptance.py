@@ -12,6 +12,7 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.lab.acceptance import LEAST_MATCH, Acceptance, MarkedGuesser, acceptance_of, marked_answers
 from penstock.lab.recording import open_recording
+from penstock.lab.records import End
 from penstock.lab.simulated_executor import TOKEN_ID, WRONG_TOKEN_ID
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.workload import Job, Workload
@@ -86,6 +87,14 @@ def test_where_a_server_does_not_guess_or_nothing_is_known_there_are_no_guesses(
     outcome, samples = run(acceptance, capacity=capacity, make_policies=lambda: make_policies(**policies))
     assert max(samples) == 1
     assert outcome.num_guesses == 0
+
+
+def test_clients_leave_after_as_many_tokens_however_many_come_at_once() -> None:
+    job = Job(arrival_ns=0, num_prompt_tokens=20, num_output_tokens=100, cancelled_after_tokens=40)
+    simulation = Simulation(capacity=CAPACITY, make_policies=make_policies, acceptance=Acceptance(chance=1.0))
+    [record] = simulation.run(Workload(name="one who leaves", jobs=[job])).records
+    assert record.end is End.CANCELLED
+    assert 40 <= record.num_output_tokens < 60
 
 
 def test_marks_depend_on_the_request_and_the_seed_alone() -> None:

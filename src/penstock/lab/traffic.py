@@ -138,8 +138,8 @@ class Traffic:
                 else:
                     call.record.first_ns = at_ns
                 call.last_ns = at_ns
-                call.num_tokens += len(event.token_ids)
-                if call.job.cancelled_after_tokens == len(call.gaps_ns) + 1:
+                before, call.num_tokens = call.num_tokens, call.num_tokens + len(event.token_ids)
+                if before < (call.job.cancelled_after_tokens or 0) <= call.num_tokens:
                     self.agenda.note(at_ns, partial(self._cancel, call))
 
     def end(self, event: TokenEvent, stats: RequestStats) -> None:
