@@ -265,3 +265,8 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
 )
 def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], says: str) -> None:
     assert says in simulate(*SMALL, *words)
+
+
+def test_a_load_needs_a_request_that_fits(simulate: Simulate) -> None:
+    out = simulate("--blocks", "8", "--workload", "documents", "--requests", "5", "--load", "0.9")
+    assert "No request of this workload is served: context_length." in out

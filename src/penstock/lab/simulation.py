@@ -141,10 +141,16 @@ class Simulation(ServerSettings):
     def capacity_per_s(self, workload: Workload) -> float:
         """Return the arrivals per second that the servers keep up with: of requests, or of conversations.
 
-        The ramp-up and drain of a saturated run count; `plan.saturated_rate` may leave them out.
+        The ramp-up and drain of a saturated run count; `plan.saturated_rate` may leave them out. Raises ConfigError if the
+        servers refuse every request.
         """
         jobs = [replace(job, cancelled_after_tokens=None) for job in workload.jobs]
         outcome = self.saturate(replace(workload, jobs=jobs))
+        if not outcome.duration_ns:
+            raise ConfigError(
+                f"No request of this workload is served: {outcome.records[0].error}.",
+                remedy="Cut them with --max-input-tokens and --max-output-tokens, or raise --max-model-len or --blocks.",
+            )
         return num_arrivals(workload) / (outcome.duration_ns / NS_PER_S)
 
     def saturate(self, workload: Workload) -> Outcome:
