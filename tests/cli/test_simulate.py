@@ -242,6 +242,8 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
         (("--vary", f"seed={','.join(map(str, range(300)))}"), "asks for 300 combinations"),
         (("--load", "0.5"), "--load and --rate both say when requests come"),
+        (("--device", "cuda"), "The default cost model is of a CPU"),
+        (("absent/model",), "With --blocks the model's files are not read"),
         (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
         (("--vary", "html=a,b"), "html is not an option to compare"),

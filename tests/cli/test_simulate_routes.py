@@ -162,10 +162,14 @@ def test_answers_that_are_judged_go_by_their_confidence(simulate: Callable[..., 
 
 def test_each_model_has_its_cost(simulate: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "slow.csv").write_text("cost,ns\nstep_ns,500000000\n")
-    rows = rows_of(simulate("--cost", "small=default,large=slow.csv"))
+    out = simulate("--cost", "small=default,large=slow.csv")
+    rows = rows_of(out)
     small_s, large_s = (float(rows[name][-2]) for name in ("small", "large"))
     assert large_s >= 0.5 * 8
     assert small_s < 0.5 * 8
+    same = "All models have the same step times."
+    assert same not in out
+    assert same in simulate()
     assert "names small" in simulate("--cost", "small=default")
 
 

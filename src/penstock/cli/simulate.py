@@ -26,7 +26,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.simulated_routes import OF_ROUTES, route_options, simulate_route
 from penstock.cli.workload_options import workload_options
-from penstock.config.components import BackendConfig, ServerConfig, config_from
+from penstock.config.components import BackendConfig, Device, ServerConfig, config_from
 from penstock.config.setting import settings_of
 from penstock.lab.variants import combinations, title
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
@@ -264,6 +264,11 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
             bytes_per_s=(asked["link_gbytes_per_s"] or 1.0) * 1e9,
             latency_ns=round(asked["link_latency_ms"] * 1e6),
         )
+    elif asked["blocks"] is not None and (is_given("model") or is_given("model_word")):
+        remedy = "Leave out the model, and set --max-model-len to its longest context."
+        raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)
+    if asked["device"] == Device.CUDA and asked["cost"] == "default":
+        raise ConfigError("The default cost model is of a CPU.", remedy="Name a GPU's with --cost, such as h100-llama-8b.")
     return replace(
         simulation_of(config, cost, num_blocks=asked["blocks"]),
         num_replicas=least,

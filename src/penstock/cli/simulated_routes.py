@@ -134,7 +134,8 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
             )
         )
     result = Result(runs=runs)
-    sections = [*report.sections_of(result, every_run=values["every_run"]), _section_of(outcomes, wanted.models)]
+    section = _section_of(outcomes, wanted.models, have_one_cost=len(costs) > 1 and "=" not in values["cost"])
+    sections = [*report.sections_of(result, every_run=values["every_run"]), section]
     click.echo(report.as_text(sections))
     if values["json_file"] is not None:
         write_result(result, values["json_file"])
@@ -189,7 +190,7 @@ def _words(outcome: RouteOutcome, kinds: Mapping[str, str]) -> str:
     )
 
 
-def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str]) -> Section:
+def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str], *, have_one_cost: bool) -> Section:
     from penstock.lab.report import Cell, Section, Table
 
     whole_s = next((_machine_s(one) for one in outcomes if [kinds[name] for name in one.strategy.models] == ["strong"]), 0.0)
@@ -211,6 +212,8 @@ def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str]) -> S
         for one in outcomes
         if one.num_outside
     ]
+    if have_one_cost:
+        warnings.append("All models have the same step times. To compare them, give each its own: --cost MODEL=FILE,...")
     notes = [
         "Large model's share: of the answers. Begun: answers that the small model began before the choice was made.",
         "Quality: mean recorded result of the answers. Model time: of all steps on this machine, with embedding.",
