@@ -146,6 +146,8 @@ def test_right_guesses_meet_a_latency_that_no_single_step_meets(briefly: Briefly
         rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
     assert not rates[0]
     assert rates[1] > 0
+    result = briefly(tiny_model, *answers, "--acceptance", "1", "--speculation", "off", "--hardware", "L4")
+    assert "--acceptance has no effect: this server does not guess tokens." in result.stdout
 
 
 def test_fitted_step_times_go_before_an_estimate_and_know_their_range(

@@ -168,6 +168,8 @@ def make_candidate(
     doubts = list(_doubts(config, outline, hardware, saved))
     if acceptance is None and simulation.may_guess:
         doubts.append("No guesses of tokens (--speculation) are simulated.")
+    if acceptance is not None and not simulation.may_guess:
+        doubts.append("--acceptance has no effect: this server does not guess tokens.")
     source, error = _step_times(saved)
     if any(_of_others(config, outline, hardware, saved)):
         error = max(error, ESTIMATE_ERROR)
