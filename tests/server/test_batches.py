@@ -238,8 +238,9 @@ def test_a_batch_is_cancelled_before_its_lines_are_checked(jobs, client, monkeyp
     for batch in batches:
         batch = ended(client, batch)
         assert (batch.status, batch.output_file_id, batch.cancelled_at >= batch.cancelling_at) == ("cancelled", None, True)
-        with pytest.raises(openai.ConflictError, match="cancelled"):
+        with pytest.raises(openai.ConflictError, match="cancelled") as refused:
             client.batches.cancel(batch.id)
+        assert refused.value.response.headers["x-should-retry"] == "false"
     assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
 
 

@@ -127,6 +127,7 @@ async def test_without_a_folder_there_are_no_files():
         for path in (FILES, "/v1/batches", f"{FILES}/x", f"{FILES}/x/content", "/v1/batches/x"):
             answer = await client.get(path)
             assert (answer.status_code, "--jobs-dir" in answer.text) == (501, True)
+            assert answer.headers["x-should-retry"] == "false"  # OpenAI's client would send a file again
         assert (await client.post(FILES, content=form(PURPOSE, FILE), headers=FORM)).status_code == 501
     runtime.close()
 
@@ -165,8 +166,9 @@ def test_a_file_that_a_batch_reads_is_kept(tmp_path, gate, monkeypatch):
     impatient(monkeypatch)
     with serving(tmp_path, gate) as server, server.client() as client:
         batch = begun(client, [line("a")])
-        with pytest.raises(openai.ConflictError, match="Cancel that first"):
+        with pytest.raises(openai.ConflictError, match="Cancel that first") as refused:
             client.files.delete(batch.input_file_id)
+        assert refused.value.response.headers["x-should-retry"] == "false"
         client.batches.cancel(batch.id)
         wait_until(lambda: client.batches.retrieve(batch.id).status == "cancelled")
         assert client.files.delete(batch.input_file_id).deleted

@@ -26,7 +26,7 @@ from penstock.serve.asking import Reader
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
-from penstock.serve.errors import ApiError, from_http_exception, shorten, unavailable
+from penstock.serve.errors import NO_RETRY, ApiError, from_http_exception, shorten, unavailable
 from penstock.serve.http.checks import (
     OPEN_PATHS,
     JsonEndpoint,
@@ -277,7 +277,7 @@ def _without_body(answer: JsonEndpoint) -> Callable[[HttpRequest], Awaitable[Res
 def _refusing(refused: Refused) -> StarletteRoute:
     async def refuse(http: HttpRequest) -> Response:
         message = f"{http.method} {shorten(http.url.path)} is not supported here. {refused.reason}"
-        raise ApiError(refused.status, message, code=refused.code)
+        raise ApiError(refused.status, message, code=refused.code, headers=NO_RETRY)
 
     method, path = refused.at.split()
     return StarletteRoute(path, refuse, methods=[method])

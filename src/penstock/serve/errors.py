@@ -27,8 +27,8 @@ BUSY_STATUSES = (429, 502, 503, 504)
 TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
 """Refusals by a limit of the client's own, after which no other model is asked."""
 
-_NO_RETRY = {"x-should-retry": "false"}
-"""Header that stops OpenAI's client from retrying a 408, which would time out again."""
+NO_RETRY = {"x-should-retry": "false"}
+"""Header that stops OpenAI's and Anthropic's clients from retrying a 408, 409 or 5xx that another try would not change."""
 
 RULE = "rule"
 """Type of a validation error by our own rules. Its text follows the field's name: "must be an object"."""
@@ -208,7 +208,7 @@ def deadline_exceeded(reason: RejectReason, allowed_ms: float, queue_ms: float, 
 
 
 def past_deadline(message: str) -> ApiError:
-    return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error", headers=_NO_RETRY)
+    return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error", headers=NO_RETRY)
 
 
 def cancelled(message: str) -> ApiError:
@@ -248,7 +248,7 @@ def as_api_error(raised: ApiError | Rejected) -> ApiError:
 
 def misconfigured(message: str) -> ApiError:
     """Return the error for a wrong setting. Only the operator can mend it, so clients should not try again."""
-    return ApiError(500, message, code="misconfigured", error_type="server_error")
+    return ApiError(500, message, code="misconfigured", error_type="server_error", headers=NO_RETRY)
 
 
 def status_of(error: ApiError | Rejected) -> int:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from penstock.jobs.store import Batch, NoFile, new_id
 from penstock.serve.api import Parts
 from penstock.serve.bodies import Body, Metadata
-from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.errors import NO_RETRY, ApiError, invalid, shorten
 from penstock.serve.jobs.files import read_expiry
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.paging import Page, listed, page_of
@@ -137,7 +137,8 @@ class BatchesEndpoint:
         """Cancel a batch. Its answers so far stay."""
         batch = await find_batch(http, self._batches, KIND)
         if batch.is_ended:
-            raise ApiError(409, f"The batch has ended already: it is {batch.status}.", code="batch_ended")
+            message = f"The batch has ended already: it is {batch.status}."
+            raise ApiError(409, message, code="batch_ended", headers=NO_RETRY)
         return self._told(await self._batches.cancel(batch))
 
     def _told(self, batch: Batch) -> BatchObject:

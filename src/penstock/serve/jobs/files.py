@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from penstock.jobs.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom
 from penstock.serve.api import Route
-from penstock.serve.errors import ApiError, invalid, overloaded, shorten, unavailable
+from penstock.serve.errors import NO_RETRY, ApiError, invalid, overloaded, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
@@ -150,7 +150,8 @@ class FilesEndpoint:
         try:
             await batches.on_disk(batches.store.delete, file)
         except InUse:
-            raise ApiError(409, "An unfinished batch reads this file. Cancel that first.", code="file_in_use") from None
+            message = "An unfinished batch reads this file. Cancel that first."
+            raise ApiError(409, message, code="file_in_use", headers=NO_RETRY) from None
         return {"id": file.id, "object": "file", "deleted": True}
 
     async def _find(self, http: HttpRequest) -> File:
