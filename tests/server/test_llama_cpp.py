@@ -600,7 +600,7 @@ async def test_a_model_that_fills_nothing_is_named(client):
     ("fields", "told"),
     [
         ({"input_prefix": None}, "'input_prefix' must be a string"),
-        ({"input_prefix": "x" * 3000}, "context is 2048 tokens"),
+        ({"input_prefix": "x" * 3000}, "maximum context length is 2048 tokens"),
         ({"prompt": [1]}, "'prompt' must be a string"),
         ({"input_extra": [{"filename": "a"}]}, "Missing required parameter: 'input_extra[0].text'"),
         ({"input_extra": [{"text": "a", "colour": 1}]}, "Unknown parameter: 'input_extra[0].colour'"),

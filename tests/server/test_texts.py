@@ -153,7 +153,11 @@ def test_two_thousand_texts_come_back_in_order(post):
         ({"input": ["a", ""]}, "input[1]", "empty string"),
         ({"input": [[]]}, "input[0]", "is empty"),
         ({"input": ["a"] * 2049}, "input", "2049 texts; at most 2048"),
-        ({"input": "a" * 300}, "input", "302 tokens, and toy takes 128"),
+        (
+            {"input": "a" * 300},
+            "input",
+            "maximum context length is 128 tokens, special tokens included; 'input' has 302 tokens",
+        ),
         ({"input": ["a", "b" * 300]}, "input[1]", "ask for truncation"),
         ({"input": [list(range(3, 200))]}, "input[0]", "197 tokens"),
         ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),

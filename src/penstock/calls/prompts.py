@@ -150,8 +150,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
             # Even the longest tokens would be too many, or one for each part of a cut prompt.
             least = max(len(prompt.text) // running.tokenizer.max_token_bytes, len(prompt.cuts))
             if least > max_model_len:
-                limit = f"{running.name}'s context is {counted(max_model_len, 'token')} on this server"
-                raise _too_long(f"{limit}; the prompt has at least {least}.", prompt.param)
+                raise _too_long(f"{limit_words(max_model_len)}; the prompt has at least {least}.", prompt.param)
         check_text_size(prompt.text, running, prompt.param)
         token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
@@ -211,7 +210,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
         is_scored_alone = call.request.max_tokens == 0
         answer = "needs room for one more" if is_scored_alone else f"the answer may have {max_tokens}"
         raise _too_long(
-            f"{call.running.name}'s context is {counted(max_len, 'token')} on this server{beside}. "
+            f"{limit_words(max_len)} on this server{beside}. "
             f"The prompt has {num_prompt_tokens} and {answer}: {max_tokens - room} too many.",
             call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
             (num_prompt_tokens, max_len) if room <= 0 else None,
@@ -275,7 +274,8 @@ def _banned_sequences(call: Call) -> tuple[tuple[int, ...], ...]:
 def check_text_size(text: str, running: RunningModel, param: str) -> None:
     """Raise CONTEXT_LENGTH for a text longer than `MAX_TEXT_CHARS` that cannot fit into the context."""
     if (limit := _exceeded_size(text, running)) is not None:
-        raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
+        context = limit_words(running.model.capacity.max_model_len)
+        raise _too_long(f"{context}; the text has {len(text)} characters, and at most {limit} are tokenised.", param)
 
 
 def _exceeded_size(text: str, running: RunningModel) -> int | None:
@@ -296,6 +296,11 @@ def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -
             f"which the model does not have: its vocabulary is [0, {vocab_size}).",
             param,
         )
+
+
+def limit_words(max_tokens: int) -> str:
+    """Return the beginning of a CONTEXT_LENGTH refusal in OpenAI's words, by which LiteLLM and other clients recognise it."""
+    return f"This model's maximum context length is {counted(max_tokens, 'token')}"
 
 
 def _too_long(detail: str, param: str, sizes: tuple[int, int] | None = None) -> Rejected:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from penstock.calls.prompts import check_encoded, check_text_size
+from penstock.calls.prompts import check_encoded, check_text_size, limit_words
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
 from penstock.serve.texts.call import Text, TextInput, TextsCall, TokenIds, Truncation
@@ -133,8 +133,8 @@ def _check_length(tokens: TextTokens, parts: Sequence[Sequence[int]], call: Text
 def _too_long(subject: str, param: str, num_tokens: int, running: RunningModel) -> Rejected:
     return Rejected(
         RejectReason.CONTEXT_LENGTH,
-        f"{subject} {num_tokens} tokens, and {running.name} takes {running.model.capacity.max_model_len}, special tokens "
-        "included. Shorten it, divide it, or ask for truncation.",
+        f"{limit_words(running.model.capacity.max_model_len)}, special tokens included; {subject} {num_tokens} tokens. "
+        "Shorten it, divide it, or ask for truncation.",
         param=param,
     )
 
