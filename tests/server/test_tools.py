@@ -332,8 +332,8 @@ async def test_an_effort_of_none_ends_the_block_of_a_template_without_a_switch()
 
 
 async def test_an_effort_has_no_effect_on_a_model_that_does_not_reason():
-    choices = [await ask("Yes.", **fields) for fields in ({}, {"reasoning_effort": "high"})]
-    assert choices[0] == choices[1]
+    choices = [await ask("Yes.", **fields) for fields in ({}, {"reasoning_effort": "high"}, {"reasoning_effort": "max"})]
+    assert choices[0] == choices[1] == choices[2]
 
 
 async def test_calls_and_grammars_begin_behind_the_reasoning():

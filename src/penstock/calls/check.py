@@ -43,7 +43,7 @@ from penstock.types.sampling import (
 
 MAX_CHOICES = 128
 MAX_BIAS = 100
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
 
