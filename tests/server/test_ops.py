@@ -174,9 +174,9 @@ async def test_tokenize_takes_one_of_both(client, body):
     assert response.json()["error"]["param"] == "prompt"
 
 
-@pytest.mark.parametrize("field", ["add_generation_prompt", "continue_final_message", "chat_template_kwargs"])
+@pytest.mark.parametrize("field", ["add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"])
 async def test_tokenize_of_a_prompt_refuses_what_only_messages_have(client, field):
-    value = {"suffix": "!"} if field == "chat_template_kwargs" else False
+    value = {"chat_template_kwargs": {"suffix": "!"}, "tools": []}.get(field, False)
     response = await client.post("/tokenize", json={"prompt": "a", field: value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field

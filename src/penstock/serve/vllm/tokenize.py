@@ -25,7 +25,7 @@ from penstock.serve.messages import ChatTemplateFields, Messages, read_told_conv
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 """Fields that apply only to `messages`."""
 
 
