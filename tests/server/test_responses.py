@@ -441,6 +441,7 @@ async def test_a_request_id_of_the_client_is_no_id_of_a_response(client):
 WRONG = [
     ({"input": None}, "input", "Missing required parameter: 'input'."),
     ({"input": []}, "input", "not empty"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input", "There are no messages."),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type",

@@ -50,8 +50,13 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
     `num_bytes` is the size of the request's body.
     """
     work = partial(render_here, conversation, running)
-    require_chat_template(running.chat_template)
-    return await running.off_loop.render(tenant, num_bytes, work)
+    try:
+        require_chat_template(running.chat_template)
+        return await running.off_loop.render(tenant, num_bytes, work)
+    except Rejected as rejected:
+        if rejected.param == "messages":
+            rejected.param = conversation.param
+        raise
 
 
 def render_here(conversation: Conversation, running: RunningModel) -> TextPrompt:
