@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from itertools import islice
 
 import openai
 import pytest
@@ -160,6 +161,14 @@ def test_input_items(client):
     assert [item.content[0].text for item in items.data] == ["4", "3"]
     assert [item.content[0].text for item in items] == ["4", "3", "2", "1", "0"]  # the client turns the pages
     assert next(iter(client.responses.input_items.list(response.id, order="asc"))).content[0].text == "0"
+
+
+def test_an_item_that_was_sent_twice_is_listed_twice(client):
+    items = [{"id": f"msg_{name}", "role": "user", "content": name} for name in "abac"]
+    response = client.responses.create(model="toy", input=items, max_output_tokens=1)
+    for order, texts in (("asc", "abac"), ("desc", "caba")):
+        listed = client.responses.input_items.list(response.id, limit=1, order=order)
+        assert [item.content[0].text for item in islice(listed, 9)] == [*texts]
 
 
 def test_what_is_not_stored_is_not_found(client):

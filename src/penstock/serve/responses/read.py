@@ -125,7 +125,8 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     response_id = f"resp_{name}"
     answer = replace(call.answer, answer_id=response_id)
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)
-    kept = [_kept(item, index, response_id) for index, item in enumerate(items)]
+    last = {item.id: index for index, item in enumerate(items)}
+    kept = [_kept(item, index, response_id, has_own_id=last[item.id] == index) for index, item in enumerate(items)]
     return call, Question(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
 
 
@@ -192,10 +193,11 @@ def _text(content: Any, *place: str | int) -> str:
     return "".join(texts)
 
 
-def _kept(item: ItemBody, index: int, response_id: str) -> Item:
-    """Return an item of `input` in the form in which it is stored."""
+def _kept(item: ItemBody, index: int, response_id: str, *, has_own_id: bool) -> Item:
+    """Return an item of `input` in the form in which it is stored. `has_own_id`: no later item has the same id."""
     kind = item.type or "message"
-    kept: Item = {"id": item.id or _item_id(kind, response_id, index), "type": kind, "status": item.status or "completed"}
+    item_id = (has_own_id and item.id) or _item_id(kind, response_id, index)
+    kept: Item = {"id": item_id, "type": kind, "status": item.status or "completed"}
     match item:
         case MessageItem():
             default = "output_text" if item.role == "assistant" else "input_text"
