@@ -107,7 +107,7 @@ async def test_text(client):
         "truncation": "disabled",
         "usage": {
             "input_tokens": len(HI_PROMPT_TOKENS),
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": 12,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(HI_PROMPT_TOKENS) + 12,

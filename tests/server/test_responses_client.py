@@ -46,6 +46,7 @@ def test_create(client):
     assert response.usage.output_tokens == 10
     assert response.usage.output_tokens_details.reasoning_tokens == 0
     assert response.usage.input_tokens_details.cached_tokens in (0, 16)
+    assert response.usage.input_tokens_details.cache_write_tokens == 0
     assert response.metadata == {"topic": "demo"}
 
 

@@ -48,12 +48,25 @@ class Usage(TokenUsage):
     completion_tokens_details: NotRequired[ReasoningTokens]
 
 
+InputTokens = TypedDict("InputTokens", {"cached_tokens": Count, "cache_write_tokens": Count})
+
+
 class ResponseUsage(TypedDict):
     input_tokens: Count
-    input_tokens_details: CachedTokens
+    input_tokens_details: InputTokens
     output_tokens: Count
     output_tokens_details: ReasoningTokens
     total_tokens: Count
+
+
+def response_usage(num_prompt: int, num_cached: int, num_generated: int, num_reasoning: int) -> ResponseUsage:
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": num_generated,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": num_prompt + num_generated,
+    }
 
 
 FunctionCall = TypedDict("FunctionCall", {"name": str, "arguments": str})

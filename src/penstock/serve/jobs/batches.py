@@ -17,7 +17,7 @@ from penstock.serve.errors import NO_RETRY, ApiError, invalid, shorten
 from penstock.serve.jobs.files import read_expiry
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.paging import Page, listed, page_of
-from penstock.serve.shapes import ResponseUsage
+from penstock.serve.shapes import ResponseUsage, response_usage
 from penstock.serve.terms import read_owner, repeated_name
 
 KIND = "openai"
@@ -143,8 +143,7 @@ class BatchesEndpoint:
 
     def _told(self, batch: Batch) -> BatchObject:
         batch = self._batches.current(batch)
-        usage = batch.usage
-        num_prompt, num_generated = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
+        counts = [batch.usage.get(f"{kind}_tokens", 0) for kind in ("input", "cached", "output", "reasoning")]
         told: dict[str, Any] = {
             "id": batch.id,
             "object": "batch",
@@ -160,13 +159,7 @@ class BatchesEndpoint:
             **{f"{status}_at": batch.times_s.get(status) for status in _TIMES},
             "request_counts": {"total": batch.num_lines, "completed": batch.num_completed, "failed": batch.num_failed},
             "metadata": batch.metadata,
-            "usage": {
-                "input_tokens": num_prompt,
-                "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
-                "output_tokens": num_generated,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": num_prompt + num_generated,
-            },
+            "usage": response_usage(*counts),
             "estimated_end_at": self._batches.ends_s(batch),
         }
         return told  # type: ignore[return-value]

@@ -18,7 +18,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.responses.answers import IncompleteDetails, Response, ResponseError
 from penstock.serve.responses.read import Item, Question
-from penstock.serve.shapes import ResponseUsage
+from penstock.serve.shapes import response_usage
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, fingerprint
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
@@ -121,21 +121,12 @@ class ResponsesWriter(Writer):
 
     def _whole(self) -> Response:
         """Return the response with its items, its usage and the fingerprint of the loaded adapter."""
+        num_prompt, num_generated = self.usage.counts()
         return {
             **self._question.told,
             "output": self._items,
-            "usage": self._usage(),
+            "usage": response_usage(num_prompt, self.usage.num_cached, num_generated, self._choice.num_reasoning_tokens),
             "system_fingerprint": fingerprint(self._options),
-        }
-
-    def _usage(self) -> ResponseUsage:
-        num_prompt, num_generated = self.usage.counts()
-        return {
-            "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": self.usage.num_cached},
-            "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": self._choice.num_reasoning_tokens},
-            "total_tokens": num_prompt + num_generated,
         }
 
     # Items
