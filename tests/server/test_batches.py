@@ -446,6 +446,18 @@ def test_an_answer_without_a_sound_usage_is_an_answer(jobs, client, monkeypatch,
     assert (batch.request_counts.completed, batch.usage.total_tokens) == (1, 0)
 
 
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("input", "output")])
+def test_the_usage_of_all_lines_is_summed(jobs, client, monkeypatch, names):
+    asked, answered = names
+    usage = {f"{asked}_tokens": 9, f"{answered}_tokens": 5}
+    usage |= {f"{asked}_tokens_details": {"cached_tokens": 4, "cache_write_tokens_details": {"ttl_12h_tokens": 1}}}
+    usage |= {f"{answered}_tokens_details": {"reasoning_tokens": 3}}
+    with refusing(monkeypatch, jobs, Answered(200, None, json.dumps({"usage": usage}).encode()), 2):
+        told = ended(client, begun(client, lines_of(2))).usage
+    assert (told.input_tokens, told.output_tokens, told.total_tokens) == (18, 10, 28)
+    assert (told.input_tokens_details.cached_tokens, told.output_tokens_details.reasoning_tokens) == (8, 6)
+
+
 def test_lines_begin_only_in_their_hours(tmp_path, monkeypatch):
     with serving(tmp_path, batch_hours="22-6") as server, server.client() as client:
         hour = 21

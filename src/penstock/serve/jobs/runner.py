@@ -667,6 +667,11 @@ def _custom_id(line: Line) -> str | None:
         return None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
 class _Told(msgspec.Struct):
     """The counts of tokens in an answer, in the words of OpenAI's and Anthropic's APIs."""
 
@@ -674,8 +679,10 @@ class _Told(msgspec.Struct):
     input_tokens: int = 0
     completion_tokens: int = 0
     output_tokens: int = 0
-    prompt_tokens_details: dict[str, int | None] | None = None
-    input_tokens_details: dict[str, int | None] | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
 
 
@@ -693,15 +700,16 @@ def _usage(body: bytes) -> dict[str, int]:
         told = None
     if told is None:
         return {}
-    details = told.prompt_tokens_details or told.input_tokens_details or {}
-    num_cached = details.get("cached_tokens") or told.cache_read_input_tokens or 0
+    of_prompt = told.prompt_tokens_details or told.input_tokens_details or _Details()
+    of_answer = told.completion_tokens_details or told.output_tokens_details or _Details()
     num_prompt = told.prompt_tokens or told.input_tokens
     if told.cache_read_input_tokens is not None:  # Anthropic's input tokens are without those
         num_prompt += told.cache_read_input_tokens
     return {
         "input_tokens": num_prompt,
-        "cached_tokens": num_cached,
+        "cached_tokens": of_prompt.cached_tokens or told.cache_read_input_tokens or 0,
         "output_tokens": told.completion_tokens or told.output_tokens,
+        "reasoning_tokens": of_answer.reasoning_tokens or 0,
     }
 
 
