@@ -142,7 +142,7 @@ async def test_a_server_that_keeps_none(runtime):
         for body in ({"store": True}, {"background": True}):
             assert "--response-store 0" in (await ask(client, expects=400, **body))["error"]["message"]
         error = (await ask(client, expects=404, previous_response_id="resp_x"))["error"]
-        assert (error["param"], error["code"]) == ("previous_response_id", "response_not_found")
+        assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
 async def test_an_item_that_is_named_counts_as_often_as_it_is(runtime):

@@ -237,4 +237,5 @@ class MemoryStore:
         else:
             why = "It was never kept for this key ('store': false), was forgotten long ago, or the server was restarted."
         message = f"There is no response {shorten(response_id)!r}. {why}"
-        return ApiError(404, message, code="response_not_found", param=param)
+        code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+        return ApiError(404, message, code=code, param=param)
