@@ -6,6 +6,8 @@ import pytest
 
 from penstock.engine.bridge import merge_chunks
 from penstock.serve.responses.write import ResponsesWriter, find_tokens
+from penstock.testing import HashExecutor
+from penstock.types.plan import Capacity
 from support.server.chat import HI_PROMPT
 from support.server.completions import oracle
 from support.server.harness import make_client, make_runtime
@@ -516,6 +518,16 @@ async def test_what_is_wrong_is_named_in_words_of_this_api(client, body, param, 
     error = (await ask(client, expects=400, **body))["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+async def test_a_stream_fails_with_a_code_of_its_own_if_the_memory_is_too_small():
+    """Codex CLI looks for the code, and drops the oldest items then."""
+    tiny = Capacity(num_blocks=5, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=2048)
+    runtime = make_runtime(HashExecutor(tiny))
+    async with make_client(runtime) as client:
+        failed = (await stream(client, input="x" * 60, max_output_tokens=60))[-1]
+    runtime.close()
+    assert (failed["type"], failed["response"]["error"]["code"]) == ("response.failed", "context_length_exceeded")
 
 
 async def test_compaction_is_refused_with_a_remedy(client):

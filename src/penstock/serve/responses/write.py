@@ -28,6 +28,8 @@ def response_error(error: ApiError) -> ResponseError:
     """Return the error of a failed response, with one of OpenAI's few codes."""
     if error.status_code == 429:
         code = "rate_limit_exceeded"
+    elif error.code == "context_length_exceeded":
+        code = error.code  # Codex CLI shortens the conversation then
     elif 400 <= error.status_code < 500 and error.error_type == "invalid_request_error":
         code = "invalid_prompt"
     else:
