@@ -185,6 +185,19 @@ def test_openai_s_client_puts_a_stream_together():
     server.runtime.close()
 
 
+def test_a_streamed_message_of_reasoning_alone_can_be_sent_back():
+    with (
+        LiveServer(says(THOUGHT, chat_template=THINKING_TEMPLATE)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked = {"model": "toy", "messages": ASK["messages"], "tools": [NOW], "max_tokens": len("<think>Hm")}
+        with client.chat.completions.stream(**asked) as answer:
+            message = [event for event in answer if event.type == "chunk"][-1].snapshot.choices[0].message
+        assert message.content is None
+        assert client.chat.completions.create(**asked | {"messages": [*ASK["messages"], message]})
+    server.runtime.close()
+
+
 @pytest.mark.parametrize("chat_template", [TOOLS_TEMPLATE, CHAT_TEMPLATE], ids=["hermes", "generic"])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["any", "named"]
@@ -413,7 +426,6 @@ REFUSED = [
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[]"}}]}]},
         "messages[0].tool_calls[0].function.arguments",

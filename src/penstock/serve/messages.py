@@ -244,7 +244,7 @@ def make_message(
         raise invalid(f"'{at}.tool_call_id' is for messages with the role 'tool'.", f"{at}.tool_call_id")
     return Message(
         role=role,
-        content="" if calls and content in (None, []) else _text(content, f"{at}.content"),
+        content="" if role == "assistant" and content in (None, []) else _text(content, f"{at}.content"),
         name=name,
         calls=tuple(past_calls),
         call_id=call_id or "",
