@@ -321,3 +321,10 @@ def test_a_field_of_another_name_route_or_api_is_told_what_does_it_here(body_typ
 def test_only_names_of_a_field_s_length_are_likened():
     assert refusal(fast_json.dumps(prompt(**{"temperature" * 6: 1}))).message.endswith("'.")
     assert refusal(fast_json.dumps(prompt(colour=1))).message == "Unknown parameter: 'colour'."
+
+
+def test_null_is_the_same_as_absent_for_unknown_fields_too():
+    assert parse_body(fast_json.dumps(prompt(colour=None, shape=None)), CompletionBody) == parse_body(
+        fast_json.dumps(prompt()), CompletionBody
+    )
+    assert refusal(fast_json.dumps(prompt(colour=None, shape=1))).message.startswith("Unknown parameter: 'shape'.")

@@ -135,7 +135,10 @@ class Body(BaseModel):
             return value
         if cls.kinds and value.get("type", cls.kinds[0]) not in cls.kinds:
             return {"type": value["type"]}  # an object of another kind: its fields do not matter
-        names = list(islice((name for name in value if name not in cls.field_names), MAX_NAMED + 1))
+        unknown = (name for name, content in value.items() if name not in cls.field_names and content is not None)
+        names = list(islice(unknown, MAX_NAMED + 1))
+        if not names:
+            return {name: content for name, content in value.items() if name in cls.field_names}
         remedy = f" {cls.remedies[names[0]]}" if names[0] in cls.remedies else ""
         remedy = remedy or did_you_mean(names[0], cls.field_names - cls.unsupported.keys())
         told = {"names": names[:MAX_NAMED], "has_more": len(names) > MAX_NAMED, "remedy": remedy}
