@@ -48,12 +48,12 @@ class Usage(TokenUsage):
     completion_tokens_details: NotRequired[ReasoningTokens]
 
 
-InputTokens = TypedDict("InputTokens", {"cached_tokens": Count, "cache_write_tokens": Count})
+InputTokenDetails = TypedDict("InputTokenDetails", {"cached_tokens": Count, "cache_write_tokens": Count})
 
 
 class ResponseUsage(TypedDict):
     input_tokens: Count
-    input_tokens_details: InputTokens
+    input_tokens_details: InputTokenDetails
     output_tokens: Count
     output_tokens_details: ReasoningTokens
     total_tokens: Count
