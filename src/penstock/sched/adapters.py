@@ -44,7 +44,7 @@ class Adapters:
     def want(self, ref: AdapterRef) -> Rejected | None:
         """Start loading the adapter of a request. Return a refusal if the server has no adapters."""
         if self._source is None:
-            return Rejected(RejectReason.INVALID, NO_ADAPTERS, param="model")
+            return Rejected(RejectReason.INVALID, NO_ADAPTERS)
         if ref.number not in self._kv.adapters.residents:
             self._source.want(ref)
         return None
@@ -65,7 +65,7 @@ class Adapters:
             f"The adapter takes {counted(num_pages, 'block')} of the KV cache and the request may take {num_blocks}, but there "
             f"are {num_total}. Ask for fewer tokens, or give the server more KV cache."
         )
-        return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
+        return Rejected(RejectReason.NEVER_FITS, detail)
 
     def packed(self, ref: AdapterRef) -> PackedAdapter | None:
         """Return the adapter's content if it is loaded and not in the KV pool, else None."""
@@ -122,7 +122,7 @@ class Adapters:
             elif num_pages:
                 continue
             elif state.failure:
-                yield request, Rejected(state.reason, state.failure, param="model")
+                yield request, Rejected(state.reason, state.failure)
             elif now_ns >= awaited.until_ns:
                 yield request, Rejected(RejectReason.UNAVAILABLE, ADAPTER_NOT_LOADED)
 

@@ -16,18 +16,18 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     """Return why the request can't be served even if it runs alone, or None."""
     num_prompt = request.num_prompt_tokens
     if num_prompt == 0:
-        return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
+        return Rejected(RejectReason.INVALID, "The prompt has no tokens.")
     if capacity.is_one_pass:
         return _refuse_text(request, capacity)
     if request.sampling.prompt_logprobs is not None and not capacity.max_scored:
         detail = "This backend returns no log-probabilities of prompts. The server needs --backend native or reference."
-        return Rejected(RejectReason.INVALID, detail, param="prompt_logprobs")
+        return Rejected(RejectReason.INVALID, detail)
     if num_prompt + 1 > capacity.max_model_len:
         detail = (
             f"The prompt has {counted(num_prompt, 'token')} and needs room for at least one more, but prompt and output "
             f"together may have {capacity.max_model_len} (max_model_len)."
         )
-        return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="prompt")
+        return Rejected(RejectReason.CONTEXT_LENGTH, detail)
     # The last token is sampled and never computed.
     num_positions = max_total_tokens(request, capacity) - 1
     num_blocks = -(-num_positions // capacity.block_size)
@@ -40,7 +40,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
             f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "
             "more KV cache."
         )
-        return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
+        return Rejected(RejectReason.NEVER_FITS, detail)
     return None
 
 
@@ -48,14 +48,14 @@ def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
     if request.sampling.beams is not None or request.sampling.follows_grammar:
         return Rejected(RejectReason.INVALID, "This model only reads texts, so beam search and grammars are not available.")
     if request.adapter is not None:
-        return Rejected(RejectReason.INVALID, "This model only reads texts, so it can't use adapters.", param="model")
+        return Rejected(RejectReason.INVALID, "This model only reads texts, so it can't use adapters.")
     if request.num_prompt_tokens <= capacity.max_model_len:
         return None
     detail = (
         f"The text has {counted(request.num_prompt_tokens, 'token')}, but the model reads at most {capacity.max_model_len} "
         "(max_model_len)."
     )
-    return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="input")
+    return Rejected(RejectReason.CONTEXT_LENGTH, detail)
 
 
 def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
@@ -70,4 +70,4 @@ def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -
         f"{num_needed} blocks of {block}, but the whole KV cache has {capacity.num_blocks - 1}. "
         "Ask for fewer beams (n) or tokens, or give the server more KV cache."
     )
-    return Rejected(RejectReason.NEVER_FITS, detail, param="n")
+    return Rejected(RejectReason.NEVER_FITS, detail)

@@ -207,16 +207,16 @@ class Scheduler:
             return None
         if self.capacity.num_state_blocks:
             detail = "Beam search is not available: this model has a recurrent state, which beams can't share."
-            return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
+            return Rejected(RejectReason.INVALID, detail)
         if not self._is_continuous:
             detail = "Beam search needs --batching continuous: its rows come and go, and a static or dynamic batch is fixed."
-            return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
+            return Rejected(RejectReason.INVALID, detail)
         if beams.width > self.max_rows:
             detail = (
                 f"A beam search of width {beams.width} needs as many rows, but at most {self.max_rows} run at once. "
                 f"Ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
             )
-            return Rejected(RejectReason.INVALID, detail, param="n")
+            return Rejected(RejectReason.INVALID, detail)
         if self.groups.is_broken(request):
             return Rejected(RejectReason.INVALID, "Another request of this beam search ended before this one arrived.")
         return None
