@@ -332,6 +332,7 @@ def test_answers_move_while_no_chunk_fits_beside_them() -> None:
     begin(dispatcher, "the eighth one", 1, router)
     assert len(router.work[-1]) == 2
     assert dispatcher.hand_over("the eighth one", but_not=(0,)) == 1
+    assert dispatcher.hand_over("the eighth one", but_not=range(4)) is None, "all are draining"
     dispatcher.leave(0)
     assert dispatcher.numbers == [1, 2, 3]
 

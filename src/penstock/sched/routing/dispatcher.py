@@ -168,7 +168,7 @@ class Dispatcher:
 
     def _num_answering(self, numbers: Sequence[int]) -> int:
         """Return how many of these replicas should only decode. They are the first of `numbers`."""
-        if self._split is None or not self._givers.issuperset(numbers):
+        if self._split is None or not numbers or not self._givers.issuperset(numbers):
             return 0
         return self._split.num_answering(len(numbers), sum([self._ledger.answers[number] for number in numbers]))
 
