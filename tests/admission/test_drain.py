@@ -18,8 +18,8 @@ def step(meter: DrainMeter, at_s: float, num_waiting: int) -> None:
     meter.on_step(StepStats(0, at_ns, at_ns, 1, num_waiting, 10, 0, 0))
 
 
-def end(meter: DrainMeter, at_s: float, reason: FinishReason = FinishReason.STOP) -> None:
-    meter.on_finish(RequestStats("a", "", 0, 0, 0, int(at_s * SECOND), 1, 0, 1, 0, reason))
+def end(meter: DrainMeter, at_s: float, reason: FinishReason = FinishReason.STOP, first_scheduled_ns: int | None = 0) -> None:
+    meter.on_finish(RequestStats("a", "", 0, first_scheduled_ns, 0, int(at_s * SECOND), 1, 0, 1, 0, reason))
 
 
 def serve(meter: DrainMeter, *, start_s: float, seconds: float, rate: float, num_waiting: int) -> float:
@@ -86,10 +86,14 @@ def test_while_nothing_ends_the_time_without_an_end_is_the_least_to_expect():
     assert meter.ns_per_request(20 * SECOND, 0, 8) == 20 * SECOND
 
 
-def test_refused_requests_free_no_place():
+@pytest.mark.parametrize(
+    ("reason", "first_scheduled_ns"),
+    [(FinishReason.REJECTED, 0), (FinishReason.REJECTED, None), (FinishReason.ABORT, None)],
+)
+def test_requests_that_were_refused_or_gave_up_in_the_queue_free_no_place(reason, first_scheduled_ns):
     meter = DrainMeter()
     step(meter, 0, num_waiting=12)
-    end(meter, 1, FinishReason.REJECTED)
+    end(meter, 1, reason, first_scheduled_ns)
     step(meter, 5, num_waiting=12)
     assert meter.rate(5 * SECOND) == 0.0
 

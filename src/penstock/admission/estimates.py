@@ -186,8 +186,8 @@ class DrainMeter:
         self._was_busy = stats.num_waiting > 0 or end_ns < self._refused_until_ns
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Count the end of a request, unless the engine rejected it."""
-        if self._was_busy and stats.finish_reason is not FinishReason.REJECTED:
+        """Count the end of a request, unless it never had a row: it was rejected, timed out in the queue or was cancelled."""
+        if self._was_busy and stats.first_scheduled_ns is not None and stats.finish_reason is not FinishReason.REJECTED:
             self._bucket(stats.ended_ns)[0] += 1
 
     def _bucket(self, at_ns: int) -> list[int]:
