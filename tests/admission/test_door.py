@@ -9,7 +9,7 @@ import pytest
 
 from penstock.admission.ask import Ask, DoorView, TenantLimits
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, UNAVAILABLE_RETRY_AFTER_S, Admission, AdmissionLimits
-from penstock.admission.estimates import Margin
+from penstock.admission.estimates import FIRST_FACTOR, Margin
 from penstock.testing import make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
@@ -523,6 +523,19 @@ class TestExpectations:
         request.first_token_ns = now_ns + 3 * place.view.ttft_ns
         door.on_tokens([request], ())
         assert door.margin.factor == pytest.approx(3.0)
+
+    def test_later_requests_of_a_call_leave_the_margin_as_it_is(self):
+        """The expected time is that of the first. Others of a long list may wait for as many ends."""
+        door = make_door(slo_ttft_ns=2 * SECOND)
+        now_ns = busy(door, rate=4.0)
+        place = door.decide(Ask(num_token_ids=20, num_requests=2), make_load(8, 3, 0), now_ns)
+        requests = [make_request(name, 10, arrival_ns=now_ns) for name in "ab"]
+        door.enter(place, requests, now_ns)
+        door.leave(place)
+        for idx, request in enumerate(requests):
+            request.first_token_ns = now_ns + (1 + 2 * idx) * place.view.ttft_ns
+        door.on_tokens(requests, ())
+        assert door.margin.factor == FIRST_FACTOR
 
     def test_an_accident_does_not_close_the_door(self):
         """With a factor of 100, 16 ms of the target would be left, and nobody who waits would come in to correct it."""

@@ -148,11 +148,11 @@ class Admission:
         view = place.view
         if view.ask.background:
             return
-        for request in requests:
+        for idx, request in enumerate(requests):
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
             num_prompt_tokens = _num_prompt_tokens(request)
             num_prefill_tokens = round(self.lengths.computed_share * num_prompt_tokens)
-            expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns
+            expected_ttft_ns = 0 if idx else view.ttft_ns + now_ns - request.arrival_ns
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
             entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
             if request.adapter is not None:

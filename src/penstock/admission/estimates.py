@@ -202,6 +202,7 @@ class Entry:
     num_prefill_tokens: int
     num_blocks: int
     expected_ttft_ns: int
+    """0: unknown, as for later requests of a call, since room for its first was enough to admit the call."""
     priority: int = 0
     has_started: bool = False
     adapter: int = BASE
