@@ -24,6 +24,7 @@ from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams, EarlyStopping
+from penstock.types.stats import WaitReason
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.memory_store import Faults
 from support.strategies import Engine, LowerTier
@@ -257,6 +258,13 @@ def test_a_wide_search_waits_for_its_rows() -> None:
     requests = search_requests(4, max_tokens=5)
     others = [make_request(f"o{idx}", [9 + idx], max_tokens=5) for idx in range(2)]
     check_answers(requests, run(core, executor, *others, *requests))
+
+
+def test_a_step_says_that_a_wide_search_waits_for_rows() -> None:
+    driver = Driver(make_core(CAPACITY, max_rows=4), HashExecutor(CAPACITY, model=MODEL))
+    driver.turn(Add(make_request("other", [9], max_tokens=5)))
+    driver.turn(*map(Add, search_requests(4, max_tokens=5)))
+    assert driver.core.scheduler.news.waits_for is WaitReason.ROWS
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -131,8 +131,10 @@ def test_a_search_that_waits_for_a_prefix_is_left_all_its_rows() -> None:
     assert search[0].first_scheduled_ns is not None
 
 
-def test_a_step_says_that_a_request_waits_for_a_prefix() -> None:
-    capacity = Capacity(num_blocks=200, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=200)
+@pytest.mark.parametrize("max_rows", [2, 4])
+def test_a_step_says_that_a_request_waits_for_a_prefix(max_rows: int) -> None:
+    """Also if the row that is kept for it is the last one."""
+    capacity = Capacity(num_blocks=200, block_size=4, max_rows=max_rows, max_step_tokens=16, max_model_len=200)
     driver = Driver(make_core(capacity), HashExecutor(capacity))
     driver.turn(*map(Add, choices(2, 10)))
     assert driver.core.scheduler.news.waits_for is WaitReason.PREFIX

@@ -218,15 +218,15 @@ class Joining:
         if not len(self.waiting):
             return WaitReason.NOTHING
         waits_for = draft.counts.waits_for
-        if waits_for in (WaitReason.LOADING, WaitReason.ADAPTER):
+        if waits_for in (WaitReason.LOADING, WaitReason.ADAPTER, WaitReason.ROWS, WaitReason.MEMORY):
             return waits_for
-        if waits_for is WaitReason.MEMORY or (draft.preemptions and not draft.admissions):
+        if waits_for is WaitReason.NOTHING and draft.preemptions and not draft.admissions:
             return WaitReason.MEMORY
-        if self._is_full(draft):
-            return WaitReason.ROWS
-        if len(self.waiting.aside) == len(self.waiting):
+        if len(self.waiting.aside) == len(self.waiting):  # ask before `_is_full`, which counts the rows kept for these
             num_adapters = sum(1 for _ in self.waiting.adapters_aside)
             return WaitReason.ADAPTER if num_adapters == len(self.waiting) else WaitReason.PREFIX
+        if self._is_full(draft):
+            return WaitReason.ROWS
         is_short_of_tokens = draft.tokens_left == 0 or waits_for is WaitReason.TOKENS or self.waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
