@@ -294,6 +294,12 @@ def _check_limits(answer: Any, view: BudgetView) -> str:
         return f"max_tokens from {least} to {view.max_step_tokens}"
     if not answer.most_ns > 0:
         return "a most_ns above 0"
+    if not answer.decode_tokens > 0:
+        return "a decode_tokens above 0"
+    share, counts = answer.long_prefill_share, [answer.long_prefill_tokens, answer.fill_tokens]
+    counts += [answer.max_chunk_tokens, answer.max_long_prefills, 0 if share is None else share]
+    if any(type(number) is not int for number in counts):
+        return "whole numbers of tokens and prefills"
     is_possible = answer.max_chunk_tokens >= 1 and answer.max_long_prefills >= 1
     return "" if is_possible else "max_chunk_tokens and max_long_prefills of at least 1"
 
