@@ -14,7 +14,7 @@ from support.cli.serve import Served
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 Serving = Callable[..., AbstractContextManager[Served]]
 POLICY = '''
-from penstock.sched.policies.base import Eviction, Order, Victim
+from penstock.sched.policies.base import Order, Victim
 
 
 class Noted(Order):
@@ -38,7 +38,7 @@ class Broken(Order):
 
 class Oldest(Victim):
     def choose(self, view):
-        return Eviction(view.candidates[0], view.method)
+        return view.candidates[0]
 '''
 BODY = {"prompt": "in the", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 

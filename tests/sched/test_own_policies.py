@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sched.policies.base import Eviction, GateDecision, Guess, Order, PreemptMethod, StepLimits
+from penstock.sched.policies.base import GateDecision, Guess, Order, StepLimits
 from penstock.sched.policies.own import OwnPolicyError
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, expected_tokens, make_core, make_request, run_to_completion
@@ -331,11 +331,11 @@ class TestGuard:
             ("budget", answers("limits", lambda view: StepLimits(9, decode_tokens=0)), "a decode_tokens above 0"),
             ("reserve", answers("required_blocks", lambda view: "1"), "reserve .* must answer a whole number of blocks"),
             ("predictor", answers("predict", lambda request: 0.5), "predictor .* must answer a number of tokens"),
-            ("victim", answers("choose", lambda view: view.candidates[0]), "something of type Request .* an Eviction"),
+            ("victim", answers("choose", lambda view: None), "must answer one of the candidates"),
             (
                 "victim",
-                answers("choose", lambda view: Eviction(make_request("z", 2), PreemptMethod.RECOMPUTE)),
-                "must answer one of the candidates",
+                answers("choose", lambda view: make_request("z", 2)),
+                "something of type Request .* one of the candidates",
             ),
         ],
     )

@@ -101,4 +101,4 @@ def test_sglang_retracts_the_shortest_answer_of_the_longest_prompt() -> None:
     for request in requests:
         request.output_token_ids.extend(range(sizes[request.request_id][1]))
     view = VictimView(requests, 1, lambda _: 1, lambda request: request.num_tokens, prefill_ns_per_token=1.0)
-    assert make_policies("sglang").victim.choose(view).request.request_id == "long prompt"
+    assert make_policies("sglang").victim.choose(view).request_id == "long prompt"

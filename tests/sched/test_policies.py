@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.sched.draft import StepDraft
-from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, StepLimits, VictimView
+from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, StepLimits, VictimView, loads_back
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency, WholePrompts
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
 from penstock.sched.policies.reserves import FirstChunk, NoEvict, PredictedOutput, Watermark, WholePrompt
@@ -152,37 +152,37 @@ def computed(name: str, num_tokens: int, **fields: int) -> Request:
 
 def test_the_victim_is_the_latest_arrived() -> None:
     candidates = [make_request(f"r{arrival}", arrival_ns=arrival) for arrival in (4, 9, 2)]
-    assert LatestArrived().choose(victims(*candidates)).request is candidates[1]
+    assert LatestArrived().choose(victims(*candidates)) is candidates[1]
 
 
 @pytest.mark.parametrize("name", VICTIMS)
 def test_of_equals_the_victim_is_the_last_admitted(name: str) -> None:
     candidates = [make_request(name) for name in "abc"]
     view = victims(*candidates, freed=dict.fromkeys("abc", 1))
-    assert make_policies(victim=name).victim.choose(view).request is candidates[2]
+    assert make_policies(victim=name).victim.choose(view) is candidates[2]
 
 
 def test_the_victim_is_of_the_lowest_class() -> None:
     candidates = [make_request("a"), make_request("b", arrival_ns=1), make_request("c", arrival_ns=2)]
     candidates[0].priority = candidates[1].priority = 5
-    assert LowestPriority().choose(victims(*candidates)).request is candidates[1]
+    assert LowestPriority().choose(victims(*candidates)) is candidates[1]
 
 
 def test_the_victim_is_the_least_computed() -> None:
     candidates = [computed("a", 50), computed("b", 20), computed("c", 30, arrival_ns=1)]
-    assert LeastComputed().choose(victims(*candidates)).request is candidates[1]
+    assert LeastComputed().choose(victims(*candidates)) is candidates[1]
 
 
 def test_the_cheapest_victim_frees_enough_and_loses_least() -> None:
     candidates = [computed("large", 160), computed("enough", 64), computed("small", 16)]
     freed = {"large": 10, "enough": 4, "small": 1}
-    assert Cheapest().choose(victims(*candidates, freed=freed, num_needed=2)).request is candidates[1]
-    assert Cheapest().choose(victims(*candidates, freed=freed, num_needed=11)).request is candidates[2]
+    assert Cheapest().choose(victims(*candidates, freed=freed, num_needed=2)) is candidates[1]
+    assert Cheapest().choose(victims(*candidates, freed=freed, num_needed=11)) is candidates[2]
 
 
 def test_who_shares_all_its_blocks_is_no_cheap_victim() -> None:
     candidates = [computed("a", 64), computed("shares", 0)]
-    assert Cheapest().choose(victims(*candidates, freed={"a": 4, "shares": 0})).request is candidates[0]
+    assert Cheapest().choose(victims(*candidates, freed={"a": 4, "shares": 0})) is candidates[0]
 
 
 @pytest.mark.parametrize(("load_ns", "victim"), [(None, "short"), (2000.0, "short"), (100.0, "whole"), (0.0, "whole")])
@@ -190,7 +190,7 @@ def test_with_a_tier_the_cheapest_victim_has_least_behind_its_last_full_block(lo
     """A token takes 1,000 ns to compute: 40 of them, or 8 and a load of 32, or a load of 64."""
     candidates = [computed("whole", 64), computed("short", 40)]
     view = replace(victims(*candidates, freed={"whole": 4, "short": 3}), load_ns_per_token=load_ns, block_size=16)
-    assert Cheapest().choose(view).request.request_id == victim
+    assert Cheapest().choose(view).request_id == victim
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -237,16 +237,10 @@ def test_a_preset_s_settings_go_with_its_policy_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load_ns", "prefill_ns", "method"),
-    [
-        (None, 100.0, "recompute"),
-        (0.0, 100.0, "swap"),
-        (99.0, 100.0, "swap"),
-        (101.0, 100.0, "recompute"),
-        (101.0, 0.0, "swap"),
-    ],
+    ("load_ns", "prefill_ns", "is_loaded"),
+    [(None, 100.0, False), (0.0, 100.0, True), (99.0, 100.0, True), (101.0, 100.0, False), (101.0, 0.0, True)],
 )
-def test_a_victim_is_swapped_if_that_is_cheaper(load_ns: float | None, prefill_ns: float, method: str) -> None:
-    for name in TABLES["victim"]:
-        view = VictimView((make_request(),), 1, lambda _: 1, lambda _: 8, prefill_ns, load_ns)
-        assert make_policies(victim=name).victim.choose(view).method == method
+def test_a_preempted_request_is_loaded_back_if_that_is_faster(
+    load_ns: float | None, prefill_ns: float, is_loaded: bool
+) -> None:
+    assert loads_back(prefill_ns, load_ns) == is_loaded

@@ -388,11 +388,11 @@ class Joining:
             draft.needs_preemption = True
             return False
         running = self._running
-        eviction = running.choose_victim(lower, candidate.request, candidate.query_len)
-        if not eviction.request.background:  # else no block was promised
-            draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
+        victim = running.choose_victim(lower, candidate.request, candidate.query_len)
+        if not victim.background:  # else no block was promised
+            draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([victim])))
         draft.counts.waits_for = WaitReason.NOTHING
-        running.preempt(draft, eviction, PreemptReason.ORDER)
+        running.preempt(draft, victim, PreemptReason.ORDER)
         return True
 
     def _admit(self, candidate: Candidate, draft: StepDraft) -> None:

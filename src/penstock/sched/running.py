@@ -8,7 +8,7 @@ from penstock.kv.manager import KVManager
 from penstock.sched import progress
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import Candidate, StepDraft
-from penstock.sched.policies.base import AdmissionView, Eviction, Policies, PreemptMethod, VictimView, cheaper_method
+from penstock.sched.policies.base import AdmissionView, Policies, VictimView, loads_back
 from penstock.sched.queue import Queues
 from penstock.types.adapter import BASE
 from penstock.types.plan import Capacity
@@ -127,8 +127,8 @@ class Running:
         found = [request for request in running if request not in spared]
         return found or (running if grower.background else self._protected_members or running)
 
-    def choose_victim(self, candidates: Collection[Request], request: Request, query_len: int) -> Eviction:
-        """Return which candidate to preempt, and how, so that `request` can compute its next `query_len` tokens."""
+    def choose_victim(self, candidates: Collection[Request], request: Request, query_len: int) -> Request:
+        """Return which candidate to preempt, so that `request` can compute its next `query_len` tokens."""
         kv = self._kv
         num_fresh = kv.num_blocks_for(request.num_computed_tokens + query_len) - len(kv.block_table(request.request_id))
         view = VictimView(
@@ -147,11 +147,14 @@ class Running:
         num_shared = kv.num_held_blocks(request.request_id) - kv.num_own_blocks(request.request_id)
         return max(0, request.num_computed_tokens - num_shared * kv.block_size)
 
-    def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
+    @property
+    def _loads_back(self) -> bool:
+        return loads_back(self.prefill_ns_per_token, self._kv.load_ns_per_token)
+
+    def preempt(self, draft: StepDraft, victim: Request, reason: PreemptReason) -> None:
         """Take a request's batch row and blocks, and let it wait again. Undoes what this step planned for it."""
         assert not draft.is_ahead, "a row in flight must not be preempted"
-        victim = eviction.request
-        is_swap = eviction.method is PreemptMethod.SWAP and not victim.background  # the tier does not take its blocks
+        is_swap = self._loads_back and not victim.background  # the tier does not take its blocks
         draft.counts.num_preemptions += 1
         draft.counts.num_swaps += is_swap
         for request in self._groups.members(victim):
@@ -271,7 +274,7 @@ class Running:
             num_growth_blocks=max(0, num_final - num_held - num_promised),
             num_total_blocks=num_total,
             block_size=self._kv.block_size,
-            swaps=cheaper_method(self.prefill_ns_per_token, self._kv.load_ns_per_token) is PreemptMethod.SWAP,
+            swaps=self._loads_back,
         )
         num_free = num_available - num_promised
         if hit.state and self._kv.pool.ref_count(hit.state[0]) == 0:  # it is held while the request's first step reads it
@@ -435,9 +438,9 @@ class Extending:
                 draft.needs_preemption = True
                 return
             assert request.background or not draft.admissions, "a step must not both admit and preempt"
-            eviction = running.choose_victim(running.preemptable_for(request), request, query_len)
-            draft.lacks_memory |= not eviction.request.background
-            running.preempt(draft, eviction, PreemptReason.MEMORY)
+            victim = running.choose_victim(running.preemptable_for(request), request, query_len)
+            draft.lacks_memory |= not victim.background
+            running.preempt(draft, victim, PreemptReason.MEMORY)
             if request.status is not RequestStatus.RUNNING:
                 return
         if len(self._kv.pending_copies) != num_copies or running.must_resend(request):

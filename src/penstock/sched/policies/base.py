@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf
 from typing import ClassVar, Protocol
 
@@ -259,24 +258,10 @@ class Reserve(Protocol):
     def required_blocks(self, view: AdmissionView) -> int: ...
 
 
-class PreemptMethod(StrEnum):
-    RECOMPUTE = "recompute"
-    SWAP = "swap"
-    """Its full blocks go to the tier below the pool when others need the space, and come back from there."""
-
-
-def cheaper_method(prefill_ns_per_token: float, load_ns_per_token: float | None) -> PreemptMethod:
-    """Return the cheaper way to preempt (recompute or swap). A load time of 0.0 is not measured yet; None: no tier to swap
-    to."""
-    if load_ns_per_token is None or 0 < prefill_ns_per_token < load_ns_per_token:
-        return PreemptMethod.RECOMPUTE
-    return PreemptMethod.SWAP
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    request: Request
-    method: PreemptMethod
+def loads_back(prefill_ns_per_token: float, load_ns_per_token: float | None) -> bool:
+    """Return whether a preempted request's full blocks are loaded from the tier below the pool, since computing them again
+    takes longer. A time of 0.0 is not measured yet; None: no tier."""
+    return load_ns_per_token is not None and not 0 < prefill_ns_per_token < load_ns_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,15 +280,11 @@ class VictimView:
     """For a token of a full block from the tier below the pool (0.0: not measured yet); None: no tier."""
     block_size: int = 1
 
-    @property
-    def method(self) -> PreemptMethod:
-        return cheaper_method(self.prefill_ns_per_token, self.load_ns_per_token)
-
 
 class Victim(Protocol):
     @abstractmethod
-    def choose(self, view: VictimView) -> Eviction:
-        """Return the candidate to preempt, and how; most policies use `view.method`."""
+    def choose(self, view: VictimView) -> Request:
+        """Return the candidate to preempt."""
         ...
 
 

@@ -20,7 +20,6 @@ from warnings import warn
 
 from penstock.sched.policies.base import (
     BudgetView,
-    Eviction,
     GateDecision,
     GateView,
     Guess,
@@ -305,9 +304,7 @@ def _check_limits(answer: Any, view: BudgetView) -> str:
 
 
 def _check_victim(answer: Any, view: VictimView) -> str:
-    if not isinstance(answer, Eviction):
-        return "an Eviction"
-    return "" if any(answer.request is one for one in view.candidates) else "one of the candidates of the view"
+    return "" if any(answer is one for one in view.candidates) else "one of the candidates of the view"
 
 
 def _check_max_running(answer: Any, capacity: Capacity) -> str:
