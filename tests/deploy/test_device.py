@@ -16,7 +16,6 @@ from penstock.deploy import device
 from penstock.deploy.blueprint import Compute
 from penstock.deploy.checks import check_block_size
 from penstock.deploy.executor import _gpu_extras
-from penstock.deploy.policies import choose_policies
 from penstock.deploy.recorder import processor_name
 from penstock.deploy.resolve import decide
 from penstock.machine import Cores, cpu_name, find_cores
@@ -293,12 +292,6 @@ def test_nodes_with_numbers_that_no_mask_holds_are_no_reason_to_fail() -> None:
     many = replace(TWO_NODES, memory_nodes=(0, 64))
     assert device.memory_nodes(many) == ()
     assert "not spread: a memory node is one of 0 to 63" in device.memory_facts(many)
-
-
-def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:
-    config = Config(scheduler=SchedulerConfig(preemption="recompute"), kv=KvConfig(kv_host_size_bytes=1 << 30))
-    with pytest.raises(ConfigError, match=r"With a host tier.* Leave --preemption or --kv-host-size out"):
-        choose_policies(config)
 
 
 @pytest.mark.usefixtures("has_gpu")

@@ -272,7 +272,7 @@ def test_seeds_repeat_if_one_is_given(gguf: Path) -> None:
 
 def test_the_scheduler_has_the_policies_of_the_config(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schedulers = recorded(monkeypatch, "penstock.sched.scheduler.Scheduler")
-    named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute", victim="latest")
+    named = SchedulerConfig(batching="continuous", policy="fcfs", victim="latest")
     runtime = _build(gguf, replace(REFERENCE, scheduler=named, kv=replace(REFERENCE.kv, kv_watermark=0.5)))
     runtime.close()
     [((_, policies, *_), _)] = schedulers
@@ -310,9 +310,9 @@ def test_arguments_of_the_policies_of_texts_are_taken_for_texts_only() -> None:
         choose_policies(Config(scheduler=SchedulerConfig(budget_args={"nothing": 5})))
 
 
-@pytest.mark.parametrize("setting", ["reserve", "victim", "preemption", "length_predictor"])
+@pytest.mark.parametrize("setting", ["reserve", "victim", "length_predictor"])
 def test_texts_have_no_answers_to_set_anything_for(setting: str) -> None:
-    value = {"reserve": "prompt", "victim": "latest", "preemption": "recompute", "length_predictor": "online"}[setting]
+    value = {"reserve": "prompt", "victim": "latest", "length_predictor": "online"}[setting]
     with pytest.raises(ConfigError, match=f"no answer grows. --{setting.replace('_', '-')} would change nothing"):
         choose_policies(Config(scheduler=SchedulerConfig(**{setting: value})), is_one_pass=True)
 
@@ -450,13 +450,6 @@ def test_an_eviction_that_would_change_nothing_is_an_error() -> None:
         choose_policies(Config(kv=KvConfig(kv_eviction="priority")))
     with pytest.raises(ConfigError, match=r"nothing is cached.* Leave --kv-eviction out"):
         choose_policies(Config(kv=KvConfig(kv_eviction="lru", prefix_caching=False)))
-
-
-def test_how_to_preempt_cannot_be_set_where_a_disk_tier_decides() -> None:
-    recompute = SchedulerConfig(preemption="recompute")
-    choose_policies(Config(scheduler=recompute))
-    with pytest.raises(ConfigError, match=r"comes back from it.* Leave --preemption or --kv-disk-size out"):
-        choose_policies(Config(scheduler=recompute, kv=KvConfig(kv_disk_size_bytes=1 << 30)))
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

@@ -330,12 +330,6 @@ class SchedulerConfig(Component):
         "With --policy priority, a waiting request preempts one of lower priority when rows or memory run out.",
         default_doc="true with --policy priority, except in a static or dynamic batch",
     )
-    preemption: str | None = choice(
-        None,
-        "How a preempted request gets its blocks back.",
-        choices=("recompute",),
-        default_doc="recompute; with --kv-disk-size or --kv-host-size the faster of recomputing and loading",
-    )
     max_num_seqs: int | None = count(
         None, "Requests in one step at most.", minimum=1, maximum=4096, default_doc="64, on a GPU 256"
     )

@@ -31,7 +31,7 @@ SETTING_FLAGS: Mapping[str, str] = {
     "rest_ns": "--kv-rest",
 }
 """The flag that sets each field of a policy."""
-_OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor", "speculation", "speculation_model")
+_OF_ANSWERS = ("reserve", "victim", "length_predictor", "speculation", "speculation_model")
 """Settings without effect on encoders: their requests generate no tokens."""
 
 
@@ -101,12 +101,6 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
             remedy="Set --batching continuous, or leave --background-share out.",
         )
     _check_eviction(config.kv, reads_priority=policies.order.reads_priority)
-    for tier, size_bytes in (("disk", config.kv.kv_disk_size_bytes), ("host", config.kv.kv_host_size_bytes)):
-        if chosen.preemption is not None and size_bytes:
-            raise ConfigError(
-                f"With a {tier} tier, a preempted request comes back from it or is computed again, whichever takes less time.",
-                remedy=f"Leave --preemption or --kv-{tier}-size out.",
-            )
     return PolicyRecipe(make, policies.words, policies.order.reads_priority)
 
 
