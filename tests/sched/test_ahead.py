@@ -180,11 +180,13 @@ def test_who_lacks_memory_waits_for_the_step_in_flight() -> None:
 def test_beams_wait_for_the_step_in_flight() -> None:
     device = Device(make_core(CAPACITY))
     sampling = SamplingParams(temperature=0.0, max_tokens=4, beams=BeamParams(width=2), logprobs=2)
-    search = [make_request(f"b{idx}", 5, sampling=sampling) for idx in range(2)]
+    search = [make_request(f"b{idx}", [9] * 5, sampling=sampling) for idx in range(2)]
     for request in search:
         request.parent_id = "b"
     device.begin(Add(make_request("a", 5, max_tokens=9)))
-    assert device.begin(*map(Add, search)) is None
+    assert device.begin(*map(Add, search)) == [("a", 5, 1), ("b0", 0, 5)], "a search may begin beside one"
+    device.finish()
+    assert device.begin() is None
     device.run()
     assert sorted(event.request_id for event in device.events if event.finish_reason is not None) == ["a", "b0", "b1"]
 

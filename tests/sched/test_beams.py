@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -321,6 +322,24 @@ def test_a_search_that_was_preempted_comes_back_when_there_is_room_for_all_its_b
     assert [tuple(outcomes[request.request_id].token_ids) for request in search] == expected_hypotheses(search[0], Apart())
     assert max(request.num_preemptions for request in search) <= 2
     assert executor.num_computed_tokens < 2 * sum(request.num_tokens for request in (other, *search))
+
+
+def test_searches_that_wait_cost_a_step_nothing() -> None:
+    num_calls: list[int] = []
+    for num_searches in (2, 40):
+        core = make_core(CAPACITY, max_rows=4)
+        driver = Driver(core, HashExecutor(CAPACITY, model=MODEL))
+        driver.turn(Add(make_request("other", [9], max_tokens=60)))
+        searches = [search_requests(4, [idx + 1] * 6, name=f"b{idx}-") for idx in range(num_searches)]
+        driver.turn(*[Add(request) for search in searches for request in search])
+        profile = cProfile.Profile()
+        with profile:
+            for _ in range(20):
+                driver.turn()
+        num_calls.append(sum(entry.callcount for entry in profile.getstats()))
+        assert core.num_waiting == 4 * num_searches
+        core.check()
+    assert num_calls[0] == num_calls[1]
 
 
 def test_a_request_without_beams_enters_nothing_of_beam_search() -> None:

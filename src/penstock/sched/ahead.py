@@ -29,9 +29,9 @@ class Ahead:
         """Count the tokens in flight as computed. Return False, with no token counted, if the next step can't be planned ahead.
 
         Calls `Order.left` for requests that are certain to end with the step in flight, also if blocks are lacking. With
-        beams, or if the gate forbids planning ahead, it does nothing. O(running).
+        running beams, or if the gate forbids planning ahead, it does nothing. O(running).
         """
-        if not self._is_possible or self._groups.by_id:
+        if not self._is_possible or self._groups.running:
             return False
         self._assumed, ending = progress.assume(self._running)
         num_missing_blocks = self._num_missing_blocks()

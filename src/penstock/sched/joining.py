@@ -275,7 +275,7 @@ class Joining:
         return self._num_taken_rows(draft) >= self._running.max_rows
 
     def _num_taken_rows(self, draft: StepDraft) -> int:
-        num_kept = self._groups.num_kept_rows if self._groups.by_id else 0
+        num_kept = self._groups.num_kept_rows if self._groups.running else 0
         return len(self._running) + num_kept + draft.num_promised_rows
 
     def _fresh(self, draft: StepDraft) -> Request | None:
@@ -399,7 +399,7 @@ class Joining:
         request, hit, query_len = candidate.request, candidate.hit, candidate.query_len
         self.waiting.remove(request)
         self._running.join(request)
-        members = (request,) if request.sampling.beams is None else self._groups.members(request)
+        members = (request,) if request.sampling.beams is None else self._groups.start(request)
         is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.records_stops else None
         for member in members:

@@ -124,6 +124,8 @@ class Scheduler:
         self._most_step_ns = most_step_ns
         self._others_serve = others_serve
         self._yields_until_ns: int | None = None
+        self._num_requests = self._num_background = 0
+        """Requests that have not ended: all, and background ones."""
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
@@ -168,13 +170,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues) + (self.groups.num_unqueued if self.groups.by_id else 0)
+        return self._num_requests - len(self._running)
 
     @property
     def num_background(self) -> tuple[int, int]:
         """Return (running, waiting) background requests, which `num_running` and `num_waiting` include."""
-        num_unqueued = self.groups.num_background_unqueued if self.groups.by_id else 0
-        return self._running.num_background, len(self._queues.background) + num_unqueued
+        num_running = self._running.num_background
+        return num_running, self._num_background - num_running
 
     @property
     def num_background_blocks(self) -> int:
@@ -199,6 +201,8 @@ class Scheduler:
             first = request if request.sampling.beams is None else self.groups.add(request)
             if first is not None:
                 self._queues.of(first).push(first, now_ns)
+            self._num_requests += 1
+            self._num_background += request.background
         return rejected
 
     def _refuse_beams(self, request: Request) -> Rejected | None:
@@ -229,6 +233,8 @@ class Scheduler:
             self._running.leave(request)
         elif self.groups.is_queued(request):
             self._queues.of(request).remove(request)
+        self._num_requests -= 1
+        self._num_background -= request.background
         if request.sampling.beams is not None:
             self.groups.forget(request)
         if self._padding.is_active:
@@ -282,7 +288,7 @@ class Scheduler:
         """
         if not self._has_background or self._share.is_owed:
             return False
-        return self.num_running + self.num_waiting == sum(self.num_background) and self._others_serve(now_ns)
+        return self._num_requests == self._num_background and self._others_serve(now_ns)
 
     def _schedule(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
         if not self._flights:
@@ -505,7 +511,7 @@ class Scheduler:
         self.kv.lift_fence(flight.step_id)
         self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
         outcome = StepOutcome(flight.counts, flight.void)
-        grouped, failures = tuple(self.groups.by_id), result.failures
+        grouped, failures = [one.request_id for group in self.groups.running for one in group.members], result.failures
         rows = tuple([row for row in plan.rows if row.request_id not in flight.void]) if flight.void else plan.rows
         if result.prompt_logprobs:
             self._score(rows, result)
@@ -640,5 +646,5 @@ class Scheduler:
             )
             assert not request.num_pending_samples, f"{request.request_id!r} counts a token that nobody knows"
         self._running.check()
-        self.groups.check()
+        self.groups.check(self.num_waiting - len(self._queues))
         self._padding.check(len(self._running) + self._queues.num_joining, self.max_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.sched.choosing.beam_search import BeamSearch
@@ -46,6 +46,7 @@ class BeamGroup:
 class Groups:
     def __init__(self, block_size: int) -> None:
         self.by_id: dict[str, BeamGroup] = {}
+        self.running: list[BeamGroup] = []
         self._block_size = block_size
         self._incomplete: dict[str, BeamGroup] = {}
         self._broken: OrderedDict[str, int] = OrderedDict()
@@ -64,18 +65,9 @@ class Groups:
         return [member for member in leaving.values() if member.status is RequestStatus.RUNNING]
 
     @property
-    def num_unqueued(self) -> int:
-        return sum(group.num_unqueued for group in self._all())
-
-    @property
-    def num_background_unqueued(self) -> int:
-        return sum(group.num_unqueued for group in self._all() if group.members[0].background)
-
-    @property
     def num_kept_rows(self) -> int:
         """Number of batch rows reserved for forks of running groups."""
-        running = ((group, group.num_running) for group in self._all())
-        return sum(group.width - count for group, count in running if count)
+        return sum(group.width - group.num_running for group in self.running)
 
     def num_rows(self, running: Collection[Request]) -> int:
         """Return the number of batch rows of these requests and their groups, reserved ones included."""
@@ -95,9 +87,6 @@ class Groups:
     def waiting_for(self, parent_id: str) -> Sequence[Request]:
         group = self._incomplete.get(parent_id)
         return () if group is None else tuple(group.members)
-
-    def _all(self) -> Iterator[BeamGroup]:
-        return iter({id(group): group for group in self.by_id.values()}.values())
 
     def add(self, request: Request) -> Request | None:
         """Add a request of a beam search. Once its group is complete, return the group's first request, which is to be
@@ -138,20 +127,33 @@ class Groups:
             self._broken[request.parent_id] = group.width - len(group.members)
             if len(self._broken) > MAX_BROKEN:
                 self._broken.popitem(last=False)
+        if group in self.running:  # all its requests end now
+            self.running.remove(group)
         group.members.remove(request)
+
+    def start(self, request: Request) -> Sequence[Request]:
+        """Reserve rows for the group of a request that begins to run. Return the group's requests."""
+        group = self.by_id[request.request_id]
+        self.running.append(group)
+        return tuple(group.members)
 
     def preempted(self, request: Request) -> Request:
         """Note that the group no longer runs. Return its first request, which is to be queued."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return request
+        self.running.remove(group)
         group.tops.clear()
         first, *others = group.carriers
         group.forks = [(other, _num_equal_tokens(first, other) // self._block_size) for other in others]
         return first
 
-    def check(self) -> None:
-        for group in self._all():
+    def check(self, num_unqueued: int) -> None:
+        """`num_unqueued`: waiting requests that are in no queue, since they wait for the first of their group."""
+        groups = list({id(group): group for group in self.by_id.values()}.values())
+        assert num_unqueued == sum(group.num_unqueued for group in groups), "a request that waits is in no queue"
+        assert {id(group) for group in groups if group.num_running} == set(map(id, self.running)), "rows are kept for others"
+        for group in groups:
             carriers = {carrier.request_id for carrier in group.carriers}
             running = {member.request_id for member in group.members if member.status is RequestStatus.RUNNING}
             assert running <= carriers, f"{running - carriers} run and carry no beam"
