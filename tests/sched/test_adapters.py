@@ -24,6 +24,7 @@ from penstock.testing import (
     run_to_completion,
 )
 from penstock.testing.driver import LateWorker
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
@@ -287,6 +288,27 @@ def test_those_who_wait_for_a_disk_that_hangs_keep_rows_from_others_for_a_second
     worker.run(worker.num_jobs)
     finish(driver)
     assert {outcome.finish_reason for outcome in driver.outcomes.values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_a_step_asks_once_for_an_adapter_that_many_wait_for(order: str) -> None:
+    class Counting(FakeAdapters):
+        num_wants = 0
+
+        def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
+            self.num_wants += is_urgent
+            super().want(ref, is_urgent=is_urgent)
+
+    source = Counting(worker=LateWorker())
+    driver = drive(adapters=source, policies=make_policies(order=order), max_rows=2)
+    driver.turn(*[Add(request(f"r{idx}", 1 + idx % 2)) for idx in range(20)], Add(request("base", max_tokens=30)))
+    driver.clock.advance(KEPT_NS)
+    while not running(driver):
+        driver.turn()
+    assert len(driver.core.scheduler._queues.waiting.aside) == 20
+    source.num_wants = 0
+    driver.turn()
+    assert source.num_wants == 2
 
 
 def test_an_adapter_that_comes_while_the_engine_sleeps_is_seen_when_it_is_woken() -> None:

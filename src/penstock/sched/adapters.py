@@ -34,8 +34,10 @@ class Adapters:
         self._queues = queues
         self._source = source
         self._max_adapters = max_adapters
-        self.seen: dict[int, AdapterState] = {}
+        self._seen: dict[int, AdapterState] = {}
         """Adapter number -> its state, as read during this plan or check."""
+        self._wanted: set[int] = set()
+        """Adapters whose urgent load was requested during this plan."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         if self._source is not None:
@@ -58,8 +60,10 @@ class Adapters:
         return self._never_fits(request, num_pages)
 
     def _never_fits(self, request: Request, num_pages: int) -> Rejected | None:
+        if not num_pages:
+            return None
         num_blocks, num_total = self._running.final_blocks_alone(request), self._kv.num_total_blocks
-        if not num_pages or num_pages + num_blocks <= num_total:
+        if num_pages + num_blocks <= num_total:
             return None
         detail = (
             f"The adapter takes {counted(num_pages, 'block')} of the KV cache and the request may take {num_blocks}, but there "
@@ -67,23 +71,21 @@ class Adapters:
         )
         return Rejected(RejectReason.NEVER_FITS, detail)
 
-    def packed(self, ref: AdapterRef) -> PackedAdapter | None:
-        """Return the adapter's content if it is loaded and not in the KV pool, else None."""
-        if self._source is None or ref.number in self._kv.adapters.residents:
-            return None
-        return self._look(ref.number).packed
+    def look_up(self, request: Request, ref: AdapterRef) -> tuple[PackedAdapter | None, bool]:
+        """Return a request's adapter if it is loaded and not in the KV pool, and whether the request can't join yet.
 
-    def is_awaited(self, request: Request, ref: AdapterRef, packed: PackedAdapter | None) -> bool:
-        """Return whether the request can't join yet: its adapter is not loaded, or does not fit beside the request.
-
-        Starts an urgent load if the adapter is not loaded.
+        It can't if its adapter is not loaded, which starts an urgent load, or does not fit beside the request.
         """
+        packed = None
+        if self._source is not None and ref.number not in self._kv.adapters.residents:
+            packed = self._look(ref.number).packed
         num_blocks = self._kv.adapters.num_blocks(ref.number, packed)
         if num_blocks:
-            return num_blocks + self._running.final_blocks_alone(request) > self._kv.num_total_blocks
-        if self._source is not None:
+            return packed, num_blocks + self._running.final_blocks_alone(request) > self._kv.num_total_blocks
+        if self._source is not None and ref.number not in self._wanted:
+            self._wanted.add(ref.number)
             self._source.want(ref, is_urgent=True)
-        return True
+        return None, True
 
     def wait(self, ref: AdapterRef, now_ns: int) -> AwaitedAdapter:
         return AwaitedAdapter(ref, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
@@ -100,14 +102,19 @@ class Adapters:
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
         refused = list(self._to_refuse(now_ns))
-        self.seen.clear()
+        self.forget_seen()
         return refused
 
+    def forget_seen(self) -> None:
+        """Note that the plan or check is over: adapters' states may change until the next one."""
+        self._seen.clear()
+        self._wanted.clear()
+
     def _look(self, number: int) -> AdapterState:
-        state = self.seen.get(number)
+        state = self._seen.get(number)
         if state is None:
             assert self._source is not None, "no request has an adapter without"
-            state = self.seen[number] = self._source.state(number)
+            state = self._seen[number] = self._source.state(number)
         return state
 
     def _to_refuse(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:
@@ -128,7 +135,7 @@ class Adapters:
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         has_refusals = any(self._to_refuse(now_ns))
-        self.seen.clear()  # the next reading may be much later
+        self.forget_seen()
         if has_refusals:
             return now_ns
         times = (

@@ -72,13 +72,11 @@ class Joining:
         if tier is not None and tier.is_awaited_by(request.request_id, draft.now_ns):  # running requests continue meanwhile
             return False
         draft.num_promised_blocks = running.num_missing_blocks(background=False)
-        for follower in self.waiting.aside:
-            if self._is_awaiting(follower):
-                self._keep_place(follower, draft)
+        self._keep_places(draft)
         packed, ref = None, request.adapter
         if ref is not None:
-            packed = self._adapters.packed(ref)
-            if self._adapters.is_awaited(request, ref, packed):
+            packed, is_awaited = self._adapters.look_up(request, ref)
+            if is_awaited:
                 return False
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
@@ -159,8 +157,8 @@ class Joining:
                 return
             packed, ref = None, request.adapter
             if ref is not None:
-                packed = self._adapters.packed(ref)
-                if self._adapters.is_awaited(request, ref, packed):
+                packed, is_awaited = self._adapters.look_up(request, ref)
+                if is_awaited:
                     if not self._step_aside(request, self._adapters.wait(ref, draft.now_ns), fresh, draft):
                         return
                     continue
@@ -232,19 +230,23 @@ class Joining:
 
     def call_back(self, draft: StepDraft) -> None:
         """Queue requests set aside again once their prefix or adapter is ready. Keep rows and blocks for the others."""
-        back: list[Follower] = []
+        self.waiting.call_back(self._keep_places(draft))
+
+    def _keep_places(self, draft: StepDraft) -> list[Follower]:
+        """Keep rows and blocks for requests set aside. Return those whose prefix or adapter is ready."""
+        ready: list[Follower] = []
+        are_late = self._adapters.are_late(draft.now_ns)
         for follower in self.waiting.aside:
-            if self._is_awaiting(follower):
+            if not self._is_awaiting(follower):
+                ready.append(follower)
+            elif not are_late or isinstance(follower.awaited, Awaited):
                 self._keep_place(follower, draft)
-            else:
-                back.append(follower)
-        self.waiting.call_back(back)
+        return ready
 
     def _is_awaiting(self, follower: Follower) -> bool:
         awaited = follower.awaited
         if isinstance(awaited, AwaitedAdapter):
-            ref = awaited.ref
-            return self._adapters.is_awaited(follower.request, ref, self._adapters.packed(ref))
+            return self._adapters.look_up(follower.request, awaited.ref)[1]
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
@@ -260,14 +262,13 @@ class Joining:
             reason = WaitReason.PREFIX
         follower = Follower(request, awaited, min(num_blocks, self._running.most_blocks(request, request.num_tokens)))
         self.waiting.step_aside(follower)
-        self._keep_place(follower, draft)
+        if isinstance(awaited, Awaited) or not self._adapters.are_late(draft.now_ns):
+            self._keep_place(follower, draft)
         draft.set_aside.append((request.request_id, reason))
         draft.num_let_in += request is fresh
         return True
 
     def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
-        if isinstance(follower.awaited, AwaitedAdapter) and self._adapters.are_late(draft.now_ns):
-            return
         draft.num_promised_rows += follower.request.num_rows
         draft.num_promised_blocks += follower.num_blocks
 
