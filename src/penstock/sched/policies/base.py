@@ -34,7 +34,8 @@ class GateView:
     now_ns: int
     num_running: int
     num_joining: int
-    """Requests called to a batch, or preempted, that do not run. They join without asking the gate."""
+    """Requests that join without asking the gate: called to a batch, preempted, held back for a long prompt, or set aside
+    until a prefix or an adapter is ready."""
     max_rows: int
     buckets: tuple[BucketView, ...]
 
@@ -116,11 +117,12 @@ class Order(Protocol):
         return ()
 
     def queued(self, request: Request) -> None:
-        """Note that a new request begins to wait. Called before its lane and keys are asked for."""
+        """Note that a request enters the queue, perhaps again after `unqueued`. Called before its lane and keys are read."""
         del request
 
     def unqueued(self, request: Request) -> None:
-        """Note that a request stops waiting: it is admitted next, or has ended."""
+        """Note that a request leaves the queue: it is admitted next, has ended, or joins later without its key being read. The
+        latter are called to a batch, or wait for a prefix or an adapter."""
         del request
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
@@ -315,7 +317,7 @@ class Guesser(Protocol):
     is_on: bool = True
     """False: it never guesses, and is not asked."""
     source: str = "own"
-    """Its name in the metrics. Users' own guessers all have this one."""
+    """The guesser's name in metrics. It is `own` for all users' guessers."""
 
     @abstractmethod
     def guess(self, request: Request, most: int) -> Guess | None:
