@@ -439,10 +439,7 @@ def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
 
 
 def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
-    """Return the error that ended a request, or None if the request goes on or ended normally.
-
-    A `reject_reason` means that the engine failed, the server stops, or the client's grammar can't be enforced.
-    """
+    """Return the error that ended a request, or None if the request goes on or ended normally."""
     if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
         return None
     detail = chunk.detail or "the request ended early"

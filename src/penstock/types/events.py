@@ -54,5 +54,6 @@ class TokenEvent:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     detail: str = ""  # for ABORT, ERROR and REJECTED: the cause, for the user
-    reject_reason: str = ""  # for REJECTED: a `RejectReason` value
+    reject_reason: str = ""
+    """Why it ended, as a `RejectReason` value. Empty if it ended by itself, was cancelled, or failed for another cause."""
     states: bytes = b""  # `StepResult.states` of a text

@@ -87,7 +87,7 @@ class PlanNews:
     admissions: Sequence[Admission]
     preemptions: Sequence[Preemption]  # before the admissions, except pauses in their favour
     set_aside: Sequence[tuple[str, WaitReason]] = ()
-    """Requests that let others pass from now on, and why: a long prompt, or a wait for another's."""
+    """Requests that others may pass from now on, and why: a long prompt, or a prefix or an adapter that is not ready."""
 
 
 @dataclass(slots=True)
