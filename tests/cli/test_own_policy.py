@@ -78,7 +78,7 @@ def test_one_that_fails_while_it_runs_is_named_in_the_log(serving: Serving, tiny
         (["--policy", "absent_module:Noted"], "there is no module absent_module where Python looks for modules."),
         (["--victim", "./my_policy.py:Oldst"], "--victim: The victim './my_policy.py:Oldst' was not found"),
         (["--policy", "./my_policy.py:Noted"], "needs the argument path, which is not given. It takes: path, tenants."),
-        (["--budget", "./my_policy.py:Oldest"], "answers another question: its class inherits from Victim. Use --victim;"),
+        (["--budget", "./my_policy.py:Oldest"], "is of another kind: its class inherits from Victim. Use --victim;"),
         (["--policy-args", "{weight = 2}"], "--policy: The order 'fcfs' takes no argument weight. It takes: no arguments."),
     ],
 )

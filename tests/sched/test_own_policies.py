@@ -150,7 +150,7 @@ class TestLoading:
             ("FILE:Chooser", {}, "its class inherits from Victim. Use --victim; in Python, victim="),
             ("./a/.././none.py:Short", {}, "there is no file (/[^/.]+)+/none.py"),
             ("FILE:ShortKey", {}, r"method key that does not take .* Define it as key\(self, request, now_ns\)"),
-            ("FILE:Unasked", {}, "outranks, which is never asked. Say has_ranks = True"),
+            ("FILE:Unasked", {}, "outranks, but it is never called. Say has_ranks = True"),
             ("fair", {"weight": 1}, "The order 'fair' takes no argument weight. It takes: input_weight = 1"),
         ],
     )
@@ -159,12 +159,12 @@ class TestLoading:
             make_policies(order=name.replace("FILE", file), arguments={"order": arguments})
 
     def test_a_name_that_looks_like_a_misspelt_one_is_a_warning(self, file: str):
-        with pytest.warns(UserWarning, match="never asked. Did you mean") as caught:
+        with pytest.warns(UserWarning, match="never used. Did you mean") as caught:
             make_policies(order=f"{file}:Misspelt")
         said = [str(one.message).partition(" has ")[2] for one in caught]
         assert said == [
-            "is_preemptiv, which is never asked. Did you mean is_preemptive?",
-            "lanekey, which is never asked. Did you mean lane_key?",
+            "is_preemptiv, which is never used. Did you mean is_preemptive?",
+            "lanekey, which is never used. Did you mean lane_key?",
         ]
 
     def test_arguments_of_no_seam_list_those_that_there_are(self):
@@ -268,13 +268,13 @@ class TestGuard:
 
     @pytest.mark.parametrize(
         ("method", "says"),
-        [("key", "may only grow while the request waits"), ("lane_key", "may only grow while a request of the lane waits")],
+        [("key", "must not shrink while the request waits"), ("lane_key", "must not shrink while a request of the lane waits")],
     )
     def test_a_key_that_shrinks_while_a_request_waits_names_the_policy(self, method: str, says: str):
         keys = iter(range(0, -99, -1))
         others = {"key": lambda self, request, now_ns: (0,), "lane": lambda self, request: request.request_id}
         policy = type("Own", (), {**others, method: lambda self, *arguments: (next(keys),)})()
-        with pytest.raises(PolicyError, match=rf"Own' answered .* in {method}, .* {says}"):
+        with pytest.raises(PolicyError, match=rf"Own' returned .* from {method}, .* {says}"):
             run(make_policies(order=policy), max_rows=1)
 
     def test_a_key_may_shrink_once_the_request_has_waited(self):
@@ -307,18 +307,18 @@ class TestGuard:
     @pytest.mark.parametrize(
         ("seam", "policy", "says"),
         [
-            ("order", answers("key", lambda request, now_ns: 7), "order .* answered 7 in key, and must answer a tuple"),
-            ("order", answers("key", lambda request, now_ns: (0, None)), "must answer a tuple of numbers"),
-            ("order", answers("key", lambda request, now_ns: (float("nan"),)), "must answer a tuple of numbers"),
+            ("order", answers("key", lambda request, now_ns: 7), "order .* returned 7 from key, but must return a tuple"),
+            ("order", answers("key", lambda request, now_ns: (0, None)), "must return a tuple of numbers"),
+            ("order", answers("key", lambda request, now_ns: (float("nan"),)), "must return a tuple of numbers"),
             ("order", answers("lane_key", lambda lane: (lane,), key=lambda self, request, now_ns: (0,)), "tuple of numbers"),
-            ("gate", answers("decide", lambda view: None), "gate .* answered None in decide, and must answer a GateDecision"),
-            ("gate", answers("decide", lambda view: GateDecision(1, bucket=5)), r"must answer a bucket of the view, \[0\]"),
-            ("gate", answers("decide", lambda view: GateDecision(0, view.now_ns)), "must answer a wakeup_ns after now"),
-            ("gate", answers("decide", lambda view: GateDecision(1, is_batch=True), is_continuous=True), "no batch, since"),
+            ("gate", answers("decide", lambda view: None), "gate .* returned None from decide, but must return a GateDecision"),
+            ("gate", answers("decide", lambda view: GateDecision(1, bucket=5)), r"must return a bucket of the view, \[0\]"),
+            ("gate", answers("decide", lambda view: GateDecision(0, view.now_ns)), "must return a wakeup_ns after now"),
+            ("gate", answers("decide", lambda view: GateDecision(1, is_batch=True), is_continuous=True), "but must not, since"),
             ("gate", answers("decide", lambda view: GateDecision(view.max_rows + 1, is_batch=True)), "a batch of at most"),
-            ("budget", answers("limits", lambda view: None), "budget .* must answer StepLimits"),
-            ("budget", answers("limits", lambda view: StepLimits(0)), "must answer max_tokens from 1 to"),
-            ("budget", answers("limits", lambda view: StepLimits(9999)), "must answer max_tokens from 1 to"),
+            ("budget", answers("limits", lambda view: None), "budget .* must return StepLimits"),
+            ("budget", answers("limits", lambda view: StepLimits(0)), "must return max_tokens from 1 to"),
+            ("budget", answers("limits", lambda view: StepLimits(9999)), "must return max_tokens from 1 to"),
             ("budget", answers("limits", lambda view: StepLimits(view.max_step_tokens, 0)), "max_chunk_tokens"),
             (
                 "budget",
@@ -326,12 +326,12 @@ class TestGuard:
                 "most_ns above 0",
             ),
             ("budget", answers("limits", lambda view: StepLimits(view.max_step_tokens, most_ns=0)), "a most_ns above 0"),
-            ("budget", answers("limits", lambda view: StepLimits(9, 9 / 3)), "must answer whole numbers of tokens"),
-            ("budget", answers("limits", lambda view: StepLimits(9, long_prefill_share=2.0)), "must answer whole numbers"),
+            ("budget", answers("limits", lambda view: StepLimits(9, 9 / 3)), "must return whole numbers of tokens"),
+            ("budget", answers("limits", lambda view: StepLimits(9, long_prefill_share=2.0)), "must return whole numbers"),
             ("budget", answers("limits", lambda view: StepLimits(9, decode_tokens=0)), "a decode_tokens above 0"),
-            ("reserve", answers("required_blocks", lambda view: "1"), "reserve .* must answer a whole number of blocks"),
-            ("predictor", answers("predict", lambda request: 0.5), "predictor .* must answer a number of tokens"),
-            ("victim", answers("choose", lambda view: None), "must answer one of the candidates"),
+            ("reserve", answers("required_blocks", lambda view: "1"), "reserve .* must return a whole number of blocks"),
+            ("predictor", answers("predict", lambda request: 0.5), "predictor .* must return a number of tokens"),
+            ("victim", answers("choose", lambda view: None), "must return one of the candidates"),
             (
                 "victim",
                 answers("choose", lambda view: make_request("z", 2)),
@@ -350,7 +350,7 @@ class TestGuard:
         for token in (1, 2):
             run_to_completion(core, executor, Add(make_request(str(token), [token] * 16, max_tokens=1)))
         third = Add(make_request("3", [3] * 32, max_tokens=1))
-        with pytest.raises(PolicyError, match=r"eviction .* answered 'none' in choose, .* a group that has blocks"):
+        with pytest.raises(PolicyError, match=r"eviction .* returned 'none' from choose, .* a group that has blocks"):
             run_to_completion(core, executor, third)
 
     def test_an_eviction_need_not_look_at_sizes(self):
@@ -372,9 +372,9 @@ class TestGuard:
     @pytest.mark.parametrize(
         ("answer", "says"),
         [
-            (lambda: Guess([5, 1000], 9), "answered the token 1000 in guess, and must answer tokens from 0 to 999"),
-            (lambda: Guess([-7], 9), "answered the token -7 in guess"),
-            (lambda: [5], "answered something of type list in guess, and must answer a Guess"),
+            (lambda: Guess([5, 1000], 9), "returned the token 1000 from guess, but must return tokens from 0 to 999"),
+            (lambda: Guess([-7], 9), "returned the token -7 from guess"),
+            (lambda: [5], "returned something of type list from guess, but must return a Guess"),
             (lambda: 1 // 0, "failed in guess: ZeroDivisionError"),
         ],
     )
@@ -421,7 +421,7 @@ class TestGuard:
 
     def test_max_running_is_within_the_capacity(self):
         policy = type("Own", (), {"max_running": lambda self, capacity: 999, "decide": lambda self, view: GateDecision(1)})()
-        with pytest.raises(PolicyError, match="answered 999 in max_running, and must answer a number of requests from 1 to"):
+        with pytest.raises(PolicyError, match="returned 999 from max_running, but must return a number of requests from 1 to"):
             run(make_policies(gate=policy))
 
     def test_behind_the_guard_answers_are_those_of_the_model(self):

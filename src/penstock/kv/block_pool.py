@@ -181,7 +181,7 @@ class BlockPool:
             if name not in self._groups:
                 # Only simple values: the repr of a request would put its prompt into the log.
                 shown = repr(name)[:200] if isinstance(name, int | str | None) else f"something of type {type(name).__name__}"
-                what = f"answered {shown} in choose, and must answer a group that has blocks"
+                what = f"returned {shown} from choose, but must return a group that has blocks"
                 raise PolicyError("eviction", self._eviction, what)
             group = self._groups[name]
             block_id = self._oldest(group, group.num_blocks)

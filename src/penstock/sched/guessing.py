@@ -168,7 +168,7 @@ class Guessing:
             if guess is not None and guess.token_ids:
                 lowest, highest = min(guess.token_ids), max(guess.token_ids)
                 if lowest < 0 or highest >= self._capacity.vocab_size:
-                    what = f"answered the token {lowest if lowest < 0 else highest} in guess, and must answer tokens"
+                    what = f"returned the token {lowest if lowest < 0 else highest} from guess, but must return tokens"
                     raise PolicyError("guesser", self._guesser, f"{what} from 0 to {self._capacity.vocab_size - 1}")
         except PolicyError as error:
             self._give_up(error)

@@ -98,7 +98,7 @@ class Joining:
         if not decision.is_batch or decision.max_admissions < 1:
             return decision
         if self._gate.is_continuous:
-            what = "called a batch in decide, and must call no batch, since it says that it is continuous"
+            what = "called a batch in decide, but must not, since it says is_continuous = True"
             raise PolicyError("gate", self._gate, what)
         assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
         batch = self.waiting.call(decision.bucket, decision.max_admissions, now_ns)

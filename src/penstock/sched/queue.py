@@ -127,8 +127,8 @@ class Lanes:
         return None
 
     def _shrank(self, method: str, key: OrderKey, meanwhile: str) -> PolicyError:
-        wanted = f"a tuple that is not less than its answer before: it may only grow while {meanwhile}"
-        return PolicyError("order", self._order, f"answered {key} in {method}, and must answer {wanted}")
+        what = f"returned {key} from {method}, which is less than before, but must not shrink while {meanwhile}"
+        return PolicyError("order", self._order, what)
 
     def discard(self, request: Request) -> bool:
         """Remove a request. Return False if it is not in this queue."""

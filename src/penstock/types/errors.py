@@ -39,7 +39,7 @@ class PolicyError(PenstockError):
     def __init__(self, seam: str, policy: object, what: str) -> None:
         """`seam`: the kind of policy. `what`: what the policy did wrong, with the method and the value."""
         name = getattr(policy, "policy_name", "") or type(policy).__qualname__
-        remedy = "It is a policy of your own; docs/how-to/policy.md says what is asked."
+        remedy = "It is a policy of your own; docs/how-to/policy.md describes the interface."
         super().__init__(f"The {seam} {name!r} {what}.", remedy=remedy)
 
 

@@ -92,7 +92,7 @@ class Order(Protocol):
     """The order reads `Request.priority`. Otherwise clients that send one are refused."""
 
     has_ranks: ClassVar[bool] = False
-    """`outranks` may return True. Otherwise it is never asked."""
+    """`outranks` may return True. Otherwise it is never called."""
 
     suits: ClassVar[Mapping[str, str]] = {}
     """Seam (`victim`, `eviction`) -> default policy with this order."""

@@ -137,7 +137,7 @@ def _lacks(seam: str, name: str, method: str) -> OwnPolicyError:
     contract = SEAMS[seam]
     shape = f"{method}({', '.join(signature(getattr(contract, method)).parameters)})"
     remedy = f"Define it as {shape}, as {contract.__module__}.{contract.__name__} says."
-    return OwnPolicyError(seam, name, f"has no method {method}, which the scheduler asks.", remedy=remedy)
+    return OwnPolicyError(seam, name, f"has no method {method}, which the scheduler calls.", remedy=remedy)
 
 
 def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
@@ -200,7 +200,7 @@ def guarded(seam: str, policy: object, name: str = "") -> object:
     name = name or f"{kind.__module__}:{kind.__qualname__}"
     seams = [other for other, contract in SEAMS.items() if contract in kind.__mro__]
     if seams and seam not in seams:
-        cause = f"answers another question: its class inherits from {SEAMS[seams[0]].__name__}."
+        cause = f"is of another kind: its class inherits from {SEAMS[seams[0]].__name__}."
         raise OwnPolicyError(seam, name, cause, remedy=f"Use {SEAM_FLAGS[seams[0]]}; in Python, {seams[0]}=.")
     return policy if kind.__module__.startswith("penstock.") else _Guard(seam, policy, name)
 
@@ -227,10 +227,10 @@ class _Guard:
             self.source = Guesser.source  # a label of metrics, whatever else the class calls so
         if "outranks" in own and not getattr(policy, "has_ranks", False):
             remedy = "Say has_ranks = True in its class, or leave outranks out."
-            raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
+            raise OwnPolicyError(seam, name, "defines outranks, but it is never called.", remedy=remedy)
         for key in sorted({*dir(type(policy))} - contract.keys()):
             for close in get_close_matches(key, contract.keys() - own, n=1, cutoff=0.8):
-                warn(f"The {seam} {name!r} has {key}, which is never asked. Did you mean {close}?", stacklevel=2)
+                warn(f"The {seam} {name!r} has {key}, which is never used. Did you mean {close}?", stacklevel=2)
 
     def __getattr__(self, key: str) -> object:
         return getattr(object.__getattribute__(self, "_policy"), key)
@@ -260,13 +260,13 @@ class _Guard:
                 # Never a prompt, which a request would show in the log.
                 is_shown = isinstance(answer, int | float | str | GateDecision | StepLimits | None)
                 shown = repr(answer)[:200] if is_shown else f"something of type {type(answer).__name__}"
-                raise PolicyError(self._seam, self, f"answered {shown} in {key}, and must answer {wanted}")
+                raise PolicyError(self._seam, self, f"returned {shown} from {key}, but must return {wanted}")
             return answer
 
         return guarded_call
 
 
-# What each method must answer: a check returns it in words if the answer is wrong, else "".
+# What each method must return: a check returns it in words if the value is wrong, else "".
 
 
 def _check_decision(answer: Any, view: GateView) -> str:
