@@ -100,23 +100,27 @@ class FairShares(Order):
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
         if not account.num_waiting:
-            account.base = max(account.counter, self._floor())
-            account.counter = max(account.counter, self._floor(credit))
+            floor, lower = self._floors(credit)
+            account.base = max(account.counter, floor)
+            account.counter = max(account.counter, lower)
             account.waiting_since_ns = self._now_ns
             # Lifted without credit it ties with a tenant being served: it goes first, but only once.
             account.turn = max(account.turn, 2 * self._num_admissions - 1)
             self._waiting[request.tenant] = account
         account.num_waiting += 1
 
-    def _floor(self, credit: int = 0) -> int:
-        """Return the least counter of a tenant that begins to wait: its absence earns nothing but `credit`."""
+    def _floors(self, credit: int) -> tuple[int, int]:
+        """Return the least counter of a tenant that begins to wait, without credit and with it: its absence earns nothing
+        else. O(waiting tenants)."""
         if not self._waiting:
-            return max(self._last.counter, self._last.base) - credit
+            floor = max(self._last.counter, self._last.base)
+            return floor, floor - credit
         aged_ns = self._now_ns - self._max_wait_ns
         least = min(max(account.counter, account.base) for account in self._waiting.values())
         aged = (account.counter for account in self._waiting.values() if account.waiting_since_ns <= aged_ns)
         self._level = min(max(self._level, least), least + self._max_credit)
-        return max(aged, default=self._level - credit)
+        oldest = max(aged, default=None)
+        return (self._level, self._level - credit) if oldest is None else (oldest, oldest)
 
     def unqueued(self, request: Request) -> None:
         account = self._waiting[request.tenant]
