@@ -104,7 +104,7 @@ def test_lines_end_as_they_like(tmp_path, end):
         (line(method="GET"), "invalid_method", "POST"),
         (line(url="/v1/embeddings"), "invalid_url", URL),
         (line(body=[]), "invalid_request", "object"),
-        (line(body={"stream": True}), "invalid_request", "no meaning"),
+        (line(body={"stream": True}), "invalid_request", "can't be used in a batch"),
         (line("first"), "duplicate_custom_id", "'first'"),
     ],
 )

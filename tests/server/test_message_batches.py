@@ -103,8 +103,8 @@ def test_pages_go_both_ways(http) -> None:
     [
         ([], "requests"),
         ([request("a"), request("a")], "as that of an earlier request"),
-        ([request("a", stream=True)], "params.stream' has no meaning"),
-        ([request("a", background=True)], "params.background' has no meaning"),
+        ([request("a", stream=True)], "params.stream' can't be used"),
+        ([request("a", background=True)], "params.background' can't be used"),
         ([request("a b")], "custom_id"),
         ([{"custom_id": "a"}], "params"),
     ],

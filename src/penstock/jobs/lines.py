@@ -198,7 +198,7 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
         return _error(number, "invalid_request", "'body' must be an object.", "body")
     for name in NOT_IN_A_BATCH:
         if body.get(name):
-            return _error(number, "invalid_request", f"'{name}' has no meaning in a batch.", f"body.{name}")
+            return _error(number, "invalid_request", f"'{name}' can't be used in a batch.", f"body.{name}")
     return request.custom_id, prefix_key(request.url, body)
 
 
@@ -216,7 +216,7 @@ def _duplicates(base: sqlite3.Connection, source: Path) -> list[dict[str, Any]]:
         for number, start in base.execute(later, (MAX_ERRORS,)):
             file.seek(start)
             name = read_line(file.readline()).custom_id
-            message = f"'custom_id' {name[:80]!r} stands in an earlier line, too."
+            message = f"'custom_id' {name[:80]!r} is already used in an earlier line."
             errors.append(_error(number, "duplicate_custom_id", message, "custom_id"))
     return errors
 

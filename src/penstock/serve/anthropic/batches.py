@@ -130,7 +130,7 @@ class MessageBatches:
             for name in NOT_IN_A_BATCH:
                 if one.params.get(name):
                     place = f"requests[{index}].params.{name}"
-                    raise invalid(f"'{place}' has no meaning in a batch.", place)
+                    raise invalid(f"'{place}' can't be used in a batch.", place)
             seen.add(one.custom_id)
         lines = [{"custom_id": one.custom_id, "method": "POST", "url": URL, "body": one.params} for one in requests]
         return len(lines), b"\n".join(map(fast_json.dumps, lines)) + b"\n"
