@@ -216,7 +216,7 @@ def test_the_door_lets_in_as_many_as_the_pool_holds_beside_their_adapters(number
         load = make_load(num_waiting=idx, num_rows_free=32, num_blocks_total=64, num_blocks_free=64)
         ask = Ask(num_token_ids=8, max_new_tokens=4, adapter=one.adapter)
         if idx == num_let_in:
-            with pytest.raises(Rejected, match="the KV cache's headroom is gone"):
+            with pytest.raises(Rejected, match="the KV cache is too full"):
                 door.decide(ask, load, 0)
             break
         place = door.decide(ask, load, 0)

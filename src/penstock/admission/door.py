@@ -430,7 +430,7 @@ def check_kv_headroom(view: DoorView, headroom: float) -> Refusal | None:
     num_ends = -(-num_excess // view.num_blocks_freed)
     wait_ns = None if view.ns_per_request is None else int(num_ends * view.ns_per_request)
     detail = (
-        f"the KV cache's headroom is gone: what runs or is expected back needs {view.num_blocks_demanded} of "
-        f"{view.num_blocks_total} blocks with this request, and {headroom:.0%} are kept free"
+        f"the KV cache is too full: running and returning requests, with this one, need {view.num_blocks_demanded} of "
+        f"{view.num_blocks_total} blocks, and {headroom:.0%} must stay free"
     )
     return Refusal(RejectReason.KV_HEADROOM, detail, wait_ns)
