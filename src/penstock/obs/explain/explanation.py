@@ -422,7 +422,7 @@ def _pauses(told: Explanation) -> Iterator[str]:
     for pause in told.pauses[:3]:
         waited = "and resumed after" if pause.is_over else "and has waited since, for"
         lost = f", with {_count(pause.num_lost_tokens, 'token')} to compute again" if pause.is_over else ""
-        kept = " (its tokens may come back from disk)" if pause.is_swap else ""
+        kept = " (its tokens may come back from the KV tier)" if pause.is_swap else ""
         text = f"After {duration(pause.began_ns)} it was preempted {_PAUSES[pause.reason]}{kept}, {waited} "
         yield f"{text}{duration(pause.waited_ns)}{lost}."
     if len(told.pauses) > 3:
