@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.estimates import GRACE_NS, MAX_PER_CLAIM, MAX_SHARED_PLACES, MIN_SHARE, SPREAD, Promises
+from penstock.admission.estimates import GRACE_NS, MAX_PER_CLAIM, MAX_PROMISES, MAX_SHARED_PLACES, MIN_SHARE, SPREAD, Promises
 
 SECOND = 1_000_000_000
 LONGEST_NS = 600 * SECOND
@@ -128,6 +128,14 @@ def test_a_tenant_with_many_different_calls_pushes_only_its_own_times_out():
     assert waits[-1] == 600
     others = [make(promises, b"other %d" % idx, places_per_s=1.0, tenant=f"other {idx}") for idx in range(3)]
     assert others == pytest.approx([2.0 + (MAX_SHARED_PLACES + idx) * SPREAD for idx in range(3)])
+
+
+def test_a_tenant_with_many_different_calls_leaves_places_to_others():
+    promises = Promises()
+    for idx in range(MAX_PROMISES):
+        make(promises, b"%d" % idx, places_per_s=1e5, tenant="many")
+    wait_s = make(promises, b"other", places_per_s=1e5, tenant="other")
+    assert find(promises, b"other", wait_s + 0.1) is not None
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 5), st.floats(0, 3), st.booleans()), max_size=60))

@@ -36,8 +36,8 @@ GRACE_NS = 2_500_000_000
 """Added to promised times: `Retry-After` is in whole seconds, and the network takes time."""
 SPREAD = 1.2
 """Promised places are spaced at this many times the mean time between two ends."""
-MAX_PROMISES = 8192
-"""Most refused calls for which places are kept."""
+MAX_PROMISES = 16384
+"""Most refused calls for which places are kept. A tenant has at most half of them."""
 MAX_PER_CLAIM = 8
 """Most places kept for equal calls, so that one impatient client does not delay everyone else."""
 MAX_SHARED_PLACES = 64
@@ -322,7 +322,7 @@ class Promises:
         line = self._lines.get(tenant) or _Line()
         shared_due_ns = max(now_ns + wait_ns, self._last_due_ns + spacing_ns)
         due_ns = max(shared_due_ns, line.last_due_ns + spacing_ns)
-        if due_ns - now_ns > max_wait_ns or len(self._later) >= MAX_PROMISES:
+        if due_ns - now_ns > max_wait_ns or max(len(self._later), 2 * line.num_places) >= MAX_PROMISES:
             return min(due_ns - now_ns, max_wait_ns)
         if line.num_places < MAX_SHARED_PLACES:
             self._last_due_ns = shared_due_ns
