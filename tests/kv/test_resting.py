@@ -113,10 +113,10 @@ def test_of_a_request_like_an_earlier_one_what_was_found_rests() -> None:
     server = Server(24)
     prompt = server.fresh(14)
     server.ask(prompt)
-    assert server.manager.pool.resting() == 0
+    assert server.manager.pool._ungrouped.num_resting == 0
     server.ask(prompt)
     server.ask([*prompt[:11], *server.fresh(8)])
-    assert server.manager.pool.resting() == 4
+    assert server.manager.pool._ungrouped.num_resting == 4
 
 
 def test_an_adapter_that_is_used_again_does_not_rest() -> None:
@@ -128,7 +128,7 @@ def test_an_adapter_that_is_used_again_does_not_rest() -> None:
         manager.allocate(request, manager.lookup_prefix(request), 4, HashAdapter(1, 2))
         manager.free(name)
     assert manager.adapters.residents
-    assert manager.pool.resting() == 0
+    assert manager.pool._ungrouped.num_resting == 0
 
 
 def test_a_preempted_request_that_finds_its_own_blocks_does_not_rest() -> None:
@@ -140,7 +140,7 @@ def test_a_preempted_request_that_finds_its_own_blocks_does_not_rest() -> None:
         manager.publish(request)
         manager.suspend("a")
     assert manager.pool.num_cached
-    assert manager.pool.resting() == 0
+    assert manager.pool._ungrouped.num_resting == 0
 
 
 def test_a_prefix_that_others_share_outlasts_them() -> None:
@@ -167,7 +167,7 @@ def test_conversations_leave_others_their_share() -> None:
             assert server.num_found in (0, 12)
     server.ask_aside(1, system)
     assert server.num_found == 12
-    assert server.manager.pool.resting() > server.manager.pool.num_cached / 2
+    assert server.manager.pool._ungrouped.num_resting > server.manager.pool.num_cached / 2
 
 
 def test_the_first_turn_rests_if_the_client_names_the_conversation() -> None:
@@ -183,9 +183,9 @@ def test_requests_of_its_name_that_are_asked_aside_do_not_rest() -> None:
     server = Server(24)
     history = server.ask(server.fresh(14), conversation=b"mine")
     history = server.ask([*history, *server.fresh(8)], conversation=b"mine")
-    num_resting = server.manager.pool.resting()
+    num_resting = server.manager.pool._ungrouped.num_resting
     server.ask_aside(20, conversation=b"mine")
-    assert server.manager.pool.resting() == num_resting
+    assert server.manager.pool._ungrouped.num_resting == num_resting
     server.ask(history)
     assert server.num_found == 33
 
@@ -299,7 +299,7 @@ class RestingPoolMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.pool.num_cached == len(self.cached)
-        assert self.pool.resting() == len(self.resting & self.cached.keys())
+        assert self.pool._ungrouped.num_resting == len(self.resting & self.cached.keys())
         assert sorted(self.pool.free_block_ids())[-1:] <= [self.pool.num_blocks]
 
 

@@ -141,9 +141,10 @@ class TestWaitingQueue:
         served.num_inflight_tokens = 8
         order.served([RowPlan("served", 0, 8, (), True)], {"served": served}, None)
         queue.push(make_request("more", 8, tenant="served", arrival_ns=1), 1)
-        before = order.counter("patient")
+        accounts = order._accounts
+        before = accounts["patient"].counter
         queue.hold_back(patient, 1)
-        assert order.counter("patient") == before < order.counter("served")
+        assert accounts["patient"].counter == before < accounts["served"].counter
         assert drain(queue) == ["patient", "more"]
 
     def test_the_held_back_join_in_the_order_of_service(self) -> None:

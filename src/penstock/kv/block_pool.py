@@ -78,10 +78,6 @@ class BlockPool:
     def groups(self) -> dict[Hashable, list[int]]:
         return {name: self._blocks_of(group) for name, group in self._groups.items()}
 
-    def resting(self, name: Hashable = None) -> int:
-        group = self._ungrouped if name is None else self._groups.get(name)
-        return group.num_resting if group else 0
-
     def group_size(self, name: Hashable) -> int:
         group = self._groups.get(name)
         return group.num_blocks if group else 0

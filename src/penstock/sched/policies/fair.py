@@ -212,10 +212,6 @@ class FairShares(Order):
     def _raise_level(self, charge: int) -> None:
         self._level += charge // (1 + len(self._waiting) + len(self._serving))
 
-    def counter(self, tenant: str) -> float:
-        account = self._accounts.get(tenant)
-        return 0.0 if account is None else account.counter / UNIT
-
     def _account(self, tenant: str) -> Account:
         account = self._accounts.get(tenant)
         if account is None:
