@@ -217,7 +217,8 @@ class Backlog:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self.num_prefill_tokens = 0
-        """Prompt tokens of requests that have no first token yet. A partly computed prompt counts in full."""
+        """Prompt tokens of requests that have no first token yet. A partly computed prompt counts in full, and that of a beam
+        search until its end, when all its tokens come."""
         self.num_blocks = 0
 
     def __len__(self) -> int:
