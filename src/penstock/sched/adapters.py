@@ -34,7 +34,7 @@ class Adapters:
         self._queues = queues
         self._source = source
         self._max_adapters = max_adapters
-        self._seen: dict[int, AdapterState] = {}
+        self.seen: dict[int, AdapterState] = {}
         """Adapter number -> its state, as read during this plan or check."""
         self._wanted: set[int] = set()
         """Adapters whose urgent load was requested during this plan."""
@@ -107,14 +107,14 @@ class Adapters:
 
     def forget_seen(self) -> None:
         """Note that the plan or check is over: adapters' states may change until the next one."""
-        self._seen.clear()
+        self.seen.clear()
         self._wanted.clear()
 
     def _look(self, number: int) -> AdapterState:
-        state = self._seen.get(number)
+        state = self.seen.get(number)
         if state is None:
             assert self._source is not None, "no request has an adapter without"
-            state = self._seen[number] = self._source.state(number)
+            state = self.seen[number] = self._source.state(number)
         return state
 
     def _to_refuse(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:

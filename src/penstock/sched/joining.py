@@ -235,6 +235,8 @@ class Joining:
     def _keep_places(self, draft: StepDraft) -> list[Follower]:
         """Keep rows and blocks for requests set aside. Return those whose prefix or adapter is ready."""
         ready: list[Follower] = []
+        if not self.waiting.aside:
+            return ready
         are_late = self._adapters.are_late(draft.now_ns)
         for follower in self.waiting.aside:
             if not self._is_awaiting(follower):

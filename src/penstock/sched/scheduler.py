@@ -277,7 +277,8 @@ class Scheduler:
             self.news = PlanNews(now_ns, WaitReason.NOTHING, (), ())
             return None
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
-        self.adapters.forget_seen()
+        if self.adapters.seen:
+            self.adapters.forget_seen()
         return plan
 
     def _yields(self, now_ns: int) -> bool:
