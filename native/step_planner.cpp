@@ -17,6 +17,7 @@ constexpr int kTasksOfFurther = 2;     // since all take them from one counter, 
 constexpr int kTokensOfWideStrand = 96;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int kFewestTokens = 12;      // of a one-strand step whose products prefetch: with fewer they are bound by memory themselves
+constexpr int64_t kMostPartials = 16 << 20;  // floats, a quarter of the memory that is reserved for steps
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as a product's
 
 // What decides how many members take part in a step, in nanoseconds; docs/kernels.md, "Many threads", says why. Two always do.
@@ -81,7 +82,7 @@ void StepPlanner::count_last_instruction() {
         (is_of_tokens ? costs_.of_position : costs_.of_sample_position) += 2 * kAttentionCost * op.num_heads * kv.head_dim;
         num_gathered_attentions_ += !is_of_tokens;
         const Queries queries = !is_of_tokens ? Queries::kGathered : op.of_samples ? Queries::kSamples : Queries::kAll;
-        const Tiling tiling{op.num_heads / kv.num_kv_heads, kv.num_kv_heads, kv.head_dim, queries};
+        const Tiling tiling{op.num_heads / kv.num_kv_heads, kv.num_kv_heads, kv.num_latent ? kv.num_latent : kv.head_dim, queries};
         const auto found = std::find(tilings_.begin(), tilings_.end(), tiling);
         tiling_of_.back() = static_cast<int32_t>(found - tilings_.begin());
         if (found == tilings_.end()) tilings_.push_back(tiling);
@@ -291,7 +292,8 @@ void StepPlanner::add_tile(AttentionTile tile, bool of_samples) {
     plan_.tiles.push_back(tile);
 }
 
-// Splits tiles until none exceeds a quarter of the work of one of the strand's threads.
+// Splits tiles until none exceeds a quarter of the work of one of the strand's threads, or until partial results would exceed their
+// share of the memory that is reserved for steps. Results do not depend on it.
 void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
     const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
     const auto first = plan_.tiles.begin() + tiles.first;
@@ -308,13 +310,14 @@ void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
     for (AttentionTile tile : whole_tiles_) {
         const int num_segments = ceil_div(tile.position + tile.num_queries, kSegment);
         const int num_pieces = std::min(num_segments, static_cast<int>((cost_of(tile) + bound - 1) / bound));
-        if (num_pieces < 2) {
+        const int64_t partials = num_segments * kernels_.attention_partial_floats(tile.num_queries * tile.num_heads, tiling.value_dim);
+        if (num_pieces < 2 || plan_.num_partials + partials > kMostPartials) {
             plan_.tiles.push_back(tile);
             continue;
         }
         tile.split = static_cast<int32_t>(plan_.splits.size());
         plan_.splits.push_back({plan_.num_partials, num_pieces});
-        plan_.num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * tile.num_heads, tiling.head_dim);
+        plan_.num_partials += partials;
         for (int piece = 0; piece < num_pieces; ++piece) {
             tile.first_segment = num_segments * piece / num_pieces;
             tile.end_segment = num_segments * (piece + 1) / num_pieces;

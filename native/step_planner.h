@@ -127,7 +127,7 @@ class StepPlanner {
 
     // All that an attention's tiles depend on: layers with equal tilings share them.
     struct Tiling {
-        int32_t heads_per_kv, num_kv_heads, head_dim;
+        int32_t heads_per_kv, num_kv_heads, value_dim;
         Queries queries;
         bool operator==(const Tiling&) const = default;
     };
