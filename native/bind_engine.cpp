@@ -73,7 +73,11 @@ int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std:
                bool by_row) {
     check_form(format, rows, cols, by_row);
     if (data) check_source(format, rows, cols, *data);
-    const int matrix = self.weights().add_matrix(format, rows, cols, is_partly_read, by_row);
+    // Room for it may have to be written to disk, and other models' threads need the interpreter.
+    const int matrix = [&] {
+        nb::gil_scoped_release release;
+        return self.weights().add_matrix(format, rows, cols, is_partly_read, by_row);
+    }();
     if (data) pack_rows(self, matrix, 0, *data);
     return matrix;
 }
@@ -641,7 +645,7 @@ void bind_engine(nb::module_& m) {
                  return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
              },
              "(rows, linear, attention, sampling) nanoseconds of the last step: the mean over the threads that took part. For the rest of it they waited.")
-        .def_prop_ro("is_in_step", &Engine::is_in_step, "Whether a step was begun and has not ended.")
+        .def_prop_ro("is_computing", &Engine::is_computing, "Whether the team computes a step that was begun.")
         .def("abandon_step", &Engine::abandon_step, nb::call_guard<nb::gil_scoped_release>(), "End such a step; its tokens have no meaning.")
         .def_prop_ro("waited_ns", &Engine::waited_ns, "For how long the last step waited for its turn on the team.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })

@@ -89,6 +89,7 @@ class Engine final : private Work {
     void admit_masks() { logits_.admit_masks(); }
     void finish_step(const void* owner);
     bool is_in_step() const { return owner_ != nullptr; }
+    bool is_computing() const { return has_begun_; }
     // Ends a step that was begun, if there is one; its tokens have no meaning.
     void abandon_step();
     const std::vector<SampleResult>& samples() const { return logits_.samples(); }

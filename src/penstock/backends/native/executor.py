@@ -321,7 +321,7 @@ class NativeExecutor:
             raise ValueError(f"step {ticket.step_id} waits for masks")
         self._flight = None
         engine, rows = self._engine, self._rows
-        start_ns = self._start_ns if engine.is_in_step else time.monotonic_ns()
+        start_ns = self._start_ns if engine.is_computing else time.monotonic_ns()
         if self._capacity.is_one_pass:
             states, failed = rows.read(engine)
             failures = dict.fromkeys(failed, NO_USABLE_STATE)
@@ -414,7 +414,10 @@ class NativeExecutor:
         return logits
 
     def close(self) -> None:
-        """End the kernel threads and free weights and KV. Idempotent; call nothing else afterwards."""
+        """Abandon a begun step and drop the engine. Idempotent; call nothing else afterwards.
+
+        Its memory is freed once no view of the KV cache is left. Threads end with the last engine of their team.
+        """
         self._flight = None
         if self._opened is not None:
             self._opened.abandon_step()
