@@ -103,4 +103,5 @@ def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:
 
 
 def _pair_bytes(num_cols: int, num_matrices: int, num_rows: int) -> int:
-    return 2 * num_cols + 20 + 4 * num_matrices * -(-num_rows // 16) * 16
+    padding = 64 if num_cols % 512 == 0 else 20
+    return 2 * num_cols + padding + 4 * num_matrices * -(-num_rows // 16) * 16
