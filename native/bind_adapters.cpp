@@ -1,4 +1,4 @@
-// What packs adapters, in Python: factors in, pages out, on any thread and without the GIL.
+// Packs adapters for Python: factors in, pages out, on any thread and without the GIL.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

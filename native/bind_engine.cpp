@@ -54,7 +54,7 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
     const PackedStorage& packed = self.weights().packed(matrix);
     const int64_t first = first_row, rows = static_cast<int64_t>(data.shape(0)), end = first + rows;
     if (first < 0 || first % kPanel != 0 || rows < 1 || end > packed.matrix.rows || (end % kPanel != 0 && end != packed.matrix.rows)) {
-        throw std::invalid_argument("these rows are no whole panels of the matrix");
+        throw std::invalid_argument("rows must begin at a multiple of 16, and end at one or at the matrix's last row");
     }
     if (packed.is_mapped) throw std::invalid_argument("the matrix is packed already");
     check_source(packed.format, static_cast<int>(rows), packed.matrix.cols, data);
@@ -200,17 +200,15 @@ int add_adapter_site(Engine& self, int matrix, int order, bool samples, int slot
     return adapters_of(self).add_site(std::move(site), domain_of(samples), slot);
 }
 
+void check_block(const Engine& self, int block) {
+    if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
+}
+
 void place_adapter(Engine& self, int64_t number, const AdapterImage& image, const std::vector<int32_t>& blocks) {
-    for (const int32_t block : blocks) {
-        if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
-    }
+    for (const int32_t block : blocks) check_block(self, block);
     Adapters& adapters = adapters_of(self);
     nb::gil_scoped_release release;
     adapters.place(number, image, blocks);
-}
-
-void check_block(const Engine& self, int block) {
-    if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
 }
 
 struct Arrays {
@@ -308,7 +306,7 @@ void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<in
     check_step(self, arrays, logit_tokens);
     if (self.logits_width() == 0) throw std::invalid_argument("the engine has no logits");
     if (out.shape(0) != logit_tokens.size() || static_cast<int64_t>(out.shape(1)) != self.logits_width()) {
-        throw std::invalid_argument("`out` has not the shape of the logits");
+        throw std::invalid_argument("`out` must be [len(logit_tokens), vocab_size]");
     }
     if (adapter != 0 && self.adapters() == nullptr) throw std::invalid_argument("the engine computes no adapters");
     StepInput in = make_input(arrays, logit_tokens);
@@ -595,7 +593,7 @@ void bind_engine(nb::module_& m) {
         .def("settle", &Engine::settle, nb::call_guard<nb::gil_scoped_release>(),
              "After the last weight: small pages that hold weights become huge ones, in the background. OSError if the disk fails.")
         .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
-        .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")
+        .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Bytes of weights still in small pages, which `settle` replaces in the background.")
         .def("enable_adapters", &Engine::enable_adapters, "max_rank"_a, "Rows may have adapters; before anything else.")
         .def("add_adapter_site", &add_adapter_site, "matrix"_a, "order"_a, "samples"_a, "slot"_a,
              "What adapters may change: a product with this matrix, of columns in this order (-1: as they are). Returns the id of the site.\n"
@@ -603,7 +601,7 @@ void bind_engine(nb::module_& m) {
         .def("add_embedding_site",
              [](Engine& self, int width, int vocab_size) { return adapters_of(self).add_site({width, vocab_size, false, true, {}}, Domain::kTokens, 0); },
              "width"_a, "vocab_size"_a, "The same for an embedding, which ADAPT_EMBEDDING of it follows.")
-        .def_prop_ro("adapter_format", [](Engine& self) { return adapters_of(self).format(); }, "What packs adapters.")
+        .def_prop_ro("adapter_format", [](Engine& self) { return adapters_of(self).format(); }, "Packs adapters for this engine.")
         .def("place_adapter", &place_adapter, "number"_a, "image"_a, "blocks"_a, "Puts an adapter into blocks; rows may have it from now on.")
         .def("drop_adapter", [](Engine& self, int64_t number) { adapters_of(self).drop(number); }, "number"_a)
         .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,

@@ -180,7 +180,7 @@ class NamedRows {
     }
 
     nb::tuple read(Engine& engine) {
-        if (!table_->fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
+        if (!table_->fits(engine.shape())) throw std::invalid_argument("the engine's sizes do not fit the row table");
         if (!table_->is_one_pass() || !engine.has_states()) {
             throw std::invalid_argument("the rows or the engine's program are not of texts");
         }
@@ -256,7 +256,7 @@ class NamedRows {
 
     void require_fit(const Engine& engine) const {
         if (!table_->fits(engine.shape()) || table_->num_state_blocks() != engine.recurrence().num_blocks()) {
-            throw std::invalid_argument("the engine has not the shape of these rows");
+            throw std::invalid_argument("the engine's sizes do not fit the row table");
         }
         if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
     }
@@ -309,15 +309,15 @@ void bind_rows(nb::module_& m) {
              "Describes a step of `RowPlan`s, after its releases and admits.")
         .def("begin", &NamedRows::begin, "engine"_a, "Begin a step of those rows, whose masks come later.")
         .def("restrict", &NamedRows::restrict, "engine"_a, "masks"_a,
-             "What rows of the planned step may sample: {request id: bytes}, a bit for each token, and as much after each guess.")
+             "Set the tokens that rows may sample: {request id: one bit per token, then the same for the position after each guess}.")
         .def("run", &NamedRows::run, "engine"_a,
              "Computes the planned step, without the GIL. ({request id: tokens}, [request ids without a usable logit]).")
         .def("read", &NamedRows::read, "engine"_a,
              "The same for texts: ({request id: answer, as the bytes of float32}, [request ids with one that is no finite number]).")
         .def("sampled", &NamedRows::sampled, "Request ids of the rows that sample in the planned step, in its order.")
         .def("sampled_logits", &NamedRows::sampled_logits,
-             "Of each of them, after the step: its first logits among all of the step, and by how many tokens it grew.")
-        .def("scored", &NamedRows::scored, "Rows of the planned step that tell of their prompts: (request id, their first logits, how many).")
+             "For each of them, after the step: the index of its first logits, and the number of tokens that it got.")
+        .def("scored", &NamedRows::scored, "Rows of the planned step whose prompts are scored: (request id, index of its first logits, number of logits).")
         .def("arrays", &NamedRows::arrays,
              "Of the planned step: row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, logit_tokens,\n"
              "logit_slots; for tests.")

@@ -1,4 +1,4 @@
-// Choosing the next token of one row, as `backends/reference/sampling.py` specifies it. Called by the step runner, one
+// Choosing the next token of one row, as `backends/reference/sampling.py` specifies it. Called by Logits (logits.h), one
 // row at a time, on any thread; never knows about batches, blocks or Python.
 
 #pragma once

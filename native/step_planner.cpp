@@ -254,8 +254,8 @@ void StepPlanner::add_tiles_of_gathered(const Strand& strand, const Tiling& tili
 // All heads of a run: queries that are neighbours in the step's row and in the buffer.
 void StepPlanner::add_tiles_of_run(AttentionTile run, const Tiling& tiling) {
     // More heads than a task has pairs, as those of a latent may be, are shared out evenly.
-    const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_queries));
-    const int queries = kernels_.attention_queries / heads;
+    const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_pairs));
+    const int queries = kernels_.attention_pairs / heads;
     // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
     for (int head = 0; head < tiling.num_kv_heads * tiling.heads_per_kv;) {
         const int num_heads = std::min(heads, tiling.heads_per_kv - head % tiling.heads_per_kv);

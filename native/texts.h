@@ -1,4 +1,4 @@
-// What becomes of a text's tokens when all of them are computed: the parts of a step that a model which reads texts ends with.
+// The last operations of a text encoder: pooling a text's token rows, and normalising the result.
 //
 // The engine (engine.h) calls these for one text at a time; a text's tokens lie one behind the other, in one strand. The order of every
 // sum is that of the tokens or columns.

@@ -1,5 +1,5 @@
-// Whose run is next on a team: the accounts of those that share it, and the choice. Knows no threads, no clock and nothing of engines.
-// Team (team.h) waits and asks here with its lock; tests ask with instants of their own.
+// Decides which account runs next on a shared team. Pure bookkeeping: callers pass the time in. Team (team.h) calls it with its lock, tests
+// with instants of their own.
 //
 // Runs can't be interrupted, so the choice falls between them. It is start-time fair queueing (Goyal, Vin and Cheng, 1996): an account's
 // clock goes on by the time that it had, divided by its share, and the least clock is next. Clocks within `kSlack` count as equal:
@@ -81,9 +81,9 @@ class Turns {
     int64_t clock_ns_ = 0;      // the greatest at which a turn began
     int64_t kept_clock_ns_ = 0;  // the clock of the account for which the turn is kept
     int64_t kept_until_ns_ = 0;
-    const Account* last_ = nullptr;  // that had a turn; only compared
-    int64_t last_ns_ = INT64_MIN;    // when that ended
-    int64_t other_ns_ = INT64_MIN;   // when the last turn of another one ended
+    const Account* last_ = nullptr;  // whose turn was the latest; never dereferenced, as it may be gone
+    int64_t last_ns_ = INT64_MIN;    // end of its turn
+    int64_t other_ns_ = INT64_MIN;   // end of the latest turn of any other account
 };
 
 }  // namespace penstock

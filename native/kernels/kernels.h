@@ -37,7 +37,7 @@ enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric 
 // Most columns of a matrix of kU8Row, so that sums with outliers stay within 32 bits.
 constexpr int kMostRow8Cols = 8192;
 
-// A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
+// A weight matrix [rows, cols] packed by `pack_panels` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
 // Quantised: w = d * (q - zero) + m, with unsigned q. `zero` is 8 for the 4-bit kinds and 128 for the 8-bit ones and kU4Table, whose 4 bits
 // index `table` to give q; only the affine kinds have m. `quants` is one stream, [panel][pair of groups], because Zen 4 reads one stream
@@ -85,7 +85,8 @@ struct PanelRange {
     int begin, end, next;
 };
 
-// A product with a gate computes the first two; the others are operations on rows. kSwigluClamped is of a gate and its partner alone.
+// A product with a gate computes the first two, one of kU8Row also kGelu; the others are operations on rows. kSwigluClamped takes a gate and
+// its partner alone.
 enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7, kSigmoid = 8, kElu = 9 };
 
 // Changes of a GEMM's result before it is stored, in this order; null pointers are skipped.
@@ -279,7 +280,7 @@ struct LoraHidden {
 
 struct KernelTable {
     const char* name;
-    int32_t attention_queries;  // most (query, head) pairs of one attention task
+    int32_t attention_pairs;  // most (query, head) pairs of one attention task
     int32_t row8_panels;        // panels side by side in a kU8Row product; `tile_panels` is for other kinds
 
     // out = x / sqrt(mean(x^2) + eps) * weight over each group of `group` columns; weight is [group]
@@ -329,7 +330,7 @@ struct KernelTable {
     // `scratch` is at least attention_scratch_floats(format, head_dim, num_latent) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. All pieces have the same first query and num_queries, and
-    // at most attention_queries pairs.
+    // at most attention_pairs pairs.
     void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     int64_t (*attention_scratch_floats)(KvFormat format, int head_dim, int num_latent);
     int64_t (*attention_partial_floats)(int num_pairs, int head_dim);

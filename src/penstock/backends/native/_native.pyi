@@ -100,6 +100,19 @@ class SourceFormat(Enum):
     F32 = 12
     Q2_K = 13
     Q3_K = 14
+    Q1_0 = 15
+    Q2_0 = 16
+    TQ1_0 = 17
+    TQ2_0 = 18
+    IQ1_S = 19
+    IQ1_M = 20
+    IQ2_XXS = 21
+    IQ2_XS = 22
+    IQ2_S = 23
+    IQ3_XXS = 24
+    IQ3_S = 25
+    MXFP4 = 26
+    NVFP4 = 27
 
 class RowOpKind(Enum):
     EMBED = 0

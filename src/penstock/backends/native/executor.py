@@ -365,20 +365,20 @@ class NativeExecutor:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
         for (first, count), name in zip(self._rows.sampled_logits(), self._rows.sampled(), strict=True):
             if name in self._wants_logprobs:
-                told = self._told(first, count)
-                if told[0].token_id >= 0:  # negative if the row failed; then the other values are from an earlier step
-                    found[name] = told
+                logprobs = self._logprobs_at(first, count)
+                if logprobs[0].token_id >= 0:  # negative if the row failed; then the other values are from an earlier step
+                    found[name] = logprobs
         return found
 
     def _prompt_logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
         for name, first, count in self._rows.scored():
-            found[name] = self._told(first, count)
+            found[name] = self._logprobs_at(first, count)
         return found
 
-    def _told(self, first: int, count: int) -> tuple[TokenLogprobs, ...]:
-        told = [self._engine.logprobs(index) for index in range(first, first + count)]
-        return tuple([TokenLogprobs(token_id, logprob, rank, tuple(top)) for token_id, logprob, rank, top in told])
+    def _logprobs_at(self, first: int, count: int) -> tuple[TokenLogprobs, ...]:
+        found = [self._engine.logprobs(index) for index in range(first, first + count)]
+        return tuple([TokenLogprobs(token_id, logprob, rank, tuple(top)) for token_id, logprob, rank, top in found])
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
         """Return logits after each token of a prompt, [len(token_ids), vocab_size]; for tests.

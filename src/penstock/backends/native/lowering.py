@@ -813,7 +813,7 @@ class _Weights:
             raise PackedError(f"{self._file.path}: {name}: {error}.") from error
 
     def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
-        with _told_of(tensor):
+        with _naming(tensor):
             shape = (_source_format(tensor), tensor.num_rows, tensor.num_cols)
             matrix = self._engine.add_matrix(*shape, by_row=True) if by_row else self._engine.add_matrix(*shape)
             for begin, end in tensor.parts(PANEL):
@@ -846,7 +846,7 @@ class _Weights:
         at = 0
         for expert in range(num_experts):
             for tensor, size in zip(tensors, sizes, strict=True):
-                with _told_of(tensor):
+                with _naming(tensor):
                     for begin, end in tensor.parts(PANEL, expert * size, (expert + 1) * size):
                         rows = _bytes(tensor, begin, end)
                         missing = _in_panels(len(rows)) - len(rows)
@@ -887,7 +887,7 @@ class _Weights:
     def table(self, name: str) -> int:
         """Return the id of a matrix for row lookups. It is not packed; a mapped file serves the rows."""
         tensor = self.tensor(name)
-        with _told_of(tensor):
+        with _naming(tensor):
             data = _bytes(tensor, 0, tensor.num_rows)
             if not tensor.is_mapped:
                 tensor.forget()
@@ -932,7 +932,7 @@ def _bytes(tensor: WeightTensor, begin: int, end: int, *, is_ordered: bool = Fal
 
 
 @contextmanager
-def _told_of(tensor: WeightTensor) -> Iterator[None]:
+def _naming(tensor: WeightTensor) -> Iterator[None]:
     """Turn a ValueError of the engine into a ModelError that names this matrix."""
     try:
         yield
