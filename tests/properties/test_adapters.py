@@ -65,7 +65,7 @@ def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) 
         after_turn=check,
         max_turns=20_000,
     )
-    check_answers(engine, requests, outcomes)
+    check_answers(engine, workload, requests, outcomes)
     kv = core.scheduler.kv
     assert kv.pool.num_available == kv.num_total_blocks
     assert not kv.adapters.num_pinned
@@ -84,7 +84,7 @@ def test_a_source_that_never_answers_ends_what_waits_for_it(engine: Engine, work
     clock = VirtualClock()
     outcomes = run_to_completion(core, executor, later=workload.script(requests), clock=clock)
     served = [request for request in requests if request.adapter is None]
-    check_answers(engine, served, {request.request_id: outcomes[request.request_id] for request in served})
+    check_answers(engine, workload, served, {request.request_id: outcomes[request.request_id] for request in served})
     for request in requests:
         if request.adapter is not None:
             assert outcomes[request.request_id].finish_reason is FinishReason.REJECTED

@@ -59,14 +59,14 @@ def run(
 @given(engine=engines(has_lower_tier=True), workload=workloads())
 def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
     driver, requests, outcomes = run(engine, workload)
-    check_answers(engine, requests, outcomes)
+    check_answers(engine, workload, requests, outcomes)
     check_nothing_is_left(driver)
 
 
 @given(engine=engines(has_lower_tier=True), workload=workloads())
 def test_so_it_is_above_host_memory(engine: Engine, workload: Workload) -> None:
     driver, requests, outcomes = run(engine, workload, in_host_memory=True)
-    check_answers(engine, requests, outcomes)
+    check_answers(engine, workload, requests, outcomes)
     check_nothing_is_left(driver)
     assert driver.transfers is not None
     assert not driver.transfers.stats.failures

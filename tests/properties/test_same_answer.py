@@ -26,7 +26,7 @@ def check(driver: Driver) -> None:
 @given(engine=engines(), workload=workloads())
 def test_every_answer_is_that_of_the_oracle_and_all_blocks_are_free_at_the_end(engine: Engine, workload: Workload) -> None:
     core, executor, requests, outcomes = run(engine, workload)
-    check_answers(engine, requests, outcomes)
+    check_answers(engine, workload, requests, outcomes)
     kv = core.scheduler.kv
     assert not core.has_work
     assert kv.pool.num_available == kv.num_total_blocks
@@ -42,7 +42,7 @@ def test_every_answer_is_that_of_the_oracle_where_slow_masks_make_requests_sit_o
     clock = VirtualClock()
     requests = workload.requests(clock)
     outcomes = run_to_completion(*engine.make(), later=workload.script(requests), clock=clock, after_turn=check)
-    check_answers(engine, requests, outcomes)
+    check_answers(engine, workload, requests, outcomes)
 
 
 @given(engine=engines(), workload=workloads(has_early_ends=False))

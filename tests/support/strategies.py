@@ -172,6 +172,11 @@ class Workload:
             for idx, (prompt, sampling, salt, (priority, tenant, predicted), turn, number) in enumerate(parts)
         ]
 
+    def ended_early(self, *, is_stop: bool) -> set[str]:
+        """Return the ids of requests that get an Abort, or a Stop, after they were added."""
+        ends = [(turn, idx) for turn, idx, is_one in self.early_ends if is_one is is_stop]
+        return {f"r{idx}" for turn, idx in ends if turn >= self.arrival_turns[idx]}
+
     def script(self, requests: list[Request]) -> dict[int, list[Command]]:
         """Commands by turn."""
         script: dict[int, list[Command]] = {}
@@ -375,9 +380,11 @@ def expected_scores(request: Request) -> list[TokenLogprobs]:
     return expected_prompt_logprobs(request.prompt_token_ids, num_top, model=MODEL, adapter=request.adapter)
 
 
-def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping[str, Outcome]) -> None:
-    """Every request was told what the hash model says; of what was cut short, a part. Raises AssertionError."""
+def check_answers(engine: Engine, workload: Workload, requests: Sequence[Request], outcomes: Mapping[str, Outcome]) -> None:
+    """Raise AssertionError unless every request got what the hash model says. A part is enough only for a request that the
+    workload ends early."""
     assert outcomes.keys() == {request.request_id for request in requests}
+    aborted, stopped = workload.ended_early(is_stop=False), workload.ended_early(is_stop=True)
     for request in requests:
         outcome = outcomes[request.request_id]
         expected = expected_tokens(
@@ -393,6 +400,7 @@ def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping
             assert "is broken" in outcome.last.detail
             assert not outcome.token_ids
         elif outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
+            assert request.request_id in (aborted if outcome.finish_reason is FinishReason.ABORT else stopped)
             assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
         else:
             answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
