@@ -140,10 +140,11 @@ def test_the_plans_are_those_of_any_other_driver_of_the_core(depth):
 
 
 @given(st.data())
-def test_every_request_ends_once_with_a_prefix_of_the_right_answer(data):
+def test_every_request_ends_once_with_the_right_answer_or_a_part_if_it_was_aborted(data):
     executor = HashExecutor(TINY, depth=data.draw(st.integers(1, 2)), seed=data.draw(st.integers(0, 3)))
     rig = Rig(executor=executor, clock=VirtualClock())
     live: dict[str, Request] = {}
+    aborted: set[str] = set()
     for turn in range(data.draw(st.integers(1, 25))):
         for idx in range(data.draw(st.integers(0, 2))):
             prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20))
@@ -152,17 +153,25 @@ def test_every_request_ends_once_with_a_prefix_of_the_right_answer(data):
             live[request.request_id] = request
             rig.engine.submit(request)
         if live and data.draw(st.booleans()):
-            rig.engine.abort(data.draw(st.sampled_from(sorted(live))))
+            name = data.draw(st.sampled_from(sorted(live)))
+            aborted.add(name)
+            rig.engine.abort(name)
         rig.engine.turn()
         rig.core.check()
     while rig.engine.turn():
         rig.core.check()
     for request_id, request in live.items():
-        expected, tokens = rig.expected(request).token_ids, rig.sink.tokens_of(request_id)
+        expected, tokens = rig.expected(request), rig.sink.tokens_of(request_id)
         end = rig.sink.end_of(request_id)
-        assert tokens == expected[: len(tokens)]
         assert end.num_generated_tokens == len(tokens)
-        assert end.finish_reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT)
+        if end.finish_reason is FinishReason.ABORT:
+            assert request_id in aborted
+            assert tokens == expected.token_ids[: len(tokens)]
+            continue
+        texts = (Numbers().push(expected.token_ids[:num]) for num in range(1, len(expected.token_ids) + 1))
+        stopped = next((num for num, text in enumerate(texts, 1) if any(stop in text for stop in request.sampling.stop)), None)
+        reason = expected.finish_reason if stopped is None else FinishReason.STOP
+        assert (tokens, end.finish_reason) == (expected.token_ids[:stopped], reason)
     assert rig.engine.load().num_waiting == rig.engine.load().num_running == rig.engine.load().num_prompt_tokens == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from penstock.testing.hash_executor import mix, root_of
 from penstock.types.adapter import BASE
 from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
 from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.request import Request, RequestStatus
+from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
@@ -56,7 +57,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.clock,
             tell=lambda events, _: self.record(events),
             transfers=self.transfers,
-            poll_aborts=lambda: [Abort(f"r{idx}") for idx in self.aborted],
+            poll_aborts=self.poll_aborts,
             collect=self.collect,
         )
         self.aborted: Sequence[int] = ()
@@ -65,8 +66,10 @@ class CoreMachine(RuleBasedStateMachine):
         """The request whose row has no usable logit in the next step, if it samples."""
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
-        self.ended: dict[str, bool] = {}
-        """The last that ended is the last here."""
+        self.ended: dict[str, TokenEvent] = {}
+        """Finish events. The last that ended is the last here."""
+        self.early: dict[str, set[FinishReason]] = defaultdict(set)
+        """How each request may end before its answer is whole."""
         self.num_added = 0
 
     @property
@@ -103,7 +106,7 @@ class CoreMachine(RuleBasedStateMachine):
             elif name in self.requests and name not in self.ended:
                 return
             self.num_added += 1
-            if self.ended.pop(name, None):
+            if name in self.ended:
                 self.check_answer(name)
             self.add_one(name, prompt, sampling, salt, rank, patience, number)
 
@@ -132,13 +135,16 @@ class CoreMachine(RuleBasedStateMachine):
             matcher=matcher_of(sampling),
             adapter=make_adapter(number) if number and self.source is not None else None,
         )
-        self.requests[request.request_id] = request
-        self.tokens[request.request_id] = []
+        self.requests[name], self.tokens[name] = request, []
+        self.early[name] = set() if patience is None else {FinishReason.ABORT}
+        if request.adapter is not None and number in self.source.failing:
+            self.early[name] |= {FinishReason.REJECTED, FinishReason.ERROR}
         self.apply(Add(request))
 
     @rule(idx=st.integers(0, 20), is_stop=st.booleans())
     def end_early(self, idx: int, is_stop: bool) -> None:
         command = Stop(f"r{idx}", "stop string") if is_stop else Abort(f"r{idx}")
+        self.early[f"r{idx}"].add(FinishReason.STOP if is_stop else FinishReason.ABORT)
         self.apply(command)
         assert f"r{idx}" in self.ended or f"r{idx}" not in self.requests
 
@@ -147,8 +153,8 @@ class CoreMachine(RuleBasedStateMachine):
         """Cancelled with a row in flight, and followed at once by another of the same id."""
         running = [name for name, request in self.core.scheduler.running.items() if request.num_inflight_tokens]
         for name in running[idx : idx + 1]:
+            self.early[name].add(FinishReason.ABORT)
             self.apply(Abort(name))
-            del self.ended[name]
             self.check_answer(name)
             self.add_one(name, prompt, SamplingParams(max_tokens=8, temperature=0.0), b"", (0, "", None), None)
             self.step(())
@@ -195,6 +201,11 @@ class CoreMachine(RuleBasedStateMachine):
         if self.stepper.must_finish(plan):
             self.stepper.finish()
 
+    def poll_aborts(self) -> list[Command]:
+        for idx in self.aborted:
+            self.early[f"r{idx}"].add(FinishReason.ABORT)
+        return [Abort(f"r{idx}") for idx in self.aborted]
+
     def apply(self, *commands: Command) -> None:
         """Apply commands after telling what was sampled before, as the stepper does."""
         self.stepper.report_pending()
@@ -205,6 +216,7 @@ class CoreMachine(RuleBasedStateMachine):
         if f"r{self.failed}" in result.token_ids:
             tokens = {name: token_ids for name, token_ids in result.token_ids.items() if name != f"r{self.failed}"}
             result = replace(result, token_ids=tokens, failures={f"r{self.failed}": "no logit is a number"})
+            self.early[f"r{self.failed}"].add(FinishReason.ERROR)
         return result
 
     def record(self, events: list[TokenEvent]) -> None:
@@ -212,7 +224,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert event.request_id not in self.ended, "heard of after its end"
             self.tokens[event.request_id] += event.token_ids
             if event.finish_reason is not None:
-                self.ended[event.request_id] = True
+                self.ended[event.request_id] = event
 
     def check_work_conserving(self, plan: StepPlan | None) -> None:
         capacity, scheduler = self.engine.capacity, self.core.scheduler
@@ -338,7 +350,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.check_answer(request_id)
 
     def check_answer(self, request_id: str) -> None:
-        request, got = self.requests[request_id], tuple(self.tokens[request_id])
+        """And forget its end."""
+        request, got, end = self.requests[request_id], tuple(self.tokens[request_id]), self.ended.pop(request_id)
         expected = expected_tokens(
             request.prompt_token_ids,
             request.sampling,
@@ -347,7 +360,11 @@ class CoreMachine(RuleBasedStateMachine):
             matcher=matcher_of(request.sampling),
             adapter=request.adapter,
         )
-        assert got == expected.token_ids[: len(got)]
+        answer = (got, end.finish_reason, end.stop_reason)
+        if answer != (expected.token_ids, expected.finish_reason, expected.stop_reason):
+            assert end.finish_reason in self.early[request_id], f"ended early by itself: {end}"
+            assert end.finish_reason is not FinishReason.STOP or end.stop_reason == "stop string"
+            assert got == expected.token_ids[: len(got)]
 
 
 TestCoreMachine = CoreMachine.TestCase
