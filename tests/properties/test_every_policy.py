@@ -201,10 +201,12 @@ def test_classes_and_long_prompts_go_on_with_little_memory(seed: int, depth: int
         settings={"budget": {"long_prefill_token_threshold": 8, "max_long_partial_prefills": draw.choice([1, 2])}},
     )
     later: dict[int, list[Command]] = {}
+    requests = []
     for idx in range(25):
         turn, prompt = draw.randrange(60), [draw.randint(1, 30) for _ in range(draw.randint(1, 40))]
         request = make_request(f"r{idx}", prompt, arrival_ns=turn * STEP_NS, max_tokens=draw.randint(1, 40))
         request.priority = draw.randint(-2, 2)
+        requests.append(request)
         later.setdefault(turn, []).append(Add(request))
 
     def check_pauses(driver: Driver) -> None:
@@ -214,6 +216,10 @@ def test_classes_and_long_prompts_go_on_with_little_memory(seed: int, depth: int
             assert not admitted or not admitted <= set(driver.plans[-1].releases), "paused, and resumed by itself"
 
     core = make_core(capacity, policies, enable_prefix_caching=False)
-    executor = HashExecutor(capacity, depth=depth, seed=seed)
+    executor = HashExecutor(capacity, model=MODEL, depth=depth, seed=seed)
     outcomes = run_to_completion(core, executor, later=later, after_turn=check_pauses, max_turns=3000)
-    assert len(outcomes) == 25
+    assert len(outcomes) == len(requests)
+    for request in requests:
+        outcome = outcomes[request.request_id]
+        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=60)
+        assert (tuple(outcome.token_ids), outcome.finish_reason) == (expected.token_ids, expected.finish_reason)

@@ -186,7 +186,7 @@ def test_a_paused_request_goes_on_from_its_state() -> None:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_a_request_that_passes_a_running_prompt_leaves_it_its_blocks(seed: int) -> None:
     """It goes on from a saved state, which is held beside its own during its first step."""
-    rng = Random(seed)
+    rng, num_passed = Random(seed), 0
     for _ in range(60):
         num_state, num_prompt = rng.choice((3, 10, 20, 40)), rng.randrange(100, 1000)
         capacity = replace(
@@ -203,7 +203,14 @@ def test_a_request_that_passes_a_running_prompt_leaves_it_its_blocks(seed: int) 
             run_to_completion(core, executor, Add(make_request(f"s{idx}", system + tail, max_tokens=1)))
         running = make_request("p", words(num_prompt, seed=9), max_tokens=3, priority=5, arrival_ns=1)
         late = make_request("q", system + words(rng.randrange(2, 60), seed=5), max_tokens=3, arrival_ns=2)
-        run_to_completion(core, executor, Add(running), later={rng.randrange(1, 6): [Add(late)]})
+        outcomes = run_to_completion(core, executor, Add(running), later={rng.randrange(1, 6): [Add(late)]})
+        for request in (running, late):
+            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=HashModel(), max_model_len=1100)
+            assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
+        assert running.first_token_ns is not None
+        assert late.first_token_ns is not None
+        num_passed += late.num_cached_tokens > 0 and late.first_token_ns < running.first_token_ns
+    assert num_passed > 0
 
 
 def test_a_short_departure_is_not_saved() -> None:
