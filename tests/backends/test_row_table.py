@@ -205,6 +205,7 @@ def test_ids_may_be_any_sequence() -> None:
     table = make_table()
     table.admit(admit("a", 3, (1,), token_ids=[1, 2, 3]))  # type: ignore[arg-type]
     table.plan((RowPlan("a", 0, 3, (), True),))
+    assert table.arrays()[3] == [1, 2, 3]
 
 
 def test_a_request_has_one_row_and_one_slot() -> None:

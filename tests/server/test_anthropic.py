@@ -584,4 +584,5 @@ async def test_a_client_that_leaves_cancels_its_message():
 
 async def test_a_message_is_explained_by_its_id(client):
     answer = (await client.post(MESSAGES, json=ASK | {"max_tokens": 3})).json()
-    assert (await client.get(f"/v1/requests/{answer['id']}")).status_code == 200
+    explained = (await client.get(f"/v1/requests/{answer['id']}")).json()
+    assert [choice["completion_tokens"] for choice in explained["choices"]] == [answer["usage"]["output_tokens"]] == [3]

@@ -314,11 +314,11 @@ async def test_unknown_model_card_is_a_404(client):
     check(await client.get("/v1/models/nope"), 404, "model_not_found", "model")
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/assistants", "/load", "/v1/models/", "/v1/completions/"])
-async def test_unknown_routes_are_plain_404s(client, path):
-    response = await client.post(path, json={})
-    assert response.status_code in (404, 405)
-    assert response.json()["error"]["code"] in ("not_found", "method_not_allowed")
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1", 404), ("/v1/assistants", 404), ("/load", 405), ("/v1/models/", 405), ("/v1/completions/", 404)]
+)
+async def test_unknown_routes_have_plain_answers(client, path, status):
+    check(await client.post(path, json={}), status, "not_found" if status == 404 else "method_not_allowed")
 
 
 async def test_wrong_method_names_the_right_one(client):
@@ -394,14 +394,22 @@ async def test_a_priority_without_effect_is_named_as_it_was_sent(client):
         assert name in check(response, 400, "invalid_request_error", name)["message"]
 
 
-async def test_priority_is_taken_where_the_order_looks_at_it():
-    runtime = make_runtime(is_priority_scheduled=True)
+async def test_priority_is_taken_where_the_order_looks_at_it(monkeypatch):
+    runtime, priorities = make_runtime(is_priority_scheduled=True), []
+    submit = runtime.engine.submit
+
+    def note(*requests):
+        priorities.extend(request.priority for request in requests)
+        submit(*requests)
+
+    monkeypatch.setattr(runtime.engine, "submit", note)
     try:
         async with make_client(runtime) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a", "priority": -3})
             assert response.status_code == 200
     finally:
         runtime.close()
+    assert priorities == [-3]
 
 
 async def test_passed_deadline_is_a_408():
