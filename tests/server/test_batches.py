@@ -23,7 +23,7 @@ from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from support.failing_disk import open_files
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, make_text_runtime, wait_until
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, make_text_runtime, until, wait_until
 from support.server.jobs import (
     BODIES,
     CHAT,
@@ -294,10 +294,12 @@ def test_a_cancel_while_a_batch_ends_changes_nothing(jobs, client, monkeypatch, 
     monkeypatch.setattr(Store, method, wait)
     batch = begun(client, lines_of(3))
     assert is_ending.wait(20)
+    is_cancelling, cancel = threading.Event(), BatchRunner.cancel
+    monkeypatch.setattr(BatchRunner, "cancel", lambda *given: (is_cancelling.set(), cancel(*given))[1])
     cancelling = threading.Thread(target=lambda: told.append(client.batches.cancel(batch.id)))
     told = []
     cancelling.start()
-    cancelling.join(0.1)
+    assert is_cancelling.wait(20)
     may_end.set()
     cancelling.join(20)
     batch = ended(client, batch)
@@ -364,12 +366,12 @@ def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answer
             """The engine fails at once with such a line, and with it all that are under way."""
             failing = under_way[request_id] = asyncio.Event()
             if b"poison" in body:
-                await asyncio.sleep(0.03)  # others join it
+                await until(lambda: len(under_way) > 1 or len(alone) == 2)  # others join it, but for the last time
                 alone.append(len(under_way) == 1)
                 for one in under_way.values():
                     one.set()
-            elif await module._is_set_within(failing, 0.06):
-                pass
+            elif len(alone) < 2:
+                await failing.wait()
             else:
                 del under_way[request_id]
                 return await real(owner, url, body, request_id, *rest)

@@ -245,7 +245,7 @@ async def test_a_slow_upload_that_goes_on_is_waited_for(impatient):
 
 async def test_a_request_behind_a_long_answer_has_time(monkeypatch):
     """It cannot come whole while nobody reads it."""
-    set_waits(monkeypatch, read_timeout_s=0.05)
+    set_waits(monkeypatch, read_timeout_s=0.1)
     gate = GatedExecutor()
     with running(gate) as server:
         async with connected(server) as (reader, writer):
@@ -255,6 +255,7 @@ async def test_a_request_behind_a_long_answer_has_time(monkeypatch):
             async with connected(server) as (other_reader, other):
                 other.write(b"GET")
                 check_error(await read_answer(other_reader), 408, "request_timeout")
+            set_waits(monkeypatch, read_timeout_s=20.0)
             gate.open()
             assert (await read_answer(reader))[0] == 200
             writer.write(second[200_000:])
