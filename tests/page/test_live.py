@@ -6,7 +6,6 @@ import threading
 from contextlib import contextmanager
 
 import httpx
-import pytest
 
 from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
@@ -29,11 +28,12 @@ def asked(server, *request_ids):
     threads = [threading.Thread(target=ask, args=(server, request_id)) for request_id in request_ids]
     for thread in threads:
         thread.start()
+    load = server.runtime.engine.load
     try:
         # Those that came during a step join with the next one.
-        wait_until(lambda: len(httpx.get(f"{server.url}/v1/requests").json()["data"]) == len(threads))
+        wait_until(lambda: load().num_running + load().num_waiting == len(threads))
         server.gate.allow(1)
-        wait_until(lambda: server.runtime.engine.load().num_running == len(threads))
+        wait_until(lambda: load().num_running == len(threads))
         yield
     finally:
         server.gate.open()
@@ -128,18 +128,18 @@ def test_a_model_that_is_not_served_any_more_gives_way(browser):
         browser.wait_text("#live-status", "^$")
 
 
-@pytest.mark.parametrize("width", [320, 390, 700, 1280])
-def test_the_figures_leave_no_empty_tile(browser, width):
+def test_the_figures_leave_no_empty_tile(browser):
     """The lines between them are their background, which an empty place in the last row would show."""
     with speaking("Hello.") as server:
-        browser.size(width, 844)
         browser.open(f"{server.url}/#live")
         figure(browser, "Busy", "")
-        edges = browser.run("""
-            const right = (one) => Math.round(one.getBoundingClientRect().right);
-            return [right(document.querySelector("#figures > div:last-child")), right(document.getElementById("figures"))];
-        """)
-        assert edges[0] == edges[1] - 1  # its border
+        for width in (320, 390, 700, 1280):
+            browser.size(width, 844)
+            edges = browser.run("""
+                const right = (one) => Math.round(one.getBoundingClientRect().right);
+                return [right(document.querySelector("#figures > div:last-child")), right(document.getElementById("figures"))];
+            """)
+            assert edges[0] == edges[1] - 1, width  # its border
 
 
 def test_the_map_has_a_cell_for_each_block_of_the_pool(browser):
