@@ -54,8 +54,10 @@ def test_what_only_a_chat_has_is_not_passed_over(penstock: Penstock, tiny_model:
 
 def test_a_chat_template_of_the_environment_is_for_chats(penstock: Penstock, tiny_model: Path) -> None:
     template = {"PENSTOCK_CHAT_TEMPLATE": "{{ messages }}"}
-    result = penstock("run", tiny_model, "a", "--raw", "--max-tokens", "1", *FAST, env=template)
-    assert result.returncode == 0, result.stderr
+    words = ("run", tiny_model, "a", "--raw", "--max-tokens", "1", *FAST)
+    results = [penstock(*words, env=env) for env in (template, {})]
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr
+    assert results[0].stdout == results[1].stdout != ""
 
 
 @pytest.mark.parametrize(

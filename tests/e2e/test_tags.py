@@ -66,6 +66,8 @@ def test_an_answer_that_is_one_tag_is_that(client: httpx.Client) -> None:
     ]
     form = {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "at_least_one": True, "stop_after_first": True}
     outputs = {"structural_tag": {"type": "structural_tag", "format": form}}
-    for text, reason in answers(client, structured_outputs=outputs):
-        assert reason in ("stop", "length")
-        assert reason == "length" or re.fullmatch(TAG, text)
+    told = answers(client, structured_outputs=outputs)
+    assert {reason for _, reason in told} <= {"stop", "length"}
+    whole = [text for text, reason in told if reason == "stop"]
+    assert whole, "all are cut off"
+    assert all(re.fullmatch(TAG, text) for text in whole)
