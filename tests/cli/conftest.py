@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.backends.native import probe_peaks
+from penstock.cli.main import main
 from support.cli.serve import Served
 from support.cli.serve import serving as serve
 from support.tiny_models import TinyLlama, write_gguf
@@ -53,6 +54,28 @@ def penstock(environment: dict[str, str], tmp_path: Path) -> Penstock:
             cwd=tmp_path,
             env={**environment, **(env or {})},
         )
+
+    return run
+
+
+@pytest.fixture
+def penstock_here(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Penstock:
+    """Runs `penstock ARGUMENTS` in this process, for mistakes: a process of its own takes half a second to start."""
+    for name in os.environ.keys() - environment.keys():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> Result:
+        words = [*map(str, arguments)]
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Result(words, ended.value.code, out, err)
 
     return run
 

@@ -211,8 +211,8 @@ def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
         (("--api-key", "a b"), "has a space"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_sent(penstock: Penstock, words: tuple[str, ...], told: str) -> None:
-    done = penstock("bench", *words)
+def test_wrong_options_are_told_before_anything_is_sent(penstock_here: Penstock, words: tuple[str, ...], told: str) -> None:
+    done = penstock_here("bench", *words)
     assert done.returncode in (1, 2)
     assert told in done.stderr
     assert "Traceback" not in done.stderr

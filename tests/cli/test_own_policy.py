@@ -83,9 +83,10 @@ def test_one_that_fails_while_it_runs_is_named_in_the_log(serving: Serving, tiny
     ],
 )
 def test_a_start_that_can_not_succeed_says_why(
-    penstock: Penstock, tiny_model: Path, folder: Path, arguments: list[str], says: str
+    penstock_here: Penstock, tiny_model: Path, folder: Path, arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = penstock("serve", tiny_model, "--backend", "reference", *arguments)
+    monkeypatch.setattr("penstock.cli.serve.set_up_logging", lambda config: None)  # it would replace pytest's handlers
+    result = penstock_here("serve", tiny_model, "--backend", "reference", *arguments)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: --")

@@ -287,8 +287,8 @@ def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(
         (("--headroom", "100%", "--hardware", "L4", "--slo", "e2e=9s"), "headroom"),
     ],
 )
-def test_mistakes_are_named(penstock: Penstock, tiny_model: Path, arguments: tuple[str, ...], cause: str) -> None:
-    result = penstock("plan", tiny_model, *arguments)
+def test_mistakes_are_named(penstock_here: Penstock, tiny_model: Path, arguments: tuple[str, ...], cause: str) -> None:
+    result = penstock_here("plan", tiny_model, *arguments)
     assert result.returncode in (1, 2)
     assert cause in result.stderr
     assert "Traceback" not in result.stderr

@@ -111,8 +111,8 @@ def test_a_server_is_recorded_and_its_steps_are_drawn_and_fitted(penstock: Penst
         (["--fit", "x", "--plot", "x.png"], 2, "--plot draws the table"),
     ],
 )
-def test_errors_are_said_in_words(penstock: Penstock, arguments: list[str], code: int, says: str) -> None:
-    result = penstock("profile", *arguments)
+def test_errors_are_said_in_words(penstock_here: Penstock, arguments: list[str], code: int, says: str) -> None:
+    result = penstock_here("profile", *arguments)
     assert result.returncode == code
     assert says in result.stderr
     assert "Traceback" not in result.stderr
