@@ -30,7 +30,6 @@ from support.half_right import HalfRight
 from support.strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100, max_scored=20)
-NUM_ROUNDS = 2
 GUESSERS = ("off", "suffix", "half right", "draft")
 EAGER = Watermark(share=0.0, growth_tokens=0)
 """Keeps no memory back, so that requests are preempted."""
@@ -97,16 +96,17 @@ def check(driver: Driver) -> None:
     driver.core.check()
 
 
-def combinations(rng: random.Random, *seams: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Each value of each seam at least `NUM_ROUNDS` times, beside others in each round."""
-    for _ in range(NUM_ROUNDS):
+def combinations(rng: random.Random, num_rounds: int, *seams: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Each value of each seam at least `num_rounds` times, beside others in each round."""
+    for _ in range(num_rounds):
         shuffled = [cycle(rng.sample(seam, len(seam))) for seam in seams]
         yield from islice(zip(*shuffled, strict=True), max(map(len, seams)))
 
 
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", TABLES["order"])
 @pytest.mark.parametrize(("gate", "depth"), [*((gate, 1) for gate in TABLES["gate"]), ("continuous", 2)])
-def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, depth: int) -> None:
+def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, depth: int, num_rounds: int) -> None:
     # The two that are made for texts go together.
     names = [name for name in TABLES["budget"] if (name == "hold-step") == (order == "calls")]
     budgets: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in names), ("itl", LONG)]
@@ -114,7 +114,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
     guessers = cycle(GUESSERS)
     capacity = replace(CAPACITY, checks_guesses=depth == 1)
     rng = random.Random(f"{gate} {order} {depth}")  # the others have others
-    chosen = combinations(rng, budgets, [*TABLES["reserve"], EAGER], [*TABLES["victim"]])
+    chosen = combinations(rng, num_rounds, budgets, [*TABLES["reserve"], EAGER], [*TABLES["victim"]])
     num_drafted = 0
     for seed, ((budget, settings), reserve, victim) in enumerate(chosen):
         eviction, guesser = next(evictions), next(guessers)
