@@ -12,7 +12,7 @@ import pytest
 
 from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import resolve
-from support.e2e.process import MODEL, Answer, RealServer, penstock, undisturbed
+from support.e2e.process import MODEL, penstock
 
 pytestmark = pytest.mark.model
 
@@ -53,12 +53,7 @@ def offset_of(real_file: Path, wanted: bytes) -> int:
         return file.read(HEADER_BYTES).index(wanted)
 
 
-def test_a_taken_port(server: RealServer, good: Answer) -> None:
-    with undisturbed(server, good):
-        check_failure(penstock("serve", "--port", str(server.port)), f"Port {server.port}", "in use", "--port")
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1_000, 90_000_000])
+@pytest.mark.parametrize("num_bytes", [0, 90_000_000])
 def test_a_truncated_file(real_file: Path, tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "cut.gguf"
     with real_file.open("rb") as file:
@@ -67,16 +62,9 @@ def test_a_truncated_file(real_file: Path, tmp_path: Path, num_bytes: int) -> No
     check_failure(penstock("serve", path, "--port", "0"), str(path), "fetch it again" if num_bytes else "empty file")
 
 
-@pytest.mark.parametrize(
-    ("offset", "new", "cause"),
-    [
-        (0, b"GGML", "this is not a GGUF file"),
-        (100_000, b"\xff" * 64, "a string at byte"),
-    ],
-)
-def test_a_corrupt_file(real_file: Path, tmp_path: Path, offset: int, new: bytes, cause: str) -> None:
-    path = header_copy(real_file, tmp_path / "corrupt.gguf", (offset, new))
-    check_failure(penstock("serve", path, "--port", "0"), str(path), cause, "fetch it again")
+def test_a_corrupt_file(real_file: Path, tmp_path: Path) -> None:
+    path = header_copy(real_file, tmp_path / "corrupt.gguf", (100_000, b"\xff" * 64))
+    check_failure(penstock("serve", path, "--port", "0"), str(path), "a string at byte", "fetch it again")
 
 
 def test_an_unsupported_architecture(real_file: Path, tmp_path: Path) -> None:
@@ -86,16 +74,9 @@ def test_an_unsupported_architecture(real_file: Path, tmp_path: Path) -> None:
     check_failure(penstock("serve", path, "--port", "0"), str(path), "mamba is not supported: ", "llama")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["--kv-cache-memory", "64KiB"], ["64 KiB", "two blocks", "Raise --kv-cache-memory"]),
-        (["--kv-cache-memory", "900TiB"], ["900 TiB", "free", "Lower --kv-cache-memory"]),
-        (["--kv-cache-memory", "8MiB", "--max-model-len", "8192"], ["8192 tokens", "8 MiB", "Raise --kv-cache-memory"]),
-    ],
-)
-def test_a_model_that_does_not_fit_in_memory(weights: None, settings: list[str], words: list[str]) -> None:
-    check_failure(penstock("serve", "--port", "0", *settings), *words)
+def test_a_model_that_does_not_fit_in_memory(weights: None) -> None:
+    result = penstock("serve", "--port", "0", "--kv-cache-memory", "900TiB")
+    check_failure(result, "900 TiB", "free", "Lower --kv-cache-memory")
 
 
 @pytest.mark.parametrize("command", [["pull"], ["serve", "--port", "0"]], ids=["pull", "serve"])

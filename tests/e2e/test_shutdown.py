@@ -1,11 +1,10 @@
-"""Signals while streams run: the first drains, the second ends at once, and time that runs out is told to the clients."""
+"""Signals while streams run: the first drains, and time that runs out is told to the clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-import socket
 from collections.abc import Iterator
 
 import httpx
@@ -55,35 +54,6 @@ async def test_sigterm_lets_streams_finish_and_refuses_new_ones(mortal: RealServ
     assert answers[0].text.startswith(good.text)
     assert await asyncio.to_thread(mortal.process.wait, TIMEOUT_S) == 0
     assert "Traceback" not in mortal.log.read_text()
-
-
-def test_half_sent_requests_are_not_waited_for(mortal: RealServer) -> None:
-    half = (b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
-    connections = [socket.create_connection(("127.0.0.1", mortal.port), timeout=TIMEOUT_S) for _ in range(10)]
-    for number, connection in enumerate(connections):
-        connection.sendall(half[number % 2])
-    assert mortal.is_ready()
-    mortal.process.send_signal(signal.SIGTERM)
-    # Less than what answers have for their last bytes after the engine has ended.
-    assert mortal.process.wait(4) == 0
-    for connection in connections:
-        with connection:
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
-    log = mortal.log.read_text()
-    assert "Traceback" not in log
-    assert "ERROR" not in log
-
-
-async def test_a_second_signal_ends_at_once(mortal: RealServer) -> None:
-    async with httpx.AsyncClient(base_url=mortal.url, timeout=TIMEOUT_S) as client:
-        tasks = await started_streams(client, 2, ENDLESS)
-        mortal.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(until, lambda: not mortal.is_ready())
-        assert not any(task.done() for task in tasks)
-        mortal.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(mortal.process.wait, 5) == 128 + signal.SIGTERM
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(result, httpx.RemoteProtocolError | httpx.ReadError) for result in results)
 
 
 async def test_streams_that_outlast_the_timeout_are_told(weights: None, tmp_path_factory: pytest.TempPathFactory) -> None:
