@@ -57,6 +57,7 @@ def measure(url, count, num_output_tokens, concurrency):
     }
 
 
+@pytest.mark.slow
 def test_it_agrees_with_an_independent_client_within_three_percent(stub):
     """The stub's first token comes after 100 ms, the others 20 ms apart. A busy machine may delay a run: the best of eight."""
     url = stub(100, 20)
