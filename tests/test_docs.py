@@ -29,6 +29,7 @@ from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.routes.answers import read_answers
 from penstock.types.kv_dtype import KvDtype
+from support.doctor.stage import Stage, Visitor
 from support.parity.executors import ParityExecutor
 from support.parity.tiny import case_token_ids, kept_positions, load_golden, write_case
 
@@ -56,6 +57,20 @@ def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for block in blocks:
         exec(compile(block, str(page), "exec"), vars(module))
     return module
+
+
+def test_the_examples_of_the_lab_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_cost(Path("cost.json"), SavedCost(cost=CostModel(), source="profile", model="tiny"))
+    Stage([Visitor(at_s=0.1)], record=Path("traffic.rec"))
+    printed = {}
+    for name in ("simulate", "profile", "recording"):
+        run_page(ROOT / "docs" / f"{name}.md", monkeypatch)
+        printed[name] = capsys.readouterr().out
+    assert printed["profile"].startswith("tiny")
+    assert len(printed["recording"].splitlines()) > 1, "steps and a request"
 
 
 class Calculator:
@@ -187,7 +202,7 @@ def test_commands_for_beginners_exist(page: Path) -> None:
     """Each `penstock COMMAND --flag` and `make target` of a first page is one that there is."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for line in "".join(blocks).splitlines():
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
         words = line.split("#")[0].split()
         if "make" in words:
             assert words[words.index("make") + 1] in targets, line

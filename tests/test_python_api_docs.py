@@ -1,4 +1,4 @@
-"""The examples of docs/python-api.md run as they stand, with tiny models in the place of those that they name."""
+"""The examples of docs/python-api.md and of README.md run as they stand, with tiny models in place of those that they name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf
 
-PAGE = (Path(__file__).parent.parent / "docs" / "python-api.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PAGE, README = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/python-api.md", "README.md")]
 EXAMPLES = re.findall(r"^## (.+?)\n\n```python\n(.+?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+OF_README = re.findall(r"^```python\n(.+?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +26,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_every_example_is_found() -> None:
     assert len(EXAMPLES) == PAGE.count("```python")
+    assert len(OF_README) == README.count("```python") == 1
 
 
-@pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
+@pytest.mark.parametrize(
+    ("title", "code"),
+    [*EXAMPLES, ("README", *OF_README)],
+    ids=[*(title for title, _ in EXAMPLES), "README"],
+)
 def test_an_example_runs(title: str, code: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     (name,) = [name for name in paths if f'"{name}"' in code]
     code = code.replace(f'"{name}"', repr(str(paths[name])))
