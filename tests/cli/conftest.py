@@ -62,7 +62,7 @@ def penstock(environment: dict[str, str], tmp_path: Path) -> Penstock:
 def penstock_here(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Penstock:
-    """Runs `penstock ARGUMENTS` in this process, for mistakes: a process of its own takes half a second to start."""
+    """Runs `penstock ARGUMENTS` in this process, for commands that start nothing: a process takes half a second to start."""
     for name in os.environ.keys() - environment.keys():
         monkeypatch.delenv(name)
     for name, value in environment.items():

@@ -144,8 +144,8 @@ def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) 
         (("--device", "cuda", "--slo", "ttft=1s", "--hardware", "c7i.4xlarge"), "does not run cuda"),
     ],
 )
-def test_what_can_not_be_is_told(penstock: Penstock, tiny_model: Path, words: tuple[str, ...], cause: str) -> None:
+def test_what_can_not_be_is_told(penstock_here: Penstock, tiny_model: Path, words: tuple[str, ...], cause: str) -> None:
     slo = ("--slo", "ttft=1s") if "too few" in cause else ()
-    done = penstock("tune", tiny_model, *words, *slo)
+    done = penstock_here("tune", tiny_model, *words, *slo)
     assert done.returncode == 1
     assert cause in done.stderr
