@@ -386,7 +386,7 @@ def resident_bytes() -> int:
 
 
 def test_partial_results_of_split_attention_take_a_bounded_memory() -> None:
-    """The last queries of a long prompt, on many threads: without a bound, the 60 tiles would leave 193 MB of partial results."""
+    """The last queries of a long prompt, on many threads: without a bound, 60 tiles would leave 193 MB of partial results."""
     num_queries, num_blocks, num_heads, head_dim = 60, 2_048, 48, 128
     shape = {"num_blocks": num_blocks + 1, "kv_shapes": [(1, head_dim)]}
     probe = Probe(num_queries, num_heads * head_dim, variant="", num_threads=16, **shape)
