@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 
 from penstock.types.errors import ConfigError
 
+MAX_LISTED = 20
+"""Keys that the error for an unknown key lists. The tables have fewer keys, the settings at the top level more."""
 _NAME = re.compile(r"[!-~]{1,200}")
 Table = Mapping[str, object]
 
@@ -38,9 +40,10 @@ def parse_tables(tables: object, key: str, place: str, parse: Callable[[Table, s
 
 def check_keys(table: Table, known: Collection[str], place: str) -> None:
     for key in sorted(table.keys() - {*known}):
-        close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{place}unknown key {key!r}.", remedy=f"{hint}Valid keys: {', '.join(known)}.")
+        close = difflib.get_close_matches(key.replace("-", "_"), known, n=3)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        all_keys = f"Valid keys: {', '.join(known)}." if len(known) <= MAX_LISTED else "docs/configuration.md lists all keys."
+        raise ConfigError(f"{place}unknown key {key!r}.", remedy=hint + all_keys)
 
 
 def text_of(table: Table, key: str, place: str) -> str:
