@@ -135,6 +135,10 @@ async def test_other_ends(fields, reason):
         ({"stop_sequences": ["a"] * 17}, "'stop_sequences'"),
         ({"response_format": {"type": "json_object", "json_schema": {"type": "nothing"}}}, "'response_format.json_schema'"),
         ({"messages": [{"role": "assistant", "content": "a", "tool_plan": "b"}]}, "has both 'tool_plan' and 'content'"),
+        (
+            {"messages": [{"role": "tool", "tool_call_id": "c", "content": "a"}]},
+            "'messages[0].tool_call_id' is 'c', which no 'tool_calls' before it have as an id",
+        ),
         ({"messages": [{"role": "user", "content": 0}]}, "'messages[0].content' must be"),
         ({"messages": [{"role": "user", "content": {}}]}, "'messages[0].content' must be"),
         (

@@ -392,6 +392,7 @@ def wide(num_fields, **fields):
 
 CHOICE = {"type": "function", "function": {"name": "now"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CHOICE]}}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
 REFUSED = [
     ({"tools": [function(parameters=deep(300))]}, "tools[0].function.parameters"),
     ({"tools": [function(parameters=wide(800))]}, "tools"),
@@ -426,6 +427,8 @@ REFUSED = [
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "a"}, CALLED]}, "messages[0].tool_call_id"),
+    ({"messages": [CALLED, {"role": "tool", "tool_call_id": "d", "content": "a"}]}, "messages[1].tool_call_id"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[]"}}]}]},
         "messages[0].tool_calls[0].function.arguments",

@@ -194,6 +194,7 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
     # To continue the last message means that no new turn is opened.
     opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
+    check_results(messages)
     return Conversation(messages, opens, continues, fields.chat_template_kwargs or {})
 
 
@@ -250,6 +251,16 @@ def make_message(
         call_id=call_id or "",
         reasoning=reasoning,
     )
+
+
+def check_results(messages: Sequence[Message]) -> None:
+    """Raise 400 for a tool's result without its call before it."""
+    call_ids = set[str]()
+    for index, message in enumerate(messages):
+        call_ids.update([call.call_id for call in message.calls])
+        if message.role == "tool" and message.call_id not in call_ids:
+            param = f"messages[{index}].tool_call_id"
+            raise invalid(f"'{param}' is {shorten(message.call_id)!r}, which no 'tool_calls' before it have as an id.", param)
 
 
 def _role(role: Any, param: str) -> str:

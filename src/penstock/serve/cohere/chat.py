@@ -25,7 +25,15 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
-from penstock.serve.messages import MAX_MESSAGES, CallId, ToolBodies, ToolCallBodies, make_message, read_tools
+from penstock.serve.messages import (
+    MAX_MESSAGES,
+    CallId,
+    ToolBodies,
+    ToolCallBodies,
+    check_results,
+    make_message,
+    read_tools,
+)
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message
 from penstock.text.grammar import Grammar
@@ -96,12 +104,14 @@ def _request(body: CohereChatBody) -> ChatRequest:
         raise invalid("'thinking.token_budget' needs 'thinking.type' 'enabled'.", "thinking.token_budget")
     if body.tool_choice == "REQUIRED" and not names:
         raise invalid("'tool_choice' is 'REQUIRED', but there are no 'tools'.", "tool_choice")
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
+    check_results(messages)
     asked = body.response_format
     return ChatRequest(
         names=_NAMES,
         answer_prefix="chatcmpl-",
         model=body.model,
-        conversation=Conversation([_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]),
+        conversation=Conversation(messages),
         is_streamed=bool(body.stream),
         tools=read_tools(body.tools or ()),
         tool_choice=ToolChoice() if body.tool_choice is None else _TOOL_CHOICES[body.tool_choice],
