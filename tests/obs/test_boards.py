@@ -85,6 +85,13 @@ def test_a_legend_names_labels_of_its_query(panel: Panel) -> None:
             assert f"by ({label})" in query
 
 
+def test_the_share_of_targets_met_has_no_series_for_a_target_that_no_request_has() -> None:
+    [panel] = [panel for panel in PANELS if panel.title == "Targets met"]
+    [(query, _)] = panel.queries
+    met, whole = query.split(" / ")
+    assert whole == "(" + met.replace(',met="true"', "") + " > 0)"
+
+
 def test_examples_are_asked_for_where_there_are_some() -> None:
     panels = json.loads(FILES["penstock.json"])["panels"]
     targets = [target for panel in panels for target in panel.get("targets", ())]

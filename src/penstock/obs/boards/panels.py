@@ -81,7 +81,8 @@ BOARD: tuple[str | Panel, ...] = (
         "Targets met",
         "percentunit",
         "Share of the requests with a target (`--slo-ttft`, `X-SLO-ITL-Ms`) that met it.",
-        (_rate("slo_attainment_total", "slo", ',met="true"') + " / " + _rate("slo_attainment_total", "slo"), "{{slo}}"),
+        # A target that no request has is left out: its share would be 0 / 0.
+        (_rate("slo_attainment_total", "slo", ',met="true"') + f" / ({_rate('slo_attainment_total', 'slo')} > 0)", "{{slo}}"),
     ),
     _stack(
         "Refused and failed",
