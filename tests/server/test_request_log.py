@@ -157,6 +157,16 @@ def test_a_share_of_the_requests_is_told(lines):
     assert lines.qsize() == 6
 
 
+def test_scrapes_are_told_only_if_they_fail(lines):
+    with running(config=config(api_keys=("secret-key",))) as server, httpx.Client(base_url=server.url) as client:
+        for path in ("/health", "/ready", "/metrics"):
+            assert client.get(path, headers={"Authorization": "Bearer secret-key"}).status_code == 200
+        client.get("/metrics")
+        line = told(lines)
+    assert (line["path"], line["status"]) == ("/metrics", 401)
+    assert lines.empty()
+
+
 def test_keys_are_told_by_name_and_never_as_they_are(lines):
     with running(config=config(api_keys=("secret-key",))) as server:
         httpx.get(server.url + "/version?api_key=secret-key", headers={"Authorization": "Bearer secret-key"})

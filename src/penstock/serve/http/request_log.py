@@ -15,6 +15,8 @@ from penstock.serve.http.entries import MAX_TOLD_CHARS, Backlog, Entry
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05
+_SCRAPED = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that monitoring asks every few seconds. A request that succeeds there is not logged."""
 
 
 class RequestLog:
@@ -28,6 +30,8 @@ class RequestLog:
 
     def add(self, entry: Entry) -> None:
         """Take a request that has ended. Only for the event loop."""
+        if entry.path in _SCRAPED and entry.status == 200:
+            return
         self._due += self._share  # every n-th request, so that a share is exact
         is_due = self._due >= 1 - 1e-9
         self._due -= is_due
