@@ -136,7 +136,7 @@ def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) 
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (("--requests", "20", "--hardware", "c7i.4xlarge"), "too few for 24 slices"),
+        (("--requests", "20", "--hardware", "absent"), "too few for 24 slices"),  # before a machine is found and probed
         (("--hardware", "L4", "--verify", "--slo", "ttft=1s"), "The real engine is on this machine"),
         (("--max-tokens", "5", "--slo", "ttft=1s", "--hardware", "c7i.4xlarge"), "The longest answer has 128 tokens"),
         (("--workload", "absent.csv"), "Goodput needs SLOs"),

@@ -90,6 +90,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.config.saved import settings_hash, write_config_file
     from penstock.lab.figures import parse_slos
     from penstock.lab.prompts import counter_of
+    from penstock.lab.transforms import cut
     from penstock.lab.tune import DEFAULT, Objective, verify
     from penstock.lab.tune import tune as search
     from penstock.lab.tune_report import notes, search_lines, verdict_lines
@@ -106,6 +107,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     longest = max(job.num_output_tokens for job in workload.jobs)
     if values["max_tokens"] is not None and values["max_tokens"] < longest:
         raise ConfigError(f"The longest answer has {longest} tokens.", remedy="Raise --max-tokens, or cut answers.")
+    cut(workload, values["num_slices"])  # raises for too few requests
     simulator = _Simulator(values, choice.seed)  # last: the machine is probed
     values["device"] = simulator.device
     tuned = search(
