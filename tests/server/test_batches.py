@@ -390,7 +390,7 @@ def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answer
 
 def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):
     with serving(tmp_path) as server, server.client() as client:
-        refusal = Answered(503, 0.0, b'{"error": {"message": "The model can not be loaded."}}')
+        refusal = Answered(503, 0.0, b'{"error": {"message": "The model can not be loaded. Try again in 30 s."}}')
         with refusing(monkeypatch, server, refusal, 1 << 30) as asked:
             batch = begun(client, lines_of(3), completion_window="1h")
             wait_until(lambda: len(asked) > 6)
@@ -399,7 +399,8 @@ def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):
             batch = ended(client, batch)
         assert (batch.status, batch.errors) == ("expired", None)
         (message,) = {one["error"]["message"] for one in answers(client, batch.error_file_id)}
-        assert message.endswith("At the end lines were refused. Status 503: The model can not be loaded.")
+        assert "Send it in another batch. At the end lines were refused." in message
+        assert message.endswith("Status 503: The model can not be loaded."), "nobody tries again in 30 s"
 
 
 def test_lines_of_a_key_that_was_withdrawn_fail(tmp_path, gate):

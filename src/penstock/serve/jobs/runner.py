@@ -54,6 +54,7 @@ TRIED_AGAIN_S = 5.0
 MAX_RETRY_AFTER_S = 60.0
 MAX_WHY = 500
 """Most characters of the reason of a refusal."""
+_TRY_AGAIN = r" Try again in \d+ s\.$"
 GONE = 499
 """Status of a request that was given up."""
 MAX_REFUSED = 1000
@@ -403,7 +404,7 @@ class BatchRunner:
                 marked = replace(running.batch.turned("expired", self.now_s()), status=running.batch.status)
                 await self.on_disk(self.store.put, marked)
                 running.batch = marked
-            message = "The batch's completion window ended before this line was answered."
+            message = "The batch's completion window ended before this line was answered. Send it in another batch."
             message += f" At the end lines were refused. {running.refusal}" if running.refusal else ""
             await self._give_up(running.batch, lines, EXPIRED, message)
 
@@ -639,12 +640,12 @@ _read_refused = msgspec.json.Decoder(_Refused).decode
 
 
 def _why(answered: Answered) -> str:
-    """Return the status and the message of an error."""
+    """Return the status and the message of an error, without the time to try again: the batch does that."""
     try:
         message = str(_read_refused(answered.body).error["message"])
     except (msgspec.DecodeError, KeyError):  # another server's
         message = answered.body[:MAX_WHY].decode("utf-8", "replace")
-    return f"Status {answered.status}: {message[:MAX_WHY]}"
+    return f"Status {answered.status}: {re.sub(_TRY_AGAIN, '', message)[:MAX_WHY]}"
 
 
 def _failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
