@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.jobs import store
 from penstock.serve.jobs import files as module
 from penstock.types.request import Owner
 from support.failing_disk import open_files
@@ -111,6 +112,15 @@ def test_a_key_has_a_quota(client):
     assert refused.value.status_code == 413
     client.files.delete(first.id)
     client.files.create(file=("b", b"x" * 900_000), purpose="batch")
+
+
+def test_a_batch_for_whose_answers_there_is_no_room_is_not_to_be_tried_again(client, monkeypatch):
+    monkeypatch.setattr(store, "MAX_FILES", 1)
+    file = client.files.create(file=("a", b"x"), purpose="batch")
+    with pytest.raises(openai.RateLimitError, match="1 files already") as refused:
+        client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    headers = refused.value.response.headers
+    assert ("retry-after" in headers, headers["x-should-retry"]) == (False, "false")
 
 
 def test_a_large_file_is_written_as_it_comes(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, R
 """Refusals by a limit of the client's own, after which no other model is asked."""
 
 NO_RETRY = {"x-should-retry": "false"}
-"""Header that stops OpenAI's and Anthropic's clients from retrying a 408, 409 or 5xx that another try would not change."""
+"""Header that stops OpenAI's and Anthropic's clients from retrying where another try would not change the answer."""
 
 RULE = "rule"
 """Type of a validation error by our own rules. Its text follows the field's name: "must be an object"."""
@@ -221,6 +221,11 @@ def overloaded(message: str, retry_after_s: float | None) -> ApiError:
     if retry_after_s is not None:
         message = f"{message.removesuffix('.')}. Try again in {headers['Retry-After']} s."
     return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=headers)
+
+
+def no_room(message: str) -> ApiError:
+    """Return the error for a batch beyond a limit of the client's files or batches. Only the client can make room."""
+    return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=NO_RETRY)
 
 
 def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from penstock.jobs.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom
 from penstock.serve.api import Route
-from penstock.serve.errors import NO_RETRY, ApiError, invalid, overloaded, shorten, unavailable
+from penstock.serve.errors import NO_RETRY, ApiError, invalid, no_room, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
@@ -66,7 +66,7 @@ def _guarded(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
         try:
             return await answer(*given)
         except NoRoom as full:
-            raise overloaded(str(full), None) from None
+            raise no_room(str(full)) from None
         except (sqlite3.Error, OSError) as error:
             _log.warning("the folder of jobs can't be used: %s", error)
             raise unavailable(f"The server's folder of files can't be used now: {cause(error)}.") from None
