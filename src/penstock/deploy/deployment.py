@@ -105,8 +105,8 @@ class Deployment:
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
         """Load the models `at_once`, as far as they fit beside each other, and start the keeper.
 
-        A failed load is logged, and tried again when a request wants the model. If no model can be loaded, or the configuration
-        is wrong, close all models and raise the error.
+        A failed load of several is logged, and tried again when a request wants the model. If no model can be loaded, or the
+        configuration is wrong, close all models and raise the error.
         """
         first_error: Exception | None = None
         with contextlib.ExitStack() as started:
@@ -119,7 +119,8 @@ class Deployment:
                         continue
                     self._load(served)
                 except Exception as error:
-                    if isinstance(error, ConfigError) and not isinstance(error, ModelError):
+                    is_wrong = isinstance(error, ConfigError) and not isinstance(error, ModelError)
+                    if is_wrong or len(at_once) == 1:  # the caller reports it
                         raise
                     self._fail(served, error)
                     first_error = first_error or error
