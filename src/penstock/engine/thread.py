@@ -22,7 +22,7 @@ from penstock.engine.state import EngineState
 from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import CLOSE_TIMEOUT_S, Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
-from penstock.types.errors import RejectReason
+from penstock.types.errors import PolicyError, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
@@ -229,8 +229,8 @@ class Engine:
         except Abandoned:
             _logger.warning("the step that did not come back has come back; its executor is freed")
             self._close_executor()
-        except BaseException:  # A dead thread must not leave anyone waiting, whatever killed it.
-            self._fail()
+        except BaseException as error:  # A dead thread must not leave anyone waiting, whatever killed it.
+            self._fail(error)
 
     def _is_done(self) -> bool:
         has_work = self._core.has_work or self._stepper.has_flights
@@ -277,8 +277,11 @@ class Engine:
         self._refuse(_added(self._inbox.close()))
         self._move_to(EngineState.STOPPED)
 
-    def _fail(self) -> None:
-        _logger.critical("the engine failed; plans in flight: %s", self._plans(), exc_info=True)
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, PolicyError):  # the traceback of its cause ends at the user's line
+            _logger.critical("the engine failed: %s Plans in flight: %s", error, self._plans(), exc_info=error.__cause__)
+        else:
+            _logger.critical("the engine failed; plans in flight: %s", self._plans(), exc_info=error)
         with self._core_lock:
             self._end_all(ENGINE_FAILED)
         if self._on_failed is not None:
