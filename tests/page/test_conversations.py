@@ -316,10 +316,20 @@ def test_an_edit_ends_with_the_conversation_that_another_tab_deletes(browser):
         browser.run(OTHER_TAB + "change(null);")
         browser.find("#send")
         assert "Ask the model" in browser.text("#log")
+        assert browser.run("return document.getElementById('prompt').value") == ""
         server.gate.open()
         ask(browser, "About lakes")
         complete(browser)
         assert browser.run(TITLES) == ["About lakes"]
+
+
+def test_the_words_of_an_edit_outlive_the_conversation_that_another_tab_deletes(page):
+    converse(page, "About rivers")
+    page.click(".question .tools button")
+    page.press(" and lakes")
+    page.run(OTHER_TAB + "change(null);")
+    assert "Ask the model" in page.text("#log")
+    assert page.run("return document.getElementById('prompt').value") == "About rivers and lakes"
 
 
 def test_a_name_is_given_to_what_another_tab_kept_meanwhile(page):

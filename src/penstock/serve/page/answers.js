@@ -108,7 +108,8 @@ function factsLine({ tokens, ttftMs, decodeMs, model, end }) {
 export function questionItem(message, does) {
   const text = element("div", { className: "text" }, message.content);
   const edit = button("Edit", () => {
-    const field = element("textarea", { value: message.content, "aria-label": "Edited message", rows: 3 });
+    const texts = { value: message.content, defaultValue: message.content };
+    const field = element("textarea", { ...texts, "aria-label": "Edited message", rows: 3 });
     const form = element("form", { className: "edit" }, field,
       element("button", { type: "submit", className: "strong" }, "Send again"), button("Cancel", close));
     function close() {

@@ -268,8 +268,12 @@ addEventListener("pagehide", () => {
 });
 followOtherTabs((conversation) => running.has(conversation), (before, now) => {
   if (!now) end(before);
-  if ((now ?? before)?.id !== open.id || (now && log.querySelector(".edit"))) showList(list);
-  else show(now ?? newConversation());
+  const edit = log.querySelector(".edit textarea");
+  if ((now ?? before)?.id !== open.id || (now && edit)) return showList(list);
+  show(now ?? newConversation());
+  if (!edit || edit.value === edit.defaultValue) return;
+  prompt.value = [prompt.value, edit.value].filter(Boolean).join("\n\n"); // An edit outlives its conversation.
+  fit();
 });
 
 show(conversations.get(session.getItem(OPEN)) ?? open);
