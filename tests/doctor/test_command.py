@@ -94,7 +94,7 @@ def test_a_recording_is_diagnosed(one_row: Path) -> None:
     assert code == 1
     assert "few rows" in text
     assert "Try: --max-num-seqs 2" in text
-    assert "Simulated" in text
+    assert "Simulated with and without it" in text
 
 
 def test_options_of_a_server_are_refused_for_a_recording(one_row: Path) -> None:

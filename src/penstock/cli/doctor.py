@@ -296,9 +296,9 @@ def _advice(change: Mapping[str, Any]) -> str:
 def _gain(gain: Prediction) -> str:
     before, after = gain.before, gain.after
     return (
-        f"Simulated, a request would take {after.mean_s:.2g} s instead of {before.mean_s:.2g} s in the mean, "
+        f"Simulated with and without it, a request takes {after.mean_s:.2g} s instead of {before.mean_s:.2g} s in the mean, "
         f"{after.slowest_s:.2g} s instead of {before.slowest_s:.2g} s among the slowest tenth, and the longest gap between two "
-        f"tokens would be {after.gap_s * 1e3:.0f} ms instead of {before.gap_s * 1e3:.0f} ms."
+        f"tokens is {after.gap_s * 1e3:.0f} ms instead of {before.gap_s * 1e3:.0f} ms."
     )
 
 
@@ -307,7 +307,7 @@ def _lines(diagnosis: Diagnosis, doubt: str = "") -> Iterator[str]:
     yield from textwrap.wrap(f"{words[diagnosis.verdict]} {diagnosis.summary}", _WIDTH, break_on_hyphens=False)
     for number, one in enumerate(diagnosis.findings, 1):
         yield ""
-        yield f"{number}. {one.rule.name}: {one.share:.0%} of the time; {one.symptom}"
+        yield f"{number}. {one.rule.name}: {one.share:.0%} of the requests' time; {one.symptom}"
         texts = [one.rule.cause, one.evidence, one.rule.remedy]
         if advice := _advice(one.change):
             texts.append(f"Try{' (not simulated)' if one.gain is None else ''}: {advice}.")

@@ -26,8 +26,8 @@ FULL = 0.9
 
 
 class Symptom(StrEnum):
-    LATENCY = "latency is high"
-    THROUGHPUT = "throughput is low"
+    LATENCY = "costs latency"
+    THROUGHPUT = "costs throughput"
     IDLE = "the machine idles while requests wait"
 
 
