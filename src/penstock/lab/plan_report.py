@@ -221,10 +221,11 @@ def hardware_table(machines: Sequence[Hardware]) -> str:
 
 def trial_words(trial: Trial, unit: str) -> str:
     share = trial.attainment
-    interval = "" if share.low is None or share.high is None else f" [{share.low:.1%}, {share.high:.1%}]"
+    low, high = share.low, share.high
+    interval = "" if low is None or high is None else f" (95% interval: {100 * low:.3g}% to {100 * high:.3g}%)"
     stress = "beyond" if math.isinf(trial.stress) else f"{trial.stress:.2f} x"
     return (
-        f"{trial.rate:.3g} {unit}: {share.value:.2%}{interval} of {trial.num_requests} requests meet the SLOs, latency "
+        f"{trial.rate:.3g} {unit}: {100 * share.value:.4g}% of {trial.num_requests} requests meet the SLOs{interval}, latency "
         f"{stress} the limit ({trial.worst_slo}); {trial.mean_running:.1f} running, "
         f"KV {trial.kv_share:.0%} full, end to end {format_time(trial.mean_e2e_s * NS_PER_S)}"
     )
