@@ -156,6 +156,20 @@ def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
     assert not source.is_present
 
 
+@pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json")])
+def test_a_repository_without_safetensors_does_not_count(tmp_path, monkeypatch, files):
+    """Such as one of GGUF files, or a partial folder that the library returns while it can't reach the hub."""
+    hub = tmp_path / "upstream"
+    hub.mkdir()
+    for name in (*files, "m-Q4_K_M.gguf"):
+        (hub / name).touch()
+    serve(monkeypatch, hub)
+    source = resolve("hf:org/repo", tmp_path)
+    with pytest.raises(DownloadError, match=r"could not be fetched.* write hf:org/repo:NAME\.gguf"):
+        ensure_present(source)
+    assert not source.is_present
+
+
 def test_failure_of_the_library_becomes_ours(tmp_path, monkeypatch):
     def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         raise RuntimeError("401 Client Error\nmore")

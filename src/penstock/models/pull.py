@@ -359,16 +359,26 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
     try:
         if ref.file is None:
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
-            for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
+            weight_map = read_weight_map(path)
+            for name in dict.fromkeys((weight_map or {}).values()):  # shards can have any name
                 if not (path / name).is_file():
                     huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
+            # The library also returns a partial folder if the hub can't be reached. The loader explains adapters.
+            needed = ("config.json",) if weight_map else ("config.json", "model.safetensors")
+            absent = [name for name in needed if not (path / name).is_file()]
+            if absent and not (path / "adapter_config.json").is_file():
+                raise DownloadError(
+                    f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.",
+                    remedy="Check the network, and that the repository has safetensors; for a GGUF file "
+                    f"write hf:{ref.repo}:NAME.gguf.",
+                )
             (path / COMPLETE_MARKER).touch()
             return
         root = path.parents[len(ref.file.split("/")) - 1]
         for file in split_files(path):
             huggingface_hub.hf_hub_download(ref.repo, file.relative_to(root).as_posix(), local_dir=root)
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
-        if isinstance(error, ModelError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
+        if isinstance(error, ModelError | DownloadError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
             raise  # not the hub's fault
         cause = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
         raise DownloadError(
