@@ -59,6 +59,15 @@ DEEPSEEK = (
 )
 PLAIN = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
 GEMMA = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
+MISTRAL_V1 = (
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' if message['role'] == 'user' else message['content'] }}{% endfor %}"
+)
+PHI3 = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] + '<|end|>' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+)
 QWEN_CODER = (
     "{% if tools %}{{ tools | tojson }} <tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>{% endif %}"
     "{% for message in messages %}{% for tool_call in message.tool_calls %}{% set tool_call = tool_call.function %}"
@@ -225,5 +234,7 @@ def test_a_template_that_knows_no_tools_sees_plain_messages():
 def test_where_no_system_message_is_taken_tools_are_told_by_the_user():
     text = rendered(GEMMA, HISTORY[1:])
     assert text.startswith("<|user|>You can call tools.")
+    assert rendered(PHI3, HISTORY[1:2]).startswith("<|user|>You can call tools.")
+    assert rendered(MISTRAL_V1, HISTORY[1:2]).startswith("[INST] You can call tools.")
     assert "\n\nWhat time is it?" in text
     assert find_dialect(GEMMA).tools is GENERIC
