@@ -109,6 +109,14 @@ def test_text_that_only_begins_like_a_trigger_is_free_again():
     assert matcher.mask() is None
 
 
+def test_a_program_may_name_the_module_functools():
+    matcher = matcher_of(PLAIN, *auto("phi4_mini_json"))
+    say(matcher, PLAIN, "import functools")
+    assert {END_ID, across(PLAIN, "\n"), across(PLAIN, "[")} <= allowed(matcher, PLAIN)
+    say(matcher, PLAIN, "\n@functools.cache")
+    assert matcher.mask() is None
+
+
 def test_a_trigger_at_the_start_counts_there_alone():
     matcher = matcher_of(PLAIN, *auto("llama3_json"))
     say(matcher, PLAIN, ' {"name":')

@@ -211,7 +211,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         marks=("<|tool|>", "<|/tool|>"),
         ways=(
             Way(trigger="<|tool_call|>", begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]<|/tool_call|>"),
-            Way(trigger="functools", begin="functools[", call=_OBJECT, between=", ", end="]"),
+            Way(trigger="functools[", begin="functools[", call=_OBJECT, between=", ", end="]"),
         ),
     ),
     ToolFormat(  # Granite 3
