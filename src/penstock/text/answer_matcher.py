@@ -130,7 +130,7 @@ class AnswerMatcher:
                 return
         if self._watch.push(token_id, self._tokens.bytes_of(token_id)):
             self._on_mark()
-        elif self._watch.is_over:
+        elif self._watch.is_over and self._beginning is None:
             if state is _State.OPENING:
                 self._begin_answer(self._watch.ids, self._watch.text)
             else:

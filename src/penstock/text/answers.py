@@ -217,7 +217,7 @@ class MarkReader:
             self._add_content(self._held)
             self._held = ""
             return False
-        if not self._has_content and self._tool_names and self._tools.unmarked:
+        if not self._has_content and self._tools.unmarked:
             way, may_come = match_unmarked(self._held, self._tools, self._tool_names)
             if way is not None:
                 return self._begin_calls(way, len(self._held) - len(self._held.lstrip()))
@@ -545,16 +545,19 @@ class _ObjectScanner:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return the `Way` in which the text calls a tool without a mark, or None, and whether more text could make it a call."""
+    """Return the `Way` in which the text calls a tool without a mark, or None, and whether more text could make it a call.
+
+    Without `tool_names` the grammar decides from the first token on. It writes calls in the first way.
+    """
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
-    for way in tools.unmarked:
+    for way in (way for way in (tools.ways if tool_names else tools.ways[:1]) if way.has_no_mark):
         num = match_literal(text, way.trigger)
         if num is not None and num >= 0:
             name, quote, _ = text[num:].partition('"')
-            if quote and name in tool_names:
+            if quote and (name in tool_names or not tool_names):
                 return way, True
-            may_come |= not quote and any(one.startswith(name) for one in tool_names)
+            may_come |= not quote and any(one.startswith(name) for one in tool_names or (name,))
         may_come |= num is None
     return None, may_come and is_short
