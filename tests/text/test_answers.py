@@ -214,6 +214,17 @@ def test_channels_are_read_apart(arguments):
     assert at_every_split(form, final) == Answer(content="B.", reasoning="A.")
 
 
+def test_a_header_that_is_cut_is_not_shown_unless_it_is_a_calls():
+    form, call = AnswerForm(tools=FORMATS["openai"], reasoning=REASONING["openai"]), "to=functions.get"
+    before, _, header = HARMONY.rpartition("<|start|>")
+    for cut in ("assistant", "assistant<|channel|>commentary"):
+        assert at_every_split(form, f"{before}<|start|>{cut}") == Answer(content="Let me look.", reasoning="Think <hard>.")
+    header = f"<|start|>{header.partition(call)[0]}{call}"
+    answer = Answer(content=f"Let me look.{header}", reasoning="Think <hard>.", is_cut=True)
+    assert at_every_split(form, before + header) == answer
+    assert at_every_split(form, "<|channel|>analysis") == Answer()
+
+
 def test_channels_without_tools_call_none():
     form = AnswerForm(reasoning=REASONING["openai"])
     answer = at_every_split(form, HARMONY)

@@ -437,7 +437,6 @@ class ChannelReader:
         self._reads_calls = form.tools is not None
         self._new_call_id = new_call_id
         self._held = ""
-        self._header = ""
         self._is_in_text = False
         self._channel = ""
         self._num_calls = 0
@@ -459,9 +458,11 @@ class ChannelReader:
         if self._is_in_text:
             self._show(self._held, parts)
             self._end_message(parts)
-        elif (rest := self._header + self._held) and not "<|start|>assistant".startswith(rest):
-            parts.append(Content(rest))
-        self._held = self._header = ""
+        elif self._reads_calls and "to=functions." in self._held:
+            parts += [Content(self._held), CallEnd(self._num_calls, False, "")]
+        elif self._held and not self._held.startswith(("<|start|>", "<|channel|>")):  # else a cut header
+            parts.append(Content(self._held))
+        self._held = ""
         return parts
 
     def _read_header(self, parts: list[Part]) -> bool:
