@@ -212,6 +212,8 @@ def test_channels_are_read_apart(arguments):
     assert (cut.calls, cut.is_cut) == ([], True)
     final = "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>final<|message|>B.<|return|>"
     assert at_every_split(form, final) == Answer(content="B.", reasoning="A.")
+    twice = HARMONY.partition("<|start|>assistant<|channel|>commentary to=")[0] + "<|start|>assistant" + final
+    assert at_every_split(form, twice) == Answer(content="Let me look.\nB.", reasoning="Think <hard>.\nA.")
 
 
 def test_a_header_that_is_cut_is_not_shown_unless_it_is_a_calls():

@@ -442,7 +442,9 @@ class ChannelReader:
         self._num_calls = 0
         self._arguments: _ObjectScanner | None = None
         self._text = ""
-        self._has_content = self._is_first = False
+        self._is_first = False
+        """The next text begins a message."""
+        self._shown: set[type[Reasoning | Content]] = set()
         if form.is_reasoning:
             self._is_in_text, self._channel = True, "analysis"
 
@@ -498,13 +500,13 @@ class ChannelReader:
             self._text += text
             if not self._arguments.is_closed:
                 parts.append(CallArguments(self._num_calls, self._arguments.push(text)[1]))
-        elif self._channel == "analysis":
-            parts.append(Reasoning(text))
         else:
-            if self._is_first and self._has_content:
+            kind = Reasoning if self._channel == "analysis" else Content
+            if self._is_first and kind in self._shown:
                 text = "\n" + text
-            self._has_content, self._is_first = True, False
-            parts.append(Content(text))
+            self._shown.add(kind)
+            self._is_first = False
+            parts.append(kind(text))
 
     def _end_message(self, parts: list[Part]) -> None:
         if self._arguments is not None:
