@@ -9,6 +9,7 @@ from penstock.text.answer_matcher import AnswerPlan
 from penstock.text.answers import AnswerForm, gather
 from penstock.text.dialects import BY_NAME, TOOL_FORMATS
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Grammars, Lead
+from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tool_grammar import Tool, tool_source
 from penstock.types.errors import GrammarFailure, Rejected
 from support.answering import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
@@ -182,6 +183,16 @@ def test_what_has_to_come_comes_behind_the_reasoning(name, tokenizer):
     assert END_ID not in allowed(matcher, tokenizer)  # the answer is still to come
     say(matcher, tokenizer, f"{marks.close}{marks.lead}12")
     assert allowed(matcher, tokenizer) == {END_ID}
+
+
+def test_no_space_is_put_before_an_opened_block_of_reasoning(sentencepiece_vocab):
+    tokenizer, marks = load_tokenizer(sentencepiece_vocab()), REASONING["think"]
+    grammar = Grammar(GrammarKind.REGEX, "[0-9]{2}", Lead(marks.open, marks.close))
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size)
+    matcher = grammars.matcher(grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
+    for text in ("Hm</think>", "12"):
+        matcher.accept(tuple(tokenizer.encode(text, add_special_tokens=False, is_continuation=True)))
+    assert allowed(matcher, tokenizer) == {*tokenizer.eos_token_ids}
 
 
 def test_a_token_may_reach_across_the_end_of_the_reasoning():

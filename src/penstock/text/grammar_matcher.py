@@ -99,7 +99,7 @@ class GrammarTokens:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Names of special tokens become those tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token. A special token spells its name."""
