@@ -39,8 +39,9 @@ async def test_tokens_that_begin_another_file_end_the_middle(client, monkeypatch
     monkeypatch.setattr(fim, "ENDS", (TOKENIZER.token_text(third),))
     [ended] = (await ask(client, **body))["choices"]
     assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", third)
-    [free] = (await ask(client, **body, ignore_eos=True))["choices"]
-    assert free["text"] == choice["text"]
+    for fields in ({}, {"stop_token_ids": [max(choice["token_ids"]) + 1]}):
+        [free] = (await ask(client, **body, ignore_eos=True, **fields))["choices"]
+        assert free["text"] == choice["text"]
 
 
 async def test_a_model_without_such_tokens_is_named(client):

@@ -110,8 +110,8 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
             else running.tokenizer.decode(ids, skip_special_tokens=isinstance(prompt, TextPrompt | TokenPrompt))
             for ids, prompt in zip(all_ids, prompts, strict=True)
         ]
-    adds_ends = fim is not None and call.sampling.stop_token_ids and call.sampling.beams is None
-    return Tokenised(all_ids, max_tokens, echoes, banned, fim.end_token_ids if fim is not None and adds_ends else ())
+    ends = () if fim is None or call.request.ignore_eos or call.sampling.beams is not None else fim.end_token_ids
+    return Tokenised(all_ids, max_tokens, echoes, banned, ends)
 
 
 def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
