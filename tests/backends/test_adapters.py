@@ -174,7 +174,7 @@ def test_what_native_does_not_compute_is_refused(load: Callable[..., LoadedModel
     a, b = random_factors(program, 4).by_weight["layers.0.q"]
     with pytest.raises(ModelError, match="not a matrix that an adapter can change"):
         pack(AdapterFactors({"layers.0.router": (a, b)}))
-    with pytest.raises(ModelError, match=r"wants \[r, 64\] and \[64, r\]"):
+    with pytest.raises(ModelError, match=r"needs \[r, 64\] and \[64, r\]"):
         pack(AdapterFactors({"layers.0.q": (a[:, :8], b)}))
     with pytest.raises(ModelError, match="256 or less"):
         native(model, max_adapter_rank=257)

@@ -120,9 +120,9 @@ def test_it_says_for_which_texts_rotary_factors_are(penstock_here: Penstock, tmp
     case = CASES["phi3_short_factors"]
     path = write_case(replace(case, config={**case.config, "original_max_position_embeddings": 64}), tmp_path / "phi3")
     long = penstock_here("show", path, "--no-speed").stdout
-    assert "positions     rotary factors for texts of more than 64 tokens, for all of them" in long
+    assert "positions     LongRoPE's long factors are used for all texts" in long
     short = penstock_here("show", path, "--no-speed", "--max-model-len", 64).stdout
-    assert "positions     rotary factors for texts of up to 64 tokens, for all of them" in short
+    assert "positions     LongRoPE's short factors are used" in short
 
 
 def test_dynamic_scaling_makes_a_longer_request_possible(penstock_here: Penstock, tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_dynamic_scaling_makes_a_longer_request_possible(penstock_here: Penstock
     path = write_case(replace(case, config={**case.config, "rope_parameters": rope}), tmp_path / "llama")
     trained_len = case.config["max_position_embeddings"]
     assert (
-        f"up to {trained_len} tokens; --max-model-len of up to {2 * trained_len} takes"
+        f"up to {trained_len} tokens; --max-model-len up to {2 * trained_len} stretches"
         in penstock_here("show", path, "--no-speed").stdout
     )
     longer = penstock_here("show", path, "--no-speed", "--max-model-len", 2 * trained_len).stdout
-    assert f"rotary frequencies for texts of {2 * trained_len} tokens, for all of them" in longer
+    assert f"all texts use the frequencies for {2 * trained_len} tokens" in longer
     assert f"longest request {2 * trained_len} tokens" in longer
     beyond = penstock_here("show", path, "--no-speed", "--max-model-len", 2 * trained_len + 1).stdout
     assert f"Set --max-model-len to {2 * trained_len} or less." in beyond

@@ -141,7 +141,7 @@ def test_experts_of_an_encoder_may_lie_on_the_disk(embedder: Path, tmp_path: Pat
 
 
 def test_a_task_that_the_files_do_not_have_is_refused(embedder: Path) -> None:
-    with pytest.raises(ModelError, match="the model can't write text"):
+    with pytest.raises(ModelError, match="this model can't generate text"):
         start(embedder, replace(REFERENCE, model=ModelConfig(task="generate")))
     with pytest.raises(ModelError, match="no head"):
         start(embedder, replace(REFERENCE, model=ModelConfig(task="rerank")))

@@ -45,7 +45,7 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("jina_bert", {"max_position_embeddings": 1 << 20}, "ALiBi needs a table of that size"),
+        ("jina_bert", {"max_position_embeddings": 1 << 20}, "the ALiBi table for it would be too large"),
         ("camembert", {"is_decoder": True}, "is_decoder is True"),
         ("camembert", {"pad_token_id": -1}, "pad_token_id is -1"),
         ("electra", {"embedding_size": 73}, "embedding_size is 73"),
@@ -80,7 +80,7 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
         ("nomic_bert_experts", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("nomic_bert_experts", {"moe_top_k": None}, "moe_top_k is missing"),
         ("nomic_bert_experts", {"moe_top_k": 8}, "8 of 7 experts of 100 columns are not a possible mixture"),
-        ("nomic_bert_experts", {"num_experts": 6}, "layers.1.router is 7 x 72, but .* asks for 6 x 72"),
+        ("nomic_bert_experts", {"num_experts": 6}, "layers.1.router is 7 x 72, but .* require 6 x 72"),
         ("nomic_bert_experts", {"moe_every_n_layers": 1}, "moe_every_n_layers is 1"),
         ("nomic_bert_experts", {"moe_every_n_layers": 2}, "layers.1.expert_bias|layers.3.router"),
         ("nomic_bert_experts", {"moe_every_n_layers": 0}, "layers.1.up"),
@@ -108,7 +108,7 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path, name,
 def test_a_stack_that_experts_do_not_divide_is_refused(tmp_path):
     case = ENCODERS["nomic_bert_experts"]
     shapes = {**case.shapes, "encoder.layers.1.mlp.experts.mlp.w2": (701, 72)}
-    with pytest.raises(ModelError, match=r"layers\.1\.expert_down is 72 x 701, but .* asks for 504 x 100"):
+    with pytest.raises(ModelError, match=r"layers\.1\.expert_down is 72 x 701, but .* require 504 x 100"):
         load_hf_directory(write_encoder(replace(case, shapes=shapes), tmp_path / "model"))
 
 
@@ -134,7 +134,7 @@ def test_experts_of_nomic_bert_that_are_not_computed_are_refused_in_gguf_files(t
 
 def test_a_gguf_file_without_the_bias_of_experts_is_logged(tmp_path, caplog):
     load_gguf(write_encoder(ENCODERS["nomic_bert_experts_gguf"], tmp_path))
-    assert "lack the bias of the experts' sum" in caplog.text
+    assert "drops the bias of the experts' output" in caplog.text
 
 
 def test_a_decoder_whose_tokens_see_later_ones_embeds_and_writes_nothing(tmp_path):

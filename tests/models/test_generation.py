@@ -124,7 +124,7 @@ def test_a_folder_is_taken_in_place_of_the_model_s_own_and_adds_its_end_tokens(t
     assert taken.sampling.top_k == 5
     assert own.eos_token_ids == none.eos_token_ids  # end tokens count in any case
     assert taken.eos_token_ids == (*own.eos_token_ids, 1)
-    with pytest.raises(ConfigError, match=r"there is no generation_config\.json in it"):
+    with pytest.raises(ConfigError, match=r"which has no generation_config\.json"):
         load_model(source, generation=str(tmp_path))
 
 

@@ -109,7 +109,7 @@ FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "another width": (
         {"extra": {f"blk.0.attn_k.weight.lora_{half}": np.ones((4, 4), np.float32) for half in "ab"}},
-        r"are \[4, 4\] and \[4, 4\]; the model's matrix wants \[rank, 64\] and \[32, rank\]",
+        r"are \[4, 4\] and \[4, 4\]; the model's matrix needs \[rank, 64\] and \[32, rank\]",
     ),
     "a vector": (
         {"extra": {f"blk.0.attn_k.weight.lora_{half}": np.ones(64, np.float32) for half in "ab"}},

@@ -301,7 +301,7 @@ REFUSED = {
     "fewer layers": ({"llama.block_count": 1}, "not part of this architecture"),
     "no heads": ({"llama.attention.head_count": 0}, "num_heads is 0"),
     "heads": ({"llama.attention.head_count": 8}, "128 x 64"),
-    "hidden": ({"llama.embedding_length": 128}, "but the model's description asks for"),
+    "hidden": ({"llama.embedding_length": 128}, "but the model's settings require"),
     "text for a number": ({"llama.embedding_length": "x"}, "is of type str, not int"),
     "eos": ({"tokenizer.ggml.eos_token_id": 70000}, "eos_token_id is 70000"),
     "bos": ({"tokenizer.ggml.bos_token_id": 264}, "bos_token_id is 264"),

@@ -143,7 +143,7 @@ def test_templates_of_another_form_are_refused(tmp_path, template):
     directory = write_hf(tmp_path, TINY)
     (directory / "chat_template.jinja").unlink()
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(ModelError, match="neither a text nor a list of named templates"):
+    with pytest.raises(ModelError, match="neither a string nor a list of named templates"):
         load_hf_directory(directory)
 
 
@@ -327,8 +327,8 @@ REFUSED = {
     ),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
-    "bias of attention": ({"attention_bias": True}, "attention_bias is True, and the weights have no layers.0.q_bias"),
-    "bias": ({"mlp_bias": True}, "mlp_bias is True, and the weights have no layers.0.down_bias"),
+    "bias of attention": ({"attention_bias": True}, "attention_bias is True, but the weights lack layers.0.q_bias"),
+    "bias": ({"mlp_bias": True}, "mlp_bias is True, but the weights lack layers.0.down_bias"),
     "quantised": ({"quantization_config": {"quant_method": "aqlm"}}, "the quantisation aqlm is not"),
     "rope": (
         {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},
@@ -354,7 +354,7 @@ REFUSED = {
     "layers": ({"num_hidden_layers": 10**12}, "num_layers is"),
     "more layers": ({"num_hidden_layers": 4}, "missing"),
     "text": ({"hidden_size": "64"}, "hidden_size is '64', not of type int"),
-    "width": ({"intermediate_size": 128}, "96 x 64, but the model's description asks for 128 x 64"),
+    "width": ({"intermediate_size": 128}, "96 x 64, but the model's settings require 128 x 64"),
     "vocabulary": ({"vocab_size": 100}, "embed is 264 x 64"),
     "eos": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
     "eos id": ({"eos_token_id": 999}, "is 999, outside of the vocabulary"),

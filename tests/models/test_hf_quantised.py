@@ -208,7 +208,7 @@ def test_scales_beyond_half_precision_make_floats(tmp_path: Path, size: float) -
     integers = np.round(up.dequantize() / size)
     assert np.array_equal(up.dequantize(), (integers * np.float32(size)).astype(np.float32))
     assert set(integers.reshape(-1).tolist()) == set(range(-7, 8))
-    assert model.notes == ("1 matrix of packed integers is held as floats: half precision does not hold the scales",)
+    assert model.notes == ("1 matrix of packed integers is held as floats, since the scales do not fit into half precision",)
 
 
 def test_a_small_scale_beside_larger_ones_is_rounded_with_them(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def halves(*shape: int, value: float = 1.0) -> Any:
         (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([192, 2**62], np.int64)), "columns"),
         (Packing("pack-quantized"), "weight_g_idx", integer_tensor(np.zeros(128, np.int32)), "different numbers of columns"),
         (Packing("pack-quantized"), "weight_scale", halves(192, 2), "unlike the settings"),
-        (Packing("pack-quantized"), "weight", halves(192, 128), "there twice"),
+        (Packing("pack-quantized"), "weight", halves(192, 128), "stored twice"),
         (Packing("int-quantized", bits=8), "weight_scale", None, "has no"),
         (Packing("int-quantized", bits=8), "weight_zero_point", ("I8", (192, 4), b"\x01" * 768), "8 bits and zero points"),
     ],

@@ -119,12 +119,12 @@ def test_layers_all_attend_if_nothing_says_otherwise(tmp_path: Path) -> None:
         ({"conv_L_cache": 18}, "kernel has 18 positions"),
         ({"conv_L_cache": "3"}, "conv_L_cache is '3', not of type int"),
         ({"full_attn_idxs": []}, "no layer attends"),
-        ({"layer_types": ["conv"] * 15 + ["mamba"]}, "layer_types has mamba"),
-        ({"layer_types": ["conv"] * 15}, "layer_types are not the names of 16 types"),
-        ({"block_multiple_of": -1}, "are no usable width of an MLP"),
-        ({"block_multiple_of": 0}, "are no usable width of an MLP"),
-        ({"block_ffn_dim_multiplier": 0.0}, "are no usable width of an MLP"),
-        ({"block_ffn_dim_multiplier": float("inf")}, "are no usable width of an MLP"),
+        ({"layer_types": ["conv"] * 15 + ["mamba"]}, "layer_types has the unknown mamba"),
+        ({"layer_types": ["conv"] * 15}, "layer_types is not a list of 16 strings"),
+        ({"block_multiple_of": -1}, "do not give a valid width of the MLP"),
+        ({"block_multiple_of": 0}, "do not give a valid width of the MLP"),
+        ({"block_ffn_dim_multiplier": 0.0}, "do not give a valid width of the MLP"),
+        ({"block_ffn_dim_multiplier": float("inf")}, "do not give a valid width of the MLP"),
         ({"block_ff_dim": "12288"}, "intermediate_size is '12288'"),
     ],
 )
@@ -150,7 +150,7 @@ def test_what_is_refused_in_a_file(tmp_path: Path) -> None:
         "no layer attends": {"attention__head_count_kv": [0, 0, 0, 0]},
         "sliding_window is set": {"attention__sliding_window": 6},
         "causal is false": {"attention__causal": False},
-        "72 x 3, but the model's description asks for 72 x 4": {"shortconv__l_cache": 4},
+        "72 x 3, but the model's settings require 72 x 4": {"shortconv__l_cache": 4},
         "layers.2.q, layers.2.k, layers.2.v and 2 more are missing": {"attention__head_count_kv": [0, 1, 1, 0]},
     }.items():
         with pytest.raises(ModelError, match=words):

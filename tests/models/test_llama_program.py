@@ -127,7 +127,7 @@ def test_mistral_is_described_as_llama():
 
 
 def test_unknown_architecture_lists_the_supported_ones():
-    with pytest.raises(ModelError, match=r"'rwkv7'.*Supported are: .*llama, .*mistral"):
+    with pytest.raises(ModelError, match=r"'rwkv7'.*Supported architectures: .*llama, .*mistral"):
         architectures.describe(spec_of_equal_layers(**FIELDS | {"architecture": "rwkv7"}))
 
 

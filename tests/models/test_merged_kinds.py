@@ -228,11 +228,11 @@ TALL, WIDE = (np.ones(shape, np.float32) for shape in ((64, 4), (4, 64)))
 LENGTHS = {f"base_model.model.{Q}.lora_magnitude_vector": np.ones(64, np.float32)}
 K = "base_model.model.model.layers.0.self_attn.k_proj"
 BROKEN: dict[str, tuple[dict[str, FloatArray], dict[str, Any], str]] = {
-    "no lengths": ({}, {"use_dora": True}, "q_proj has factors alone, and DoRA needs both"),
+    "no lengths": ({}, {"use_dora": True}, "q_proj has only factors, but DoRA needs both"),
     "lengths alone": (
         {**LENGTHS, f"{K}.lora_magnitude_vector": np.ones(32, np.float32)},
         {"use_dora": True},
-        "k_proj has lengths of rows alone",
+        "k_proj has only a magnitude vector",
     ),
     "lengths of another matrix": (
         {f"base_model.model.{Q}.lora_magnitude_vector": np.ones(63, np.float32)},
@@ -299,7 +299,7 @@ def test_a_pair_for_each_expert_is_refused_for_other_matrices(tmp_path: Path, nu
     if num < 7:
         odd.append(write_gguf_adapter(tmp_path / "up.gguf", {"up": single}, names, architecture="qwen3moe", dtype="F32"))
     for path in odd:
-        with pytest.raises(ModelError, match=r"not \[rank, inputs\]|not computed beside|wants \[rank"):
+        with pytest.raises(ModelError, match=r"not \[rank, inputs\]|not computed beside|needs \[rank"):
             load_adapter(path, base.spec, architectures.describe(base.spec), max_rank=64, is_merged=is_merged)
 
 

@@ -36,7 +36,7 @@ def test_every_layer_has_the_experts_that_the_file_tells_of(tmp_path: Path, name
     [
         ("mixtral", {"num_experts_per_tok": 8}, "8 of 7 experts"),
         ("mixtral", {"num_experts_per_tok": 0}, "0 of 7 experts"),
-        ("mixtral", {"num_local_experts": 8}, "asks for"),
+        ("mixtral", {"num_local_experts": 8}, "require"),
         ("mixtral", {"num_local_experts": 10**9}, "not a possible mixture"),
         ("qwen3_moe", {"moe_intermediate_size": -1}, "not a possible mixture"),
         ("qwen3_moe", {"num_experts": None}, "num_experts is missing"),

@@ -90,7 +90,7 @@ def test_factors_of_tensors_that_make_one_matrix_together_are_refused(tmp_path: 
         if is_known:
             read(adapter, model)
             continue
-        with pytest.raises(ModelError, match="the model's matrix wants"):
+        with pytest.raises(ModelError, match="the model's matrix needs"):
             read(adapter, model)
 
 
@@ -215,7 +215,7 @@ AT = f"base_model.model.{Q}"
 TENSORS: Mapping[str, tuple[dict[str, FloatArray], str]] = {
     "another width": (
         {f"{AT}.lora_A.weight": values(4, 48)},
-        r"\[4, 48\] and \[64, 4\]; the model's matrix wants \[rank, 64\]",
+        r"\[4, 48\] and \[64, 4\]; the model's matrix needs \[rank, 64\]",
     ),
     "another rank": ({f"{AT}.lora_A.weight": values(3, 64)}, r"are \[3, 64\] and \[64, 4\], not \[rank"),
     "a vector": ({f"{AT}.lora_A.weight": values(256)}, r"are \[256\] and \[64, 4\], not \[rank.*gather"),
@@ -313,7 +313,7 @@ FILES: Mapping[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "adapter_model.safetensors").write_bytes((5_000_000).to_bytes(8, "little") + b" " * 5_000_000),
         "header has 5000000 bytes",
     ),
-    "no factors": (lambda path: write_safetensors(path / "adapter_model.safetensors", {}, "f32"), "no factors of LoRA"),
+    "no factors": (lambda path: write_safetensors(path / "adapter_model.safetensors", {}, "f32"), "no LoRA factors"),
 }
 
 

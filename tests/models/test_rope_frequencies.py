@@ -132,9 +132,9 @@ def test_the_log_says_which_of_a_texts_rotations_all_texts_get(tmp_path: Path, c
     parameters = OF_TRANSFORMERS["longrope, long"][0]
     with caplog.at_level(logging.INFO, "penstock"):
         whole = rotation_of(tmp_path / "a", TinyLlama(), parameters)
-        assert "texts of more than 256 tokens, for all of them; --max-model-len 256 or less takes the others" in caplog.text
+        assert "long factors are used for all texts; --max-model-len 256 or less selects the short ones" in caplog.text
         assert rotation_of(tmp_path / "b", TinyLlama(), parameters, 256) != whole
-        assert "texts of up to 256 tokens, for all of them; --max-model-len more than 256 takes the others" in caplog.text
+        assert "LongRoPE's short factors are used for all texts; --max-model-len above 256 selects the long ones" in caplog.text
 
 
 def test_dynamic_scaling_serves_longer_texts_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -144,12 +144,12 @@ def test_dynamic_scaling_serves_longer_texts_when_asked(tmp_path: Path, caplog: 
 
     with caplog.at_level(logging.INFO, "penstock"):
         assert spec_of("a", 2.0, None).max_model_len == 1024
-        assert "as trained, for texts of up to 1024 tokens; --max-model-len of up to 2048 takes stretched ones" in caplog.text
+        assert "as trained, for up to 1024 tokens; --max-model-len up to 2048 stretches them" in caplog.text
         assert spec_of("b", 2.0, 1500).max_model_len == 1500
-        assert "for texts of 1500 tokens, for all of them; --max-model-len 1024 or less takes the trained ones" in caplog.text
+        assert "use the frequencies for 1500 tokens; --max-model-len 1024 or less keeps the trained ones" in caplog.text
         assert spec_of("c", 2.0, 5000).max_model_len == 2048  # and --max-model-len 5000 is refused
         assert spec_of("d", 1.0, 5000).max_model_len == 1024
-        assert "as trained, for texts of up to 1024 tokens: dynamic scaling by 1 never acts" in caplog.text
+        assert "as trained, for up to 1024 tokens; scaling by 1 never acts" in caplog.text
 
 
 def test_yarn_serves_longer_texts_when_asked(tmp_path: Path):

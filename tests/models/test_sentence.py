@@ -90,11 +90,11 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
         ({"modules": [TRANSFORMER, {"type": "my_code.Pooling", "path": ""}]}, "the repository's own code"),
         ({"modules": [TRANSFORMER, POOLING, {**POOLING, "type": "sentence_transformers.models.LSTM"}]}, "of the type LSTM"),
         ({"modules": [TRANSFORMER, DENSE]}, "module_input_name is 'sentence_embedding' at this place"),
-        ({"modules": [TRANSFORMER, NORMALIZE]}, "of the type Normalize at this place"),
-        ({"modules": [TRANSFORMER, PYLATE, POOLING]}, "of the type Pooling at this place"),
-        ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE]}, "of the type Dense at this place"),
+        ({"modules": [TRANSFORMER, NORMALIZE]}, "of the type Normalize comes at this position"),
+        ({"modules": [TRANSFORMER, PYLATE, POOLING]}, "of the type Pooling comes at this position"),
+        ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE]}, "of the type Dense comes at this position"),
         ({"modules": [{**TRANSFORMER, "type": "sentence_transformers.models.MLMTransformer"}, POOLING]}, "is a MLMTransformer"),
-        ({"modules": [TRANSFORMER, SPLADE, DENSE]}, "of the type Dense at this place"),
+        ({"modules": [TRANSFORMER, SPLADE, DENSE]}, "of the type Dense comes at this position"),
         (
             {"modules": [TRANSFORMER, SPLADE], "1_SpladePooling__config": {"pooling_strategy": "sum"}},
             "is 'sum'",
@@ -259,7 +259,7 @@ def test_the_function_of_the_scores(classifier, values, scores):
     [
         ("embed", None, {}, "a head of 3 labels"),
         ("rerank", None, {}, "a head of 3 labels"),
-        ("generate", None, {}, "can.t write text"),
+        ("generate", None, {}, "can.t generate text"),
         ("auto", "mean", {}, "must pool as its head expects"),
         ("auto", None, {"id2label": {"1": "a"}}, "does not name the columns"),
         ("auto", None, {"id2label": {}}, "does not name the columns"),
@@ -311,7 +311,7 @@ def test_a_decoder_embeds_if_it_is_asked_to(tmp_path):
     (path / "modules.json").unlink()
     assert load_hf_directory(path).spec.ending is None
     assert load_hf_directory(path, task="embed").encoder.task == Task.EMBED
-    with pytest.raises(ModelError, match="has no pooling: it writes text"):
+    with pytest.raises(ModelError, match="has no effect on a model that generates text"):
         load_hf_directory(path, pooling="mean")
 
 

@@ -50,7 +50,7 @@ KNOWN = {
     "an invalid JSON document": "as above",
 }
 """Parts of descriptions, and why the answer is another one here."""
-NAMED = {"schema false", "format", "keywords", "json_schema recurs"}
+NAMED = {"schema false", "format", "keywords", "json_schema is recursive"}
 """Further things that a message may name: keywords of a schema that all know, such as that of the draft, and of the whole."""
 OTHER_REGEX = "optional/ecmascript-regex.json"
 """The validator reads patterns as Python does, in which \\W has no letters of any script, and \\p is an error."""

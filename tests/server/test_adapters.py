@@ -224,7 +224,7 @@ async def test_an_adapter_that_can_t_be_had_is_refused_with_the_cause(client, fo
     other = factors_of_llama(replace(TINY, hidden_size=32), ends=("q_proj",))
     write_adapter(folder / "adapters" / "wide", factors_of_llama(TINY, rank=17, ends=ENDS))
     write_adapter(folder / "adapters" / "of-another", other)
-    for name, cause in (("wide", "--max-lora-rank"), ("of-another", "the model's matrix wants")):
+    for name, cause in (("wide", "--max-lora-rank"), ("of-another", "the model's matrix needs")):
         for _ in range(2):  # waited for, and known by then
             response = await client.post("/v1/completions", json=ASK | {"model": name})
             assert response.status_code == 400, response.text

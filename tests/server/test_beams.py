@@ -94,7 +94,7 @@ async def test_more_beams_than_rows_are_refused():
                 assert response.status_code == 400
                 error = response.json()["error"]
                 assert error["param"] == "n"
-                assert "at most 2: so many rows run at once (--max-num-seqs)" in error["message"]
+                assert "at most 2, the rows that run at once (--max-num-seqs)" in error["message"]
     finally:
         runtime.close()
 

@@ -309,9 +309,9 @@ async def test_what_is_no_grammar_is_named(client, fields, param, path):
 @pytest.mark.parametrize(
     ("grammar", "said"),
     [
-        ('root ::= "a" (', "It was read as GBNF, as a rule has ::=; if it is the other, say 'grammar_syntax': 'lark'."),
-        ('start: /a/\nb ::= "c"', "'grammar_syntax': 'lark'"),
-        ("start: nowhere", "It was read as Lark, as no rule has ::=; if it is the other, say 'grammar_syntax': 'gbnf'."),
+        ('root ::= "a" (', "It was read as GBNF because a rule has ::=. If it is Lark, set 'grammar_syntax' to 'lark'."),
+        ('start: /a/\nb ::= "c"', "'grammar_syntax' to 'lark'"),
+        ("start: nowhere", "It was read as Lark because no rule has ::=. If it is GBNF, set 'grammar_syntax' to 'gbnf'."),
     ],
 )
 async def test_a_grammar_that_is_refused_is_told_how_it_was_read(client, grammar, said):

@@ -65,9 +65,9 @@ def test_only_terminals_that_make_no_difference_are_terminals():
     [
         ('root ::= "a', r'begun by ", has no end on its line \(line 1, column 10\)'),
         ("root ::= x\nx ::= (\n  [a]", r"A group has no end \(line 2, column 7\)"),
-        ("root ::= a", r"There is no rule a \(line 1, column 10\)"),
+        ("root ::= a", r"The rule a is not defined \(line 1, column 10\)"),
         ('x ::= "a"', "There is no rule root"),
-        ('root ::= "a"\nroot ::= "b"', r"The rule root is there twice \(line 2, column 1\)"),
+        ('root ::= "a"\nroot ::= "b"', r"The rule root is defined twice \(line 2, column 1\)"),
         ('root ::= "\\q"', r"The escape \\q is not known \(line 1, column 11\)"),
         ("root ::= [\\ud800]", "The escape .* is not known"),
         ('root ::= * "a"', r"Nothing stands before \*"),

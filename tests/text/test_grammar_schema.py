@@ -66,7 +66,7 @@ LARGE = doubling(60, lambda ref, name: {"$ref": ref, "required": [name]})
 )
 def test_references_that_would_double_all_memory_are_refused_at_once(grammars, part):
     """The schema has 3 KB and a depth of 26: llguidance asks for more than 5 GB, and ends the process if there is no more."""
-    with pytest.raises(Rejected, match=r"where a \$ref has other keywords beside it"):
+    with pytest.raises(Rejected, match=r"a \$ref with other keywords beside it"):
         compiled(grammars, doubling(60, part))
     compiled(grammars, doubling(5, part))
 
@@ -87,7 +87,7 @@ def test_references_with_nothing_but_a_description_beside_them_are_followed_howe
 
 
 def test_recursion_with_a_keyword_beside_it_is_refused_with_a_remedy(grammars):
-    with pytest.raises(Rejected, match=r"recurs.*use anyOf"):
+    with pytest.raises(Rejected, match=r"is recursive.*an anyOf alone"):
         compiled(grammars, {"properties": {"a": {"$ref": "#", "required": ["a"]}}})
 
 
@@ -209,7 +209,7 @@ def test_a_schema_that_says_nothing_can_not_take_the_place_of_another(grammars, 
 
 
 def test_references_by_the_address_of_the_whole_count_like_others(grammars):
-    with pytest.raises(Rejected, match="recurs, or grows"):
+    with pytest.raises(Rejected, match="is recursive or expands"):
         compiled(grammars, LARGE | {"$id": "https://e.org/a#", "$ref": "https://e.org/a#/$defs/d0"})
     value = {"$id": "https://e.org/a", "$ref": "https://e.org/a#/$defs/x", "$defs": {"x": {"const": 1}}}
     assert takes(grammars, value, "1")
@@ -260,7 +260,7 @@ INSIDE = {
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 def test_choices_that_multiply_are_refused_before_they_are_compiled(inside):
     """The schema has 1 KB and would take seconds, as llguidance compiles each way before it looks at any limit."""
-    with pytest.raises(Rejected, match="an allOf has several anyOf"):
+    with pytest.raises(Rejected, match="an allOf of several anyOf"):
         of_schema(json.dumps(choices(5, 6, inside)))
 
 

@@ -89,7 +89,7 @@ def test_a_pair_in_another_order_is_refused(tmp_path, pair):
     template = {"type": "TemplateProcessing", "single": single, "pair": pieces, "special_tokens": {}}
     tokenizer = tokenizer_of(tmp_path, "bert", post_processor=template)
     assert tokenizer.encode_texts(["a"])[0].second_at == 0
-    with pytest.raises(Rejected, match="does not say which tokens go around"):
+    with pytest.raises(Rejected, match="does not define which special tokens enclose"):
         tokenizer.encode_texts([("a", "b")])
 
 

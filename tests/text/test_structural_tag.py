@@ -217,21 +217,21 @@ REFUSED = {
     "an unknown format": ({"type": "token", "token": 3}, "has the type 'token', and supported are const_string"),
     "an unknown field": (const("a") | {"min": 3}, "has the field 'min'"),
     "a missing field": ({"type": "regex"}, "needs 'pattern'"),
-    "XML": (by_schema(X) | {"style": "qwen_xml"}, 'at format.style, is not supported but for "json"'),
-    "a limit of free text": (ANY_TEXT | {"max_tokens": 3}, "at format.max_tokens, is not supported but for null"),
-    "a number before a digit": (tag("a", by_schema(X), "3"), "could be more of a number"),
-    "JSON before a regex": ({"type": "sequence", "elements": [by_schema(X), regex("a")]}, "needs a constant text behind it"),
-    "a regex before JSON": ({"type": "sequence", "elements": [regex("a*"), by_schema(X)]}, "stands behind a regex"),
-    "free text before JSON": ({"type": "sequence", "elements": [ANY_TEXT, by_schema(X)]}, "needs a constant text behind it"),
+    "XML": (by_schema(X) | {"style": "qwen_xml"}, 'at format.style, supports only "json"'),
+    "a limit of free text": (ANY_TEXT | {"max_tokens": 3}, "at format.max_tokens, supports only null"),
+    "a number before a digit": (tag("a", by_schema(X), "3"), "could continue a number"),
+    "JSON before a regex": ({"type": "sequence", "elements": [by_schema(X), regex("a")]}, "followed by a constant text"),
+    "a regex before JSON": ({"type": "sequence", "elements": [regex("a*"), by_schema(X)]}, "follows a regex"),
+    "free text before JSON": ({"type": "sequence", "elements": [ANY_TEXT, by_schema(X)]}, "followed by a constant text"),
     "JSON in a choice": ({"type": "or", "elements": [by_schema(X), const("a")]}, "must be made of texts and regexes here"),
     "tags before a text": (
         {"type": "sequence", "elements": [triggered(["<f"], TAG_X), const("a")]},
-        "may go on, so nothing can stand behind it",
+        "has no fixed end, so nothing can follow it",
     ),
     "a schema that can't be followed": (by_schema({"not": {}}), "does not support 'not'"),
     "a bad regex": (regex("(?=a)"), "A regex has look-around"),
     "a bad number": ({"type": "repeat", "min": 3, "max": 2, "content": const("a")}, "'min' and 'max' in order"),
-    "an end in another": (tag("a", const("b"), ["c", "cd"]), "with which another begins"),
+    "an end in another": (tag("a", const("b"), ["c", "cd"]), "the beginning of another end"),
 }
 
 
@@ -266,7 +266,7 @@ def test_a_row_may_have_a_thousand_parts():
 
 def test_regexes_are_bounded_together():
     many = {"type": "sequence", "elements": [regex("a" * 3000) for _ in range(3)]}
-    with pytest.raises(Rejected, match=re.escape("at format.elements[2].pattern, comes to more than 8192 characters")):
+    with pytest.raises(Rejected, match=r"elements\[2\]\.pattern, brings the regexes to more than 8192 characters"):
         ALL[id(PLAIN)].matcher(asked(many))
 
 

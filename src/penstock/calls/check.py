@@ -196,7 +196,7 @@ def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: R
         raise _invalid(names, ("n",), f"{rule} and {counted(num_stops, 'stop token')} it can be at most {max_width}")
     max_beams = running.model.capacity.max_rows
     if request.n > max_beams:
-        raise _invalid(names, ("n",), f"{rule} it can be at most {max_beams}: so many rows run at once (--max-num-seqs)")
+        raise _invalid(names, ("n",), f"{rule} it can be at most {max_beams}, the rows that run at once (--max-num-seqs)")
     beams = BeamParams(
         width=request.n,
         length_penalty=request.beams.length_penalty,
@@ -250,7 +250,7 @@ def _check_prompts(request: CompletionRequest, running: RunningModel) -> None:
     if request.suffix:
         for field in ("echo", "truncate_prompt_tokens"):
             if getattr(request, field):
-                rule = f"is not supported with '{names('suffix')}', which makes another prompt of the two"
+                rule = f"is not supported with '{names('suffix')}', because the prompt is then built from both texts"
                 raise _invalid(names, (field,), rule)
     for prompt in prompts:
         check_prompt(prompt, running.model.vocab_size)
@@ -292,7 +292,7 @@ def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str
         if not TOOL_NAME.fullmatch(tool.name):
             raise _invalid(names, ("tools", index, "name"), NAME_RULE)
         if tool.name in found:
-            raise _invalid(names, ("tools", index, "name"), f"{tool.name!r} is the name of another tool, too")
+            raise _invalid(names, ("tools", index, "name"), f"{tool.name!r} is also the name of another tool")
         found.add(tool.name)
         if (tool.parameters or {}).get("type", "object") != "object":
             raise _invalid(names, ("tools", index, "parameters"), "must describe an object")

@@ -223,7 +223,8 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
     if call.sampling.min_tokens > max_tokens:
         name = call.request.names("sampling", "min_tokens")
         raise wrong(
-            f"'{name}' ({call.sampling.min_tokens}) is larger than the tokens that may be generated ({max_tokens}).", name
+            f"'{name}' ({call.sampling.min_tokens}) is larger than the number of tokens that may be generated ({max_tokens}).",
+            name,
         )
     return max_tokens
 

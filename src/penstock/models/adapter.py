@@ -52,7 +52,7 @@ class AdapterFactors:
             num_out, num_in = known[site]
             if not len(a) or (a.shape, b.shape) != ((len(a), num_in), (num_out, len(a))):
                 raise ModelError(
-                    f"the adapter's factors of {site!r} are {list(a.shape)} and {list(b.shape)}; the model's matrix wants "
+                    f"the adapter's factors of {site!r} are {list(a.shape)} and {list(b.shape)}; the model's matrix needs "
                     f"[r, {num_in}] and [{num_out}, r].",
                     remedy="Use an adapter that was trained on this model.",
                 )

@@ -145,30 +145,29 @@ GGUF_NAMES: Mapping[str, str] = {gguf: name for _, name, _, gguf in _ROWS if ggu
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {
-    "its attention is latent, and other parts of it are not described yet": ("longcatflash",),
+    "it combines latent attention with parts that Penstock does not implement yet": ("longcatflash",),
     "its recurrent state is of a kind that no backend computes yet": (
         *("falconmamba", "jamba", "kimilinear", "mamba", "plamo2", "recurrentgemma"),
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
     ),
-    "GGUF files of models without attention are not read, only directories": ("mamba2",),
     "its GGUF files keep activation parameters in metadata, and only Hugging Face directories are read": ("apertus",),
-    "its layers differ in their heads or lack attention, which is not read yet": ("deci", "decilm", "openelm"),
-    "it has several residual streams (AltUp), which are not described yet": ("gemma3n",),
+    "its layers have different numbers of heads, or none, which is not supported yet": ("deci", "decilm", "openelm"),
+    "it has several residual streams (AltUp), which Penstock does not implement yet": ("gemma3n",),
     "it generates text with ALiBi positions, which backends compute only for encoders": ("bloom", "jais", "mpt"),
     "it is an encoder-decoder, and Penstock serves only encoders or decoders": ("bart", "t5"),
     "its attention is disentangled (content-to-position scores), which no backend computes": ("deberta", "debertav2"),
-    "its GGUF files are not read yet, only directories": ("hunyuanmoe", "neobert"),
+    "its GGUF files are not supported, only Hugging Face directories": ("hunyuanmoe", "mamba2", "neobert"),
     "its router mixes experts by a rule (SparseMixer) that no backend computes": ("phimoe",),
     "its heads have layer norms, which no backend computes": ("persimmon",),
     "its attention consists of experts, which no backend computes": ("jetmoe",),
-    "its layers share their weights": ("albert",),
-    "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3"),
+    "its layers share weights, which is not supported": ("albert",),
+    "its position embeddings or layers differ from BERT's": ("jinabertv2", "jinabertv3"),
     "its attention is sparse, which no backend computes": (
         *("bigbird", "deepseekv32", "glmdsa", "glmmoedsa", "longformer", "minimaxm3", "minimaxm3sparse"),
     ),
     "its residual streams are mixed, and its attention is sparse, which no backend computes": ("qwen4exp",),
     "it attends within chunks, which no backend computes": ("llama4",),
-    "its linear attention decays at fixed rates, which is not described yet": (
+    "its linear attention decays at fixed rates, which Penstock does not implement yet": (
         *("minimax", "minimax01", "minimaxm1", "minimaxtext01"),
     ),
 }
@@ -378,7 +377,7 @@ def find(name: str) -> Architecture:
     """Return the architecture with Penstock's name `name`, such as `llama`. Raises ModelError if it is unknown."""
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelError(f"The architecture {name!r} is not supported.", remedy=f"Supported are: {known}.")
+        raise ModelError(f"The architecture {name!r} is not supported.", remedy=f"Supported architectures: {known}.")
     module, _, attribute = ARCHITECTURES[name].partition(":")
     found = getattr(import_module(module), attribute)
     assert isinstance(found, Architecture)

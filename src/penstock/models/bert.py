@@ -179,7 +179,7 @@ def _gguf_head(file: GgufFile) -> Head | None:
     has_first, has_last = "cls.weight" in file.tensors, "cls.output.weight" in file.tensors
     if has_first != has_last:
         raise ModelError(
-            f"{file.path}: the head has one layer of two, cls and cls.output: its scores would be wrong.",
+            f"{file.path}: the head needs both cls and cls.output, and one of them is missing: its scores would be wrong.",
             remedy="Use the Hugging Face directory of the model.",
         )
     return Head("first", (HeadLayer("cls", activation="tanh"), HeadLayer("cls.output", is_last=True))) if has_first else None
@@ -390,7 +390,8 @@ def _with_spaced_experts(spec: ModelSpec, mlp: ExpertsMlp, every: int, path: Pat
 
 def _of_nomic_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of experts. Files lack the bias of their sum: llama.cpp's converter leaves it out."""
-    _log.warning("%s: GGUF files lack the bias of the experts' sum, so vectors differ from the model directory's", file.path)
+    words = "%s: llama.cpp's converter drops the bias of the experts' output, so embeddings differ from the model directory's"
+    _log.warning(words, file.path)
     key = file.architecture
     for name in ("expert_shared_count", "expert_group_count", "leading_dense_block_count", "expert_weights_norm"):
         if value := file.metadata.get(f"{key}.{name}"):
@@ -613,7 +614,7 @@ def _of_jina(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         raise checks.unsupported(config.path, f"feed_forward_type is {kind[:80]!r}", f"{', '.join(_JINA_ACTIVATIONS)} are")
     farthest = max(1, spec.max_model_len - 1)
     if spec.attentions[0].num_heads * (2 * farthest + 1) > 1 << 23:  # published models have 200,000
-        raise config.error(f"max_position_embeddings is {spec.max_model_len}, and ALiBi needs a table of that size")
+        raise config.error(f"max_position_embeddings is {spec.max_model_len}: the ALiBi table for it would be too large")
     spec = with_gated_mlps(spec, _JINA_ACTIVATIONS[kind], has_bias=False)
     spec = replace(spec, norm="layer", has_norm_bias=True, num_types=_read_num_types(config))
     return _with_biased_attention(spec).with_attention(lambda _, attention: replace(attention, num_distances=farthest))

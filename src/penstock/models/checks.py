@@ -60,7 +60,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 def unsupported(path: Path, setting: str, supported: str) -> ModelError:
     """Return the error for a valid setting that Penstock does not support. `supported` says which values are."""
-    remedy = "The file is in order, but Penstock cannot do this yet: choose another model, or ask for it in an issue."
+    remedy = "The file is valid, but Penstock does not support this setting yet. Use another model, or open an issue."
     return ModelError(f"{path}: {setting}, which is not supported ({supported}).", remedy=remedy)
 
 
@@ -213,7 +213,7 @@ def check_weights(program: prog.Program, shapes: Mapping[str, tuple[int, int]], 
     for name, (rows, cols) in wanted.items():
         if shapes[name] != (rows, cols):
             found = f"{name} is {shapes[name][0]} x {shapes[name][1]}"
-            raise damaged(path, f"{found}, but the model's description asks for {rows} x {cols}")
+            raise damaged(path, f"{found}, but the model's settings require {rows} x {cols}")
 
 
 def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, experts_on_disk: bool) -> None:

@@ -145,9 +145,10 @@ def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, path: Path) -> ModelSpec:
     """Return the spec with this latent attention. `growth`: YaRN's magnitude scale of queries and keys."""
-    for size in (rank, latent.key_dim, latent.value_dim, latent.query_rank + 1):
+    sizes = {"KV rank": rank, "key width": latent.key_dim, "value width": latent.value_dim}
+    for name, size in (sizes | {"query rank": latent.query_rank or 1}).items():
         if not 1 <= size <= checks.LIMITS["head_dim"]:
-            raise damaged(path, f"a head or a projection of latent attention has {size} columns")
+            raise damaged(path, f"the {name} of latent attention is {size}, outside of 1 to {checks.LIMITS['head_dim']}")
     if latent.key_dim % 2:
         raise checks.unsupported(path, f"keys of latent attention have {latent.key_dim} columns", "even numbers are")
     turns = {attention.rotation for attention in spec.attentions}

@@ -36,16 +36,17 @@ def choose_ending(
     """Return the ending of a model, or None if it writes text. Raises ModelError if it can't do `task` or `pooling`.
 
     - `files`: the settings of sentence-transformers in the files at `path`
-    - `writes_none`: the model can't write text. Others do, unless `files` have a pooling or `task` asks for another ending
+    - `writes_none`: this model can't generate text. Others do, unless `files` have a pooling or `task` asks for another ending
     - `labels`: names of the head's outputs
     - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None
     """
     is_asked = task not in ("auto", "generate")
     if task == "generate" or not (writes_none or is_asked or files.pooling is not None):
         if writes_none:
-            raise ModelError(f"{path}: the model can't write text.", remedy="Leave out --task generate.")
+            raise ModelError(f"{path}: this model can't generate text.", remedy="Leave out --task generate.")
         if pooling is not None:
-            raise ModelError(f"{path}: the model has no pooling: it writes text.", remedy="Add --task embed.")
+            cause = "--pooling has no effect on a model that generates text"
+            raise ModelError(f"{path}: {cause}.", remedy="Leave it out, or add --task embed to compute embeddings.")
         return None
     dense = tuple(files.dense.values())
     if files.pooling == "sparse" and pooling not in (None, "sparse"):

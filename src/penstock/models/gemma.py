@@ -174,7 +174,7 @@ VAULTGEMMA = replace(GEMMA2, describe=llama.describe, hf_layer={**HF_LAYER, "pre
 
 def _of_embedding_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if not config.require("use_bidirectional_attention", bool):
-        raise checks.unsupported(config.path, "use_bidirectional_attention is False", "only True is in a Gemma3TextModel")
+        raise checks.unsupported(config.path, "use_bidirectional_attention is False", "only True is, in a Gemma3TextModel")
     rest = {key: value for key, value in config.values.items() if key != "use_bidirectional_attention"}
     return _with_halves(_of_gemma3_hf(JsonFile(config.path, rest), spec))
 
@@ -201,7 +201,7 @@ EMBEDDING_GEMMA = replace(
 def _of_glm4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Refuse GLM 4.1V and GLM-OCR, which have the same name."""
     if any(file.get_list("glm4.rope.dimension_sections", int)):
-        raise checks.unsupported(file.path, "glm4.rope.dimension_sections are there", "a model of text alone is")
+        raise checks.unsupported(file.path, "glm4.rope.dimension_sections is set", "text-only models are")
     if num_more := file.get("glm4.nextn_predict_layers", int):
         raise checks.unsupported(file.path, f"glm4.nextn_predict_layers is {num_more}", "only 0 is")
     return spec
@@ -258,7 +258,7 @@ def _local_exaone4_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
         return local_layers(spec, config.get("sliding_window_pattern", int))
     letters = config.require("sliding_window_pattern", str)
     if not letters or set(letters) - set("LG"):
-        raise config.error(f"sliding_window_pattern is {letters!r}, not a text of L and G")
+        raise config.error(f"sliding_window_pattern is {letters!r}, not a string of L and G")
     return [letters[layer % len(letters)] == "L" for layer in range(spec.num_layers)]
 
 

@@ -86,8 +86,8 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
     path = folder / FILE
     if not path.is_file():
         raise ConfigError(
-            f"--generation-config is {str(folder)!r}, and there is no {FILE} in it.",
-            remedy="Give auto, none or a folder that has one.",
+            f"--generation-config names {str(folder)!r}, which has no {FILE}.",
+            remedy="Set it to auto, none or a folder that has this file.",
         )
     file = read_json(path)
     return Generation(str(path), file.values), read_eos_ids(JsonFile(path, {}), file, vocab_size)

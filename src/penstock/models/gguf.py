@@ -185,7 +185,7 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np
 def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
     num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(held.values())
     if num_held > 1.1 * num_stored:
-        words = "%s: %d MiB of weights take %d MiB in memory, where each has 4, 8 or 16 bits: see docs/kernels.md"
+        words = "%s: %d MiB of weights take %d MiB in memory, where each has 4, 8 or 16 bits (docs/kernels.md)"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
 
 
@@ -202,7 +202,7 @@ def _find_architecture(file: GgufFile) -> tuple[str, Architecture]:
     if file.get("general.type", str) == "adapter":
         raise ModelError(
             f"{file.path}: this is an adapter (LoRA), not a model.",
-            remedy="Serve its model, and name the adapter beside it: --lora-modules NAME=PATH; or --merge-lora PATH.",
+            remedy="Serve its base model with --lora-modules NAME=PATH, or merge the adapter with --merge-lora PATH.",
         )
     name = architectures.our_name(file.architecture, architectures.GGUF_NAMES, file.path)
     return name, architectures.find(name)
@@ -431,7 +431,7 @@ def _refuse_unsupported(file: GgufFile, model: str) -> None:
         raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only the model 't5' can have one")
     if model == "gpt2" and _flag(file, "remove_extra_whitespaces", default=False):
         setting = "tokenizer.ggml.remove_extra_whitespaces is true in a 'gpt2' vocabulary"
-        raise checks.unsupported(file.path, setting, "it has a meaning in SentencePiece vocabularies")
+        raise checks.unsupported(file.path, setting, "only SentencePiece vocabularies can have it")
 
 
 def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:

@@ -171,7 +171,7 @@ def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
     for _ in range(num_metadata):
         key = cursor.string()
         if key in metadata:
-            raise damaged(path, f"the metadata has {key!r} twice")
+            raise damaged(path, f"the metadata key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.u32())
     entries = [_read_entry(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
@@ -181,7 +181,7 @@ def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
     tensors: dict[str, TensorEntry] = {}
     for entry in entries:
         if entry.name in tensors:
-            raise damaged(path, f"the tensor {entry.name!r} is there twice")
+            raise damaged(path, f"the tensor {entry.name!r} appears twice")
         if entry.offset % alignment:
             raise damaged(path, f"the tensor {entry.name!r} is not aligned to {alignment} bytes")
         end = start + entry.offset + entry.num_bytes

@@ -239,7 +239,7 @@ def _refuse_adapter(path: Path) -> None:
     base = read_json(file).get("base_model_name_or_path", str) or "another model"
     raise ModelError(
         f"{path}: this is an adapter (LoRA, PEFT) of {base}, not a model.",
-        remedy="Serve that model, and name the adapter beside it: --lora-modules NAME=PATH; or --merge-lora PATH.",
+        remedy="Serve that model with --lora-modules NAME=PATH, or merge the adapter with --merge-lora PATH.",
     )
 
 
@@ -277,7 +277,7 @@ def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], pa
     for new, old in names:
         if new in old_names:
             raise ModelError(
-                f"{path}: {old_names[new]!r} and {old!r} both name one tensor, {new!r}.",
+                f"{path}: {old_names[new]!r} and {old!r} stand for the same tensor, {new!r}.",
                 remedy="Leave one of them out of the file.",
             )
         old_names[new] = old

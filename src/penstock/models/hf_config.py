@@ -137,10 +137,10 @@ def read_spec(
     checks.check_sizes(sizes, config.path)
     for name, key in told_biases(config, architecture).items():
         if name not in names:
-            raise config.error(f"{key} is True, and the weights have no {name}")
+            raise config.error(f"{key} is True, but the weights lack {name}")
     for name, key in told_biases(config, architecture, value=False).items():
         if name in names and name not in told_biases(config, architecture) and architecture not in ALWAYS_BIASED:
-            raise config.error(f"{key} is False, and the weights have {name}")
+            raise config.error(f"{key} is False, but the weights include {name}")
     tied = config.get("tie_word_embeddings", bool)
     for head_dim in head_dims.values():
         checks.check_sizes({**sizes, "head_dim": head_dim}, config.path)
@@ -299,9 +299,9 @@ def read_layer_types(config: JsonFile, num_layers: int, *known: str) -> list[str
     """Return the type of each layer, such as `sliding_attention`, which is one of `known` if given. Raises ModelError."""
     kinds = config.require("layer_types", list)
     if len(kinds) != num_layers or not all(type(kind) is str for kind in kinds):
-        raise config.error(f"layer_types are not the names of {num_layers} types of layers")
+        raise config.error(f"layer_types is not a list of {num_layers} strings, one for each layer")
     if known and (unknown := set(kinds).difference(known)):
-        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+        raise config.error(f"layer_types has the unknown {', '.join(sorted(unknown))}")
     return kinds
 
 
@@ -409,7 +409,7 @@ def _named_templates(config: JsonFile) -> Mapping[str, str]:
     for item in items:
         name, template = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
         if type(name) is not str or type(template) is not str:
-            raise config.error("chat_template is neither a text nor a list of named templates")
+            raise config.error("chat_template is neither a string nor a list of named templates")
         templates[name] = template
     return templates
 

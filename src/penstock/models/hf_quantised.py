@@ -162,14 +162,14 @@ def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
         rest = _without_idle_biases(rest, packed)
         rest = {name: tensor for name, tensor in rest.items() if not name.endswith(_OF_OTHERS)}
     if doubled := packed.keys() & rest.keys():
-        raise damaged(packed[min(doubled)].path, f"{min(doubled)} is there twice, packed and not")
+        raise damaged(packed[min(doubled)].path, f"{min(doubled)} is stored twice, packed and unpacked")
     return Matrices({**rest, **packed}, scales)
 
 
 def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
     number = sum(isinstance(tensor, PackedIntegers) and tensor.format is WeightFormat.F32 for tensor in tensors)
     matrices = counted(number, "matrix of packed integers is", "matrices of packed integers are")
-    return (f"{matrices} held as floats: half precision does not hold the scales",) if number else ()
+    return (f"{matrices} held as floats, since the scales do not fit into half precision",) if number else ()
 
 
 def _cubes(_: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntegers | Mxfp4Cube], set[str]]:
@@ -193,7 +193,8 @@ def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[Mapping[str, 
                 parts = _Parts(name, end, tensors, set())
                 found[f"{parts.stem}.weight"] = made = make(quantisation, parts)
                 if made.num_groups > 1 and made.shape[1] // made.num_groups not in quantisation.group_sizes:
-                    raise parts.error(f"{name} has {made.num_groups} groups of {made.shape[1]} columns, unlike the settings")
+                    cause = f"{name} divides {made.shape[1]} columns into {made.num_groups} groups, unlike the settings"
+                    raise parts.error(cause)
                 used |= parts.used | {name}
     return found, used
 

@@ -78,7 +78,8 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
         return width
     factor, multiple = config.require("block_ffn_dim_multiplier", float), config.require("block_multiple_of", int)
     if not 0.0 < factor <= 64.0 or not 1 <= multiple <= 1 << 16:
-        raise config.error(f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple} are no usable width of an MLP")
+        sizes = f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple}"
+        raise config.error(f"{sizes} do not give a valid width of the MLP")
     return -(-int(factor * width) // multiple) * multiple
 
 

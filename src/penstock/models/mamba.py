@@ -87,7 +87,7 @@ def read_limits(config: JsonFile) -> tuple[float, float]:
     found = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits]  # as transformers 5 writes it
     is_right = len(found) == 2 and all(type(limit) in (int, float) for limit in found)
     if not is_right or not 0 <= found[0] <= min(found[1], _LARGEST_STEP):
-        raise config.error(f"time_step_limit is {limits!r}, not a least and a largest step")
+        raise config.error(f"time_step_limit is {limits!r}, not [smallest step, largest step]")
     return float(found[0]), math.inf if found[1] > _LARGEST_STEP else float(found[1])
 
 

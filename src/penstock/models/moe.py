@@ -280,7 +280,7 @@ def _of_glm4_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of experts. Without `expert_weights_norm` shares are not divided by their sum, as in llama.cpp."""
     if any(file.get_list("glm4moe.rope.dimension_sections", int)):
-        raise checks.unsupported(file.path, "glm4moe.rope.dimension_sections are there", "a model of text alone is")
+        raise checks.unsupported(file.path, "glm4moe.rope.dimension_sections is set", "text-only models are")
     for name, usual in (("expert_gating_func", 2), ("expert_group_count", 1)):
         if (value := file.get(f"glm4moe.{name}", int) or usual) != usual:
             raise checks.unsupported(file.path, f"glm4moe.{name} is {value}", f"{usual} is")

@@ -162,7 +162,7 @@ def packed_integers(
         raise damaged(path, f"{name} has {found}")
     if num_cols % (num_groups * GROUP):
         raise ModelError(
-            f"{path}: {name} has {num_cols} columns in {num_groups} groups, and only groups of multiples of 32 are supported.",
+            f"{path}: {name} has {num_cols} columns in {num_groups} groups; group sizes must be multiples of 32.",
             remedy="Use a checkpoint with groups of 32 or 128 columns, or the bf16 original.",
         )
     if zeros is not None and not (num_rows <= zeros.shape[0] < num_rows + 8 and zeros.shape[1] == num_groups):

@@ -80,8 +80,8 @@ class PackedFile:
         """Return where a matrix lies. Raises PackedError if the file does not have it in this form."""
         place = self.places.get(name)
         if place is None or place.form != form:
-            fault = "lacks" if place is None else "has in another form"
-            raise PackedError(f"{self.path} was made for other matrices. It {fault}: {name}.", remedy=_PACK_AGAIN)
+            fault = "missing" if place is None else "packed in another form"
+            raise PackedError(f"{self.path} was made for other weights: {name} is {fault}.", remedy=_PACK_AGAIN)
         return place
 
     def check(self) -> None:

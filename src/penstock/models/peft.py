@@ -304,7 +304,7 @@ def _place(
     if spec.ending is not None or program.is_one_pass:
         raise _refused(path, "adapters are for models that write text, and this model only reads text")
     if not shapes:
-        raise _refused(path, "it has no factors of LoRA", "Check that it is an adapter, and save it again.")
+        raise _refused(path, "it has no LoRA factors", "Check that it is an adapter, and save it again.")
     known_sites, weights = merge_sites(program) if is_merged else sites(program), checks.weight_shapes(program)
     experts = expert_sites(program) if is_merged else {}
     for name, (a, b) in shapes.items():
@@ -330,7 +330,7 @@ def _place(
         is_there = piece.expert < max(1, num_experts) and all(key not in placed for key in keys)
         is_there = is_there and (len(a) == 2 or a[0] == b[0] == num_experts)
         if (sum(num for _, num, _ in runs), a[-1]) != (outputs, inputs) or not is_there:
-            cause = f"the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants [rank, {inputs}] and"
+            cause = f"the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix needs [rank, {inputs}] and"
             of_it = f", of which {outputs} rows are for {site}" if len(piece.names) > 1 else ""
             raise _refused(path, f"{cause} [{outputs}, rank]{of_it}", _RETRAIN)
         rows: NDArray[np.intp] | None = None
@@ -478,7 +478,8 @@ def _magnitudes(entries: Mapping[str, TensorEntry], pairs: Mapping[str, tuple[st
         if match is not None and found.setdefault(match[1], name) != name:
             raise _refused(path, f"{found[match[1]]} and {name} are the same vector", _TWICE)
     if odd := sorted(found.keys() ^ pairs.keys()):
-        raise damaged(path, f"{odd[0]} has {'factors' if odd[0] in pairs else 'lengths of rows'} alone, and DoRA needs both")
+        only = "factors" if odd[0] in pairs else "a magnitude vector"
+        raise damaged(path, f"{odd[0]} has only {only}, but DoRA needs both")
     for module, (_, b) in pairs.items():
         entry = entries[found[module]]
         if "lora_embedding" in b:

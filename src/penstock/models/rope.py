@@ -88,17 +88,18 @@ def choice_words(parameters: RopeParameters, served_len: int) -> str:
     """Say which frequencies all texts get; empty if they do not depend on the length."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len
-        which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
-        return f"rotary factors for texts of {which} {border} tokens, for all of them; --max-model-len {other} takes the others"
+        if is_long:
+            return f"LongRoPE's long factors are used for all texts; --max-model-len {border} or less selects the short ones"
+        return f"LongRoPE's short factors are used for all texts; --max-model-len above {border} selects the long ones"
     if parameters.kind == "dynamic":
         trained_len, most = parameters.trained_len, stretched_len(parameters)
         if trained_len < served_len <= most:
-            words = f"rotary frequencies for texts of {served_len} tokens, for all of them"
-            return f"{words}; --max-model-len {trained_len} or less takes the trained ones"
-        words = f"rotary frequencies as trained, for texts of up to {trained_len} tokens"
+            words = f"dynamic RoPE: all texts use the frequencies for {served_len} tokens"
+            return f"{words}; --max-model-len {trained_len} or less keeps the trained ones"
+        words = f"dynamic RoPE: frequencies as trained, for up to {trained_len} tokens"
         if most <= trained_len:
-            return f"{words}: dynamic scaling by {parameters.factor:g} never acts"
-        return f"{words}; --max-model-len of up to {most} takes stretched ones"
+            return f"{words}; scaling by {parameters.factor:g} never acts"
+        return f"{words}; --max-model-len up to {most} stretches them"
     return ""
 
 

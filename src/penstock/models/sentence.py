@@ -88,7 +88,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
         elif kind == "Normalize" and pooling is not None:
             is_normalised = True
         elif kind != "Dropout":  # dropout does nothing after training
-            raise _unsupported(file, f"a module is of the type {kind} at this place")
+            raise _unsupported(file, f"a module of the type {kind} comes at this position")
     return replace(found, pooling=pooling, dense=dense, is_normalised=is_normalised)
 
 

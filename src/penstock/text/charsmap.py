@@ -43,7 +43,7 @@ def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
     labels = np.arange(1, 256, dtype=np.uint32)
     while len(bases):
         if (bases >= len(units)).any():
-            raise _damaged("its trie leads outside")
+            raise _damaged("its trie points outside of the data")
         found = []
         for begin in range(0, len(bases), _CHUNK):
             children = bases[begin : begin + _CHUNK, None] ^ labels
@@ -55,7 +55,7 @@ def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
         bases = nodes ^ _offsets(units[nodes])
         leaves = bases[(units[nodes] >> _HAS_LEAF) & 1 == 1]
         if (leaves >= len(units)).any():
-            raise _damaged("its trie leads outside")
+            raise _damaged("its trie points outside of the data")
         for at in np.unique(units[leaves] & np.uint32(0x7FFFFFFF)).tolist():
             if at >= len(targets) or not _is_text(targets[at : targets.index(b"\0", at)]):
                 raise _damaged(f"its replacement at byte {at} is not UTF-8")

@@ -95,13 +95,13 @@ class _Parser:
                 self._fail(token.at, "A rule begins with its name and ::=", "Write: name ::= ...")
             name = token.text.removesuffix("::=").rstrip()
             if name in rules:
-                self._fail(token.at, f"The rule {name} is there twice", "Put both together with |.")
+                self._fail(token.at, f"The rule {name} is defined twice", "Put both together with |.")
             rules[name] = self._choice(0)
         if "root" not in rules:
             self._fail(0, "There is no rule root, with which an answer begins", "Write: root ::= ...")
         for name, at in self._used.items():
             if name not in rules:
-                self._fail(at, f"There is no rule {name}", f"Write: {name} ::= ...")
+                self._fail(at, f"The rule {name} is not defined", f"Write: {name} ::= ...")
         return rules
 
     def _choice(self, depth: int) -> _Node:

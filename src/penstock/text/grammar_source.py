@@ -26,16 +26,20 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "Make it simpler: fewer alternatives and optional fields, shorter repetitions, no ambiguous rules.",
     ),
     (r"^Unimplemented keys: (.*)", "The keywords {} are not supported.", "Leave them out, or express it differently."),
-    (r"^Unknown format: (.*)", "The format {} is not supported.", "Leave it out, or say it as a pattern."),
+    (r"^Unknown format: (.*)", "The format {} is not supported.", "Leave it out, or write it as a pattern."),
     (
         r"look-?around",
         "A regex has look-around or a word boundary, which are not supported.",
         r"Say it without (?=...), (?!...), (?<=...), (?<!...), \b and \B.",
     ),
     (r"unrecognized escape sequence", "A pattern or a regex has an escape that is not known.", r"Write \x03 for \cC."),
-    (r"Regex is empty", "No string can have all of a pattern, format and length at once.", "Check what contradicts what."),
+    (
+        r"Regex is empty",
+        "No string can have all of a pattern, format and length at once.",
+        "Check which parts contradict each other.",
+    ),
     (r"oneOf constraints", "Two schemas of a oneOf might hold at once.", "Use anyOf, or a const that tells them apart."),
-    (r"NoExtension", "No answer can follow it.", "Check what contradicts what."),
+    (r"NoExtension", "No answer can follow it.", "Check which parts contradict each other."),
     (r"doesn't satisfy the grammar", "A token was sampled that it forbids.", ""),
     (
         r"^patternProperty regexes (/.*/ and /.*/) are not disjoint",
@@ -136,8 +140,9 @@ def of_grammar(source: str) -> str:
 
 def how_read(source: str) -> str:
     """Return a sentence for errors: whether `of_grammar` took the grammar for GBNF or Lark, and how to ask for the other."""
-    as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
-    return f" It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
+    if gbnf.is_gbnf(source):
+        return " It was read as GBNF because a rule has ::=. If it is Lark, set 'grammar_syntax' to 'lark'."
+    return " It was read as Lark because no rule has ::=. If it is GBNF, set 'grammar_syntax' to 'gbnf'."
 
 
 def of_lark(source: str) -> str:

@@ -120,9 +120,11 @@ class SchemaCount:
     def check(self, num_schemas: int) -> None:
         """Raise `Rejected` if adding `num_schemas` would exceed `MAX_SCHEMAS`."""
         if self._num_schemas + num_schemas > MAX_SCHEMAS:
-            what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
-            why = f"an allOf has several anyOf, or it is as large itself (a pattern or a format counts as {_PATTERN_SCHEMAS})"
-            _refuse(f"{what}, or {why}. Leave the $ref alone, use anyOf alone, and ask for less at once.")
+            _refuse(
+                f"is recursive or expands to more than {MAX_SCHEMAS} schemas. The usual causes are a $ref with other keywords "
+                "beside it, an allOf of several anyOf, or the schema's own size (a pattern or a format counts as "
+                f"{_PATTERN_SCHEMAS}). Put a $ref or an anyOf alone, or make the schema smaller."
+            )
 
 
 def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
@@ -218,8 +220,10 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
             names = _names(ref.removeprefix(root_id)) if isinstance(ref, str) else None
             target = _at(schema, names) if names is not None else None
             if not isinstance(target, dict | bool):
-                what = "takes a $ref to a place inside it that is there, such as #/$defs/x"
-                _refuse(f"{what}, not {str(ref)[:_MAX_SHOWN_CHARS]!r}. Put the schema under $defs: nothing is fetched.", place)
+                what = "supports a $ref only to an existing place inside itself, such as #/$defs/x"
+                _refuse(
+                    f"{what}, not to {str(ref)[:_MAX_SHOWN_CHARS]!r}. Put the schema under $defs: nothing is fetched.", place
+                )
             node["$ref"] = _fragment(names or [])
             waiting.append((target, _place_of(names or [])))
         waiting += [(inside, _place_of(path, place)) for path, inside in subschemas(node)]

@@ -159,7 +159,7 @@ class _Writer:
             if name != "type" and name not in known:
                 _refuse(place, f"has the field {name[:64]!r}, which {one['type']} does not know")
             if name in _ONLY_DEFAULT and value != known[name]:
-                _refuse(f"{place}.{name}", f"is not supported but for {json.dumps(known[name])}")
+                _refuse(f"{place}.{name}", f"supports only {json.dumps(known[name])}")
             fields[name] = value
         if missing := [name for name, value in fields.items() if value is ...]:
             _refuse(place, f"needs {', '.join(map(repr, missing))}")
@@ -197,7 +197,7 @@ class _Writer:
         texts = tuple(self._string(text, f"{place}.end") for text in self._list(ends, f"{place}.end"))
         for text, other in permutations(texts, 2):
             if other.startswith(text):
-                _refuse(f"{place}.end", f"has {text[:64]!r}, with which another begins: the two are ambiguous")
+                _refuse(f"{place}.end", f"has {text[:64]!r}, which is the beginning of another end: the two are ambiguous")
         begin = self._string(fields["begin"], f"{place}.begin")
         return _Tag(begin, self.parts(fields["content"], f"{place}.content", depth + 1), texts, place)
 
@@ -235,7 +235,7 @@ class _Writer:
 
         self.num_regex_chars += len(self._string(value, place))
         if self.num_regex_chars > self.max_regex_chars:
-            _refuse(place, f"comes to more than {self.max_regex_chars} characters of regexes with those before it")
+            _refuse(place, f"brings the regexes to more than {self.max_regex_chars} characters in total")
         return f"/{regex_to_lark(value, '')}/"
 
     def row(self, parts: Sequence[_Part], *, is_last: bool) -> str:
@@ -250,21 +250,21 @@ class _Writer:
                 texts.append(part)
                 continue
             if not all(text.constants for text in texts):
-                _refuse(part.place, "stands behind a regex, whose end can't be told then")
+                _refuse(part.place, "follows a regex, whose end would be ambiguous")
             written += [text.lark for text in texts]
             texts = []
             ends = waiting[-1].constants if waiting else ()
             is_followed = bool(waiting) or not is_last
             if part.kind == "tags":
                 if is_followed:
-                    _refuse(part.place, "may go on, so nothing can stand behind it")
+                    _refuse(part.place, "has no fixed end, so nothing can follow it")
                 written.append(part.lark)
                 continue
             if is_followed and not ends:
-                _refuse(part.place, "needs a constant text behind it, or the end of the answer")
+                _refuse(part.place, "must be followed by a constant text or end the answer")
             if part.kind == "json":
                 if any(text[0] in _OF_NUMBERS for text in ends):
-                    _refuse(part.place, "is followed by a text that could be more of a number: let another character begin it")
+                    _refuse(part.place, "is followed by a text that could continue a number: begin it with another character")
                 written.append(self._json(part))
             else:
                 written.append(self._free(ends))

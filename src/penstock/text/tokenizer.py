@@ -213,7 +213,7 @@ class Tokenizer:
         """Like `encode_texts`, for one text (or a pair) that is already token ids, without special tokens."""
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
-            raise wrong("The model's tokenizer does not say which tokens go around one text or a pair.")
+            raise wrong("The model's tokenizer does not define which special tokens enclose a text or a pair of texts.")
         if max_tokens is not None and sum(map(len, parts)) + ends.num_tokens > max_tokens:
             parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side)
         token_ids, second_at = [*ends.parts[0], *parts[0], *ends.parts[1]], 0
@@ -258,8 +258,8 @@ class Tokenizer:
         if expansion is not None and expansion.factor * num_bytes + expansion.extra_bytes > MAX_EXPANDED_BYTES:
             raise Rejected(
                 RejectReason.CONTEXT_LENGTH,
-                f"The text has {num_bytes} bytes, which the tokenizer can turn into {expansion.factor:.3g} times as many "
-                f"before it splits them into tokens; at most {MAX_EXPANDED_BYTES} are allowed. Shorten the text.",
+                f"The text has {num_bytes} bytes, and the tokenizer's normalisation can make {expansion.factor:.3g} times as "
+                f"many of them; at most {MAX_EXPANDED_BYTES} are allowed. Shorten the text.",
             )
 
 

@@ -58,7 +58,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         return {}
     value = fast_json.loads(path.read_bytes())
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} is no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return value
 
 

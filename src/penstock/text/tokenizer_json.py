@@ -40,7 +40,9 @@ def load_backend(
     for marker in markers:
         if encoder.token_to_id(marker) is None:
             remedy = "Fetch the file again, or correct the marks of queries and documents in the model's files."
-            raise ModelError(f"{path}: there is no token {marker[:80]!r}, which marks texts.", remedy=remedy)
+            raise ModelError(
+                f"{path}: the vocabulary lacks the token {marker[:80]!r}, which marks queries or documents.", remedy=remedy
+            )
         encoder.add_tokens([tokenizers.AddedToken(marker, normalized=False)])
     encoder.no_truncation()
     encoder.no_padding()
@@ -98,10 +100,10 @@ def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
         factor, extra_bytes = factor * of_part.factor, extra_bytes * of_part.factor + of_part.extra_bytes
         if factor > MAX_EXPANSION or extra_bytes > MAX_EXTRA_BYTES or len(parts) > MAX_PARTS:
             raise ModelError(
-                f"{path} would make up to {factor:.3g} bytes of each, and {extra_bytes:.3g} more, in {len(parts)} steps: "
-                f"{part.get('type', 'a step without type')} goes too far.",
-                remedy=f"At most {MAX_EXPANSION}, {MAX_EXTRA_BYTES} and {MAX_PARTS} are allowed. Correct its normalizer "
-                "and pre_tokenizer, or use another model.",
+                f"The normalizer and pre_tokenizer of {path} can turn each byte into {factor:.3g}, and add {extra_bytes:.3g}, "
+                f"in {len(parts)} steps: {part.get('type', 'a step without type')} exceeds the limit.",
+                remedy=f"At most {MAX_EXPANSION} bytes for each byte, {MAX_EXTRA_BYTES} added bytes and {MAX_PARTS} steps "
+                "are allowed. Correct the file, or use another model.",
             )
     longest = sum([len(token["content"].encode()) for token in file.get("added_tokens") or ()])
     if longest * factor > MAX_EXPANDED_BYTES:

@@ -184,7 +184,7 @@ class _Parameters:
             _forbid_additional(self._schema)
         schema = self._schema
         if unread := [name for name in _COMBINING if name in schema and not isinstance(schema[name], bool)]:
-            self._cannot_follow(f"{unread[0]!r} can't be followed beside tagged parameters.")
+            self._cannot_follow(f"{unread[0]!r} is not supported for a model that writes parameters in tags.")
             schema = {}
         told, required = schema.get("properties"), schema.get("required")
         properties: dict[str, Any] = told if isinstance(told, dict) else {}
@@ -234,7 +234,7 @@ class _Parameters:
         values = _values(schema, types)
         texts = [text for text in values if tags.close not in text and json.loads(as_json(text, types)) == values[text]]
         if len(texts) < len(values):
-            self._cannot_follow("its enum has a value that tagged parameters can't tell from another.")
+            self._cannot_follow("its enum has two values that look the same in a tag, or one that contains the closing tag.")
         if texts:
             spelled = " | ".join(map(json.dumps, texts))
             self._lines.append(f"{rule}: {before}{key} {between} {line} ({spelled}) {line} {close} W?")
