@@ -127,9 +127,9 @@ _ROWS = (
     ("parallel", "phi", "PhiForCausalLM", "phi2"),
     ("parallel", "stablelm", "StableLmForCausalLM", "stablelm"),
 )
-"""File in this folder, our name, classes in config.json (`*`: `_ENCODER_ENDS`), `general.architecture` in GGUF files.
+"""For each architecture: module in this folder, our name, classes in config.json, `general.architecture` of GGUF files.
 
-The file has an `Architecture` by our name in capitals.
+`*` in a class stands for each of `_ENCODER_ENDS`. The module defines an `Architecture` with our name in capitals.
 """
 _ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ARCHITECTURES: Mapping[str, str] = {name: f"penstock.models.{file}:{name.upper()}" for file, name, _, _ in _ROWS}
@@ -193,9 +193,9 @@ def with_defaults(
     renamed: Mapping[str, str] = {},
     nulls: Container[str] = (),
 ) -> dict[str, Any]:
-    """Return the values of config.json without nulls, with keys renamed (old -> new) and defaults for missing keys.
+    """Return the values of config.json with keys renamed (old -> new) and defaults for missing keys.
 
-    If both keys are present, the new one wins. A null of a key in `nulls` has a meaning, and is kept.
+    If both keys are present, the new one wins. Nulls are dropped, except those of keys in `nulls`.
     """
     found = {key: value for key, value in values.items() if value is not None or key in nulls}
     old = {renamed[key]: value for key, value in found.items() if key in renamed}
@@ -250,28 +250,28 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
 
 
 Run = tuple[int, int, int]
-"""Rows of a matrix: the first, their number, and the step from one to the next."""
+"""Evenly spaced rows of a matrix: (first row, number of rows, step)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The layout of a tensor that combines several of our weights, such as q, k and v: which rows belong to which weight.
 
-    In a bias these are its columns. A tensor with a matrix for each expert divides every matrix in this way.
+    In a bias, columns take the place of rows. If a tensor has a matrix for each expert, every matrix has this layout.
     """
 
     names: tuple[str, ...]
-    """Ends of our names, in the order of their rows. The program says how many rows each has."""
+    """Suffixes of our names, in the order of their rows. The number of rows of each weight follows from the program."""
     is_transposed: bool = False  # the file has inputs as rows and outputs as columns
-    is_interleaved: bool = False  # row i belongs to weight i modulo their number
+    is_interleaved: bool = False  # row i belongs to weight i % len(names)
     is_by_kv_head: bool = False
-    """The rows come by key-value head: those of all weights for the first head, then for the next."""
+    """Rows are grouped by key-value head: the rows of all weights for the first head, then those for the next."""
     is_by_expert: bool = False
-    """Likewise by expert, in a file with all experts' matrices one below the other. With `is_transposed`, each matrix is."""
+    """The tensor stacks the experts' matrices, so rows are grouped by expert. `is_transposed` applies to each matrix."""
     place: int = 0
-    """Several tensors may make up one weight, one below the other: the number of this one, from 0."""
+    """Position of this tensor, from 0, if several tensors are stacked to make one weight."""
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
-    """Returns the rows of each weight, in order, where no other field describes them."""
+    """Returns the runs of rows of each weight, in order. For layouts that the other fields can't express."""
 
 
 QKV, QKV_BIAS, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("q_bias", "k_bias", "v_bias")), Parts(("gate", "up"))
@@ -315,7 +315,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """All that Penstock knows about an architecture. docs/how-to/add-a-model.md explains how to write one."""
+    """Everything that Penstock knows about an architecture. docs/how-to/add-a-model.md explains how to write one."""
 
     describe: Callable[[ModelSpec], Program]
     of_hf: Callable[[JsonFile, ModelSpec], ModelSpec] = lambda _, spec: spec

@@ -50,7 +50,7 @@ class Piece:
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[Run]]:
         """Return (number of matrices in the tensor, their columns, the runs of rows of each matrix that belong to this piece).
 
-        The run has no rows if the tensor's size is not the sum of its parts.
+        If the sizes of the parts do not add up to the tensor's, the run is empty.
         """
         *lead, rows, cols = (1, 1, *self.stored_shape(sizes))
         if self.layout is not None and self.layout.is_transposed:
@@ -82,7 +82,7 @@ def find_pieces(
 ) -> dict[str, list[Piece]]:
     """Return, for each of our weights, the pieces of the file's tensors that make it.
 
-    - `names`: tensors in the file. An unknown one becomes a weight of the same name, for the error message.
+    - `names`: tensors in the file. An unknown tensor becomes a weight of the same name, which `check_weights` reports.
     - `block`: matches a layer's tensor; its groups are the layer's number and the rest of the name
     - `layer`: maps such a rest to our name; `top` maps the names of all other tensors
     """

@@ -93,7 +93,7 @@ def _bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **d
 
 
 def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Return config.json with defaults, and without the first position embeddings: RoBERTa uses none up to the padding id."""
+    """Return config.json with defaults. RoBERTa does not use the position embeddings up to the padding id: subtract these."""
     found = _bert_values(values, pad_token_id=1, **defaults)
     if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
         found["max_position_embeddings"] -= found["pad_token_id"] + 1
@@ -111,7 +111,7 @@ def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
 
 
 def _with_turned_bert(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
-    """Return the spec with BERT's layers, biases and types, and with the rotation that it has."""
+    """Return the spec with BERT's layers, biases and token types, but keep its rotary positions."""
     turn = spec.attentions[0].rotation
     found = replace(_with_bert(spec, activation), num_types=num_types)
     return found.with_attention(lambda _, attention: replace(attention, rotation=turn))
@@ -505,7 +505,7 @@ GTE = replace(
 )
 
 
-# Jina 3: XLM-RoBERTa with rotation. Adapters for its tasks lie in other folders, and are not read.
+# Jina 3: XLM-RoBERTa with rotation. Its adapters for tasks are in other folders and are not loaded.
 
 
 def _of_jina_3(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -49,7 +49,7 @@ def locked(path: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
+    """Write a file, or a folder's list of names, to disk, so that it survives a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

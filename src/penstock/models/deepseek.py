@@ -71,7 +71,7 @@ _NULLS = ("q_lora_rank", "scale_depth", "dim_model_base")
 
 
 def _values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill in transformers' defaults. Null disables a factor or a query rank. `head_dim` becomes the rotary columns."""
+    """Fill in transformers' defaults. A null factor or `q_lora_rank` is off. `head_dim` becomes the rotary columns."""
     found = with_defaults(values, defaults, {"n_routed_experts": "num_local_experts"}, nulls=_NULLS)
     heads = {"num_key_value_heads": found["num_attention_heads"]} if "num_attention_heads" in found else {}
     return {**heads, **found, "head_dim": found["qk_rope_head_dim"]}

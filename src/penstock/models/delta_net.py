@@ -43,7 +43,7 @@ _MOE_DEFAULTS = {
 
 
 def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with transformers' defaults. Qwen 3.5 has no dense layers, and names no width for them."""
+    """Return config.json with transformers' defaults. Qwen 3.5 has no dense layers, so its files lack `intermediate_size`."""
     found = with_defaults(values, {**_MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8})
     return {"intermediate_size": found["moe_intermediate_size"], **found}
 
@@ -144,7 +144,7 @@ def _by_head(num_heads: int, *widths: int) -> list[list[Run]]:
 
 
 def _text_name(name: str) -> str | None:
-    """Drop vision tensors, and the prefix `language_model.` that some text models have."""
+    """Return None for a vision tensor, else the name without `language_model.`, which some text models have."""
     if re.match(r"(model\.)?visual\.", name):
         return None
     return re.sub(r"^model\.language_model\.", "model.", name)

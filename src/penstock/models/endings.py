@@ -33,10 +33,10 @@ def choose_ending(
     task: str,
     pooling: Pooling | None,
 ) -> TextEnding | None:
-    """Return the ending of a model, or None if it writes text. Raises ModelError if it can't do `task` or `pooling`.
+    """Return the ending of a model, or None if it generates text. Raises ModelError if it can't do `task` or `pooling`.
 
     - `files`: the settings of sentence-transformers in the files at `path`
-    - `writes_none`: this model can't generate text. Others do, unless `files` have a pooling or `task` asks for another ending
+    - `writes_none`: the model can't generate text. Others do, unless `files` name a pooling or `task` selects another ending
     - `labels`: names of the head's outputs
     - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None
     """
@@ -125,7 +125,7 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Return name in the file -> our name of tensors outside of layers. Models that write no text have no output matrix."""
+    """Return name in the file -> our name of tensors outside of layers. Without text generation there is no output matrix."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 

@@ -26,7 +26,7 @@ class StoredFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts of a model that need no loading. Clients may know all but the path. Unknown strings are empty."""
+    """Facts about a model that are known without loading it. Clients may see all but the path. Unknown strings are empty."""
 
     path: Path = Path()
     container: str = ""  # the kind of files

@@ -253,7 +253,7 @@ def of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _local_exaone4_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
-    """Return which layers have a window. The pattern is a period, or letters such as LLLG, in which L is a window."""
+    """Return which layers have a window. The pattern is a period, or a string such as LLLG, where L is a window."""
     if not isinstance(config.values.get("sliding_window_pattern"), str):
         return local_layers(spec, config.get("sliding_window_pattern", int))
     letters = config.require("sliding_window_pattern", str)

@@ -441,7 +441,7 @@ def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
 
 
 def _padding_id(file: GgufFile, num_tokens: int) -> int | None:
-    """Return the padding token, or None if out of range as in some fine-tuned models: we never pad."""
+    """Return the padding token's id. An id out of range, as in some fine-tuned models, counts as None: we never pad."""
     value = file.get("tokenizer.ggml.padding_token_id", int)
     if value is not None and not 0 <= value < num_tokens:
         _log.info("%s: tokenizer.ggml.padding_token_id is %d, which is not in the vocabulary: ignored", file.path, value)

@@ -57,7 +57,7 @@ _LEFT_OUT = re.compile(r".*rotary_emb\.inv_freq|(model\.)?mtp[._].*")
 @dataclass(frozen=True, slots=True)
 class _Described:
     config: JsonFile  # the text model's part, with the keys that its architecture adds
-    is_wrapped: bool  # the text model is a part of another one
+    is_wrapped: bool  # the text model is part of a multimodal one
     name: str
     architecture: Architecture
     head: Head | None

@@ -131,7 +131,7 @@ def read_spec(
     """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
     `names` are our names of the weights. Raises ModelError if their biases contradict config.json. `head_dims`: columns of
-    a head by type of layer, if not `head_dim`. `served_len`: tokens of the longest text to serve; None: all positions.
+    a head for layer types that do not use `head_dim`. `served_len`: tokens of the longest text to serve; None: all positions.
     """
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)

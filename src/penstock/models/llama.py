@@ -397,7 +397,7 @@ JAIS2 = Architecture(
 
 
 def hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with the kind `ntk_alpha` for a `dynamic` rotation that has an `alpha`, as transformers calls it."""
+    """Return config.json with the kind `ntk_alpha` for a `dynamic` rotation with `alpha`. transformers calls both `dynamic`."""
     return _with_kind(values, "dynamic", "ntk_alpha", needed="alpha")
 
 

@@ -100,7 +100,7 @@ def _merged(base: WeightTensor, changes: Sequence[_Change]) -> WeightTensor:
 
 
 def _merged_experts(base: WeightTensor, changes: Sequence[Sequence[_Change]]) -> WeightTensor:
-    """Return a stack of matrices, each with its own changes. Those without take the format of the others."""
+    """Return a stack of matrices, each with its own changes. Unchanged ones are converted to the same format."""
     num_rows = base.num_rows // len(changes)
     one = [stacked(base.name, [Cut(base, num_rows * expert, num_rows)]) for expert in range(len(changes))]
     return stacked(base.name, [Cut(_merged(*pair), 0, num_rows) for pair in zip(one, changes, strict=True)])

@@ -216,7 +216,7 @@ _NEOX_KEYS = {"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_fa
 
 
 def _without_masks(name: str) -> str | None:
-    """Leave out the causal masks that old files of GPT-NeoX, GPT-J and CodeGen hold beside the weights."""
+    """Return None for the causal masks in old files of GPT-NeoX, GPT-J and CodeGen, else the name."""
     return None if re.search(r"\.(attention|attn)\.((masked_)?bias|causal_mask)$", name) else name
 
 

@@ -240,8 +240,8 @@ def _stack_of(
 ) -> tuple[str, _Pair] | None:
     """Return the stacked expert tensor that these factors change, with its name in the tables, or None.
 
-    Files name only the module (`mlp.experts`), with a `.base_layer` suffix for each further tensor, so sizes decide which
-    tensor it is. PEFT before 0.19 always treats a tensor's second dimension as the inputs.
+    Files name only the module (`mlp.experts`), with a `.base_layer` suffix for each further tensor, so the sizes
+    decide which tensor is meant. PEFT before 0.19 always takes a tensor's second dimension for the inputs.
     """
     owner = re.sub(r"(\.base_layer)+$", "", module)
     name = hf.name_in_tables(architecture, f"{owner}.weight").removesuffix(".weight")

@@ -391,7 +391,7 @@ class States(Op):
 
 
 def features(op: Op) -> Iterator[str]:
-    """Yield what a backend must support: an operation's name, its activation, and fields with unusual values.
+    """Yield what a backend must support: the operation's name, its activation, and fields that differ from their defaults.
 
     A backend refuses features that it does not list, so a new field is never ignored.
     """

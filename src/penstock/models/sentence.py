@@ -57,7 +57,7 @@ class SentenceFiles:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     markers: tuple[str, ...] = ()
-    """Prompts that must be one token each, even if tokenizer.json disagrees."""
+    """Prompts that are encoded as one token each, even if tokenizer.json would split them."""
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:

@@ -117,7 +117,7 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """Let the system drop the file's memory pages with `stored` rows [begin, end), whatever the `order`."""
+        """Let the system drop the mapped file's pages with rows [begin, end) of `stored`, before `order` is applied."""
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
@@ -229,7 +229,7 @@ def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
 def held_weight_bytes(
     name: str, fmt: WeightFormat, shape: tuple[int, int], floats: Floats, scales: BlockScales | None = None
 ) -> int:
-    """Return the bytes that a weight takes in a backend's memory. Matrices of single heads become floats in every format."""
+    """Return the bytes that a weight takes in a backend's memory. Per-head matrices of latent attention are held as floats."""
     if name.rpartition(".")[2] in ("key_heads", "value_heads"):
         fmt = WeightFormat.BF16
     if floats is Floats.FP8 and name in ("embed", "output"):  # these are not rounded to fp8
