@@ -42,7 +42,7 @@ class Names:
     """Our path of a field -> the API's. `*` stands for any index, which fills the braces. Other fields keep their names."""
 
     def __call__(self, *path: str | int) -> str:
-        """Return the client's name of a field, given our path to it. `fields` is searched for the longest prefix of that."""
+        """Return the client's name of a field, given our path to it. The longest prefix of it in `fields` is replaced."""
         if path[0] == "sampling":
             return self.before_sampling + PARAMETERS[str(path[1])].spellings[self.api].name
         for end in range(len(path), 0, -1):
@@ -309,7 +309,7 @@ class Call:
     grammar: Grammar | None
     """The grammar of the answer, or of its tool calls."""
     tools: frozenset[str] | None = None
-    """Tools that can be called after free text. Empty: the answer is a call from its first token. None: no calls."""
+    """Tools that can be called after free text. Empty: the grammar decides from the first token on. None: no calls."""
     max_reasoning_tokens: int | None = None
     """If this or `grammar` is set, so is `sampling.follows_grammar`."""
     max_tokens: int | None

@@ -325,9 +325,7 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
 
 
 def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
-    """Return the most tokens of reasoning, or None. It is 0 if reasoning is to be off and the template has no variable for
-    that.
-    """
+    """Return the limit of reasoning tokens, or None. It is 0 if the client turns reasoning off and the template can't."""
     budget = request.max_reasoning_tokens
     if budget is None:
         has_switch = dialect.takes_effort or dialect.takes_enable_thinking

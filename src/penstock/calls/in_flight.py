@@ -43,19 +43,19 @@ _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
 """Most ended calls searched for those of one owner."""
 _LEAST_TOLD_NS = 1_000_000
-"""Shorter times for which an answer was held back are not worth a sentence."""
+"""Explanations leave out shorter times for which an answer was held back."""
 _MERGE_ABOVE_CHUNKS = 64
-"""Chunks of each choice that `begin` holds before it merges them. It would copy all tokens at each step if it always did."""
+"""Mean number of chunks per choice above which `_hold` merges them. Merging at each step would copy all tokens each time."""
 
 
 class Chosen(NamedTuple):
-    """How a route or a pipeline came to an answer, as its headers say. Empty: it has none of these."""
+    """How a route or a pipeline chose an answer, as values of the response's headers. An empty text is no header."""
 
     route: str
     sources: str
     check: str
     held_ns: int
-    """Time in which the answer was held back after its end: others answered, and models judged it."""
+    """Time for which the finished answer was held back while other models answered or judged it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class RunningCall:
         """How answers are divided into content, reasoning and calls. None means all is content."""
         self.stream = stream
         self.price: Charge | None = None
-        """Pays for the tokens of prompts and answers, if the call answers for a route with prices and generates any."""
+        """Charges for the tokens if the call answers for a route with prices. Not called if none was generated."""
         self._has_failed = False
         self.cost: Cost | None = None
         self.chosen: Chosen | None = None
@@ -228,7 +228,7 @@ class RunningCall:
         return chunks
 
     async def begin(self, num_tokens: int) -> list[OutputChunk]:
-        """Wait until each choice has so many tokens or has ended, and return them. `next_chunks` returns them again."""
+        """Wait until each choice has `num_tokens` tokens or has ended. Return the chunks, as `next_chunks` will again."""
         return await self._hold(lambda chunk: not _goes_on(chunk, num_tokens), lambda _: False)
 
     async def whole(self, is_enough: Callable[[Sequence[OutputChunk]], bool] = lambda _: False) -> list[OutputChunk]:
@@ -270,7 +270,7 @@ class RunningCall:
         self.num_choices, self._num_generated, self._has_failed = 1, [num_tokens], False
 
     def say(self, chunk: OutputChunk, text: str) -> None:
-        """Replace the only choice's answer by this text. `chunk`: the choice, from `whole`."""
+        """Replace the answer of the only choice with this text. `chunk`: the choice, from `whole`."""
         # A pipeline's prompt may contain the text being withheld.
         self.form, self.echoes = None, [""] * len(self.echoes)
         self.answer = replace(self.answer, has_token_ids=False)
@@ -383,7 +383,7 @@ class InFlight:
             _take(self._arriving, arrival.request_id, arrival)
 
     def add(self, call: CallInFlight) -> None:
-        """List a call until `land`, and keep its model loaded meanwhile. The caller must be using the model already."""
+        """List a call and keep its model loaded until `land`. The model must already be in use by the caller."""
         call.running.begin_use(is_user=True)
         _put(self._calls, call.terms.request_id, call)
 

@@ -246,7 +246,7 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
 def each_scores(call: Call) -> bool:
     """Return whether each choice computes the prompt's log-probabilities, instead of the first choice for all.
 
-    In a stream each does, so that no choice waits for another. In a beam search only the first does.
+    In a stream each computes its own, so that no choice waits for another. In a beam search only the first does.
     """
     return call.answer.is_streamed and call.sampling.beams is None
 

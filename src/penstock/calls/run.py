@@ -211,7 +211,7 @@ async def _matchers(
 
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
-    """Return the matchers, or raise `Rejected` at the first time limit. A compilation without a waiter is not begun."""
+    """Return the matchers, or raise `Rejected` at the first time limit. A compilation that nobody awaits is not started."""
     if not terms.time_limits:
         return await compiling
     limit_ns, reason = min(terms.time_limits)
