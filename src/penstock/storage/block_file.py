@@ -1,5 +1,5 @@
-"""The file that keeps KV blocks on disk: equal slots, each with a block's content, hash and checksum. `Transfers` calls it from
-its worker.
+"""A file of KV blocks on disk. It has slots of equal size, each with a block's content, hash and checksum. `Transfers` calls it
+from its worker thread.
 
 The file may be damaged or cut short at any moment, so each read verifies a checksum and nothing is synced. Reads use system
 calls, because an unreadable page of a mapping would kill the process. One process at a time uses the file (`flock`). Its mode

@@ -1,5 +1,5 @@
-"""Host memory that keeps KV blocks evicted from a GPU: equal slots, each with a block's content and hash. `Transfers` calls it
-from its worker.
+"""Host memory for KV blocks that were evicted from a GPU. It has slots of equal size, each with a block's content and hash.
+`Transfers` calls it from its worker thread.
 
 The content ends with the process and needs no checksum. The memory is mapped at once and committed as slots are first written.
 The memory need not be pinned, because the device copies through the executor's pinned staging memory.

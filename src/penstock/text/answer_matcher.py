@@ -7,8 +7,8 @@ decides:
     `--- free, counted    `--- free   `--- the grammar
 
 A mark is a text such as `</think>` or a trigger. One token can complete a mark and contain text after it. So while a mark is
-incomplete, tokens that complete it and add text that the grammar forbids are masked. Once it is complete, a new grammar
-matcher reads the mark's tokens again.
+incomplete, a mask excludes tokens that would complete it and add text that the grammar forbids. Once the mark is complete,
+a new grammar matcher reads the mark's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AnswerPlan:
     reasoning: ReasoningFormat | None = None
     """The marks around reasoning, or None if the answer has none."""
     is_reasoning: bool = False
-    """The prompt itself opens the reasoning block."""
+    """The prompt ends inside a reasoning block, so the answer begins with reasoning."""
     max_reasoning_tokens: int | None = None
     """The end of the reasoning is forced after this many tokens. None means unlimited."""
     trigger_of: ToolFormat | None = None

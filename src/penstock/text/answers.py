@@ -118,7 +118,7 @@ class AnswerForm:
     """A tool's name -> the types of its parameters, for formats that write these in tags."""
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
-    """The prompt itself opens the reasoning block."""
+    """The prompt ends inside a reasoning block, so the answer begins with reasoning."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -321,7 +321,7 @@ class _CallReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the parts of a tool call that the answer's end cut off. If its name is cut off too, its text is content."""
+        """Return the parts of a tool call that the answer's end cut off. If its name is incomplete, its text is content."""
         if self._arguments is not None:
             return [CallEnd(self._index, False, self._text + self._held)]
         is_behind = self._step in (self._read_after, self._read_between)

@@ -168,9 +168,7 @@ def _expansion(vocab: GgufVocab) -> Expansion | None:
 
 
 def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
-    """Return the encoder options for characters without a piece: spelled as bytes if all bytes have pieces, else one unknown
-    token.
-    """
+    """Return the encoder options for characters without a piece. They become bytes if all 256 have pieces, else unknown."""
     unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
     has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     return {"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes}
