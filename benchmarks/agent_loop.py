@@ -139,7 +139,7 @@ TOOLS: dict[str, tuple[str, dict[str, Any], list[str], Callable[[Mapping[str, An
 """By name: description, properties, required properties, a check of the arguments, and the result."""
 
 
-def told_tools() -> list[dict[str, Any]]:
+def tools_for_template() -> list[dict[str, Any]]:
     return [
         {
             "type": "function",
@@ -225,7 +225,7 @@ class Loop:
 
     def ask(self, messages: list[dict[str, Any]], choice: object, max_tokens: int) -> tuple[dict[str, Any], str]:
         self.num_asked += 1
-        fields = {"model": self._model, "messages": messages, "tools": told_tools(), "tool_choice": choice}
+        fields = {"model": self._model, "messages": messages, "tools": tools_for_template(), "tool_choice": choice}
         return ask(
             self._port,
             fields | {"max_tokens": max_tokens, "temperature": 0.7, "seed": self.num_asked, "stream": self.is_streamed},

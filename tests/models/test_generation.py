@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.models.catalog import CatalogFile, resolve
-from penstock.models.generation import MAX_SUPPRESSED, not_obeyed, sampling_defaults
+from penstock.models.generation import MAX_SUPPRESSED, ignored_settings, sampling_defaults
 from penstock.models.load import load_model
 from penstock.models.weights import Generation
 from penstock.types.errors import ConfigError, ModelError
@@ -39,7 +39,7 @@ def test_the_keys_of_vllm_and_suppress_tokens_count(tmp_path):
         max_tokens=2048,
         banned_token_sequences=((3,), (7,)),
     )
-    assert not_obeyed(said) == []
+    assert ignored_settings(said) == []
 
 
 def test_a_temperature_too_low_for_a_request_is_greedy(tmp_path):
@@ -77,9 +77,9 @@ def test_what_is_not_obeyed_is_named_and_what_asks_for_nothing_is_not(tmp_path):
     nothing = {"do_sample": True, "num_beams": 1, "bad_words_ids": [], "forced_eos_token_id": None, "typical_p": 1.0}
     facts = {"eos_token_id": 2, "pad_token_id": 0, "transformers_version": "5.0", "_from_model_config": True, "max_length": 20}
     asked = {"do_sample": False, "typical_p": 0.9, "begin_suppress_tokens": [1], "watermarking_config": {"bias": 2.5}}
-    assert not_obeyed(generation(tmp_path, **nothing, **facts)) == []
+    assert ignored_settings(generation(tmp_path, **nothing, **facts)) == []
     told = ["do_sample = False", "typical_p = 0.9", "begin_suppress_tokens", "watermarking_config"]
-    assert not_obeyed(generation(tmp_path, **asked)) == told
+    assert ignored_settings(generation(tmp_path, **asked)) == told
 
 
 def test_a_penalty_over_no_tokens_is_none(tmp_path):
@@ -87,7 +87,7 @@ def test_a_penalty_over_no_tokens_is_none(tmp_path):
     window = "general.sampling.penalty_last_n"
     assert sampling_defaults(generation(tmp_path, **{key: 1.5, window: 0}), 10).repetition_penalty is None
     assert sampling_defaults(generation(tmp_path, **{key: 1.5, window: 64}), 10).repetition_penalty == 1.5
-    assert not_obeyed(generation(tmp_path, **{key: 1.5, window: 64})) == [f"{window} = 64"]
+    assert ignored_settings(generation(tmp_path, **{key: 1.5, window: 64})) == [f"{window} = 64"]
 
 
 def test_a_gguf_file_names_them_in_its_metadata(tmp_path, caplog):

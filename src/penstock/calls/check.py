@@ -65,7 +65,7 @@ def make_call(
     if isinstance(request, ChatRequest):
         max_tokens, conversation = request.max_tokens, request.conversation
         check_conversation(conversation, names)
-        told = told_tools(request.tools, names)
+        told = tools_for_template(request.tools, names)
         tools, grammar = _tool_use(request, dialect)
         budget = _reasoning_budget(request, dialect)
         if tools is not None or budget is not None:
@@ -284,7 +284,7 @@ def check_conversation(conversation: Conversation, names: Names) -> None:
             raise _invalid(names, ("chat_template_kwargs",), f"must not set '{name}'; use the field of that name")
 
 
-def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
+def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
     """Return the tools as chat templates take them (Hugging Face's form). Raises `Rejected` for wrong or repeated names."""
     told: list[Mapping[str, Any]] = []
     found: set[str] = set()

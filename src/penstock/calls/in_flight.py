@@ -97,7 +97,7 @@ class Arrival:
         arrival.waits, arrival.model = terms.waits, call.running.name
         return arrival
 
-    def told(self) -> Told:
+    def explain(self) -> CallExplanation:
         """Return an explanation of the wait so far. Any thread may call this."""
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
@@ -108,11 +108,11 @@ class Arrival:
             life.waits = self.waits._replace(**{self.waits_for: waited_ns})
         age_ns = now_ns - self.arrival_ns
         choices = [(0, explain_arrival(life, now_ns, self.waits_for))]
-        return Told(self.request_id, self.model, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)
+        return CallExplanation(self.request_id, self.model, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CallExplanation:
     """An explanation for the client of where a call's time goes."""
 
     request_id: str
@@ -403,14 +403,14 @@ class InFlight:
             call.abort(_CANCELLED)
         return bool(calls)
 
-    def explain(self, request_id: str, owner: Owner) -> Callable[[], Told | None]:
+    def explain(self, request_id: str, owner: Owner) -> Callable[[], CallExplanation | None]:
         """Return a function, for any thread, that explains the owner's last call with this id, or returns None."""
         arriving = next((one for one in reversed(self._arriving.get(request_id, ())) if one.owner == owner), None)
         if arriving is not None:
-            return arriving.told
+            return arriving.explain
         calls: list[CallInFlight | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
         calls = [call for call in reversed(calls) if call.terms.owner == owner]
-        return lambda: next(filter(None, map(self._tell, calls)), None)
+        return lambda: next(filter(None, map(self._explain, calls)), None)
 
     def explaining(self, call: CallInFlight) -> Callable[[], Sequence[Explanation]]:
         """Return a function, for any thread, that explains a call's choices, as far as they are remembered."""
@@ -419,17 +419,17 @@ class InFlight:
             return tuple
         return partial(running.journal.explain_all, ids, running.clock.now_ns)
 
-    def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
+    def explain_running(self, owner: Owner) -> Callable[[], list[CallExplanation]]:
         """Return a function, for any thread, that explains the owner's unfinished calls, those not in the engine yet last."""
         calls = self._calls_of(owner)
         arriving = [one for same in self._arriving.values() for one in same if one.owner == owner]
-        return lambda: [*(told for call in calls if (told := self._tell(call))), *(one.told() for one in arriving)]
+        return lambda: [*(told for call in calls if (told := self._explain(call))), *(one.explain() for one in arriving)]
 
-    def explain_ended(self, owner: Owner, max_calls: int) -> Callable[[], list[Told]]:
+    def explain_ended(self, owner: Owner, max_calls: int) -> Callable[[], list[CallExplanation]]:
         """Return a function, for any thread, that explains the owner's last ended calls, latest first."""
         latest = islice(reversed(self._landed), _MAX_LOOKED_AT)
         calls = list(islice((call for call in latest if call.terms.owner == owner), max_calls))
-        return lambda: [told for call in calls if (told := self._tell(call))]
+        return lambda: [told for call in calls if (told := self._explain(call))]
 
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
         """Return the engine's id -> (client's id, index of the choice) for the owner's unfinished requests."""
@@ -447,7 +447,7 @@ class InFlight:
     def _calls_of(self, owner: Owner) -> list[CallInFlight]:
         return [call for calls in self._calls.values() for call in calls if call.terms.owner == owner]
 
-    def _tell(self, call: CallInFlight | _Landed) -> Told | None:
+    def _explain(self, call: CallInFlight | _Landed) -> CallExplanation | None:
         landed, requests = (call, ()) if isinstance(call, _Landed) else (_landed(call), call.requests)
         if landed is None:
             return None
@@ -464,7 +464,9 @@ class InFlight:
         age_ns = now_ns - choices[0][1].arrival_ns
         num_forgotten = len(call.engine_ids) - len(choices)
         created_s = landed.unix_time_s() - age_ns // 1_000_000_000
-        return Told(call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten, landed.chosen, landed.cost)
+        return CallExplanation(
+            call.terms.request_id, landed.model, created_s, age_ns, choices, num_forgotten, landed.chosen, landed.cost
+        )
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)

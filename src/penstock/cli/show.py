@@ -159,7 +159,7 @@ def _rows(
     yield "context", "the files do not say" if facts.max_model_len is None else counted(facts.max_model_len, "token")
     if appraisal.model is not None:
         rotations = [attention.rotation for attention in appraisal.model.spec.attentions]
-        yield from (("positions", words) for words in dict.fromkeys(turn.choice for turn in rotations if turn) if words)
+        yield from (("positions", words) for words in dict.fromkeys(turn.length_note for turn in rotations if turn) if words)
     tokens = "" if facts.num_tokens is None else f", {counted(facts.num_tokens, 'token')}"
     yield "vocabulary", f"{facts.vocabulary or 'none'}{tokens}"
     encoder = None if appraisal.model is None else appraisal.model.encoder

@@ -233,7 +233,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     from penstock.backends.native.lowering import check_program
     from penstock.models.architectures import describe
     from penstock.models.facts import read_facts
-    from penstock.models.generation import obeying
+    from penstock.models.generation import with_sampling_defaults
     from penstock.models.load import load_model
 
     facts, refusals = read_facts(source), list[Refusal]()
@@ -251,7 +251,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     if model is not None:
         compute = resolve.decide(config, is_gpu=False)
         with _refusing("sampling", refusals):
-            model = obeying(model, config.model.generation_config)
+            model = with_sampling_defaults(model, config.model.generation_config)
         with _refusing("backend", refusals):
             check_model(compute, model)
             check_program(describe(model.spec))

@@ -332,7 +332,7 @@ class Architecture:
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
     hf_head: Callable[[str, JsonFile], Head | None] = lambda *_: None  # returns the head of a class, or None
-    hf_words: Callable[[JsonFile], Head] | None = None  # returns the masked-LM head before the tied embeddings
+    hf_mlm_head: Callable[[JsonFile], Head] | None = None  # returns the masked-LM head before the tied embeddings
     hf_unread: tuple[str, ...] = ()  # prefixes of tensors to skip unless the head reads them
     gguf_head: Callable[[GgufFile], Head | None] = lambda *_: None
     made: Mapping[str, Made] = field(default_factory=dict)

@@ -110,7 +110,7 @@ def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
     return _with_biased_attention(spec)
 
 
-def _with_turned_bert(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
+def _with_rotary_bert(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
     """Return the spec with BERT's layers, biases and token types, but keep its rotary positions."""
     turn = spec.attentions[0].rotation
     found = replace(_with_bert(spec, activation), num_types=num_types)
@@ -193,7 +193,7 @@ _GGUF_TOP = {
 _GGUF_LAYER = {**GGUF_LAYER, **with_biases({"attn_output_norm": "post_attn_norm", "layer_output_norm": "post_mlp_norm"})}
 
 
-def _bert_words(config: JsonFile) -> Head:
+def _bert_mlm_head(config: JsonFile) -> Head:
     at = "cls.predictions"
     activation = read_activation(config, "hidden_act", "gelu")
     layer = HeadLayer(f"{at}.transform.dense", activation=activation, norm=f"{at}.transform.LayerNorm")
@@ -237,7 +237,7 @@ BERT = Architecture(
         }
     ),
     hf_head=_bert_head,
-    hf_words=_bert_words,
+    hf_mlm_head=_bert_mlm_head,
     hf_unread=("embeddings.position_ids", "cls.", "pooler."),
     of_gguf=_of_gguf,
     gguf_top={**_GGUF_TOP, "position_embd.weight": "positions"},
@@ -249,12 +249,12 @@ ROBERTA = replace(
     of_hf=_of_roberta,
     hf_values=partial(_values_after_padding, vocab_size=50265),
     hf_head=_roberta_head,
-    hf_words=_roberta_words,
+    hf_mlm_head=_roberta_words,
     hf_unread=(*BERT.hf_unread, "lm_head."),
 )
 XLM_ROBERTA_XL = replace(
     ROBERTA,
-    hf_words=None,
+    hf_mlm_head=None,
     describe=partial(llama.describe, has_positions=True),
     hf_values=partial(
         _values_after_padding,
@@ -285,7 +285,7 @@ def _of_electra(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 ELECTRA = replace(
     BERT,
-    hf_words=None,
+    hf_mlm_head=None,
     of_hf=_of_electra,
     hf_values=partial(_bert_values, embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
     hf_name=lambda name: _bare_name(name.removeprefix("electra.")),
@@ -331,7 +331,7 @@ DISTILBERT = replace(
         }
     ),
     hf_head=_distilbert_head,
-    hf_words=_distilbert_words,
+    hf_mlm_head=_distilbert_words,
     hf_unread=(*BERT.hf_unread, "vocab_"),
 )
 
@@ -366,7 +366,7 @@ def _of_nomic(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         config.only("num_experts", False)
         return _with_gated(spec, read_activation(config, "hidden_act", "silu"), num_types=num_types)
     config.only("hidden_act", "gelu")
-    spec = _with_turned_bert(spec, "gelu", num_types)
+    spec = _with_rotary_bert(spec, "gelu", num_types)
     every = config.get("moe_every_n_layers", int) or 0
     if every <= 0:
         return spec
@@ -398,7 +398,7 @@ def _of_nomic_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
             raise checks.unsupported(file.path, f"{key}.{name} is {str(value)[:80]}", "0 is")
     if (kind := file.get(f"{key}.expert_gating_func", int) or 1) != 1:
         raise checks.unsupported(file.path, f"{key}.expert_gating_func is {kind}", "1 (softmax) is")
-    spec = _with_turned_bert(spec, "gelu", _num_types_of_gguf(file))
+    spec = _with_rotary_bert(spec, "gelu", _num_types_of_gguf(file))
     every = file.require(f"{key}.moe_every_n_layers", int)
     return _with_spaced_experts(spec, read_gguf_experts(file, **_EXPERTS), every, file.path)
 
@@ -420,7 +420,7 @@ _POST_NORM_LAYER: Mapping[str, str] = {
 """Names of a layer's tensors in Nomic-BERT, GTE and Jina 3, as transformers writes them."""
 NOMIC_BERT = replace(
     BERT,
-    hf_words=None,
+    hf_mlm_head=None,
     describe=partial(_describe, has_positions=False),
     of_hf=_of_nomic,
     hf_values=_nomic_values,
@@ -500,7 +500,7 @@ GTE = replace(
         "attention.qkv_proj.bias": QKV_BIAS,
         "mlp.up_gate_proj.weight": Parts(("up", "gate")),
     },
-    hf_words=None,
+    hf_mlm_head=None,
     hf_unread=(*BERT.hf_unread, "lm_head."),
 )
 
@@ -509,7 +509,7 @@ GTE = replace(
 
 
 def _of_jina_3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return _with_turned_bert(spec, read_activation(config, "hidden_act", "gelu"), _read_num_types(config))
+    return _with_rotary_bert(spec, read_activation(config, "hidden_act", "gelu"), _read_num_types(config))
 
 
 JINA_3 = replace(
@@ -569,7 +569,7 @@ def _of_mpnet(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 MPNET = replace(
     BERT,
-    hf_words=_roberta_words,
+    hf_mlm_head=_roberta_words,
     of_hf=_of_mpnet,
     hf_values=_mpnet_values,
     hf_name=lambda name: _bare_name(name.removeprefix("mpnet.")),
@@ -622,7 +622,7 @@ def _of_jina(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 JINA_BERT = replace(
     BERT,
-    hf_words=None,
+    hf_mlm_head=None,
     describe=partial(_describe, has_positions=False, has_down_bias=True),
     of_hf=_of_jina,
     hf_values=partial(_bert_values, vocab_size=30528, max_position_embeddings=8192),

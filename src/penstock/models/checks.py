@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models import program as prog
-from penstock.models.rope import RopeParameters, choice_words, frequencies, stretched_len
+from penstock.models.rope import RopeParameters, frequencies, length_note, stretched_len
 from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError, NotEnoughFreeMemory, damaged
 from penstock.types.model_spec import GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec, Rotation
@@ -112,12 +112,12 @@ def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: P
     """Return the frequencies of a layer's rotary embedding. Raises ModelError if the parameters overflow."""
     try:
         turn, longest = frequencies(parameters, head_dim, served_len), stretched_len(parameters)
-        words = choice_words(parameters, served_len)
+        words = length_note(parameters, served_len)
     except (ArithmeticError, ValueError) as error:
         raise damaged(path, f"the rotary parameters have impossible numbers: {error}") from error
     if words:
         _log.info("%s: %s", path, words)
-    return replace(turn, choice=words, stretched_len=longest)
+    return replace(turn, length_note=words, stretched_len=longest)
 
 
 def longest_text(trained_len: int, served_len: int, stretched_len: int) -> int:

@@ -214,7 +214,7 @@ class Decoder:
             self._ops.append(prog.Rope(heads, count, latent.rotary_dim, spec.rotation.inv_freq, spec.rotation.attention_factor))
         self._ops.append(prog.LatentWrite(index, stored, k))
         q_latent = self._buffer("q_latent", num_heads * rank)
-        is_transposed = not latent.has_turned_keys
+        is_transposed = not latent.has_transposed_keys
         self._ops.append(prog.HeadLinear(q_latent, q, f"{at}.key_heads", num_heads, is_transposed=is_transposed))
         out = self._buffer("latents", num_heads * rank)
         scale = (latent.key_dim + latent.rotary_dim) ** -0.5 if spec.scale is None else spec.scale

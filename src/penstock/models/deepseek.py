@@ -187,7 +187,7 @@ def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Put latent attention into the layers. Files from before 2025-04 have one tensor for the key and value matrices."""
     key, turn = file.architecture, spec.attentions[0].rotation
     assert turn is not None
-    rotary_dim, has_turned_keys = 2 * len(turn.inv_freq), "blk.0.attn_k_b.weight" in file.tensors
+    rotary_dim, has_transposed_keys = 2 * len(turn.inv_freq), "blk.0.attn_k_b.weight" in file.tensors
     keys, values = (
         file.get(f"{key}.attention.{name}_length_mla", int) or file.require(f"{key}.attention.{name}_length", int)
         for name in ("key", "value")
@@ -197,7 +197,7 @@ def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         value_dim=values,
         rotary_dim=rotary_dim,
         query_rank=file.get(f"{key}.attention.q_lora_rank", int) or 0,
-        has_turned_keys=has_turned_keys,
+        has_transposed_keys=has_transposed_keys,
     )
     growth = 1.0
     if file.get(f"{key}.rope.scaling.type", str) == "yarn":

@@ -26,7 +26,7 @@ def choose_ending(
     architecture: Architecture,
     *,
     files: SentenceFiles,
-    writes_none: bool,
+    cannot_generate: bool,
     head: Head | None,
     labels: tuple[str, ...],
     hidden_size: int,
@@ -36,13 +36,13 @@ def choose_ending(
     """Return the ending of a model, or None if it generates text. Raises ModelError if it can't do `task` or `pooling`.
 
     - `files`: the settings of sentence-transformers in the files at `path`
-    - `writes_none`: the model can't generate text. Others do, unless `files` name a pooling or `task` selects another ending
+    - `cannot_generate`: the model can't generate text. Others do, unless `files` name a pooling or `task` another ending
     - `labels`: names of the head's outputs
     - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None
     """
     is_asked = task not in ("auto", "generate")
-    if task == "generate" or not (writes_none or is_asked or files.pooling is not None):
-        if writes_none:
+    if task == "generate" or not (cannot_generate or is_asked or files.pooling is not None):
+        if cannot_generate:
             raise ModelError(f"{path}: this model can't generate text.", remedy="Leave out --task generate.")
         if pooling is not None:
             cause = "--pooling has no effect on a model that generates text"

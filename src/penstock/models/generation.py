@@ -58,7 +58,7 @@ _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 _log = logging.getLogger(__name__)
 
 
-def obeying(model: LoadedModel, choice: str) -> LoadedModel:
+def with_sampling_defaults(model: LoadedModel, choice: str) -> LoadedModel:
     """Return the model with sampling defaults. `choice`: `none`, `auto` (the model's own) or a folder.
 
     End tokens in the folder's generation_config.json are added. Raises ModelError for a value out of range, and ConfigError if
@@ -75,7 +75,7 @@ def obeying(model: LoadedModel, choice: str) -> LoadedModel:
     defaults = sampling_defaults(generation, model.spec.vocab_size)
     if words := defaults.words():
         _log.info("sampling defaults from %s: %s", generation.source, words)
-    if names := not_obeyed(generation):
+    if names := ignored_settings(generation):
         _log.warning("%s: these settings are ignored: %s", generation.source, ", ".join(names))
     return replace(model, sampling=defaults, eos_token_ids=eos_token_ids)
 
@@ -114,7 +114,7 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
     return SamplingDefaults(**found)
 
 
-def not_obeyed(generation: Generation) -> list[str]:
+def ignored_settings(generation: Generation) -> list[str]:
     """Return the keys that would change answers and that we ignore, each with its value if that is short."""
     known = {*_NUMBERS, *_SUPPRESSED, *_FACTS}
     names = []

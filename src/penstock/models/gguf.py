@@ -114,7 +114,7 @@ def load_gguf(
             check_vocab(vocab)
         except ModelError as error:
             raise ModelError(f"{path}: {error.message}", remedy=error.remedy) from error
-    _warn_of_growth(path, entries, held)
+    _warn_if_larger_in_memory(path, entries, held)
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
@@ -157,7 +157,7 @@ def _choose_ending(
         file.path,
         architecture,
         files=SentenceFiles(pooling=None if kind is None else _POOLINGS.get(kind), is_normalised=True),
-        writes_none=architecture.is_encoder or head is not None,
+        cannot_generate=architecture.is_encoder or head is not None,
         head=head,
         labels=labels,
         hidden_size=file.require(f"{key}.embedding_length", int),
@@ -182,7 +182,7 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np
     return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, values if order is None else values[:, order])
 
 
-def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
+def _warn_if_larger_in_memory(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
     num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(held.values())
     if num_held > 1.1 * num_stored:
         words = "%s: %d MiB of weights take %d MiB in memory, where each has 4, 8 or 16 bits (docs/kernels.md)"

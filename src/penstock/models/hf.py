@@ -27,6 +27,7 @@ from penstock.models.formats import Floats, WeightFormat, held_table_bytes, stor
 from penstock.models.hf_config import (
     ALWAYS_BIASED,
     JsonFile,
+    configured_biases,
     find_tokenizer,
     read_bos_id,
     read_chat_templates,
@@ -36,7 +37,6 @@ from penstock.models.hf_config import (
     read_special_tokens,
     read_weight_map,
     text_part,
-    told_biases,
 )
 from penstock.models.hf_quantised import Stored, read_quantisation
 from penstock.models.layers import with_both_sides
@@ -87,17 +87,17 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
     if hf_class == "HF_ColBERT":
         files = with_colbert(path, config, files)
     if files.pooling == "sparse":
-        if architecture.hf_words is None or not hf_class.endswith("ForMaskedLM"):
+        if architecture.hf_mlm_head is None or not hf_class.endswith("ForMaskedLM"):
             raise checks.unsupported(
                 config.path, f"a SpladePooling follows {hf_class}", "BERT's, DistilBERT's, RoBERTa's and MPNet's are"
             )
         whole.only("tie_word_embeddings", True)
-        head = architecture.hf_words(config)
+        head = architecture.hf_mlm_head(config)
     ending = endings.choose_ending(
         config.path,
         architecture,
         files=files,
-        writes_none=architecture.is_encoder or head is not None or _lacks_output(hf_class),
+        cannot_generate=architecture.is_encoder or head is not None or _lacks_output(hf_class),
         head=head,
         labels=endings.read_labels(config) if head else (),
         hidden_size=config.require("hidden_size", int),
@@ -216,7 +216,7 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
     Without weights, biases are known only from the settings and `ALWAYS_BIASED`.
     """
     described = _describe(path, task, pooling)
-    names = {"output", *told_biases(described.config, described.name)}
+    names = {"output", *configured_biases(described.config, described.name)}
     if described.name in ALWAYS_BIASED:
         names.add("layers.0.q_bias")
     return described.spec(names, None)

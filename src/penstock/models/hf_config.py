@@ -135,11 +135,11 @@ def read_spec(
     """
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
-    for name, key in told_biases(config, architecture).items():
+    for name, key in configured_biases(config, architecture).items():
         if name not in names:
             raise config.error(f"{key} is True, but the weights lack {name}")
-    for name, key in told_biases(config, architecture, value=False).items():
-        if name in names and name not in told_biases(config, architecture) and architecture not in ALWAYS_BIASED:
+    for name, key in configured_biases(config, architecture, value=False).items():
+        if name in names and name not in configured_biases(config, architecture) and architecture not in ALWAYS_BIASED:
             raise config.error(f"{key} is False, but the weights include {name}")
     tied = config.get("tie_word_embeddings", bool)
     for head_dim in head_dims.values():
@@ -158,7 +158,7 @@ def read_spec(
     ).with_layers(lambda number, layer: checks.with_facts(layer, names, rotations[number]))
 
 
-def told_biases(config: JsonFile, architecture: str, *, value: bool = True) -> dict[str, str]:
+def configured_biases(config: JsonFile, architecture: str, *, value: bool = True) -> dict[str, str]:
     """Return first-layer bias (`layers.0.q_bias`) -> config.json key, for the keys that are set to `value`."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     of_all = ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"]

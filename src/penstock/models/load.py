@@ -12,7 +12,7 @@ from penstock.models.adapter import AdapterFactors
 from penstock.models.adapter_files import AdapterFiles
 from penstock.models.catalog import ModelSource, SourceKind, split_files
 from penstock.models.formats import Floats
-from penstock.models.generation import obeying
+from penstock.models.generation import with_sampling_defaults
 from penstock.models.program import Program
 from penstock.models.weights import Generation, LoadedModel
 from penstock.types.errors import ModelError
@@ -53,7 +53,7 @@ def load_model(
         model = load_gguf(source.path, name=source.name, check_vocab=check_vocab, **options)
     if model.generation is None and source.entry is not None and source.entry.sampling:
         model = replace(model, generation=Generation("the model's authors", source.entry.sampling))
-    return obeying(model, generation)
+    return with_sampling_defaults(model, generation)
 
 
 def load_adapter(

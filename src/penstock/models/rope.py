@@ -84,7 +84,7 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
     )
 
 
-def choice_words(parameters: RopeParameters, served_len: int) -> str:
+def length_note(parameters: RopeParameters, served_len: int) -> str:
     """Say which frequencies all texts get; empty if they do not depend on the length."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len

@@ -43,10 +43,10 @@ def _nanochat_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_nanochat(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     cap = config.get("final_logit_softcapping", float) or 0.0
     plain = spec.with_plain_mlps(read_activation(config, "hidden_act", "relu2"))
-    return replace(plain, logit_softcap=cap, has_norm_weights=False).with_attention(_turned_back)
+    return replace(plain, logit_softcap=cap, has_norm_weights=False).with_attention(_with_reversed_rotation)
 
 
-def _turned_back(_: int, attention: AttentionSpec) -> AttentionSpec:
+def _with_reversed_rotation(_: int, attention: AttentionSpec) -> AttentionSpec:
     assert attention.rotation is not None
     frequencies = tuple(-frequency for frequency in attention.rotation.inv_freq)
     return replace(attention, rotation=replace(attention.rotation, inv_freq=frequencies))

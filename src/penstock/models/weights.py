@@ -268,7 +268,7 @@ class LoadedModel:
     special_tokens: SpecialTokens = field(default_factory=dict)
     generation: Generation | None = None
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """The settings that apply: `models.generation.obeying` sets them."""
+    """The settings that apply: `models.generation.with_sampling_defaults` sets them."""
     encoder: EncoderInfo | None = None  # None: the model writes text
     notes: tuple[str, ...] = ()  # notes on converted weights, logged already
 

@@ -10,7 +10,7 @@ from pydantic import Field, WithJsonSchema
 
 from penstock import fast_json
 from penstock.calls.call import NAME_RULE, TOOL_NAME, Conversation, FunctionTool, Names, ToolChoice
-from penstock.calls.check import check_conversation, told_tools
+from penstock.calls.check import check_conversation, tools_for_template
 from penstock.serve.bodies import Body, NotYet, Schema, TemplateVariables, Unread, check_depth, has_not_yet
 from penstock.serve.errors import invalid, refuse_unknown, shorten
 from penstock.text.dialects import Message, PastCall
@@ -203,7 +203,7 @@ def read_told_conversation(fields: ChatTemplateFields) -> Conversation:
     names = Names(fields={"tools.*": "tools[{}].function"})
     conversation = read_conversation(fields)
     check_conversation(conversation, names)
-    return replace(conversation, tools=told_tools(read_tools(fields.tools or ()), names))
+    return replace(conversation, tools=tools_for_template(read_tools(fields.tools or ()), names))
 
 
 def _read_message(message: ChatMessage, at: str) -> Message:

@@ -25,7 +25,7 @@ class Rotation:
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // growth_len)."""
     growth_len: int = 1
-    choice: str = field(default="", compare=False, repr=False)
+    length_note: str = field(default="", compare=False, repr=False)
     """Which texts the frequencies are for, where that depends on the longest one to serve."""
     stretched_len: int = field(default=0, compare=False, repr=False)
     """Tokens of the longest text that --max-model-len can request, where that may exceed the model's own."""
@@ -39,7 +39,7 @@ class LatentSpec:
     value_dim: int
     rotary_dim: int  # of the rotated key that all heads share, and of a head's query to it
     query_rank: int = 0  # between the two projections of queries; 0: there is one
-    has_turned_keys: bool = False  # key matrices are stored transposed, to multiply queries instead of latents
+    has_transposed_keys: bool = False  # key matrices are stored transposed, to multiply queries instead of latents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from support.parity.tiny_runs import MAX_RELATIVE_RMS
 
 MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
 
-KEPT = frozenset({"architecture", "choice", "max_model_len", "tie_word_embeddings", "layers", "ending", "kv_layer"})
+KEPT = frozenset({"architecture", "length_note", "max_model_len", "tie_word_embeddings", "layers", "ending", "kv_layer"})
 KEPT |= {"stretched_len", "conv"}
 """Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one, and endings
 in `test_encoders.py`."""

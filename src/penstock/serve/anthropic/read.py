@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Scope
 
 from penstock.calls.call import Call, ChatRequest, Conversation, FunctionTool, Names, ToolChoice
-from penstock.calls.check import check_conversation, told_tools
+from penstock.calls.check import check_conversation, tools_for_template
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
@@ -105,7 +105,7 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
     if running.model.encoder is not None:
         raise invalid(f"{running.name} is an encoder and takes no messages. Choose another model.", "model")
     _reasoning_budget(body, running.dialect)
-    tools = () if _tool_choice(body).mode == "none" else told_tools(_tools(body), _NAMES)
+    tools = () if _tool_choice(body).mode == "none" else tools_for_template(_tools(body), _NAMES)
     conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
     check_conversation(conversation, _NAMES)
     return running, replace(conversation, tools=tools)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.calls.in_flight import InFlight, Told
+from penstock.calls.in_flight import CallExplanation, InFlight
 from penstock.obs.explain.explanation import END_WORDS, ExplainedPause, Explanation, gap_cause, summary
 from penstock.obs.explain.lives import Gap
 from penstock.serve.errors import ApiError, shorten
@@ -171,7 +171,7 @@ class RequestsEndpoint:
         return {"id": request_id, "object": "request", "cancelled": True}
 
 
-def _call(told: Told) -> Request:
+def _call(told: CallExplanation) -> Request:
     choices = [choice_of(choice, index) for index, choice in told.choices]
     request: Request = {
         "id": told.request_id,
