@@ -91,10 +91,10 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 
 def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "") -> list[str]:
-    """Return the models of a route that the request may ask: none if it may ask several, but not the route's judge. A key that
-    allows the route allows them all.
+    """Return the models of a route that the request may use. A key that lists the route may use all of them.
 
-    `asked`: the name of a pipeline over the route, if the request names one: a key that allows it allows these models.
+    If the request may use several models but not all judges of the route, return none. `asked`: the name of a pipeline that
+    uses the route, if the request names one. A key that lists the pipeline may use the route's models.
     """
     kept_from, asked = course_of(scope).kept_from, asked or route.name
 

@@ -27,13 +27,16 @@ class OwnRequests:
     """Set when the app is there."""
 
     def __init__(self, sender: Callable[[str], Sender | None]) -> None:
-        """`sender` returns the rights of the API key of this name, or None if it was withdrawn."""
+        """`sender` returns the rights of the API key of this name, or None if it no longer exists."""
         self._sender = sender
 
     async def ask(
         self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event, course: Course
     ) -> Answered | None:
-        """Return the whole answer to a request, or None if its owner's key was withdrawn. If `left` is set, it is given up."""
+        """Send a request and return its complete answer, or None if its owner's key no longer exists.
+
+        Setting `left` cancels the request, which then ends with 499.
+        """
         sender = self._sender(owner.key)
         if sender is None:
             return None

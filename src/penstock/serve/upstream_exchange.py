@@ -56,10 +56,10 @@ class Exchange:
     turn: Turn
     span: Span
     result: str = "left"
-    """How it ends, a key of `Upstream.results`: its client leaves, unless something else happens."""
+    """The outcome, a key of `Upstream.results`. It stays "left" if the client leaves before any other outcome."""
     num_prompt_tokens: int = 0
     num_new_tokens: int = 0
-    """Tokens that the request's key pays for, guessed until the upstream tells."""
+    """Tokens of prompt and answer that are charged to the request's key. Estimates until the upstream reports its usage."""
     usage: dict[str, int] = field(default_factory=dict)
     """Tokens of prompt and completion, as the upstream counts them."""
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 MAX_LOADS = 3
 """Otherwise, models that a route or a pipeline needs together could unload each other forever."""
 MAX_LOOK_S = 5.0
-"""Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""
+"""Time limit of a search on disk. If it passes, the answer is 404 for a model's name, and 503 for an adapter's."""
 MAX_WAITING_BYTES = 64 << 20
 """Most bytes of bodies that wait for one model, or for the folder of adapters: sixteen of the largest bodies."""
 MAX_LOOK_THREADS = 4
@@ -179,7 +179,7 @@ class Waits:
                     course.looked_up = lack.name, await unless_gone(http, self._looks.find(lack.name, len(data)))
                 else:
                     await self._load(lack.name, data, http)
-            except ModelAway as away:  # the one that embeds the question
+            except ModelAway as away:  # a helper model, such as the one that embeds the question
                 await self._load(away.name, data, http)
         except (ApiError, Rejected) as error:
             # A refusal by a pipeline's helper is not its route model's fault.
@@ -241,7 +241,7 @@ class Waits:
                 f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. The memory "
                 "may not hold all models that the request needs at once."
             )
-        if served is None:  # the name that the request has says what is served in its place
+        if served is None:  # it was removed: the endpoint, called again, answers 404
             return
         asked_ns = clock.now_ns()
         arrival_ns = asked_ns if course.arrival_ns is None else course.arrival_ns
@@ -330,7 +330,10 @@ async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, nu
 
 
 def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
-    """Return the time until which a request may wait: its own limit or the server's, if earlier. Raises 400."""
+    """Return the time until which a request may wait for a load. Raises 400.
+
+    It is the earliest of the request's time limits, the server's, and `--load-timeout`.
+    """
     terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
     return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
 

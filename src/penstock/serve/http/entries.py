@@ -39,7 +39,7 @@ class Entry:
     path: str
     """Without the query, which may contain a secret."""
     began_ns: int = 0
-    """The end of its head, by the server's clock."""
+    """When its head was complete, by the server's clock."""
     ended_ns: int = 0
     ended_unix_ns: int = 0
     key: str = ""
