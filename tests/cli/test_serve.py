@@ -185,7 +185,7 @@ def test_a_bad_chat_template_is_told(penstock: Penstock, tiny_model: Path) -> No
         (["--api-key-file", "blank"], "contains no key"),
         (["--ssl-certfile", "nowhere"], "There is no file nowhere."),
         (["--ssl-certfile", "blank"], "The TLS files cannot be used"),
-        (["--ssl-keyfile", "blank"], "needs its certificate"),
+        (["--ssl-keyfile", "blank"], "--ssl-certfile is not"),
     ],
 )
 def test_keys_and_certificates_are_checked_before_anything_is_fetched(

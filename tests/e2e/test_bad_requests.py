@@ -82,8 +82,8 @@ CASES = {
         Case(b'"Hi"', NO_OBJECT),
     ],
     "invalid UTF-8": [
-        Case(b'{"prompt": "\xff\xfe"}', NOT_UTF_8, "byte 0xff after 12 bytes"),
-        Case(b'{"prompt": "\xc3"}', NOT_UTF_8, "byte 0xc3 after 12 bytes"),
+        Case(b'{"prompt": "\xff\xfe"}', NOT_UTF_8, "byte 0xff at offset 12"),
+        Case(b'{"prompt": "\xc3"}', NOT_UTF_8, "byte 0xc3 at offset 12"),
         Case(b'{"prompt": "\xed\xa0\x80"}', NOT_UTF_8),
         Case(rb'{"prompt": "\ud800"}', NOT_JSON, "surrogate"),
         Case('{"prompt": "Hi"}'.encode("utf-16"), NOT_UTF_8),
@@ -168,9 +168,9 @@ CASES = {
         Case(b"\0" * 3 * MAX_BODY_BYTES, "4194304", code="request_too_large", status=413, path=CHAT),
     ],
     "wrong content type": [
-        Case(prompt(), "came as 'text/plain'", JSON, content_type="text/plain"),
-        Case(b"prompt=Hi", "came as 'application/x-www-form-url", JSON, content_type="application/x-www-form-urlencoded"),
-        Case(chat(), "came as 'multipart/form-data", JSON, content_type="multipart/form-data; boundary=x", path=CHAT),
+        Case(prompt(), "content type 'text/plain'", JSON, content_type="text/plain"),
+        Case(b"prompt=Hi", "content type 'application/x-www-form-url", JSON, content_type="application/x-www-form-urlencoded"),
+        Case(chat(), "content type 'multipart/form-data", JSON, content_type="multipart/form-data; boundary=x", path=CHAT),
     ],
 }
 

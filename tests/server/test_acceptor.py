@@ -374,7 +374,7 @@ def test_the_limit_of_open_files_leaves_so_many_connections(monkeypatch, beside,
 @pytest.mark.parametrize(("soft", "asked"), [(64, None), (256, 250)])
 def test_too_low_a_limit_of_open_files_is_told_with_a_remedy(monkeypatch, soft, asked):
     limit_open_files(monkeypatch, soft)
-    with pytest.raises(ConfigError, match=f"may have {soft}.*ulimit -Hn"):
+    with pytest.raises(ConfigError, match=f"may open only {soft}.*ulimit -Hn"):
         connection_limit(ServerConfig(max_connections=asked))
 
 

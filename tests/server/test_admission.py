@@ -141,9 +141,9 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
 @pytest.mark.parametrize(
     ("header", "setting", "words"),
     [
-        ("X-Queue-Timeout-Ms", "queue_timeout_s", "No turn came within the 20000 ms"),
-        ("X-First-Token-Timeout-Ms", "first_token_timeout_s", "No token came within 20000 ms"),
-        ("X-Deadline-Ms", "request_timeout_s", "deadline has passed, 20000 ms"),
+        ("X-Queue-Timeout-Ms", "queue_timeout_s", "not started within the 20000 ms"),
+        ("X-First-Token-Timeout-Ms", "first_token_timeout_s", "No token was generated within 20000 ms"),
+        ("X-Deadline-Ms", "request_timeout_s", "did not finish within its deadline of 20000 ms"),
     ],
 )
 async def test_who_waits_too_long_is_told_which_limit_that_was(source, header, setting, words):

@@ -88,7 +88,7 @@ async def test_where_nothing_is_remembered_it_is_said():
 def test_the_steps_of_a_cluster_are_elsewhere():
     with cluster() as made:
         answer = httpx.get(made.server.url + URL, params={"seconds": "0.01"})
-        assert (answer.status_code, "its replicas" in answer.text) == (400, True)
+        assert (answer.status_code, "runs on replicas" in answer.text) == (400, True)
 
 
 def test_its_size_is_bounded():

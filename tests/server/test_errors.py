@@ -196,12 +196,12 @@ async def test_malformed_json_is_a_400(client, content):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"prompt": "\xff"}', "The body is not UTF-8, as JSON has to be: byte 0xff after 12 bytes, line 1 column 13."),
-        ('{\n"prompt": "éé'.encode() + b'\xe2\x82"}', "byte 0xe2 after 17 bytes, line 2 column 14."),
-        (b'{"prompt": "\xed\xa0\x80"}', "The body is not UTF-8, as JSON has to be: byte 0xed after 12 bytes"),
-        ('{"prompt": "a"}'.encode("utf-16"), "byte 0xff after 0 bytes, line 1 column 1."),
-        (b'{"prompt": "\\ud800"}', "a \\u escape is half a surrogate pair, without the other half: line 1 column 13."),
-        (b'{"prompt": "x\\udc00"}', "a \\u escape is half a surrogate pair, without the other half: line 1 column 14."),
+        (b'{"prompt": "\xff"}', "The body is not UTF-8, which JSON requires: byte 0xff at offset 12 (line 1 column 13)."),
+        ('{\n"prompt": "éé'.encode() + b'\xe2\x82"}', "byte 0xe2 at offset 17 (line 2 column 14)."),
+        (b'{"prompt": "\xed\xa0\x80"}', "The body is not UTF-8, which JSON requires: byte 0xed at offset 12"),
+        ('{"prompt": "a"}'.encode("utf-16"), "byte 0xff at offset 0 (line 1 column 1)."),
+        (b'{"prompt": "\\ud800"}', "unpaired surrogate in a \\u escape at line 1 column 13."),
+        (b'{"prompt": "x\\udc00"}', "unpaired surrogate in a \\u escape at line 1 column 14."),
         (b'{"prompt" "a"}', "The body is not valid JSON: expected ':'"),
         *[(b'{"seed": %s}' % number, "a number is out of range.") for number in (b"1e400", b"9" * 400, b"9" * 5000)],
         (b'{"prompt": %s1%s}' % (b"[" * 800, b"]" * 800), "it is nested in more than 800 levels."),
@@ -423,8 +423,8 @@ async def test_passed_deadline_is_a_408():
             error = check(await ask, 408, "deadline_exceeded")
             assert (await ask).headers["x-should-retry"] == "false"  # OpenAI's client repeats other 408s.
         executor.open()
-    assert "5 ms after the request came (X-Deadline-Ms or --request-timeout)" in error["message"]
-    assert "waited 0 ms for its turn and ran for 6 ms; tokens generated: 0." in error["message"]
+    assert "within its deadline of 5 ms (X-Deadline-Ms or --request-timeout)" in error["message"]
+    assert "was queued for 0 ms and ran for 6 ms; tokens generated: 0." in error["message"]
     assert "Allow more time" in error["message"]
 
 

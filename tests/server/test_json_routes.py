@@ -48,7 +48,7 @@ async def test_what_says_that_it_is_json_is_read(client, content_type):
 async def test_what_says_that_it_is_something_else_is_not(client, content_type):
     response = await client.post(COMPLETIONS, content=BODY, headers={"Content-Type": content_type})
     error = check(response, 400, "invalid_request_error")
-    told = f"The body came as {content_type!r}. Send JSON with the header 'Content-Type: application/json'."
+    told = f"The body has the content type {content_type!r}. Send JSON with the header 'Content-Type: application/json'."
     assert error["message"] == told
 
 

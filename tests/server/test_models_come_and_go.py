@@ -371,7 +371,7 @@ async def test_too_many_that_wait_are_turned_away():
         await until(lambda: world.of["a"].num_waiting == 2)
         refused = await world.client.post("/v1/completions", json=ASK)
         assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
-        assert "2 requests wait for a to be loaded" in refused.json()["error"]["message"]
+        assert "2 requests are already waiting for a to be loaded" in refused.json()["error"]["message"]
         world.may_load.set()
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
 

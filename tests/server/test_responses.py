@@ -482,7 +482,11 @@ WRONG = [
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
     ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "not supported"),
     ({"tools": [FUNCTIONS[1], FUNCTIONS[1]]}, "tools[1].name", "the name of another tool"),
-    ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "none of the 'tools' has"),
+    (
+        {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}},
+        "tool_choice.name",
+        "not the name of a tool",
+    ),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search' is not supported"),
     ({"tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now", "x": 1}}, "tool_choice.x", "Unknown parameter"),

@@ -200,7 +200,7 @@ async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
-    assert (answer.status_code, "small is needed for the question, and is not an embedding model" in answer.text) == (500, True)
+    assert (answer.status_code, "small should be an embedding model, but is not" in answer.text) == (500, True)
 
 
 async def test_a_question_is_embedded_as_the_fit_embedded_it(monkeypatch) -> None:

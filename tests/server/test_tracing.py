@@ -400,7 +400,7 @@ def test_traces_that_are_lost_at_the_end_are_told(monkeypatch, caplog):
 
 @pytest.mark.parametrize("url", ["localhost:4318", "http://", "http://h:99999", "http://me:hush@h:4318", "http://h?key=hush"])
 def test_an_address_that_is_none_is_refused_and_one_with_a_secret(url, monkeypatch, caplog):
-    with pytest.raises(ConfigError, match="URL of a server") as refused:
+    with pytest.raises(ConfigError, match="a server's URL") as refused:
         sender_of(ServerConfig(otlp_endpoint=url))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     assert sender_of(ServerConfig()) is None, "other programs may understand it"

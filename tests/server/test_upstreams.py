@@ -161,7 +161,7 @@ def texts(answer) -> str:
         ("401", 502, "far refuses this server's key"),
         ("404", 502, "far answered with status 404: no such model"),
         ("429", 429, "far is busy"),
-        ("not JSON", 502, "it sent what is not a JSON object"),
+        ("not JSON", 502, "it sent data that is not a JSON object"),
         ("not an answer", 502, "its answer has no choices"),
         ("hangs up", 502, "the connection broke"),
         ("cut", 502, "the connection broke"),
@@ -194,7 +194,7 @@ async def test_what_is_wrong_with_the_request_is_told_and_nobody_else_is_asked(n
     ("script", "says"),
     [
         (streams(event("far"), event(" away")[:30], ends=False), "the connection broke"),
-        (streams(event("far"), b"data: nonsense\n\n"), "it sent what is not a JSON object"),
+        (streams(event("far"), b"data: nonsense\n\n"), "it sent data that is not a JSON object"),
         (streams(event("far"), b'data: {"error": {"message": "out of memory"}}\n\n'), "with an error: out of memory"),
         (streams(event("far")), "closed the connection before the end"),
     ],

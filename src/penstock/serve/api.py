@@ -161,7 +161,7 @@ class Refused:
 
 def without_folder(*routes: str) -> list[Refused]:
     """Return what answers at the routes of files and batches, if the server has no folder for them."""
-    reason = "This server keeps no files and batches: start it with --jobs-dir and a folder."
+    reason = "This server does not store files or batches. To enable them, start it with --jobs-dir FOLDER."
     return [Refused(at, reason, code="not_enabled") for at in routes]
 
 

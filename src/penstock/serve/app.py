@@ -190,7 +190,7 @@ def _upstreams(deployment: Deployment, config: ServerConfig) -> dict[str, Upstre
         if unknown := {*upstream.never_keys} - names:
             raise ConfigError(
                 f"The upstream {upstream.name} names the API key {min(unknown)!r}, which the server does not have.",
-                remedy="Correct never_keys, or the file of keys.",
+                remedy="Correct never_keys, or add the key to the key file.",
             )
     import httpx2
 
@@ -322,7 +322,7 @@ def _http_exception_handler(
         if error.status_code == 405 and methods:
             error.headers = {"Allow": ", ".join(sorted(methods))}
             if b"sec-websocket-key" in headers_of(request.scope):
-                message = "This server does not speak WebSocket: send the request over HTTP."
+                message = "This server does not support WebSocket. Send a plain HTTP request."
                 error = ApiError(426, message, code="websocket_not_supported", headers=error.headers | {"Upgrade": "HTTP/1.1"})
         return from_http_exception(error, request.method, request.url.path).response(words_of(request.scope))
 

@@ -38,7 +38,7 @@ class PipelineOpen(ApiError):
     """A request names a pipeline, which has not looked up its question yet. The message is for routes without questions."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        message = f"{pipeline.name} is a pipeline, which answers questions. Name a model."
+        message = f"{pipeline.name} is a pipeline, but this request needs a model. Name a model instead."
         super().__init__(400, message, code="invalid_value", param="model")
         self.pipeline = pipeline
 
@@ -47,9 +47,8 @@ class UpstreamChosen(ApiError):
     """The route of a request has chosen a model of another server. The message is for routes that can't go there."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(
-            400, f"{name} is a model of another server, and only writes text.", code="invalid_value", param="model"
-        )
+        message = f"{name} is a model on another server, which answers only chats and completions."
+        super().__init__(400, message, code="invalid_value", param="model")
         self.name = name
 
 
@@ -58,7 +57,7 @@ class RouteOpen(ApiError):
 
     def __init__(self, route: Route, name: str) -> None:
         """`name`: the request's, of the route or of a pipeline over it."""
-        message = f"{route.name} is a route, which chooses a model for a question. Name a model."
+        message = f"{route.name} is a route, but this request needs a model. Name a model instead."
         super().__init__(400, message, code="invalid_value", param="model")
         self.route, self.name = route, name
 
@@ -273,6 +272,9 @@ class Asked:
         claim = claim_of(terms.owner.tenant, self.data)
         call = make_call(request, running, terms, adapter, num_bytes=len(self.data), claim=claim)
         if course.check is not None and not can_be_replaced(call):
-            raise invalid("This pipeline checks its answers: ask for one, to a text, in a free form and without tools.")
+            raise invalid(
+                "This pipeline checks its answers. Request one answer to one text, without tools, a response format, a suffix, "
+                "beam search or prompt log-probabilities."
+            )
         routed = course.routed
         return call if routed is None or routed.trial is None else routed.trial.prepared(call)

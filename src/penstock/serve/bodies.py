@@ -33,7 +33,6 @@ from penstock import fast_json
 from penstock.calls.check import MAX_CHOICES as MAX_CHOICES
 from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
-from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS
 
 _log = logging.getLogger(__name__)
@@ -87,7 +86,9 @@ class NotYet:
         return f" (accepted: null or {' or '.join(fast_json.dumps(value).decode() for value in self.neutral)})"
 
     def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"description": "Not supported yet: only values that ask for nothing are accepted."}
+        return {
+            "description": "Not supported yet. Only null, or a value that means the same as leaving the field out, is accepted."
+        }
 
 
 class NoEffect:
@@ -390,14 +391,14 @@ def _why_no_json(data: bytes, error: fast_json.DecodeError) -> str:
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         byte = data[wrong.start]
         return (
-            f"The body is not UTF-8, as JSON has to be: byte 0x{byte:02x} after {counted(wrong.start, 'byte')}, "
-            f"line {line} column {column}."
+            f"The body is not UTF-8, which JSON requires: byte 0x{byte:02x} at offset {wrong.start} "
+            f"(line {line} column {column})."
         )
     if "out of range" in error.msg:  # the parser does not say where
         return _OUT_OF_RANGE
     if "surrogate" in error.msg:
         place = f"line {error.lineno} column {error.colno}"
-        return f"The body is not valid JSON: a \\u escape is half a surrogate pair, without the other half: {place}."
+        return f"The body is not valid JSON: unpaired surrogate in a \\u escape at {place}."
     return f"The body is not valid JSON: {error}."
 
 
@@ -416,7 +417,7 @@ def _count(data: bytes, marks: bytes) -> int:
 def check_depth(value: Any, param: str) -> None:
     """Raise 400 if the value is nested too deeply for templates and grammars, which recurse."""
     if fast_json.is_deeper(value, MAX_VALUE_DEPTH):
-        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param)
+        raise invalid(f"'{param}' is nested too deeply: at most {MAX_VALUE_DEPTH} levels are allowed.", param)
 
 
 # Fields in the form of OpenAI and vLLM, which several APIs share

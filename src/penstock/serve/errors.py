@@ -188,12 +188,12 @@ def version_not_supported() -> ApiError:
 
 
 _LIMITS = {
-    RejectReason.DEADLINE: "The deadline has passed, {} ms after the request came (X-Deadline-Ms or --request-timeout). ",
+    RejectReason.DEADLINE: "The request did not finish within its deadline of {} ms (X-Deadline-Ms or --request-timeout). ",
     RejectReason.QUEUE_TIMEOUT: (
-        "No turn came within the {} ms that the request may wait (X-Queue-Timeout-Ms or --queue-timeout). "
+        "The request was not started within the {} ms that it may wait (X-Queue-Timeout-Ms or --queue-timeout). "
     ),
     RejectReason.FIRST_TOKEN_TIMEOUT: (
-        "No token came within {} ms after the request (X-First-Token-Timeout-Ms or --first-token-timeout). "
+        "No token was generated within {} ms (X-First-Token-Timeout-Ms or --first-token-timeout). "
     ),
 }
 
@@ -202,8 +202,8 @@ def deadline_exceeded(reason: RejectReason, allowed_ms: float, queue_ms: float, 
     """Return a 408 with the allowed time, and the times of waiting and running."""
     return past_deadline(
         _LIMITS[reason].format(f"{allowed_ms:g}")
-        + f"It waited {queue_ms:.0f} ms for its turn and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
-        "Allow more time, ask for fewer tokens, or send it when the server is less busy."
+        + f"The request was queued for {queue_ms:.0f} ms and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
+        "Allow more time, request fewer tokens, or retry when the server is less busy."
     )
 
 
@@ -235,7 +235,7 @@ def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
 
 def stays_here(name: str) -> ApiError:
     """Return the 403 for a request that must not go to another server. `name`: of its route"""
-    message = f"The request can't go to another server, and the route {name} has no other model for it."
+    message = f"The request can't be sent to another server, and the route {name} has no local model that may answer it."
     return ApiError(403, message, code="stays_here")
 
 

@@ -69,5 +69,5 @@ def as_object(data: bytes) -> dict[str, Any]:
     except fast_json.DecodeError:
         value = None
     if not isinstance(value, dict):
-        raise Garbage("it sent what is not a JSON object")
+        raise Garbage("it sent data that is not a JSON object")
     return value

@@ -122,7 +122,7 @@ def _named(one: Any, names: Sequence[str], param: str, *, is_nested: bool) -> st
     if not isinstance(name, str):
         raise invalid(f"'{param}.name' must be a string.", f"{param}.name")
     if name not in names:
-        raise invalid(f"'{param}.name' is {name[:64]!r}, which none of the 'tools' has.", f"{param}.name")
+        raise invalid(f"'{param}.name' is {name[:64]!r}, which is not the name of a tool in 'tools'.", f"{param}.name")
     return name
 
 
@@ -266,7 +266,7 @@ def check_results(messages: Sequence[Message]) -> None:
 def _role(role: Any, param: str) -> str:
     """Return the role, with `developer` as `system`. Raises 400."""
     if role == "function":
-        raise invalid(f"'{param}' 'function' is not supported: send the role 'tool', which took its place.", param)
+        raise invalid(f"'{param}' 'function' is not supported. Use the role 'tool' instead.", param)
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"'{param}' must be one of {', '.join(_ROLES)}.", param)
     return "system" if role == "developer" else role

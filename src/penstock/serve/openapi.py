@@ -176,12 +176,12 @@ _OF_ALL: Mapping[int, str] = MappingProxyType(
         413: "The body is too large",
         431: "The address and the headers are too large",
         500: "A fault of the server; its log says more",
-        503: "Not now: the server starts, drains or loads the model",
+        503: "Temporarily unavailable: the server is starting, draining or loading the model",
     }
 )
 """Statuses of errors that any operation may answer with, and what they mean."""
-_OF_NAMES: Mapping[int, str] = MappingProxyType({404: "Nothing has this name"})
-_OF_DEEDS: Mapping[int, str] = MappingProxyType({403: "Not with this key, or not from a page of another site"})
+_OF_NAMES: Mapping[int, str] = MappingProxyType({404: "Nothing with this name exists"})
+_OF_DEEDS: Mapping[int, str] = MappingProxyType({403: "The key does not allow this, or a page of another site sent it"})
 _OF_BODIES: Mapping[int, str] = MappingProxyType(
     {
         **_OF_NAMES,

@@ -46,7 +46,7 @@ class PipelineFiller:
         config = pipeline.config
         question = await self._questions.read(data)
         if not question:
-            raise invalid(f"{config.name} answers questions from documents, and this request has no text.", "messages")
+            raise invalid(f"{config.name} answers questions from documents, but the request contains no text.", "messages")
         course = course_of(http.scope)
         hits = course.hits
         if hits is None:

@@ -65,11 +65,11 @@ class QuestionReader:
     def _encoder(self, name: str, task: Task, kind: str) -> tuple[RunningModel, EncoderInfo]:
         served = self._reader.deployment.find(name)
         if served is None:
-            raise unavailable(f"{name}, {kind}, is needed for the question, and is not there any more.")
+            raise unavailable(f"The request needs {name}, {kind}, which is no longer served.")
         running = served.answerer()
         encoder = running.model.encoder
         if encoder is None or encoder.task is not task:
-            raise misconfigured(f"{name} is needed for the question, and is not {kind}. Name another model.")
+            raise misconfigured(f"{name} should be {kind}, but is not. Name another model in the route or pipeline.")
         return running, encoder
 
     async def _read(

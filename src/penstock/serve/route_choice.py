@@ -129,5 +129,8 @@ class RouteChooser:
             return None
         states = await self._questions.embed(embedder, question, data, http)
         if len(states) != 4 * learned.route.by_question.width:
-            raise unavailable(f"The route was fitted to vectors of another length than {embedder} has. Fit it anew.")
+            raise unavailable(
+                f"The route was fitted to vectors of a different length than those of {embedder}. Fit it again "
+                "(`penstock route fit`)."
+            )
         return states, question

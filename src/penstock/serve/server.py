@@ -93,7 +93,7 @@ class Server:
         self, deployment: Deployment, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
     ) -> None:
         if config.ssl_keyfile and not config.ssl_certfile:
-            raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
+            raise ConfigError("--ssl-keyfile is set, but --ssl-certfile is not.", remedy="Set --ssl-certfile as well.")
         logs = config.log_requests or config.slow_request_s is not None
         self._request_log = RequestLog(config.log_requests, config.slow_request_s) if logs else None
         sender = sender_of(config)

@@ -125,7 +125,7 @@ def _priority(from_header: int | None, from_body: int | None, least: int | None,
     if priority and not can_prioritise:
         subject, param = ("'priority'", "priority") if from_body else ("The header X-Priority", _PRIORITY)
         raise invalid(
-            f"{subject} is {priority}, but the server's waiting order does not look at priorities: that needs "
+            f"{subject} is {priority}, but the server ignores priorities unless it is started with "
             "`penstock serve --policy priority`.",
             param,
         )

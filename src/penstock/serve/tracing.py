@@ -64,8 +64,8 @@ def sender_of(config: ServerConfig) -> SpanSender | None:
 
 def _connect(url: str) -> SpanSender:
     if not is_address(url):
-        cause = "The collector is not named by the URL of a server, without a password or a query."
-        raise ConfigError(cause, remedy="Write it as http://127.0.0.1:4318. OTEL_EXPORTER_OTLP_HEADERS may have a key.")
+        cause = "The address of the trace collector must be a server's URL without a password or query."
+        raise ConfigError(cause, remedy="Write it as http://127.0.0.1:4318. Put a key into OTEL_EXPORTER_OTLP_HEADERS.")
     try:
         from penstock.obs.otlp import SpanSender
     except ImportError as error:

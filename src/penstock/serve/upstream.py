@@ -157,11 +157,11 @@ class Upstream:
             raise Rejected(refusal.reason, refusal.detail, retry_after_s=wait_s)
         if self._num_open >= most:
             self.results["refused"] += 1
-            raise overloaded(f"{self.config.name} has {most} requests of this server already (max_concurrent).", 1.0)
+            raise overloaded(f"{self.config.name} already has {most} requests from this server (max_concurrent).", 1.0)
         turn = self._breaker.begin()
         if not isinstance(turn, Turn):
             self.results["refused"] += 1
-            raise unavailable(f"{self.config.name} failed just now, and is left alone for a while.", turn / 1e9)
+            raise unavailable(f"{self.config.name} has failed repeatedly, so requests to it are paused.", turn / 1e9)
         account = None if terms.limits is None else self._tenants.hold(demand)
         exchange = Exchange(self.config, self.clock, question, terms, turn, span)
         self._num_open += 1

@@ -123,7 +123,7 @@ class UpstreamStream(Response):
             if not self._is_done and not (self._ended and all(self._ended.values())):
                 raise Garbage("it closed the connection before the end")
         except TimeoutError:
-            return self._fail(exchange.was_late("The deadline has passed while the answer was streamed."), http)
+            return self._fail(exchange.was_late("The deadline passed while the answer was being streamed."), http)
         except (Garbage, httpx2.HTTPError, httpx2.StreamError, OSError) as error:
             return self._fail(exchange.failed(error), http)
         exchange.succeeded(self._usage)

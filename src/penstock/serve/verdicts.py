@@ -42,10 +42,10 @@ class Verdicts:
         """Return the model of this name. Raises `ModelAway` if it is not loaded, and `ApiError`."""
         served = self._reader.deployment.find(name)
         if served is None:
-            raise unavailable(f"{name} is needed to judge an answer, and is not there any more.")
+            raise unavailable(f"{name} is needed to judge an answer, but is no longer served.")
         running = served.answerer()
         if running.model.encoder is not None:
-            raise misconfigured(f"{name} is to judge answers, and writes no text. Name another model in the route or pipeline.")
+            raise misconfigured(f"{name} can't judge answers: it is an encoder. Name another model in the route or pipeline.")
         return running
 
     async def odds(

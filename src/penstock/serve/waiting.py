@@ -238,8 +238,8 @@ class Waits:
         course.loads[name] += 1
         if course.loads[name] > MAX_LOADS:
             raise unavailable(
-                f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. The memory "
-                "may not hold all models that the request needs at once."
+                f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. There "
+                "may not be enough memory for all the models that the request needs together."
             )
         if served is None:  # it was removed: the endpoint, called again, answers 404
             return
@@ -274,7 +274,7 @@ class _AdapterLooks:
         is_under_way = name in self._looks
         num_names = len(self._looks) + (not is_under_way)
         if max(self._num_asking + 1, num_names) > MAX_LOOKS or self._num_asking_bytes + num_bytes > MAX_WAITING_BYTES:
-            raise unavailable("Too many requests wait for the folder of adapters. Its disk may be slow.")
+            raise unavailable("Too many requests are waiting for a search of the adapter folder. Its disk may be slow.")
         self._num_asking += 1
         self._num_asking_bytes += num_bytes
         try:
@@ -284,7 +284,9 @@ class _AdapterLooks:
                     found = await asyncio.shield(self._look(name))
                 return found
         except TimeoutError:
-            message = f"The disk did not say within {MAX_LOOK_S:g} s whether there is an adapter {shorten(name)!r}."
+            message = (
+                f"The adapter folder could not be searched for {shorten(name)!r} within {MAX_LOOK_S:g} s. Its disk may be slow."
+            )
             raise unavailable(message, MAX_LOOK_S) from None
         finally:
             self._num_asking -= 1
@@ -309,7 +311,7 @@ async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, nu
     Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
     """
     if served.num_waiting >= served.max_waiting or served.num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-        detail = f"{served.num_waiting} requests wait for {served.name} to be loaded already"
+        detail = f"{served.num_waiting} requests are already waiting for {served.name} to be loaded"
         raise _refused(served, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
     future = deployment.want(served)  # load it even if this request can't wait so long
@@ -356,7 +358,7 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
             raise unavailable(str(error)) from None
         except OSError as error:
             _log.warning("the folder of adapters can't be asked for %r: %s", name, error)
-            raise unavailable(f"The folder of adapters can't be read: {error.strerror}.") from None
+            raise unavailable(f"The adapter folder can't be read: {error.strerror}.") from None
         if adapter is not None:
             return served, adapter
     return None

@@ -129,7 +129,7 @@ class Acceptor:
         """Return a 503 for a request beyond the limit, and count it for the log."""
         self._num_refused += 1
         self._report()
-        return unavailable(f"All {self._max_connections} connections (--max-connections) have a request.")
+        return unavailable(f"All {self._max_connections} connections (--max-connections) are busy.")
 
     def idle(self, connection: Connection) -> None:
         """Count the connection as idle, so that it may be closed for others."""
@@ -181,7 +181,7 @@ class Acceptor:
         self._report()
         del self._idle_since_s[connection]
         self.idle(connection)  # Still idle while it closes, but last in line.
-        connection.leave(unavailable("Other connections need the place of this one, whose request has not come."))
+        connection.leave(unavailable("The server has too many connections. It closed this one: its request was incomplete."))
         self._loop.call_later(_CLOSING_S, connection.cut_off)
 
     def _pause(self) -> None:

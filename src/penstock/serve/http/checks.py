@@ -161,8 +161,8 @@ def require_admin(scope: Scope) -> None:
     """Raise 401 or 403 unless `is_admin`."""
     if not is_admin(scope):
         if not key_name(scope):
-            raise invalid_api_key("This needs an admin's key. Send the header 'Authorization: Bearer <key>'.")
-        message = "This needs an admin's key: one that the server was started with as --admin-api-key."
+            raise invalid_api_key("This request needs an admin key. Send the header 'Authorization: Bearer <key>'.")
+        message = "This request needs an admin key (--admin-api-key). The key that was sent is not one."
         raise ApiError(403, message, code="admin_key_required", error_type="permission_error")
 
 
@@ -360,7 +360,7 @@ def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
     if name == "Authorization":
         scheme, _, key = key.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
-            raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
+            raise invalid_api_key("The header Authorization has no bearer token. Send 'Authorization: Bearer <key>'.")
     found = keys.find(key.strip())
     if found is None:
         raise invalid_api_key("The API key is wrong.")
@@ -377,7 +377,10 @@ def _keep_other_sites_out(scope: Scope) -> None:
     headers = headers_of(scope)
     is_json = headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
     if scope["method"] == "POST" and not is_json and _is_of_another_site(headers):
-        message = "A page of another site sent this, and not as application/json: it is refused, as the server asks for no key."
+        message = (
+            "Refused: a page of another site sent this without the content type application/json, and this server requires no "
+            "API key."
+        )
         raise ApiError(403, message, code="cross_site_request", error_type="permission_error")
 
 
@@ -440,7 +443,7 @@ async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
         raise not_an_object()
     if not of_any_type and not _is_json(scope):
         told = shorten(headers_of(scope)[b"content-type"].decode("latin-1"))
-        raise invalid(f"The body came as {told!r}. Send JSON with the header 'Content-Type: application/json'.")
+        raise invalid(f"The body has the content type {told!r}. Send JSON with the header 'Content-Type: application/json'.")
     return data
 
 

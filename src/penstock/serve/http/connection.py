@@ -436,7 +436,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if is_held_back or self._num_bytes >= MIN_BYTES_PER_CHECK:
             self._start_read_timer()
         else:
-            message = f"The request is incomplete: almost nothing of it came within {self.read_timeout_s:g} s. Send it again."
+            message = f"The request is incomplete: almost no data arrived within {self.read_timeout_s:g} s. Send it again."
             self._refuse(ApiError(408, message, code="request_timeout", error_type="timeout_error"))
 
     # Waiting for the client to take an answer

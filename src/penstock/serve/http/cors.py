@@ -85,7 +85,7 @@ class Cors:
 
 def _checked(origin: str) -> bytes:
     """Return an origin as browsers write it: in small letters, without the scheme's default port."""
-    remedy = "Write each as https://example.org, localhost:3000 or localhost, after an --allowed-origins of its own; * is any."
+    remedy = "Give one --allowed-origins for each: https://example.org, localhost:3000 or localhost. * allows any origin."
     try:
         parts = urlsplit(origin.strip())
         port, host = parts.port, parts.hostname or ""

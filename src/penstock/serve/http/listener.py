@@ -58,7 +58,7 @@ def connection_limit(config: ServerConfig) -> int:
     wanted = asked or 1
     if num_files != resource.RLIM_INFINITY and wanted > num_files - num_taken:
         raise ConfigError(
-            f"{wanted} connections need {wanted + num_taken} open files, and the process may have {num_files}.",
+            f"{wanted} connections need {wanted + num_taken} open files, but the process may open only {num_files}.",
             remedy="Raise that limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit), or lower --max-connections.",
         )
     if asked is not None:
@@ -71,5 +71,5 @@ def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
         remedy = "Stop it, or choose another port with --port (0 takes a free one)."
         return ConfigError(f"Port {port} on {host} is already in use, perhaps by another Penstock.", remedy=remedy)
     if error.errno == errno.EACCES:
-        return ConfigError(f"Port {port} may not be opened by this user.", remedy="Choose one above 1023 with --port.")
+        return ConfigError(f"This user is not allowed to listen on port {port}.", remedy="Choose one above 1023 with --port.")
     return ConfigError(f"The address {host}:{port} cannot be opened: {error.strerror}.", remedy="Check --host and --port.")

@@ -71,7 +71,9 @@ class LifeEndpoint:
         """Read a cluster's configuration again, and replace the models whose settings have changed before answering."""
         require_admin(http.scope)
         if (update := self._deployment.update) is None:
-            raise invalid("This server is not a cluster: stop it and start it with other settings.")
+            raise invalid(
+                "This server is not a cluster, so it can't be reconfigured while it runs. Restart it with the new settings."
+            )
         try:
             changes = await asyncio.to_thread(update)
         except Rejected as error:  # the server ends

@@ -73,7 +73,7 @@ class PoolEndpoint:
                 try:
                     drawn = running.engine.pool_map()
                 except TimeoutError as error:
-                    raise unavailable(f"The pool can't be drawn now: {error}.") from error
+                    raise unavailable(f"The map of the KV pool is not available now: {error}.") from error
                 self._drawn[running.name] = now_ns, drawn
             return drawn
 

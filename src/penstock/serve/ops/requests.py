@@ -150,8 +150,8 @@ class RequestsEndpoint:
                     return _call(told)
             raise ApiError(
                 404,
-                f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
-                "(see --explained-requests), was refused before it came to the engine, or never came.",
+                f"The server remembers no request {shorten(request_id)!r} of yours. It ended too long ago (see "
+                "--explained-requests), was refused before it reached the engine, or never arrived.",
                 code="request_not_found",
             )
 
@@ -164,8 +164,8 @@ class RequestsEndpoint:
         if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise ApiError(
                 404,
-                f"No request {shorten(request_id)!r} of yours is running. Close its connection if it waits for its model or "
-                "grammar.",
+                f"You have no running request {shorten(request_id)!r}. To cancel one that still waits for its model or "
+                "grammar, close its connection.",
                 code="request_not_found",
             )
         return {"id": request_id, "object": "request", "cancelled": True}

@@ -31,8 +31,8 @@ class TraceEndpoint:
         running = find_served(http.query_params.get("model"), self._deployment).answerer()
         journal = running.journal
         if not isinstance(journal, Journal):
-            why = "--explained-requests is 0" if journal is None else "its replicas compute it"
-            raise invalid(f"{running.name} can't be watched here: {why}.", "model")
+            why = ": --explained-requests is 0" if journal is None else " here: it runs on replicas"
+            raise invalid(f"{running.name} can't be traced{why}.", "model")
         if self._is_busy:
             raise ApiError(409, "Another trace is being taken.", code="trace_running", error_type="invalid_request_error")
         self._is_busy = True
