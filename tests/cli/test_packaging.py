@@ -75,7 +75,7 @@ def test_a_manager_that_is_gone_is_a_warning(
     assert caplog.text == ""
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     notify(READY)
-    assert "was not told READY=1" in caplog.text
+    assert "could not be notified of READY=1" in caplog.text
 
 
 # The unit
@@ -198,4 +198,4 @@ def test_the_images_command_serves_is_healthy_and_tells_the_manager(
             server.kill()
     assert server.returncode == 0, error
     assert "on every network (0.0.0.0:" in out
-    assert "asks for no key" in error
+    assert "requires no key" in error

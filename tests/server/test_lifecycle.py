@@ -85,11 +85,11 @@ class FakeListener:
         ("::1", {}, ""),
         ("127.0.0.1", {"api_keys": ("secret",)}, ""),
         ("0.0.0.0", {"api_keys": ("secret",), "ssl_certfile": "c.pem"}, ""),
-        ("0.0.0.0", {"api_keys": ("secret",)}, "in the clear: give it an --ssl-certfile"),
-        ("0.0.0.0", {}, "asks for no key: give it an --api-key"),
-        ("::", {"ssl_certfile": "c.pem"}, "asks for no key: give it an --api-key"),
-        ("192.0.2.1", {}, "asks for no key: give it an --api-key"),
-        ("127.0.0.1", {"allowed_origins": ("*",)}, "every web page"),
+        ("0.0.0.0", {"api_keys": ("secret",)}, "unencrypted: set --ssl-certfile"),
+        ("0.0.0.0", {}, "requires no key: set --api-key"),
+        ("::", {"ssl_certfile": "c.pem"}, "requires no key: set --api-key"),
+        ("192.0.2.1", {}, "requires no key: set --api-key"),
+        ("127.0.0.1", {"allowed_origins": ("*",)}, "any web page"),
         ("127.0.0.1", {"allowed_origins": ("*",), "api_keys": ("secret",)}, ""),
         ("127.0.0.1", {"allowed_origins": ("https://a",)}, ""),
     ],
@@ -178,7 +178,7 @@ def test_a_part_that_can_not_be_closed_is_an_unclean_end(when, caplog):
     with LiveServer(make_runtime(), ServerConfig(port=0)) as server:
         getattr(server.server._app.state.lifetime, when).append(fail)
     assert not server.server.ended_cleanly
-    assert "a part of the server could not be closed in order" in caplog.text
+    assert "a part of the server failed to close cleanly" in caplog.text
     assert "aborted (--shutdown-timeout)" not in caplog.text
 
 

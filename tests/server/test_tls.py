@@ -107,7 +107,7 @@ def test_a_hangup_without_a_terminal_and_without_files_changes_nothing(caplog):
     with serving(None, None) as server:
         server.server._has_terminal = False
         server.server.handle_signal(signal.SIGHUP, None)
-        wait_until(lambda: "no file of TLS or keys" in caplog.text)
+        wait_until(lambda: "no TLS or key files" in caplog.text)
         assert server.runtime.engine.state.value == "ready"
 
 

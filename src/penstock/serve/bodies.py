@@ -298,7 +298,7 @@ class IgnoredParameters:
                 is_last = len(self._logged) == MAX_LOGGED_NAMES
             _log.warning("the parameter %r is ignored (--ignore-unknown-parameters)", shown)
             if is_last:
-                _log.warning("names of further parameters that are ignored are not logged")
+                _log.warning("further ignored parameters are not logged")
 
 
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:

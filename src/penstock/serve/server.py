@@ -177,7 +177,7 @@ class Server:
             served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
         looks = [running.model.is_priority_scheduled for running in self._deployment.running]
         if any(key.priority for key in self._keys.keys) and looks and not any(looks):
-            _log.warning("the priority of API keys has no effect on the loaded models: that needs --policy priority")
+            _log.warning("the priorities of API keys have no effect on the loaded models without --policy priority")
 
     def reload(self) -> None:
         """Read the files of TLS and keys again. Thread-safe."""
@@ -186,7 +186,7 @@ class Server:
 
     def _reload(self) -> None:
         if self._watch is None:
-            _log.info("there is no file of TLS or keys to read again")
+            _log.info("nothing to reload: the server uses no TLS or key files")
         else:
             self._watch.ask()
 
@@ -234,7 +234,7 @@ class Server:
                 await end()
             except Exception:
                 self.ended_cleanly = False
-                _log.exception("a part of the server could not be closed in order")
+                _log.exception("a part of the server failed to close cleanly")
 
     async def _end(self) -> None:
         timeout_s = self._config.shutdown_timeout_s
@@ -256,7 +256,7 @@ class Server:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
         except Exception:
             self.ended_cleanly = False
-            _log.exception("the engine could not be closed in order")
+            _log.exception("the engine failed to close cleanly")
         finally:
             await self._call(self._app.state.lifetime.closes)
             self._has_ended.set()
@@ -273,7 +273,7 @@ def notify(state: str) -> None:
             sender.connect("\0" + address[1:] if address.startswith("@") else address)  # `@`: an abstract name, unix(7)
             sender.send(state.encode())
     except OSError as error:
-        _log.warning("the service manager was not told %s: %s", state, error)
+        _log.warning("the service manager could not be notified of %s: %s", state, error)
 
 
 def _has_terminal() -> bool:
@@ -290,20 +290,20 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
     address, port = listener.getsockname()[:2]
     has_keys, is_reachable = bool(api_keys(config)), not ipaddress.ip_address(address).is_loopback
     if is_reachable and not has_keys:
-        _log.warning("%s:%d can be reached from other machines, and asks for no key: give it an --api-key", address, port)
+        _log.warning("%s:%d can be reached from other machines and requires no key: set --api-key", address, port)
     if is_reachable and has_keys and not config.ssl_certfile:
         _log.warning(
-            "%s:%d can be reached from other machines, and keys and texts cross the network in the clear: give it an "
-            "--ssl-certfile, unless a proxy before it speaks TLS",
+            "%s:%d can be reached from other machines, and sends keys and texts unencrypted: set --ssl-certfile, unless a "
+            "proxy in front of it terminates TLS",
             address,
             port,
         )
     for path in exposed_paths(config):
-        _log.warning("every user of this machine may read the keys in %s: take that away by `chmod o-r`", path)
+        _log.warning("every user of this machine can read the keys in %s: run `chmod o-r` on it", path)
     if "*" in config.allowed_origins and not has_keys:
         _log.warning(
-            "every web page that someone opens in reach of this server may use it: give it an --api-key, or name the origins "
-            "of the pages instead of --allowed-origins '*'"
+            "any web page opened in a browser that can reach this server may use it: set --api-key, or list the pages' origins "
+            "instead of --allowed-origins '*'"
         )
 
 

@@ -118,7 +118,7 @@ class Tracer:
         self._backlog.close()
         self._sender.close()
         if num_lost := self._num_taken - self._counts[EXPORTED]:
-            _log.warning("traces that the collector did not take: %d", num_lost)
+            _log.warning("traces that were not delivered to the collector: %d", num_lost)
 
     # For the thread.
 

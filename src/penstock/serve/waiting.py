@@ -357,7 +357,7 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
         except ConfigError as error:  # too many names
             raise unavailable(str(error)) from None
         except OSError as error:
-            _log.warning("the folder of adapters can't be asked for %r: %s", name, error)
+            _log.warning("the adapter folder can't be searched for %r: %s", name, error)
             raise unavailable(f"The adapter folder can't be read: {error.strerror}.") from None
         if adapter is not None:
             return served, adapter

@@ -200,8 +200,8 @@ class Acceptor:
         if now_s - self._reported_at_s < _REPORT_EVERY_S:
             return
         _log.warning(
-            "%s%d connections are open; %d may have a request (--max-connections, the limit of open files). "
-            "Since the last such line, idle connections closed for others: %d, requests answered 503: %d",
+            "%s%d connections are open; at most %d may be busy (--max-connections, or the limit of open files). "
+            "Since the last report: idle connections closed %d, requests refused with 503 %d",
             cause,
             len(self.connections),
             self._max_connections,

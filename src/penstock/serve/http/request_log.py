@@ -43,7 +43,7 @@ class RequestLog:
 
     def _tell(self, num_dropped: int) -> None:
         if num_new := num_dropped - self._num_told:
-            _log.warning("requests that were not logged, as the log's reader was too slow: %d", num_new)
+            _log.warning("requests not logged because the reader of the log was too slow: %d", num_new)
             self._num_told = num_dropped
 
     def _is_slow(self, entry: Entry) -> bool:

@@ -45,9 +45,9 @@ class Watched(Generic[_Value]):
         try:
             self._use(await in_daemon(self._read))
         except ConfigError as error:
-            _log.error("%s cannot be read again, so what was read before stays in force: %s", self.name, error)
+            _log.error("%s could not be reloaded, so the previous version stays in force: %s", self.name, error)
         else:
-            _log.info("%s was read again", self.name)
+            _log.info("%s was reloaded", self.name)
 
     def _stamp(self) -> _Stamp:
         """Return a value that changes when a file is written or replaced, also behind a symbolic link."""
@@ -87,4 +87,4 @@ class FileWatch:
                 try:
                     await watched.look(at_once=at_once)
                 except Exception:
-                    _log.exception("%s cannot be read again", watched.name)
+                    _log.exception("%s could not be reloaded", watched.name)
