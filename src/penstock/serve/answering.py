@@ -1,6 +1,6 @@
-"""Runs the call that a request makes, and answers with it, or with what its prompt is.
+"""Runs a request's call and returns the response. Also answers requests about a prompt alone, such as token counts.
 
-A route may hold the answer back until it has decided, so that no client sees what is taken back.
+A route may hold an answer back until it has decided to keep it, so that no client sees a discarded answer.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Made = tuple[Call, NewWriter]
 
 
 def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
-    """Note the call that answers a request."""
+    """Let the request's entry explain this call."""
     if (entry := entry_of(scope)) is not None:
         entry.explain = in_flight.explaining(call)
 
 
 def finish_entry(scope: Scope, entry: Entry) -> None:
-    """Note what only the request's scope has."""
+    """Copy to the entry what only the request's course has: its route, and whether it is a line of a batch."""
     course = course_of(scope)
     entry.route = "" if course.routed is None else course.routed.header.decode()
     entry.is_background = course.is_background
@@ -81,9 +81,9 @@ async def open_call(
 
 
 async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
-    """Check a pipeline's answer, if the pipeline has a check. If the check fails, no other model of its route is asked.
+    """Run the pipeline's check on its answer, if it has one. If the check raises, no other model of the route is tried.
 
-    If the check's model must be loaded first, the route begins again and needs its other models.
+    After `ModelAway`, the check's model is loaded and the request begins again, so the route keeps its other models.
     """
     course = course_of(http.scope)
     if course.check is None:
@@ -123,7 +123,8 @@ async def _of_ensemble(
     course = course_of(http.scope)
     calls: dict[str, tuple[Call, _T]] = {}
     failures: list[ApiError | Rejected | ModelAway] = []
-    # `routed.model` was taken out below to be loaded. If that failed, it is one of the others now.
+    # A model that had to be loaded was removed from `ensemble.models` below. It is `routed.model` now; if its load failed,
+    # `routed.model` is one of the others.
     models = tuple(one for one in ensemble.config.models if one in (routed.model, *ensemble.models))
     routed = course.routed = replace(routed, rest=(), ensemble=replace(ensemble, models=models))
     for name in models:

@@ -1,7 +1,7 @@
 """The description of an API: its routes, its form of errors, and the routes that it refuses. `app` mounts a list of these.
 
-Each API is a folder with an `Api` in its module `routes`. If several APIs have the same path, each of their routes but one has
-a condition `when`.
+Each API is a folder with an `Api` in its module `routes`. If several APIs share a path, all but one of their routes there
+must have a condition, `when`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Lifetime:
 
     starts: list[Callable[[], None]] = field(default_factory=list)
     stops: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Before running requests get their last time to end."""
+    """Called at the beginning of the shutdown, before waiting for running requests."""
     closes: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """After the models have ended."""
+    """Called after all models are closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A route of the original API that this server only answers with an error, such as 501, unless a `Route` is there."""
+    """A route of the original API that this server answers only with an error, such as 501. A `Route` there comes first."""
 
     at: str
     """A method and a path."""

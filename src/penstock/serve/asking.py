@@ -1,7 +1,7 @@
-"""Turns a request of any API into a call: finds the model that it names, if its key allows it, and reads its terms.
+"""Turns a request of any API into a call: finds the model that it names and its key allows, and reads its terms.
 
-Each API makes a call of a checked request by `Asked`, and `answering` runs it. A model that is not loaded, or a choice that a
-route has not made yet, raises an error, and `waiting` calls the endpoint again. The functions may run on any thread.
+APIs build the call with `Asked`, and `answering` runs it. If the model is not loaded, or a route has not chosen one yet, these
+functions raise; `waiting` provides it and calls the endpoint again. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 class PipelineOpen(ApiError):
-    """A request names a pipeline, which has not looked up its question yet. The message is for routes without questions."""
+    """Raised when the named pipeline has not searched for the question yet. `waiting` then has it search.
+
+    Clients see the message only at endpoints without a body.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         message = f"{pipeline.name} is a pipeline, but this request needs a model. Name a model instead."
@@ -44,7 +47,7 @@ class PipelineOpen(ApiError):
 
 
 class UpstreamChosen(ApiError):
-    """The route of a request has chosen a model of another server. The message is for routes that can't go there."""
+    """Raised when a route has chosen an upstream. `waiting` forwards the request there."""
 
     def __init__(self, name: str) -> None:
         message = f"{name} is a model on another server, which answers only chats and completions."
@@ -53,10 +56,13 @@ class UpstreamChosen(ApiError):
 
 
 class RouteOpen(ApiError):
-    """A request names a route, which has not chosen a model yet. The message is for routes without questions."""
+    """Raised when the named route has not chosen a model yet. `waiting` then has it choose.
+
+    Clients see the message only at endpoints without a body.
+    """
 
     def __init__(self, route: Route, name: str) -> None:
-        """`name`: the request's, of the route or of a pipeline over it."""
+        """`name`: the name in the request, of the route or of a pipeline that uses it."""
         message = f"{route.name} is a route, but this request needs a model. Name a model instead."
         super().__init__(400, message, code="invalid_value", param="model")
         self.route, self.name = route, name
@@ -68,7 +74,7 @@ def find_model(name: str | None, deployment: Deployment, scope: Scope) -> Runnin
 
 
 def find_served(name: str | None, deployment: Deployment) -> ServedModel:
-    """Return the model of a name, loaded or not. Raises 404. Adapters are found only after a request has named them."""
+    """Return the model of a name, loaded or not. Raises 404. A folder's adapter is found only once a request has used it."""
     served = deployment.find(name) or deployment.adapters_of(name or "")
     if served is None:
         raise _not_found(name, deployment)
@@ -146,7 +152,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     try:
         if route is not None and not models_of(route, deployment, scope):
             raise _not_found(name, deployment)
-        if name in deployment.pipelines and not allows(scope, name):  # its documents are more than its model
+        if name in deployment.pipelines and not allows(scope, name):  # access to its model does not include its documents
             raise _not_found(name, deployment)
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:

@@ -154,7 +154,7 @@ class Body(BaseModel):
         return names
 
     def check_rules(self) -> None:
-        """Raise 400 for what the types of single fields can't tell. Called for a whole body."""
+        """Raise 400 for errors beyond the types of single fields, such as contradicting fields. Called once per body."""
 
 
 _BodyType = TypeVar("_BodyType", bound=Body)
@@ -368,7 +368,7 @@ _OUT_OF_RANGE = "The body is not valid JSON: a number is out of range."
 
 
 def _narrow(value: Any) -> None:
-    """Make integers beyond 64 bits floats, which no field for integers takes. Raises 400 for one that no float holds."""
+    """Convert integers beyond 64 bits to floats, which integer fields refuse. Raises 400 for one beyond the range of floats."""
     rest = [value]
     while rest:
         outer = rest.pop()

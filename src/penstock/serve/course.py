@@ -1,4 +1,4 @@
-"""The state of a request that outlasts a call of its endpoint: `waiting` may call that again."""
+"""The state of a request across the calls of its endpoint, which `waiting` may repeat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Course:
     is_background: bool = False
     """A line of a batch, which the server itself asks."""
     response_name: str | None = None
-    """The end of the id of a response that is asked again, after `resp_`: by the server, or perhaps by its client."""
+    """The part after `resp_` of the response's id, if the request may be a repetition: the server repeats it after a restart,
+    the client by `Idempotency-Key`."""
     arrival_ns: int | None = None
     """The time of arrival, if the request has waited."""
     waits: WaitTimes = NO_WAITS
@@ -41,7 +42,8 @@ class Course:
     looked_up: LookedUp | None = None
     """The adapter's name that was looked up on the disk, if any."""
     hits: Sequence[Hit] | None = None
-    """Results of a pipeline's search. If the reranker must be loaded first, it may have taken the embedding model's memory."""
+    """Results of the pipeline's search, kept for the next call of the endpoint: loading the reranker may have unloaded the
+    embedding model."""
     check: Check | None = None
     """The check of a pipeline's answer."""
     filled: str = ""

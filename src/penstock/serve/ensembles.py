@@ -1,6 +1,6 @@
 """Ensembles: several models answer one question, and one of the answers is chosen.
 
-All are held back until they have ended, so a stream begins with its whole answer.
+All answers are held back until they are complete, so a stream delivers its answer all at once.
 """
 
 from __future__ import annotations

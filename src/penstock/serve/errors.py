@@ -23,9 +23,9 @@ STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that the client cancelled. No client library retries it."""
 
 BUSY_STATUSES = (429, 502, 503, 504)
-"""Statuses of a server that is busy or fails: a batch asks the line again, a fallback asks its next model."""
+"""Statuses of a busy or failing server: a batch retries the line, and a route tries its next model."""
 TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
-"""Refusals by a limit of the client's own, after which no other model is asked."""
+"""Refusals because of the client's own limits. A route then tries no other model."""
 
 NO_RETRY = {"x-should-retry": "false"}
 """Header that stops OpenAI's and Anthropic's clients from retrying where another try would not change the answer."""
@@ -216,7 +216,7 @@ def cancelled(message: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float | None) -> ApiError:
-    """Return the error for a request that may come back, at a time that the message names, too, unless it is a guess (None)."""
+    """Return a 429. The message says when to try again, unless `retry_after_s` is None: then only the header has a default."""
     headers = _retry_after(retry_after_s)
     if retry_after_s is not None:
         message = f"{message.removesuffix('.')}. Try again in {headers['Retry-After']} s."

@@ -1,6 +1,6 @@
 """Requests that the server sends itself, while no client waits: lines of batches, and responses after a restart.
 
-They pass the whole app, so each is answered as the same request of a client would be.
+They pass through the whole app, so each gets the same answer as a client's request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fills a pipeline's template with what its index has for a question, before the model is asked.
+"""Fills a pipeline's prompt template with the passages that its index has for the question, before the model runs.
 
 Questions and the pairs for a reranker share batches with other clients' texts. Questions that arrive during a search wait, and
 are searched for together.
@@ -51,9 +51,9 @@ class PipelineFiller:
         hits = course.hits
         if hits is None:
             hits = course.hits = await self._search(pipeline, question, data, http)
-        if config.check is not None:  # before the reranker: if its model must be loaded, all of this is repeated
+        if config.check is not None:  # before reranking: if the check's model must be loaded, all of this is repeated
             self._verdicts.check_there(config.check.model)
-            # The sources come first: a check that can't read them must fail, not judge without them.
+            # Truncation would drop the beginning, where the sources are, and a check must not judge without them.
             odds = partial(self._verdicts.odds, config.check.model, http, truncates=False)
             course.check = Check(config.name, config.check, odds)
         if (reranker := config.reranker) is not None and hits:

@@ -1,4 +1,4 @@
-"""The question in a request, and what encoders of this server make of it: its vector, and how well passages answer it.
+"""Finds the question in a request, and has this server's encoders embed it or score passages against it.
 
 The texts share the encoders' batches with those of other requests.
 """

@@ -1,4 +1,4 @@
-"""Chooses the model of a route: the first one, the one that suits the question, or what decides between their answers."""
+"""Chooses a route's model: the first one, the one that suits the question, or a trial or ensemble that decides by answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RouteChooser:
         self._upstreams = upstreams
 
     async def choose(self, route: Route, name: str, data: bytes, http: HttpRequest) -> None:
-        """Note the model for the question in this body. `name`: the request's, of the route or of a pipeline over it.
+        """Choose the route's model for this body. `name`: the name in the request, of the route or of a pipeline that uses it.
 
         Raises `ModelAway` if a model that helps to choose is not loaded, and `ApiError`.
         """

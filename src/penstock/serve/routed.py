@@ -15,7 +15,7 @@ class Routed:
     model: str
     why: str = ""
     asked: str = ""
-    """The name that the request has: the route's, or that of a pipeline over it."""
+    """The name in the request: the route's, or that of a pipeline that uses the route."""
     rest: tuple[str, ...] = ()
     """Models to ask one after another if this one refuses."""
     trial: Trial | None = None

@@ -1,9 +1,10 @@
-"""Runs the app: the socket, the ready line, signals and the orderly end. `cli serve` calls it.
+"""Runs the app: the socket, the ready message, signals and graceful shutdown. `cli serve` calls it.
 
 - The first SIGTERM or SIGINT drains: new requests get a 503, running ones have the shutdown timeout to finish.
 - A second one ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
-- SIGHUP reads the files of TLS and keys again. In a terminal it means that this was closed, and drains. It never counts as
-  the second signal, because it may come twice, or after SIGTERM from systemd. Under `nohup` it stays ignored.
+- SIGHUP reloads the TLS and key files. If the process has a terminal, SIGHUP means that the terminal was closed, and drains.
+  It never counts as the second signal, because it may arrive twice, or after systemd's SIGTERM. Under `nohup` it stays
+  ignored.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Server:
             _log.warning("the priorities of API keys have no effect on the loaded models without --policy priority")
 
     def reload(self) -> None:
-        """Read the files of TLS and keys again. Thread-safe."""
+        """Reload the TLS and key files. Thread-safe."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._reload)
 

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 FINISH_WORDS: Mapping[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """OpenAI's words for finish reasons. Other reasons are errors."""
 LEAST_WAIT_NS = 10_000_000
-"""Shorter waits in a send are not for the client: the event is written, or the event loop has other work."""
+"""Shorter sends do not count as waiting for the client: they are the write itself, or other work of the event loop."""
 DONE = b"data: [DONE]\n\n"
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
@@ -335,7 +335,7 @@ class EventStream(Response):
         self._timer = asyncio.get_running_loop().call_later(self.keepalive_s, self._look)
 
     def _count_wait(self) -> None:
-        """Count for how long the event under way has waited for the client."""
+        """Add to the metrics how long the current send has waited for the client."""
         if self._sends_since_ns is not None:
             running, since_ns = self._call.running, self._sends_since_ns
             self._sends_since_ns = running.clock.now_ns()

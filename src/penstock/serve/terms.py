@@ -1,4 +1,4 @@
-"""A request's owner, urgency and limits, from its headers and its key, and the names by which its repetition is recognised."""
+"""Reads a request's owner, priority and limits from its headers and key, and hashes that recognise a repeated request."""
 
 from __future__ import annotations
 

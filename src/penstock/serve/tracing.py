@@ -1,8 +1,8 @@
-"""Traces of requests, which a collector gets once they have ended.
+"""Sends the traces of ended requests to an OpenTelemetry collector.
 
-In the span of a request are its queue, with waits for a route, a pipeline and a model, its prefill, and its decode, with
-preemptions. A wait of which only the sum is known, such as that for memory, is an attribute. Attributes are the fields of
-the explanation (`GET /v1/requests/{id}`), with `penstock.` before, and OpenTelemetry's of generative AI.
+The span of a request contains spans for its queue (with its waits for a route, a pipeline and a model), its prefill, and its
+decode (with preemptions). Waits known only as a sum, such as those for memory, are attributes. Attributes are the fields of
+the explanation (`GET /v1/requests/{id}`), prefixed with `penstock.`, and OpenTelemetry's attributes for generative AI.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PHASES = {
 def sender_of(config: ServerConfig) -> SpanSender | None:
     """Return a connection to the collector, or None. Raises `ConfigError` if the one in the config can't be used.
 
-    One that only OTEL_EXPORTER_OTLP_ENDPOINT names is skipped then: the variable may be for other programs.
+    An unusable OTEL_EXPORTER_OTLP_ENDPOINT is only logged, because the variable may be meant for other programs.
     """
     if config.otlp_endpoint:
         return _connect(config.otlp_endpoint)
@@ -84,9 +84,10 @@ class Tracer:
     # For the event loop.
 
     def begin(self, scope: Scope) -> TraceContext:
-        """Return the context of a request that has found its model. The caller decides by its flag, else `share` does.
+        """Return the trace context of a request whose model is known.
 
-        Lines of batches are left out: they would use up what is traced in a second, and are not explained.
+        The caller's sampled flag decides whether it is traced or, without a caller's trace, `share`. Lines of batches are left
+        out: they would use up what is traced in a second, and are not explained.
         """
         caller = read_context(values_of(scope, b"traceparent"), values_of(scope, b"tracestate"))
         if caller is not None:

@@ -121,7 +121,7 @@ _CHECK = "Do the sources above support this answer? Reply with yes or no."
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A model reads the small model's answer, and it is kept if that says yes."""
+    """Another model reads the small model's answer, which is kept if that model says yes."""
 
     odds: Odds
     least: float
@@ -162,7 +162,10 @@ class Check:
 
 
 async def _odds_of_yes(call: Call, opened: RunningCall, chunk: OutputChunk, question: str, odds: Odds) -> float:
-    """Ask about an answer as the next turn of its conversation, which its author has in the prefix cache."""
+    """Ask about an answer in the next turn of its conversation.
+
+    If the model that wrote it is asked, it has the conversation in its prefix cache.
+    """
     conversation = conversation_of(call)
     assert conversation is not None
     messages, said = [*conversation.messages], said_in(opened, chunk)
@@ -189,7 +192,7 @@ def conversation_of(call: Call) -> Conversation | None:
 
 
 def can_be_replaced(call: Call) -> bool:
-    """Return whether a text of the server's can stand in place of a call's answer."""
+    """Return whether the server can replace the call's answer by a text of its own."""
     is_free = call.grammar is None and not call.tools
     return is_free and is_one_answer(call) and conversation_of(call) is not None
 
@@ -202,7 +205,10 @@ def is_one_answer(call: Call) -> bool:
 
 
 async def whole_answer(call: RunningCall, terms: Terms | None = None) -> OutputChunk:
-    """Wait for the end of a call's one answer. Raises `ApiError` if it fails, or was cancelled; `terms` are for its words."""
+    """Wait for the end of a call's one answer. Raises `ApiError` if it fails or was cancelled.
+
+    `terms`: the terms to describe in the error, if not the call's own.
+    """
     chunks = await call.whole()
     _check(call, chunks, terms)
     return chunks[0]

@@ -1,4 +1,4 @@
-"""Asks a model of another server: one that speaks OpenAI's API, over HTTP.
+"""Sends requests to an upstream: a model on another server, over OpenAI's API.
 
 A request's body is forwarded unchanged but for the model's name. The answer is passed on unchanged, whole or event by event. A
 failure before its first event is an `ApiError`, and a route may ask another model. A later one ends the stream
@@ -94,9 +94,9 @@ class Upstream:
         )
 
     def keeps_out(self, http: HttpRequest, body: object, texts: Sequence[str]) -> bool:
-        """Return whether a request must not go there, or can't: it is of another API, or has this server's token ids.
+        """Return whether the request must not or can't be sent to the upstream. `texts`: all texts of the body.
 
-        `texts`: all texts of the body.
+        It can't if it is for another API or contains token ids.
         """
         config = self.config
         if http.url.path.removeprefix("/v1") not in PATHS or _has_token_ids(body):

@@ -95,7 +95,8 @@ class Verdicts:
 def _terms(terms: Terms, running: RunningModel, now_ns: int) -> Terms:
     """Return the terms for judging the answer to a client's request.
 
-    Judging begins now and counts towards no limit of the tenant. The client does not repeat it, so no place is kept for it.
+    The time in the queue counts from now, and the tenant's limits do not apply. If admission refuses, it keeps no place,
+    because the client does not repeat the judging itself.
     """
     queued_ns = None if terms.queue_deadline_ns is None else now_ns + terms.queue_deadline_ns - terms.arrival_ns
     return replace(

@@ -1,7 +1,7 @@
-"""Lets a request wait for what its endpoint lacks. `app` wraps every endpoint in `Waits.around`.
+"""Makes a request wait for a model or adapter that its endpoint needs. `app` wraps every endpoint in `Waits.around`.
 
-If the endpoint raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the
-endpoint is called again. All is for the event loop, except `look_up`, which reads the disk.
+If the endpoint raises an error that says what is missing, the request waits for a load, a search on disk or a route's choice,
+and the endpoint is called again. Only for the event loop, except `look_up`, which reads the disk.
 """
 
 from __future__ import annotations
