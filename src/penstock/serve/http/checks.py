@@ -147,7 +147,7 @@ def key_name(scope: Scope) -> str:
 
 
 def is_admin(scope: Scope) -> bool:
-    """Return whether the request may load and unload models: it has an admin's key, or no key is needed."""
+    """Return whether the request may load and unload models: it has an admin key, or no key is needed."""
     sender: Sender = scope[SENDER_KEY]
     return sender.is_admin
 
@@ -342,7 +342,7 @@ class KeyRing:
 
 
 def key_of(scope: Scope) -> ApiKey | None:
-    """Return the request's key with its limits, or None without keys or for an admin's key."""
+    """Return the request's key with its limits, or None without keys or for an admin key."""
     sender: Sender = scope[SENDER_KEY]
     return sender.key
 

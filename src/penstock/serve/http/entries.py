@@ -74,7 +74,7 @@ class Entry:
     _telling: threading.Lock = field(default_factory=threading.Lock)
 
     def told(self) -> Sequence[Explanation]:
-        """Return what `explain` does, asked once for the log and the trace. For their threads."""
+        """Return the result of `explain`, which is called once for both the log and the trace. For their threads."""
         with self._telling:
             if self._told is None:
                 self._told = self.explain()
@@ -87,7 +87,7 @@ class Entry:
 
 
 def entry_of(scope: Scope) -> Entry | None:
-    """Return the request's entry, or None if nothing is made of entries."""
+    """Return the request's entry, or None if requests are neither logged nor traced."""
     entry: Entry | None = scope.get(ENTRY_KEY)
     return entry
 
@@ -123,7 +123,7 @@ def asked_elsewhere(
 
 
 class NotedRequests:
-    """ASGI middleware that gives each request an `Entry`, and `takers` the entry at the end of the answer."""
+    """ASGI middleware that creates an `Entry` for each request, and passes it to the `takers` when the request has ended."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Backlog:
             self._queue.put(entry)
 
     def close(self) -> int:
-        """Wait for the thread, not for long. Return how many requests were dropped, or are left."""
+        """Wait up to `CLOSE_TIMEOUT_S` for the thread. Return how many requests were dropped or are still queued."""
         self._is_closing.set()
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The request log: a line of the server's log for each request, or a share of them, at its end.
+"""The request log: one line in the server's log for each ended request, or for a share of them.
 
 Text from clients is quoted in printable ASCII, so that it can't begin a line or move a terminal's cursor.
 """
@@ -25,7 +25,7 @@ class RequestLog:
         self._share, self._due = share, 0.0
         self._slow_ns = None if slow_s is None else int(slow_s * 1e9)
         self._num_told = 0
-        """Dropped requests that the log has told of."""
+        """Dropped requests that the log has reported."""
         self._backlog = Backlog("request-log", self._write, pause_s=_PAUSE_S)
 
     def add(self, entry: Entry) -> None:
@@ -63,9 +63,9 @@ class RequestLog:
 
 
 def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = False) -> dict[str, object]:
-    """Return what a line says, as far as it is known. The times are those of the choice that took longest.
+    """Return the known fields of a line. The times are those of the choice that took longest.
 
-    `is_slow`: with a summary of it.
+    `is_slow`: add a summary of that choice.
     """
     fields: dict[str, object] = {
         "client": entry.client,

@@ -1,4 +1,4 @@
-"""Reloads the server's files of TLS and keys when they change, and at once after a SIGHUP.
+"""Reloads the server's TLS and key files when they change, and immediately after a SIGHUP.
 
 A changed file is read once it is the same in two checks, so that it is not read while it is written. If a file can't be used,
 the log says why and nothing changes.

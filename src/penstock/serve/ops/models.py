@@ -68,7 +68,7 @@ class LifeEndpoint:
         return {"success": True}
 
     async def update(self, http: HttpRequest) -> Updated:
-        """Read a cluster's configuration again, and replace the models whose settings have changed before answering."""
+        """Reload a cluster's configuration, and replace the models whose settings have changed before answering."""
         require_admin(http.scope)
         if (update := self._deployment.update) is None:
             raise invalid(

@@ -109,8 +109,9 @@ class StatusEndpoint:
     async def load(self, http: HttpRequest) -> Load:
         """Report the load of a model, now and over half a minute. `server_load` is vLLM's name.
 
-        Without `model`, report the first model that the key allows, and list all of them, with their memory. With it, report
-        the settings that are not the defaults, and what they come to. Raises 404 if the key allows none.
+        Without `model`, report the first model that the key allows, and list all allowed models with their memory. With
+        `model`, also report its settings that differ from the defaults, and the resulting limits. Raises 404 if the key allows
+        none.
         """
         name, deployment, scope = http.query_params.get("model"), self._deployment, http.scope
         first = next(visible_models(deployment, scope), None) if name is None else None

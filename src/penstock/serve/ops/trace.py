@@ -25,7 +25,10 @@ class TraceEndpoint:
         self._is_busy = False
 
     async def trace(self, http: HttpRequest) -> Response:
-        """Return a model's steps of the next `seconds` (5, at most 60), and the requests in them. One at a time."""
+        """Record a model's steps and the requests in them for `seconds` (default 5, at most 60), and return the trace.
+
+        Only one trace is recorded at a time.
+        """
         require_admin(http.scope)
         seconds = _seconds(http.query_params.get("seconds"))
         running = find_served(http.query_params.get("model"), self._deployment).answerer()
