@@ -403,12 +403,12 @@ class Asked:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
         from penstock.calls.prompts import render_here
-        from penstock.serve.messages import ChatTemplateFields, read_told_conversation
+        from penstock.serve.messages import ChatTemplateFields, read_conversation_with_tools
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
         fields = {name: _plain(value) for name, value in self.template.items()}
         with own_errors():
-            conversation = read_told_conversation(ChatTemplateFields.model_validate({**fields, "messages": messages}))
+            conversation = read_conversation_with_tools(ChatTemplateFields.model_validate({**fields, "messages": messages}))
         return render_here(conversation, running)
 
 

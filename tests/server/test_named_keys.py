@@ -278,7 +278,7 @@ def test_a_priority_that_nobody_looks_at_is_told(file, caplog):
 def test_models_that_are_not_loaded_may_look_at_priorities(file, caplog):
     deployment = Deployment([ServedModel(names=("a",), metrics=Metrics("a"), load=int, plan=int)], MemoryBudget())
     with bind_socket("127.0.0.1", 0) as listener:
-        Server(deployment, config(write(file, priority=1)), listener, announce=print)._tell_of_keys()
+        Server(deployment, config(write(file, priority=1)), listener, announce=print)._apply_key_names()
     assert "--policy priority" not in caplog.text
 
 

@@ -361,9 +361,9 @@ def test_a_request_is_explained_once_for_its_trace_and_its_line_of_the_log():
         return ()
 
     class Watched(Entry):
-        def told(self):
+        def explanations(self):
             both.wait(20)  # the two threads ask at the same time
-            return super().told()
+            return super().explanations()
 
     log, tracer = RequestLog(1.0, None), Tracer(sender := Sender(), share=1.0, clock=VirtualClock())
     entry = Watched(client="c", method="POST", path="/a", operation="chat", model="m", status=200, explain=explain)

@@ -76,7 +76,7 @@ async def open_call(
     await _check(call, opened, http)
     if course.routed is not None and course.routed.bill is not None:
         opened.price = partial(course.charge, course.routed)
-    opened.chosen = _how(http.scope, opened.held_ns)
+    opened.chosen = _chosen_of(http.scope, opened.held_ns)
     return opened, more
 
 
@@ -99,7 +99,7 @@ async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
     add_header(http.scope, b"x-check", why.encode())
 
 
-def _how(scope: Scope, held_ns: int) -> Chosen | None:
+def _chosen_of(scope: Scope, held_ns: int) -> Chosen | None:
     """Return how a route or a pipeline came to the answer of a request, if it names one."""
     routed = course_of(scope).routed
     route = "" if routed is None else routed.header.decode()

@@ -219,7 +219,7 @@ def at_most(num_entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _an_object(value: Any) -> Any:
+def _check_object(value: Any) -> Any:
     if isinstance(value, dict):
         return value
     raise PydanticCustomError(RULE, "must be an object")
@@ -271,7 +271,7 @@ Metadata = Annotated[
 """Type of `metadata`, which is kept and returned with what it describes."""
 
 
-Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
+Schema = Annotated[Any, BeforeValidator(_check_object), WithJsonSchema({"type": "object"})]
 
 
 # From bytes to a body.
@@ -437,7 +437,7 @@ _SYNTAXES: Mapping[str, GrammarKind] = MappingProxyType({"lark": GrammarKind.LAR
 """Kinds of grammars by the values of `grammar_syntax`."""
 
 
-def _an_object_or_text(value: Any) -> Any:
+def _check_object_or_text(value: Any) -> Any:
     if isinstance(value, dict) or (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
         return value
     message = "must be an object, or a string of 1 to {limit} characters that holds one as JSON"
@@ -446,7 +446,7 @@ def _an_object_or_text(value: Any) -> Any:
 
 SchemaOrText = Annotated[
     Any,
-    BeforeValidator(_an_object_or_text),
+    BeforeValidator(_check_object_or_text),
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1, "maxLength": MAX_SOURCE_CHARS}]}),
 ]
 """A schema, or its JSON text."""

@@ -95,9 +95,9 @@ class ModelsEndpoint:
 
     async def list(self, http: HttpRequest) -> Response:
         """List the models and adapters that the key allows. Adapters in a folder are listed after their first request."""
-        return await self.tell(http, _written)
+        return await self.list_as(http, _written)
 
-    async def tell(self, http: HttpRequest, write: Callable[[Sequence[Listed]], bytes]) -> Response:
+    async def list_as(self, http: HttpRequest, write: Callable[[Sequence[Listed]], bytes]) -> Response:
         """Answer with the list, formatted by `write` in a thread because there may be a hundred thousand adapters."""
         await self._folder.look()
         data = await asyncio.to_thread(lambda: write(self._listed(http.scope)))

@@ -198,7 +198,7 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
     return Conversation(messages, opens, continues, fields.chat_template_kwargs or {})
 
 
-def read_told_conversation(fields: ChatTemplateFields) -> Conversation:
+def read_conversation_with_tools(fields: ChatTemplateFields) -> Conversation:
     """Return the checked conversation, with its tools as the chat template gets them. Raises 400 and `Rejected`."""
     names = Names(fields={"tools.*": "tools[{}].function"})
     conversation = read_conversation(fields)

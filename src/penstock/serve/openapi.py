@@ -125,13 +125,13 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     routes = [route for _, route in operation.routes]
     content = {media_type: {"schema": schema} for media_type, schema in _answers(operation, schemas).items()}
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
-    statuses = dict(_OF_ALL)
+    statuses = dict(_ANY_STATUSES)
     if routes[-1].body is not None:
-        statuses |= _OF_BODIES
+        statuses |= _BODY_STATUSES
     if operation.method != "GET":
-        statuses |= _OF_DEEDS
+        statuses |= _WRITE_STATUSES
     if "{" in operation.path or any(route.query for route in routes):
-        statuses |= _OF_NAMES
+        statuses |= _NAME_STATUSES
     for route in routes:
         statuses |= route.more_statuses
     errors = [
@@ -168,7 +168,7 @@ def _answers(operation: Operation, schemas: _Schemas) -> dict[str, _Schema]:
     return answers
 
 
-_OF_ALL: Mapping[int, str] = MappingProxyType(
+_ANY_STATUSES: Mapping[int, str] = MappingProxyType(
     {
         400: "Something is malformed, out of range, unknown or not supported: the message says what, and what to do",
         401: "The key is missing or wrong",
@@ -180,11 +180,11 @@ _OF_ALL: Mapping[int, str] = MappingProxyType(
     }
 )
 """Statuses of errors that any operation may answer with, and what they mean."""
-_OF_NAMES: Mapping[int, str] = MappingProxyType({404: "Nothing with this name exists"})
-_OF_DEEDS: Mapping[int, str] = MappingProxyType({403: "The key does not allow this, or a page of another site sent it"})
-_OF_BODIES: Mapping[int, str] = MappingProxyType(
+_NAME_STATUSES: Mapping[int, str] = MappingProxyType({404: "Nothing with this name exists"})
+_WRITE_STATUSES: Mapping[int, str] = MappingProxyType({403: "The key does not allow this, or a page of another site sent it"})
+_BODY_STATUSES: Mapping[int, str] = MappingProxyType(
     {
-        **_OF_NAMES,
+        **_NAME_STATUSES,
         415: "The body is compressed",
         429: "Too many requests are waiting",
         499: "The request was cancelled",

@@ -138,7 +138,7 @@ class Server:
             self.acceptor = Acceptor(
                 self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls
             )
-            self._tell_of_keys()
+            self._apply_key_names()
             if watched := self._watched():
                 self._watch = FileWatch(watched)
             warn_if_open(config, self._listener)
@@ -168,9 +168,9 @@ class Server:
     def _use_keys(self, keys: Sequence[ApiKey]) -> None:
         assert self._keys is not None  # a server without keys has no file of them
         self._keys.use(keys)
-        self._tell_of_keys()
+        self._apply_key_names()
 
-    def _tell_of_keys(self) -> None:
+    def _apply_key_names(self) -> None:
         """Give the metrics the names of the API keys, and warn if the keys' priorities have no effect."""
         if not self._config.api_keys_file or self._keys is None:
             return

@@ -85,7 +85,7 @@ def utc(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-def told_calls(answer: Answer) -> list[ToolCall]:
+def tool_calls_of(answer: Answer) -> list[ToolCall]:
     """Return an answer's tool calls in OpenAI's form."""
     return [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

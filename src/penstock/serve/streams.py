@@ -25,7 +25,7 @@ from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed
 from penstock.serve.http.checks import CLIENT_LEFT, client_watch
 from penstock.serve.http.entries import entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
-from penstock.serve.shapes import Usage as UsageTold
+from penstock.serve.shapes import Usage as UsageBody
 from penstock.text.answers import Answer, AnswerForm, CallEnd, Content, HiddenTokens, Part, Reasoning, gather
 from penstock.text.dialects import short_id
 from penstock.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class Usage:
         """Number of prompt tokens found in the cache."""
         return sum(self._num_cached[:: self._num_choices])
 
-    def body(self) -> UsageTold:
+    def body(self) -> UsageBody:
         num_generated = sum(self._num_generated)
         return {
             "prompt_tokens": self._num_prompt_tokens,

@@ -142,7 +142,7 @@ class Tracer:
 
 def spans_of(entry: Entry) -> list[Span]:
     assert entry.trace is not None
-    told = entry.told()
+    told = entry.explanations()
     root = Span(
         name=f"{entry.operation} {entry.model}",
         began_ns=entry.began_ns,

@@ -23,7 +23,7 @@ from penstock.text.answers import gather
 from penstock.text.dialects import Message
 from penstock.types.request import FinishReason
 
-_LEFT = "its route asked another model"
+_ANOTHER_MODEL = "its route asked another model"
 
 
 class Unsure(Exception):
@@ -69,7 +69,7 @@ class FirstTokens:
         self.note(gain)
         why = f"gain={gain:.3f}; threshold={self.threshold:.3f}"
         if gain >= self.threshold:
-            opened.stream.cancel(_LEFT)
+            opened.stream.cancel(_ANOTHER_MODEL)
             raise Unsure(why)
         return why
 

@@ -126,7 +126,7 @@ class Waits:
                 asked_ns = self._deployment.clock.now_ns()
                 try:
                     answered = await self._here_or_upstream(answer, data, http)
-                    self._tell_route(course.routed, http)
+                    self._report_route(course.routed, http)
                     return answered
                 except (ModelAway, NameUnknown, RouteOpen, PipelineOpen) as lack:
                     if not loads and not isinstance(lack, NameUnknown):
@@ -224,8 +224,8 @@ class Waits:
         pay = None if course.routed is None or course.routed.bill is None else partial(course.charge, course.routed)
         return await self._upstreams[name].answer(data, http, terms, pay)
 
-    def _tell_route(self, routed: Routed | None, http: HttpRequest) -> None:
-        """Say which model a route chose, in a header and in metrics."""
+    def _report_route(self, routed: Routed | None, http: HttpRequest) -> None:
+        """Report the route's choice in a header and in the metrics."""
         if routed is not None:
             add_header(http.scope, b"x-route", routed.header)
             if (served := self._deployment.find(routed.model)) is not None:

@@ -38,7 +38,7 @@ class AnthropicEndpoint:
 
     async def list(self, http: HttpRequest) -> Response:
         """List the models in Anthropic's shape, paged by `limit`, `after_id` and `before_id`."""
-        return await self._models.tell(http, lambda listed: fast_json.dumps(_page(listed, http)))
+        return await self._models.list_as(http, lambda listed: fast_json.dumps(_page(listed, http)))
 
     async def get(self, http: HttpRequest) -> AnthropicModel:
         """Describe the model with this name in Anthropic's shape."""

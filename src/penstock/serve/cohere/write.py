@@ -12,7 +12,7 @@ from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
-from penstock.serve.shapes import Count, ToolCall, told_calls
+from penstock.serve.shapes import Count, ToolCall, tool_calls_of
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
@@ -94,7 +94,7 @@ class CohereWriter(Writer):
             content.append({"type": "thinking", "thinking": answer.reasoning})
         message: CohereAnswerMessage = {"role": "assistant", "content": content}
         if answer.calls:
-            message["tool_calls"] = told_calls(answer)
+            message["tool_calls"] = tool_calls_of(answer)
         if answer.content and self._choice.has_calls:
             message["tool_plan"] = answer.content
         elif answer.content:

@@ -70,15 +70,15 @@ class Entry:
     """The rest of its work, if that goes on after the answer: the entry ends with it."""
     begin_trace: Callable[[Scope], TraceContext] | None = None
     trace: TraceContext | None = None
-    _told: Sequence[Explanation] | None = None
-    _telling: threading.Lock = field(default_factory=threading.Lock)
+    _explanations: Sequence[Explanation] | None = None
+    _explaining: threading.Lock = field(default_factory=threading.Lock)
 
-    def told(self) -> Sequence[Explanation]:
+    def explanations(self) -> Sequence[Explanation]:
         """Return the result of `explain`, which is called once for both the log and the trace. For their threads."""
-        with self._telling:
-            if self._told is None:
-                self._told = self.explain()
-            return self._told
+        with self._explaining:
+            if self._explanations is None:
+                self._explanations = self.explain()
+            return self._explanations
 
     @property
     def duration_ns(self) -> int:

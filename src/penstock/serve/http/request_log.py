@@ -24,7 +24,7 @@ class RequestLog:
         """Start the thread, which `close` ends. Log a `share` of the requests, and those that took longer than `slow_s`."""
         self._share, self._due = share, 0.0
         self._slow_ns = None if slow_s is None else int(slow_s * 1e9)
-        self._num_told = 0
+        self._num_reported = 0
         """Dropped requests that the log has reported."""
         self._backlog = Backlog("request-log", self._write, pause_s=_PAUSE_S)
 
@@ -39,12 +39,12 @@ class RequestLog:
             self._backlog.add(entry)
 
     def close(self) -> None:
-        self._tell(self._backlog.close())
+        self._report_dropped(self._backlog.close())
 
-    def _tell(self, num_dropped: int) -> None:
-        if num_new := num_dropped - self._num_told:
+    def _report_dropped(self, num_dropped: int) -> None:
+        if num_new := num_dropped - self._num_reported:
             _log.warning("requests not logged because the reader of the log was too slow: %d", num_new)
-            self._num_told = num_dropped
+            self._num_reported = num_dropped
 
     def _is_slow(self, entry: Entry) -> bool:
         # Lines of batches may wait for hours, and `/debug/trace` lasts as long as its caller wants.
@@ -52,11 +52,11 @@ class RequestLog:
         return self._slow_ns is not None and entry.duration_ns >= self._slow_ns and is_work
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        self._tell(self._backlog.num_dropped)
+        self._report_dropped(self._backlog.num_dropped)
         for entry in entries:
             is_slow = self._is_slow(entry)
             try:
-                fields = fields_of(entry, entry.told(), is_slow=is_slow)
+                fields = fields_of(entry, entry.explanations(), is_slow=is_slow)
                 _log.log(logging.WARNING if is_slow else logging.INFO, "%s", line_of(fields), extra={"fields": fields})
             except Exception:
                 _log.exception("a request could not be logged")

@@ -24,7 +24,7 @@ from penstock.serve.logprobs import (
     joined,
     prompt_logprobs,
 )
-from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, told_calls
+from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, tool_calls_of
 from penstock.serve.streams import DONE, FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, comment, fingerprint, finish_word_of
 from penstock.serve.timings import Timings
 from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
@@ -341,7 +341,7 @@ def _message(answer: Answer) -> ChatAnswerMessage:
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.calls:
-        message["tool_calls"] = told_calls(answer)
+        message["tool_calls"] = tool_calls_of(answer)
     return message
 
 

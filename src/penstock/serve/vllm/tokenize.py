@@ -21,7 +21,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import find_model
 from penstock.serve.bodies import MAX_TOKEN_IDS, Body, TokenId, parse_body
 from penstock.serve.errors import invalid
-from penstock.serve.messages import ChatTemplateFields, Messages, read_told_conversation
+from penstock.serve.messages import ChatTemplateFields, Messages, read_conversation_with_tools
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ class TokenizeEndpoint:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is None:
-            return running, read_told_conversation(body), body
+            return running, read_conversation_with_tools(body), body
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
