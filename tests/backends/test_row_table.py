@@ -260,7 +260,7 @@ def test_more_guesses_than_there_are_logits_for_are_refused() -> None:
 def test_an_engine_of_another_shape_is_refused() -> None:
     sizes = {"kv_shapes": [(1, 16)], "vocab_size": VOCAB_SIZE, "team": Team(1)}
     engine = Engine(num_blocks=60, block_size=16, max_rows=4, max_step_tokens=24, **sizes)
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match="do not fit the row table"):
         make_table().run(engine)
 
 
