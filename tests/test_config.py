@@ -150,10 +150,7 @@ def test_file_values_are_parsed_as_flags_are(tmp_path: Path) -> None:
 def test_an_unknown_key_names_the_nearest_and_where_all_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown key 'max-num-seq'") as caught:
         read_config_file(_write(tmp_path, "max-num-seq = 3\n"))
-    nearest, where = caught.value.remedy.split("? ")
-    assert nearest.startswith("Did you mean max_num_seqs")
-    assert nearest.count(" or ") <= 2
-    assert where == "docs/configuration.md lists all keys."
+    assert caught.value.remedy == "Did you mean max_num_seqs? docs/configuration.md lists all keys."
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_wrong_value_in_a_variable_names_the_variable(name: str, value: str, c
     assert f"Invalid value for '{name}': {cause}" in " ".join(result.output.split())
 
 
-def test_a_wrong_key_in_the_file_is_wrong_usage_and_lists_the_valid_ones(tmp_path: Path) -> None:
+def test_a_wrong_key_in_the_file_is_wrong_usage_and_names_the_nearest(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text("max_num_sequences = 3\n")
     result, _ = _invoke("--config", str(path))

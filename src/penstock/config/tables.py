@@ -40,8 +40,8 @@ def parse_tables(tables: object, key: str, place: str, parse: Callable[[Table, s
 
 def check_keys(table: Table, known: Collection[str], place: str) -> None:
     for key in sorted(table.keys() - {*known}):
-        close = difflib.get_close_matches(key.replace("-", "_"), known, n=3)
-        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
         all_keys = f"Valid keys: {', '.join(known)}." if len(known) <= MAX_LISTED else "docs/configuration.md lists all keys."
         raise ConfigError(f"{place}unknown key {key!r}.", remedy=hint + all_keys)
 
