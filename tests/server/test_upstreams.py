@@ -226,10 +226,13 @@ async def test_a_deadline_holds_there_too(near) -> None:
 
 async def test_a_stream_that_goes_silent_ends_at_the_deadline_or_when_it_is_given_up(near) -> None:
     for headers, fields, says in (({"X-Deadline-Ms": "1000"}, {}, "deadline"), ({}, {"max_silence_s": 0.3}, "was silent for")):
-        async with clients(near, streams(event("far"), event("!"), pause=asyncio.Event()), **fields) as (client, _server):
+        bill = Bill({"far": Price(10.0, 30.0), "near": Price(1.0, 2.0)})
+        script, route = streams(event("far"), event("!"), pause=asyncio.Event()), replace(FAR_FIRST, bill=bill)
+        async with clients(near, script, route=route, **fields) as (client, _server):
             answer = await client.post(CHAT, json=BODY | {"stream": True}, headers=headers)
         assert answer.content.startswith(event("far") + b'data: {"error":'), answer.text
         assert says in answer.text
+        assert (list(bill.paid), bill.full) == (["far"], 0), "it is paid for in vain"
 
 
 async def test_nobody_listens(near) -> None:

@@ -55,7 +55,7 @@ class Course:
     routed: Routed | None = None
     """The choice of the request's route."""
 
-    def charge(self, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool = False) -> Cost | None:
+    def charge(self, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool) -> Cost | None:
         """Pay for an answer that has ended, and note its cost. If it failed, count its tokens as paid in vain."""
         assert routed.bill is not None
         if failed:

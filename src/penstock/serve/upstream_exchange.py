@@ -82,7 +82,7 @@ class Exchange:
 
     def pay(self, charge: Charge) -> None:
         if self.num_tokens:
-            charge(self.num_prompt_tokens, self.num_new_tokens, failed=self.result == "failed")
+            charge(self.num_prompt_tokens, self.num_new_tokens, failed=self.result in ("failed", "late"))
 
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
