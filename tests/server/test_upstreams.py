@@ -100,6 +100,13 @@ async def test_the_body_goes_there_with_the_key_and_its_models_name(near) -> Non
         assert KEY not in told
 
 
+async def test_what_is_the_same_as_absent_does_not_go_there(near) -> None:
+    async with clients(near, answers(200, whole())) as (client, server):
+        answer = await client.post(CHAT, json=BODY | {"max_tokens": -1, "colour": None, "user": None})
+        assert answer.status_code == 200
+        assert server.asked[0].body.keys() == BODY.keys() - {"max_tokens"}
+
+
 @pytest.mark.parametrize("last", [END + DONE, END], ids=["done", "closed"])
 @pytest.mark.parametrize("size", [1, 20, 100_000])
 async def test_a_stream_comes_as_it_is(near, last: bytes, size: int) -> None:

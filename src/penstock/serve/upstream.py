@@ -1,8 +1,8 @@
 """Sends requests to an upstream: a model on another server, over OpenAI's API.
 
-A request's body is forwarded unchanged but for the model's name. The answer is passed on unchanged, whole or event by event. A
-failure before its first event is an `ApiError`, and a route may ask another model. A later one ends the stream
-(`upstream_stream`). No error that the client gets contains this server's key.
+A request's body is forwarded unchanged but for the model's name, nulls, and token limits of -1, which some servers refuse. The
+answer is passed on unchanged, whole or event by event. A failure before its first event is an `ApiError`, and a route may ask
+another model. A later one ends the stream (`upstream_stream`). No error that the client gets contains this server's key.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ for _name in ("httpx2", "httpcore2"):  # they log each request, and might log it
 
 PATHS = ("/chat/completions", "/completions")
 """Paths that upstreams answer, after `/v1` or alone."""
+_TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
 LOCAL_ONLY = "x-local-only"
 """Header of a request that must stay here."""
 CONNECT_TIMEOUT_S = 5.0
@@ -58,8 +59,8 @@ _AGAIN = (502, 503, 504)
 
 
 def _question(data: bytes, model: str) -> Question:
-    body = load_json(data)
-    body["model"] = model
+    body = {name: value for name, value in load_json(data).items() if value is not None}
+    body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS or value != -1} | {"model": model}
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
     num_new_tokens = asked if isinstance(asked, int) and 0 < asked < 1 << 20 else GUESSED_TOKENS
     num_choices = body.get("n") if isinstance(body.get("n"), int) else 1
