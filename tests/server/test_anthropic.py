@@ -197,7 +197,10 @@ async def test_a_prompt_is_what_the_blocks_say():
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "one", **cached}, {"type": "text", "text": "two"}]},
             {"role": "user", "content": "three"},
-            {"role": "assistant", "content": [{"type": "text", "text": "a", "citations": None}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "a", "citations": None}, {"type": "text", "text": "b", "new": None}],
+            },
             {"role": "user", "content": "four"},
         ],
     )

@@ -80,7 +80,7 @@ async def test_max_completion_tokens_is_max_tokens(client):
 
 
 async def test_text_parts_are_joined(client):
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "new": None}]
     assert await prompt_of(client, [{"role": "user", "content": parts}]) == HI_PROMPT
 
 

@@ -312,7 +312,13 @@ async def test_nothing_is_generated_to_fill_the_cache(client):
 
 async def test_prompts_of_texts_and_tokens(client):
     ids = TOKENIZER.encode("Hi there", add_special_tokens=False)
-    for prompt in (ids, ["Hi", *ids[2:]], [ids[0], "i", *ids[2:]], {"prompt_string": "Hi there"}, {"prompt_string": ids}):
+    for prompt in (
+        ids,
+        ["Hi", *ids[2:]],
+        [ids[0], "i", *ids[2:]],
+        {"prompt_string": "Hi there"},
+        {"prompt_string": ids, "new": None},
+    ):
         answer = await ask(client, prompt=prompt)
         assert (answer["content"], answer["tokens_evaluated"]) == (said("Hi there"), len(ids)), prompt
         assert answer["prompt"] == "Hi there"

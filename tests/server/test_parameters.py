@@ -219,7 +219,7 @@ async def test_messages_may_have_fields_that_ask_for_nothing(client, fields):
         ({"audio": {"id": "x"}}, "audio"),
         ({"function_call": {"name": "f", "arguments": ""}}, "function_call"),
         ({"reasoning_content": "hm"}, "reasoning_content"),
-        ({"content": [{"type": "text", "text": "hi", "colour": {}}]}, "content[0]"),
+        ({"content": [{"type": "text", "text": "hi", "colour": {}}]}, "content[0].colour"),
     ],
     ids=lambda value: str(value),
 )

@@ -288,9 +288,7 @@ def _part_text(part: Any, param: str) -> str:
         raise invalid(f"'{param}.type' {kind!r} is not supported yet; only text is.", f"{param}.type")
     if kind != "text":
         raise invalid(f"'{param}.type' must be 'text'.", f"{param}.type")
-    for name in part:
-        if name not in ("type", "text") and name not in PART_NO_EFFECT:
-            raise invalid(f"Unknown parameter: '{param}.{shorten(name)}'.", param)
+    refuse_unknown(part, ("type", "text", *PART_NO_EFFECT), param)
     if not isinstance(part.get("text"), str):
         raise invalid(f"'{param}.text' must be a string.", f"{param}.text")
     return str(part["text"])

@@ -16,7 +16,7 @@ from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
 from penstock.serve.asking import Asked, Reader, find_model
 from penstock.serve.bodies import NotYet, check_depth, json_grammar, parse_body, sampling_of
-from penstock.serve.errors import ApiError, invalid, shorten, unknown
+from penstock.serve.errors import ApiError, invalid, refuse_unknown, shorten
 from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_TOOLS, function_tool, past_call
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Dialect, Message, PastCall
@@ -277,11 +277,9 @@ def _checked(blocks: Any, role: str, param: str) -> list[tuple[str, dict[str, An
         if not isinstance(block, dict):
             raise invalid(f"'{at}' must be an object.", at)
         _check_kind(block.get("type"), role, f"{at}.type")
-        for name, value in block.items():
-            if name in _HINTS:
-                _HINTS[name].refuse(value, f"{at}.{name}")
-            elif name not in ("type", "cache_control") and name not in _FIELDS[block["type"]]:
-                raise unknown(f"{at}.{name}")
+        for name, hint in _HINTS.items():
+            hint.refuse(block.get(name), f"{at}.{name}")
+        refuse_unknown(block, {"type", "cache_control", *_FIELDS[block["type"]], *_HINTS}, at)
         checked.append((at, block))
     return checked
 

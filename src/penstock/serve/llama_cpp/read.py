@@ -35,7 +35,7 @@ from penstock.serve.bodies import (
     json_grammar,
     sampling_of,
 )
-from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.errors import ApiError, invalid, refuse_unknown, shorten
 from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter
 from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
@@ -290,8 +290,7 @@ def read_prompts(value: Any, param: str) -> tuple[Prompt, ...]:
 
 def _prompt(value: Any, param: str) -> Prompt:
     if isinstance(value, dict):
-        if unknown := next((name for name in value if name not in ("prompt_string", "multimodal_data")), None):
-            raise invalid(f"Unknown parameter: '{param}.{shorten(unknown)}'.", param)
+        refuse_unknown(value, ("prompt_string", "multimodal_data"), param)
         NotYet([]).refuse(value.get("multimodal_data"), f"{param}.multimodal_data")
         value, param = value.get("prompt_string"), f"{param}.prompt_string"
     if isinstance(value, str):
