@@ -85,7 +85,7 @@ WRONG = {
     "enormous length": (post(length=10**9), 413),
     "OPTIONS": (post().replace(b"POST", b"OPTIONS", 1), 405),
     "GET": (post().replace(b"POST", b"GET", 1), 405),
-    "unknown path": (post().replace(b"/v1/", b"/v2/", 1), 404),
+    "unknown path": (post().replace(b"/v1/", b"/v3/", 1), 404),
     "CONNECT": (b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n", 400),
     "long path": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 431),
     "long header": (post(BODY, "X-Unknown: " + "a" * 70_000), 431),

@@ -157,3 +157,9 @@ async def test_errors_name_the_field_in_cohere_s_shape(client, fields, message):
     assert response.status_code == 400
     assert list(response.json()) == ["message"]
     assert message in response.json()["message"]
+
+
+@pytest.mark.parametrize("path", ["/v2/classify", "/v2/models"])
+async def test_an_unknown_route_is_an_error_in_cohere_s_shape(client, path):
+    response = await client.post(path, json={})
+    assert (response.status_code, list(response.json())) == (404, ["message"])

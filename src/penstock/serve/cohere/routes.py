@@ -22,4 +22,4 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
-API = Api("Cohere", _routes, Wording(cohere_words, paths="/v2/chat /v2/embed /v2/rerank"))
+API = Api("Cohere", _routes, Wording(cohere_words, paths="/v2/"))
