@@ -349,6 +349,25 @@ async def test_an_effort_has_no_effect_on_a_model_that_does_not_reason():
     assert choices[0] == choices[1] == choices[2]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"reasoning_effort": "xhigh"}),
+        (CHAT, {"reasoning_effort": "max"}),
+        ("/v1/messages", {"output_config": {"effort": "xhigh"}, "max_tokens": 4}),
+        ("/v1/messages", {"output_config": {"effort": "max"}, "max_tokens": 4}),
+        ("/api/chat", {"think": "max"}),
+    ],
+)
+async def test_the_highest_effort_of_templates_is_high(path, fields):
+    refuses = "{% if reasoning_effort != 'high' %}{{ raise_exception('I know only high.') }}{% endif %}"
+    runtime = says("Yes.", chat_template=refuses + CHAT_TEMPLATE + "{# <think> </think> #}")
+    async with make_client(runtime) as client:
+        response = await client.post(path, json={"model": "toy", "messages": ASK["messages"]} | fields)
+        assert response.status_code == 200, response.text
+    runtime.close()
+
+
 async def test_calls_and_grammars_begin_behind_the_reasoning():
     choice = await ask(f"{THOUGHT}{CALL}", chat_template=THINKING_TEMPLATE)
     assert (choice["message"]["reasoning_content"], calls_of(choice["message"])) == ("Hm, <b>.", [ROME])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from penstock.calls.call import (
@@ -44,6 +45,8 @@ from penstock.types.sampling import (
 MAX_CHOICES = 128
 MAX_BIAS = 100
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TEMPLATE_EFFORTS: Mapping[str, str] = MappingProxyType({"xhigh": "high", "max": "high"})
+"""Efforts that chat templates do not know -> what they get instead."""
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
 
@@ -343,7 +346,7 @@ def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, An
     if effort not in _EFFORTS:
         raise _invalid(request.names, ("reasoning_effort",), f"must be one of {', '.join(_EFFORTS)}")
     if dialect.takes_effort:
-        return {"reasoning_effort": effort}
+        return {"reasoning_effort": TEMPLATE_EFFORTS.get(effort, effort)}
     return {"enable_thinking": effort != "none"} if dialect.takes_enable_thinking else {}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Scope
 
 from penstock.calls.call import Call, ChatRequest, Conversation, FunctionTool, Names, ToolChoice
-from penstock.calls.check import check_conversation, tools_for_template
+from penstock.calls.check import TEMPLATE_EFFORTS, check_conversation, tools_for_template
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
@@ -61,10 +61,6 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
         "redacted_thinking": "only Anthropic's own models can read it: leave it out",
     }
 )
-_EFFORTS: Mapping[str, str] = MappingProxyType(
-    {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-)
-"""Anthropic's efforts -> the efforts that chat templates know."""
 
 
 def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
@@ -117,7 +113,8 @@ def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
     if dialect.takes_enable_thinking:
         variables["enable_thinking"] = body.thinking is not None and body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None and dialect.takes_effort:
-        variables["reasoning_effort"] = _EFFORTS[body.output_config.effort]
+        effort = body.output_config.effort
+        variables["reasoning_effort"] = TEMPLATE_EFFORTS.get(effort, effort)
     return variables
 
 

@@ -266,13 +266,10 @@ def _effort(think: Any, running: RunningModel) -> str | None:
     """Return the reasoning effort, or None for the model's default. Raises 400."""
     if not think:
         return None if think is None else "none"
-    dialect = running.dialect
-    if dialect.reasoning is None:
+    if running.dialect.reasoning is None:
         told = "true" if think is True else repr(think)
         raise invalid(f"'think' is {told}, but {running.name} does not reason in a block of its own: leave it out.", "think")
-    if think is True:
-        return "medium" if dialect.takes_effort or dialect.takes_enable_thinking else None
-    return "high" if think == "max" else str(think)
+    return "medium" if think is True else str(think)
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
