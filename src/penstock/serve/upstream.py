@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any
 
 import httpx2
 from starlette.requests import Request as HttpRequest
@@ -59,7 +60,7 @@ _AGAIN = (502, 503, 504)
 
 
 def _question(data: bytes, model: str) -> Question:
-    body = {name: value for name, value in load_json(data).items() if value is not None}
+    body: Any = {name: value for name, value in load_json(data).items() if value is not None}
     body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS or value != -1} | {"model": model}
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
     num_new_tokens = asked if isinstance(asked, int) and 0 < asked < 1 << 20 else GUESSED_TOKENS
