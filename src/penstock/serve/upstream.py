@@ -28,7 +28,7 @@ from penstock.calls.call import Terms
 from penstock.calls.in_flight import Charge
 from penstock.clock import Clock
 from penstock.config.upstreams import UpstreamConfig
-from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.off_loop import INLINE_MAX_BODY, OffLoop
 from penstock.obs.trace_context import Span
 from penstock.routes.questions import texts_in
 from penstock.serve.bodies import load_json
@@ -228,7 +228,8 @@ class Upstream:
 
     async def _whole(self, response: httpx2.Response, exchange: Exchange) -> Response:
         data = await _read(response)
-        value = await self._off_loop.finish(len(data), partial(as_object, data))
+        is_small = len(data) <= INLINE_MAX_BODY
+        value = as_object(data) if is_small else await self._off_loop.finish(len(data), partial(as_object, data))
         if not isinstance(value.get("choices"), list):
             raise Garbage("its answer has no choices")
         exchange.succeeded(value)
