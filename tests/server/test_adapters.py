@@ -145,7 +145,7 @@ async def test_an_answer_ends_where_the_kv_cache_does_beside_its_adapter(client,
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
-    assert f"context length is {room} tokens on this server beside this adapter" in error["message"]
+    assert f"context length is {room} tokens (tiny) on this server beside this adapter" in error["message"]
     assert "more KV cache would raise that" in error["message"]
 
 

@@ -279,7 +279,7 @@ async def test_unknown_long_names_are_told_back_shortened(client):
 )
 async def test_what_exceeds_the_context_is_told_with_numbers(client, url, body, param, numbers):
     error = check(await client.post(url, json=body), 400, "context_length_exceeded", param)
-    assert error["message"].startswith("This model's maximum context length is 2048 tokens")  # LiteLLM looks for the words
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens (toy)")  # LiteLLM looks for that
     assert all(number in error["message"] for number in numbers), error["message"]
 
 

@@ -378,7 +378,7 @@ async def test_a_check_whose_model_can_not_read_all_sources_is_an_error(models, 
         short.close()
     assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false"), answer.text
     assert answer.json()["error"]["message"].startswith(
-        "short can't judge answers: This model's maximum context length is 48 tokens"
+        "short can't judge answers: This model's maximum context length is 48 tokens (short)"
     )
     assert all(one.bridge.num_open_requests == 0 for one in models)
 

@@ -156,7 +156,7 @@ def test_two_thousand_texts_come_back_in_order(post):
         (
             {"input": "a" * 300},
             "input",
-            "maximum context length is 128 tokens, special tokens included; 'input' has 302 tokens",
+            "maximum context length is 128 tokens (toy), special tokens included; 'input' has 302 tokens",
         ),
         ({"input": ["a", "b" * 300]}, "input[1]", "ask for truncation"),
         ({"input": [list(range(3, 200))]}, "input[0]", "197 tokens"),

@@ -69,7 +69,7 @@ async def test_a_question_that_is_too_long_alone_is_refused_by_its_name(serve, e
     assert response.status_code == 400
     error = response.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    assert f"context length is 128 tokens, special tokens included; '{name}' has 100002 tokens" in message
+    assert f"context length is 128 tokens (toy), special tokens included; '{name}' has 100002 tokens" in message
     assert [text for texts in encoded for text in texts] == ["q" * 100_000]
 
 

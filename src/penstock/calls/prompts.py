@@ -155,7 +155,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
             # Even the longest tokens would be too many, or one for each part of a cut prompt.
             least = max(len(prompt.text) // running.tokenizer.max_token_bytes, len(prompt.cuts))
             if least > max_model_len:
-                raise _too_long(f"{limit_words(max_model_len)}; the prompt has at least {least}.", prompt.param)
+                raise _too_long(f"{limit_words(running.name, max_model_len)}; the prompt has at least {least}.", prompt.param)
         check_text_size(prompt.text, running, prompt.param)
         token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
@@ -215,7 +215,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
         is_scored_alone = call.request.max_tokens == 0
         answer = "needs room for one more" if is_scored_alone else f"the answer may have {max_tokens}"
         raise _too_long(
-            f"{limit_words(max_len)} on this server{beside}. "
+            f"{limit_words(call.running.name, max_len)} on this server{beside}. "
             f"The prompt has {num_prompt_tokens} and {answer}: {max_tokens - room} too many.",
             call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
             (num_prompt_tokens, max_len) if room <= 0 else None,
@@ -280,7 +280,7 @@ def _banned_sequences(call: Call) -> tuple[tuple[int, ...], ...]:
 def check_text_size(text: str, running: RunningModel, param: str) -> None:
     """Raise CONTEXT_LENGTH for a text longer than `MAX_TEXT_CHARS` that cannot fit into the context."""
     if (limit := _exceeded_size(text, running)) is not None:
-        context = limit_words(running.model.capacity.max_model_len)
+        context = limit_words(running.name, running.model.capacity.max_model_len)
         raise _too_long(f"{context}; the text has {len(text)} characters, and at most {limit} are tokenised.", param)
 
 
@@ -304,9 +304,9 @@ def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -
         )
 
 
-def limit_words(max_tokens: int) -> str:
-    """Return the beginning of a CONTEXT_LENGTH refusal in OpenAI's words, by which LiteLLM and other clients recognise it."""
-    return f"This model's maximum context length is {counted(max_tokens, 'token')}"
+def limit_words(model: str, max_tokens: int) -> str:
+    """Return a model's limit in OpenAI's words, by which LiteLLM and other clients recognise a CONTEXT_LENGTH refusal."""
+    return f"This model's maximum context length is {counted(max_tokens, 'token')} ({model})"
 
 
 def _too_long(detail: str, param: str, sizes: tuple[int, int] | None = None) -> Rejected:

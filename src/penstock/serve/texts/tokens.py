@@ -131,10 +131,10 @@ def _check_length(tokens: TextTokens, parts: Sequence[Sequence[int]], call: Text
 
 
 def _too_long(subject: str, param: str, num_tokens: int, running: RunningModel) -> Rejected:
+    limit = limit_words(running.name, running.model.capacity.max_model_len)
     return Rejected(
         RejectReason.CONTEXT_LENGTH,
-        f"{limit_words(running.model.capacity.max_model_len)}, special tokens included; {subject} {num_tokens} tokens. "
-        "Shorten it, divide it, or ask for truncation.",
+        f"{limit}, special tokens included; {subject} {num_tokens} tokens. Shorten it, divide it, or ask for truncation.",
         param=param,
     )
 
