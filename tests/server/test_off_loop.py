@@ -15,7 +15,7 @@ import pytest
 from penstock.calls import prompts
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
-from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
+from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop, in_daemon
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve.cards import ModelCards
@@ -454,6 +454,17 @@ def test_a_server_ends_while_a_disk_hangs(kind, held):
     held.release()
     serving.join()
     assert has_ended
+
+
+async def test_a_panic_in_a_daemon_thread_reaches_its_caller():
+    class Panic(BaseException):
+        """Extensions in Rust raise one."""
+
+    def panic():
+        raise Panic
+
+    with pytest.raises(Panic):
+        await asyncio.wait_for(in_daemon(panic), 20)
 
 
 async def test_what_its_work_refuses_is_not_done_again(pool):

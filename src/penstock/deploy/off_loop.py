@@ -63,7 +63,7 @@ async def in_daemon(work: Callable[[], _Result]) -> _Result:
             return
         try:
             done.set_result(work())
-        except Exception as error:  # the caller raises it
+        except BaseException as error:  # the caller raises it
             done.set_exception(error)
 
     threading.Thread(target=run, name="penstock-disk", daemon=True).start()
