@@ -476,7 +476,7 @@ async def test_models_that_take_each_others_memory_are_an_error(models, pipeline
     async with make_client(*models, pipelines=[checked(pipeline)]) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
     assert answer.status_code == 503
-    assert "writer was loaded 3 times for this request" in answer.json()["error"]["message"]
+    assert "This request waited for writer 3 times" in answer.json()["error"]["message"]
     assert len(tries) == 4
 
 

@@ -238,8 +238,8 @@ class Waits:
         course.loads[name] += 1
         if course.loads[name] > MAX_LOADS:
             raise unavailable(
-                f"{name} was loaded {MAX_LOADS} times for this request, and unloaded each time before it was used. There "
-                "may not be enough memory for all the models that the request needs together."
+                f"This request waited for {name} {MAX_LOADS} times, and it was gone each time before it was used. The memory "
+                "may not hold all models that the request needs at once."
             )
         if served is None:  # it was removed: the endpoint, called again, answers 404
             return
