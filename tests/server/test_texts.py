@@ -400,6 +400,8 @@ def test_predict_sorts_labels_and_takes_pairs(post):
     assert pair == {"label": "score", "score": near(numbers(("a", "b"))[0])}
     response = post("classify", "/predict", inputs=[["a", "b", "c"]])
     assert (response.status_code, set(response.json())) == (400, {"error", "error_type"})
+    response = post("classify", "/predict", inputs="a", raw_scores=True, parameters={"function_to_apply": "softmax"})
+    assert (response.status_code, "leave out 'parameters" in response.json()["error"]) == (400, True)
 
 
 def test_text_classification_of_hugging_faces_client(post):

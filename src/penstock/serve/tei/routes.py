@@ -175,6 +175,8 @@ def predict(body: PredictBody, asked: Asked) -> Answer:
     encoder = opened.encoder
     texts, is_batch = _predict_inputs(body.inputs)
     parameters = body.parameters or PredictParameters()
+    if body.raw_scores and parameters.function_to_apply not in (None, "none"):
+        raise invalid("'raw_scores' is true: leave out 'parameters.function_to_apply'.", "parameters.function_to_apply")
     function = ScoreFunction.NONE if body.raw_scores else ScoreFunction(parameters.function_to_apply or encoder.scores)
 
     def write(results: TextResults) -> list[list[TeiLabel]] | list[TeiLabel]:
@@ -183,7 +185,7 @@ def predict(body: PredictBody, asked: Asked) -> Answer:
             found = scores(result, function)
             best = ranking(found)[: parameters.top_k]
             lists.append([{"score": found[index], "label": encoder.labels[index]} for index in best])
-        return lists[0] if not is_batch and body.parameters is None else lists
+        return lists if is_batch or body.parameters is not None else lists[0]
 
     name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
     return Answer(opened.call(texts, name_of, _truncation(body, opened)), write)
