@@ -517,7 +517,7 @@ async def test_between_two_looks_is_ten_times_as_long_as_one_takes(monkeypatch):
     watch = FolderWatch(SimpleNamespace(may_grow=True, look=look))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     first = asyncio.create_task(watch.look())
-    await asyncio.to_thread(has_begun.wait)
+    assert await asyncio.to_thread(has_begun.wait, 20)
     second = asyncio.create_task(watch.look())
     asyncio.get_running_loop().call_later(0.01, may_end.set)
     await asyncio.gather(first, second)
