@@ -163,6 +163,7 @@ BAD_CHATS = [
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"messages": HI, "max_tokens": -1.0}, "max_tokens"),
     ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"messages": HI, "prompt": "a"}, "prompt"),
 ]

@@ -241,10 +241,10 @@ StopStrings = Annotated[StopList, BeforeValidator(_one_or_many), described(_Stop
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
 MaxTokensOrAll = Annotated[
     MaxTokens | None,
-    BeforeValidator(lambda value: None if value == -1 else value),
+    BeforeValidator(lambda value: None if type(value) is int and value == -1 else value),
     described(Literal[-1] | MaxTokens | None),
 ]
-"""A limit of tokens. -1, which llama.cpp's clients send, is the same as absent."""
+"""A chat's limit of tokens. -1, which llama.cpp's clients send, is the same as absent."""
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]
