@@ -106,7 +106,7 @@ MAX_NAMED = 3
 
 
 class Body(BaseModel):
-    """Base of every request body: no unknown fields, no silent conversions (`"16"` is not a number)."""
+    """Base of every request body: no unknown fields unless they are null, no silent conversions (`"16"` is not a number)."""
 
     # A body is built once the server mounts it, and not again for each decorator.
     model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)

@@ -176,6 +176,7 @@ class Server:
             return
         for served in self._deployment.served:
             served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
+        # A model that is not loaded may use that policy, so without any loaded model nothing is said.
         looks = [running.model.is_priority_scheduled for running in self._deployment.running]
         if any(key.priority for key in self._keys.keys) and looks and not any(looks):
             _log.warning("the priorities of API keys have no effect on the loaded models without --policy priority")

@@ -49,6 +49,7 @@ class Usage(TokenUsage):
 
 
 InputTokenDetails = TypedDict("InputTokenDetails", {"cached_tokens": Count, "cache_write_tokens": Count})
+"""OpenAI's SDK requires `cache_write_tokens`, which is always 0 here."""
 
 
 class ResponseUsage(TypedDict):

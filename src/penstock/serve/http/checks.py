@@ -87,8 +87,7 @@ class Wording:
 
     words: ErrorWords
     paths: str = ""
-    """Paths with errors in this form, separated by spaces. A first segment with a slash at its end, such as
-    `/api/`, includes all paths below it."""
+    """Paths with errors in this form, separated by spaces. `/api/` means all paths below it; only a first segment can be so."""
     client_header: bytes = b""
     """A header that all clients of this API send, in small letters. Requests with it get this form on other paths, too."""
     id_header: bytes = b""
