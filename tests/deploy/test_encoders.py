@@ -105,7 +105,7 @@ def test_the_longest_text_may_be_set(embedder: Path) -> None:
     config = replace(REFERENCE, model=ModelConfig(max_model_len=6))
     [short, long] = ask(embedder, ("/v1/embeddings", {"input": "a"}), ("/v1/embeddings", {"input": "a " * 20}), config=config)
     assert "data" in short
-    assert "takes 6" in long["error"]["message"]
+    assert "is 6 tokens" in long["error"]["message"]
 
 
 @pytest.mark.parametrize(
