@@ -126,11 +126,6 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="invalid_request_error", param=param)
 
 
-def unknown(param: str, remedy: str = "") -> ApiError:
-    """Return the 400 for an unknown field. `param`: its path in the body."""
-    return invalid(f"Unknown parameter: '{shorten(param)}'.{remedy}", shorten(param))
-
-
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a hint with the most similar known name, or an empty text."""
     if len(name) > _MAX_LIKENED_CHARS:
@@ -145,7 +140,8 @@ def refuse_unknown(value: Mapping[str, Any], known: Collection[str], at: str) ->
     """Raise 400 for an unknown field of the object at the path `at`."""
     for name, content in value.items():
         if name not in known and content is not None:
-            raise unknown(f"{at}.{name}", did_you_mean(name, known))
+            param = shorten(f"{at}.{name}")
+            raise invalid(f"Unknown parameter: '{param}'.{did_you_mean(name, known)}", param)
 
 
 def too_long(message: str, param: str | None = None, sizes: tuple[int, int] | None = None) -> ApiError:
