@@ -328,6 +328,26 @@ def test_beam_searches_of_the_background_wait_as_nobody() -> None:
     assert (load.num_running, load.num_waiting, load.num_background) == (0, 0, 9)
 
 
+class DearDecodes(Budget):
+    """Lets the background decode two rows in a step."""
+
+    def limits(self, view: BudgetView) -> StepLimits:
+        return StepLimits(view.max_step_tokens, fill_tokens=8, decode_tokens=4.0)
+
+
+def test_a_beam_search_of_the_background_ends_though_not_all_its_beams_decode_in_one_step() -> None:
+    """Beams that have their token wait for the others, and use up no row."""
+    search = [line(0, max_tokens=6) for _ in range(4)]
+    for idx, one in enumerate(search):
+        one.request_id, one.parent_id = f"line-{idx}", "search"
+        one.sampling = replace(one.sampling, beams=BeamParams(width=4), logprobs=8)
+    driver = make_driver(*search, budget=DearDecodes())
+    for _ in range(100):
+        driver.turn()
+        driver.core.check()
+    assert not driver.core.has_work
+
+
 def test_a_block_that_lines_share_counts_once() -> None:
     """The rest of what is held is what others would hold without the job."""
     people, lines = [person(idx, prompt=40) for idx in range(3)], []

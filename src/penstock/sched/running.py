@@ -374,7 +374,7 @@ class Extending:
         del draft.rows[draft.num_decode_rows :]
         counts.sat_out = ()
         if most is not None:
-            decoding = [request for request in running if request.num_behind <= 1 or request.is_jumping]
+            decoding = [request for request in running if request.num_behind == 1 or request.is_jumping]
             resting = {request.request_id for request in decoding[most:]}
             running = [request for request in running if request.request_id not in resting]
             counts.rested = list(resting)
