@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -328,7 +329,8 @@ class TestGuard:
             ("budget", answers("limits", lambda view: StepLimits(view.max_step_tokens, most_ns=0)), "a most_ns above 0"),
             ("budget", answers("limits", lambda view: StepLimits(9, 9 / 3)), "must return whole numbers of tokens"),
             ("budget", answers("limits", lambda view: StepLimits(9, long_prefill_share=2.0)), "must return whole numbers"),
-            ("budget", answers("limits", lambda view: StepLimits(9, decode_tokens=0)), "a decode_tokens above 0"),
+            ("budget", answers("limits", lambda view: StepLimits(9, decode_tokens=0)), "a finite decode_tokens above 0"),
+            ("budget", answers("limits", lambda view: StepLimits(9, decode_tokens=math.inf)), "a finite decode_tokens above 0"),
             ("reserve", answers("required_blocks", lambda view: "1"), "reserve .* must return a whole number of blocks"),
             ("predictor", answers("predict", lambda request: 0.5), "predictor .* must return a number of tokens"),
             ("victim", answers("choose", lambda view: None), "must return one of the candidates"),

@@ -5,6 +5,7 @@ Mistakes are reported when a class is loaded. While it runs, a guard turns excep
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from difflib import get_close_matches
@@ -293,8 +294,8 @@ def _check_limits(answer: Any, view: BudgetView) -> str:
         return f"max_tokens from {least} to {view.max_step_tokens}"
     if not answer.most_ns > 0:
         return "a most_ns above 0"
-    if not answer.decode_tokens > 0:
-        return "a decode_tokens above 0"
+    if not 0 < answer.decode_tokens < math.inf:
+        return "a finite decode_tokens above 0"
     share, counts = answer.long_prefill_share, [answer.long_prefill_tokens, answer.fill_tokens]
     counts += [answer.max_chunk_tokens, answer.max_long_prefills, 0 if share is None else share]
     if any(type(number) is not int for number in counts):
