@@ -202,6 +202,8 @@ class EngineCore:
         assert not self.scheduler.kv.adapters.has_orders, "an adapter was not placed, or not dropped, in its step"
         num_queued = self.scheduler.num_running + self.scheduler.num_waiting
         assert num_queued == len(self._requests), f"{len(self._requests)} requests live, {num_queued} are queued"
+        num_background = sum(request.background for request in self._requests.values())
+        assert sum(self.scheduler.num_background) == num_background, "background requests are counted wrongly"
         assert self.scheduler.kv.tables.keys() <= self._requests.keys(), "a table outlived its request"
 
     def _add(self, request: Request, now_ns: int) -> list[TokenEvent]:
@@ -282,7 +284,7 @@ class EngineCore:
         num_running = scheduler.num_running - num_beside
         return EngineLoad(
             num_running=num_running,
-            num_waiting=len(self._requests) - scheduler.num_running - num_behind,
+            num_waiting=scheduler.num_waiting - num_behind,
             waits_for=scheduler.news.waits_for,
             num_blocks_total=scheduler.kv.num_total_blocks,
             num_blocks_free=pool.num_available - num_cached,
