@@ -336,9 +336,12 @@ class Store:
 
     def expire(self, now_s: int) -> None:
         """Delete the files whose time has come, unless an unfinished batch reads them."""
+        with self._guard:
+            ids = [file_id for (file_id,) in self._base.execute("SELECT id FROM files WHERE expires_s <= ?", (now_s,))]
+        if not ids:
+            return
         with self._transaction() as base:
             in_use = {batch.input_file for batch in self.unfinished()}
-            ids = [file_id for (file_id,) in base.execute("SELECT id FROM files WHERE expires_s <= ?", (now_s,))]
             ids = [file_id for file_id in ids if file_id not in in_use]
             base.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in ids])
         remove(map(self.content, ids))
