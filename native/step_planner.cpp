@@ -292,8 +292,8 @@ void StepPlanner::add_tile(AttentionTile tile, bool of_samples) {
     plan_.tiles.push_back(tile);
 }
 
-// Splits tiles until none exceeds a quarter of the work of one of the strand's threads, or until partial results would exceed their
-// share of the memory that is reserved for steps. Results do not depend on it.
+// Splits tiles until none exceeds a quarter of the work of one of the strand's threads. If there is a tile for each of them, only until
+// partial results exceed their share of the memory that is reserved for steps. Results do not depend on it.
 void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
     const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
     const auto first = plan_.tiles.begin() + tiles.first;
@@ -311,7 +311,8 @@ void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
         const int num_segments = ceil_div(tile.position + tile.num_queries, kSegment);
         const int num_pieces = std::min(num_segments, static_cast<int>((cost_of(tile) + bound - 1) / bound));
         const int64_t partials = num_segments * kernels_.attention_partial_floats(tile.num_queries * tile.num_heads, tiling.value_dim);
-        if (num_pieces < 2 || plan_.num_partials + partials > kMostPartials) {
+        const bool is_bounded = static_cast<int>(whole_tiles_.size()) >= members_per_strand();
+        if (num_pieces < 2 || (is_bounded && plan_.num_partials + partials > kMostPartials)) {
             plan_.tiles.push_back(tile);
             continue;
         }
