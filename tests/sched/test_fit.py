@@ -42,6 +42,7 @@ def test_an_empty_prompt_is_refused() -> None:
     rejected = refusal(make_request("r", 0), CAPACITY)
     assert rejected is not None
     assert rejected.reason is RejectReason.INVALID
+    assert "no tokens" in rejected.detail
 
 
 def test_the_limit_is_the_smaller_of_max_tokens_and_max_model_len() -> None:

@@ -186,7 +186,7 @@ class DrainMeter:
         self._was_busy = stats.num_waiting > 0 or end_ns < self._refused_until_ns
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Count the end of a request, unless it never had a row: it was rejected, timed out in the queue or was cancelled."""
+        """Count the end of a request that had a row. One that was rejected, or left the queue by itself, made none free."""
         if self._was_busy and stats.first_scheduled_ns is not None and stats.finish_reason is not FinishReason.REJECTED:
             self._bucket(stats.ended_ns)[0] += 1
 
@@ -202,7 +202,7 @@ class Entry:
     num_prefill_tokens: int
     num_blocks: int
     expected_ttft_ns: int
-    """0: unknown, as for later requests of a call, since room for its first was enough to admit the call."""
+    """0: unknown, as for requests that were submitted behind another one: room for the first was enough to admit them."""
     priority: int = 0
     has_started: bool = False
     adapter: int = BASE

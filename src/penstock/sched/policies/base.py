@@ -121,8 +121,8 @@ class Order(Protocol):
         del request
 
     def unqueued(self, request: Request) -> None:
-        """Note that a request leaves the queue: it is admitted next, has ended, or joins later without its key being read. The
-        latter are called to a batch, or wait for a prefix or an adapter."""
+        """Note that a request leaves the queue: it is admitted next, has ended, was called to a batch, or waits for a prefix or
+        an adapter. In the last two cases it joins later without another look at its key."""
         del request
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
