@@ -82,10 +82,10 @@ def test_a_sweep_is_one_result(penstock: Penstock, serve, tmp_path: Path) -> Non
     assert len({run["workload"] for run in runs}) == 1
     prompts = [body["prompt"] for body in completions(server)[1:]]
     assert len(set(prompts)) == 24, "no run finds the prompts of another in the prefix cache"
-    done = penstock("bench", "--url", server.url, *FEW, "--rate", "100,150", "--speed", "2", "--json", "b.json")
+    done = penstock("bench", "--url", server.url, *FEW, "--rate", "100,200", "--speed", "1.1", "--json", "b.json")
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "b.json").read_text())["runs"]
-    assert [run["load"] for run in runs] == [{"kind": "rate", "value": 200}, {"kind": "rate", "value": 300}]
+    assert [run["load"] for run in runs] == [{"kind": "rate", "value": 110}, {"kind": "rate", "value": 220}]
     compared = penstock("bench", "compare", "a.json", "a.json")
     assert compared.returncode == 0, compared.stderr
     assert "Comparison" in compared.stdout

@@ -158,6 +158,8 @@ def test_nothing_else_sets_the_rate_of_a_load(simulate: Simulate, other: tuple[s
 def test_a_run_has_the_rate_that_arrives(simulate: Simulate, tmp_path: Path) -> None:
     simulate(*SMALL, "--rate-to", "40", "--speed", "0.5", "--json", "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["load"] == {"kind": "rate", "value": 15}
+    simulate(*SMALL, "--rate", "0.00001", "--speed", "0.7", "--json", "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["load"] == {"kind": "rate", "value": 7e-6}
 
 
 def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Path) -> None:

@@ -399,14 +399,13 @@ def _run(
     Raises ConfigError if all requests were in the warm-up.
     """
     from penstock.lab.figures import Samples
-    from penstock.lab.results import Load, Run
+    from penstock.lab.results import Run, load_of
 
     tokenizer = asked.tokenizer
     count = None if tokenizer is None else counter_of(tokenizer)
     if load is not None and load.kind == "rate":
         choice = replace(choice, rate=load.value)
-    workload, rate = make_workload(choice, count), choice.mean_rate
-    workload = write_prompts(workload, tokenizer, seed=choice.seed + nth)
+    workload = write_prompts(make_workload(choice, count), tokenizer, seed=choice.seed + nth)
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
@@ -421,7 +420,7 @@ def _run(
         workload=workload.name,
         options={"endpoint": values["endpoint"], **plain},
         seed=choice.seed,
-        load=Load("concurrency", pace.concurrency) if pace.concurrency else None if rate is None else Load("rate", rate),
+        load=load_of(choice.mean_rate, pace.concurrency),
         how=asked.how,
         target=asked.target,
         begun_at=begun_at,

@@ -129,7 +129,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     from penstock.lab.cost_files import cost_of
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
-    from penstock.lab.results import Load, Result, Run, Target, write_result
+    from penstock.lab.results import Result, Run, Target, load_of, write_result
 
     context = click.get_current_context()
     if values["route"] is not None:
@@ -157,15 +157,14 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
         wall_s = process_time() - began_s
         simulated.append(simulation_report.SimulatedRun(name=name, workload=workload, outcome=outcome, wall_s=wall_s))
-        rate, price = chosen.mean_rate, asked["price_per_hour"]
-        load = Load("concurrency", users) if users else None if rate is None else Load("rate", round(rate, 4))
+        price = asked["price_per_hour"]
         runs.append(
             Run(
                 workload=workload.name,
                 name=name,
                 options=given(context),
                 seed=chosen.seed,
-                load=load,
+                load=load_of(chosen.mean_rate, users),
                 how="simulated",
                 target=Target(model=asked["model"] if asked["blocks"] is None else "", server=f"cost model: {words}"),
                 begun_at=begun_at,

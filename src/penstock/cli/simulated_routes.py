@@ -69,7 +69,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     from penstock.lab.distant import Distant
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
-    from penstock.lab.results import Load, Result, Run, Target, write_result
+    from penstock.lab.results import Result, Run, Target, load_of, write_result
     from penstock.lab.workload import Job, Workload
     from penstock.routes.scores import read_scores
 
@@ -112,8 +112,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     workload = make_workload(choice, source=Workload(name=path.name, jobs=jobs, prefix_block_tokens=size))
     outcomes: list[RouteOutcome] = []
     runs: list[Run] = []
-    users, rate = values["concurrency"], choice.mean_rate
-    load = Load("concurrency", users) if users else None if rate is None else Load("rate", round(rate, 4))
+    users = values["concurrency"]
     for strategy in strategies_of(wanted, questions, values["shares"], round(values["search_ms"] * 1e6)):
         outcome = simulation.run(strategy, questions, workload, pace=Pace(concurrency=users))
         outcomes.append(outcome)
@@ -123,7 +122,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
                 name=strategy.name,
                 options=given,
                 seed=choice.seed,
-                load=load,
+                load=load_of(choice.mean_rate, users),
                 how="simulated",
                 target=Target(server=f"cost models: {words}"),
                 begun_at=begun_at,

@@ -51,6 +51,13 @@ class Load:
         return f"{self.kind} {self.value:g}"
 
 
+def load_of(rate: float | None, users: int | None) -> Load | None:
+    """Return the load of `users`, or else of a rate. Rates that `bench` and `simulate` compute differently are equal here."""
+    if users:
+        return Load("concurrency", users)
+    return None if rate is None else Load("rate", float(f"{rate:.6g}"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """The measured server or engine, as far as known."""
