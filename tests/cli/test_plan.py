@@ -117,9 +117,14 @@ def test_the_fleet_is_for_the_rate_that_arrives(briefly: Briefly, tiny_model: Pa
 def test_it_says_that_a_rate_replaces_the_arrivals_of_a_file(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     rows = "".join(f"2023-11-16 18:15:{second:02d},30,6\n" for second in range(20))
     (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
-    words = (tiny_model, "--workload", "azure.csv", "--hardware", "L4")
-    for arrivals, says in ((), False), (("--rate", "2"), True), (("--rate", "2", "--arrivals", "poisson"), False):
-        result = briefly(*words, *arrivals)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello", "max_tokens": 6}\n' * 20)
+    for file, arrivals, says in (
+        ("azure.csv", (), False),
+        ("azure.csv", ("--rate", "2"), True),
+        ("azure.csv", ("--rate", "2", "--arrivals", "poisson"), False),
+        ("prompts.jsonl", ("--rate", "2"), False),
+    ):
+        result = briefly(tiny_model, "--workload", file, "--hardware", "L4", *arrivals)
         assert result.exit_code == 0, result.output
         assert ("--rate replaces the arrivals of a file" in result.stdout) == says
 

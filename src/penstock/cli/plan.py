@@ -89,6 +89,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.config.units import parse_share
     from penstock.lab import plan_report
     from penstock.lab.acceptance import acceptance_of
+    from penstock.lab.arrivals import mean_rate
     from penstock.lab.figures import parse_slos
     from penstock.lab.plan import Requirements
     from penstock.lab.plan import plan as size_deployment
@@ -120,7 +121,8 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     others = {name: _with(config, name) for name in values["presets"]}
     workload, doubts = make_workload(choice), list[str]()
     is_poisson = choice == replace(choice, arrivals="", rate_to=None, cv=None, burst_s=None)
-    if choice.rate is not None and is_poisson and choice.workload not in NAMED:
+    is_of_file = choice.rate is not None and is_poisson and choice.workload not in NAMED
+    if is_of_file and mean_rate(make_workload(replace(choice, rate=None, speed=1.0))) is not None:
         doubts.append(
             "--rate replaces the arrivals of a file by Poisson ones, and real traffic is burstier. Without it the plan keeps "
             "the file's arrivals, and --speed changes their rate."
