@@ -148,7 +148,16 @@ def test_loads_are_shares_of_what_the_first_can_serve(simulate: Simulate, tmp_pa
     assert fast == pytest.approx(2 * slow, rel=1e-3)
 
 
-@pytest.mark.parametrize("other", [("--speed", "2"), ("--stages", "2x60"), ("--arrivals", "closed"), ("--concurrency", "4")])
+@pytest.mark.parametrize("kind", [("--cv", "4"), ("--burst-s", "1", "2"), ("--arrivals", "poisson")])
+def test_a_load_can_have_any_kind_of_arrivals(simulate: Simulate, kind: tuple[str, ...]) -> None:
+    out = simulate("--blocks", "400", "--workload", "short", "--requests", "30", "--load", "0.5", *kind)
+    assert "30 requests in" in out
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("--speed", "2"), ("--stages", "2x60"), ("--arrivals", "closed"), ("--concurrency", "4"), ("--rate-to", "40")],
+)
 def test_nothing_else_sets_the_rate_of_a_load(simulate: Simulate, other: tuple[str, ...]) -> None:
     out = simulate("--blocks", "400", "--workload", "short", "--load", "0.5", *other)
     assert f"--load and {other[0]}" in out

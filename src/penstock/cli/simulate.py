@@ -150,7 +150,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         simulation = _simulation(asked, cost, seed=chosen.seed)
         if asked["load"] is not None:
             _check_load(chosen, asked["concurrency"])
-            capacity = capacity or simulation.capacity_per_s(make_workload(chosen))
+            capacity = capacity or simulation.capacity_per_s(make_workload(replace(chosen, rate=1.0)))
             chosen = replace(chosen, rate=asked["load"] * capacity)
         workload, users = make_workload(chosen), asked["concurrency"]
         began_s = process_time()
@@ -207,6 +207,7 @@ def _check_load(choice: WorkloadChoice, users: int | None) -> None:
     """Raise ConfigError for options that set when requests come, as --load does."""
     others = {
         "--rate": choice.rate,
+        "--rate-to": choice.rate_to is not None,
         "--speed": choice.speed != 1,
         "--stages": choice.stages,
         "--arrivals closed": choice.arrivals == "closed",
