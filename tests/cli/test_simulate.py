@@ -188,6 +188,11 @@ def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Pat
     assert re.search(r"^0 of 60 requests get", simulate(*words, "--policy", "fcfs", "--without", "policy"), re.MULTILINE)
 
 
+def test_an_option_without_a_default_is_compared_with_its_absence(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--max-tokens", "2", "--without", "max-tokens")
+    assert re.search(r"[1-9]\d* of 40 requests get their first or last token at another time", out)
+
+
 def test_of_many_replicas_three_are_shown(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--replicas", "40", "--router", "prefix")
     shown = [line.split("  ")[0].partition(": ")[2] for line in out.splitlines() if line.startswith("replica ")]

@@ -227,7 +227,8 @@ def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> 
     name = without.removeprefix("--").replace("-", "_")
     names = (_option(context, name).name, f"{name}_args")
     params = [param for param in context.command.params if param.name in names]
-    defaults = {str(param.name): param.process_value(context, param.default) for param in params}
+    # `param.default` is a sentinel of click for options without a default.
+    defaults = {str(param.name): param.process_value(context, param.to_info_dict()["default"]) for param in params}
     return [("as given", {}), (f"without {name}", defaults)]
 
 
