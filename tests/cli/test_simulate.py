@@ -86,7 +86,7 @@ def test_what_is_not_simulated_is_refused(config: Config, num_blocks: int | None
 
 
 def test_a_model_that_is_not_here_is_not_fetched(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"penstock pull .* Or simulate without its files: --blocks"):
+    with pytest.raises(ModelError, match=r"penstock pull .* Or leave out the model, and set --blocks"):
         simulation_of(config_from({"cache": str(tmp_path)}), CostModel())
 
 
@@ -220,6 +220,11 @@ def test_an_option_is_compared_by_its_flag(simulate: Simulate, tmp_path: Path) -
         assert ["think" in run["workload"] for run in runs] == thinks
 
 
+def test_blocks_are_compared_with_those_of_the_model(simulate: Simulate, tiny_model: Path) -> None:
+    out = simulate(str(tiny_model), *SMALL, "--max-model-len", "512", "--without", "blocks")
+    assert len(re.findall(r"[\d,]+ KV blocks of 16 tokens", out)) == 2
+
+
 def test_replicas_that_scale_are_reported(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--replicas", "0..3", "--start-s", "2")
     assert re.search(r"^0\.\d\d replica-hours. Replicas: \d.\d\d in the mean, 1 at most, 1 change\.$", out, re.MULTILINE)
@@ -263,6 +268,11 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--load", "0.5"), "--load and --rate both say when requests come"),
         (("--device", "cuda"), "The default cost model is of a CPU"),
         (("absent/model",), "With --blocks the model's files are not read"),
+        (("absent/model", "--vary", "blocks=200,400"), "With --blocks the model's files are not read"),
+        (
+            ("absent/model", "--replicas", "2", "--link-gbytes-per-s", "1", "--kv-bytes-per-token", "24576"),
+            "With --blocks the model's files are not read",
+        ),
         (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
         (("--vary", "html=a,b"), "html is not an option to compare"),

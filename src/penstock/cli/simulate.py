@@ -143,7 +143,9 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     capacity: float | None = None
     runs: list[Run] = []
     simulated: list[simulation_report.SimulatedRun] = []
-    for name, changes in _sides(context, vary, without):
+    sides = _sides(context, vary, without)
+    _check_model([values | changes for _, changes in sides])
+    for name, changes in sides:
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
         cost, words = cost_of(asked["cost"])
@@ -203,6 +205,19 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
             raise ConfigError(f"{option} has no effect {where}.", remedy=f"Set {remedy}, or leave it out.")
 
 
+def _has_link(asked: Mapping[str, Any]) -> bool:
+    return bool(asked["prefill_replicas"] or asked["link_gbytes_per_s"])
+
+
+def _check_model(variants: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if a model is given, and no variant reads its files."""
+    if (is_given("model") or is_given("model_word")) and all(
+        asked["blocks"] is not None and (asked["kv_bytes_per_token"] is not None or not _has_link(asked)) for asked in variants
+    ):
+        remedy = "Leave out the model, and set --max-model-len to its longest context."
+        raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)
+
+
 def _check_load(choice: WorkloadChoice, users: int | None) -> None:
     """Raise ConfigError for options that set when requests come, as --load does."""
     others = {
@@ -259,15 +274,12 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
     least, most = asked["replicas"]
     scaling = Scaling(least=least, most=most, start_ns=round(asked["start_s"] * 1e9)) if least < most else None
     link = None
-    if asked["prefill_replicas"] or asked["link_gbytes_per_s"]:
+    if _has_link(asked):
         link = Link(
             bytes_per_token=asked["kv_bytes_per_token"] or kv_bytes_per_token(config),
             bytes_per_s=(asked["link_gbytes_per_s"] or 1.0) * 1e9,
             latency_ns=round(asked["link_latency_ms"] * 1e6),
         )
-    elif asked["blocks"] is not None and (is_given("model") or is_given("model_word")):
-        remedy = "Leave out the model, and set --max-model-len to its longest context."
-        raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)
     if asked["device"] == Device.CUDA and asked["cost"] == "default":
         raise ConfigError("The default cost model is of a CPU.", remedy="Name a GPU's with --cost, such as h100-llama-8b.")
     return replace(

@@ -416,7 +416,7 @@ def _load(config: Config) -> LoadedModel:
     try:
         model = load_model(find_source(config))
     except ModelError as error:
-        remedy = f"{error.remedy} Or simulate without its files: --blocks says how many KV blocks there are."
+        remedy = f"{error.remedy} Or leave out the model, and set --blocks, and with a link --kv-bytes-per-token."
         raise ModelError(error.message, remedy=remedy.strip()) from error
     require_answers(model.name, model.spec, "a simulation")
     return model
