@@ -77,7 +77,10 @@ def doctor(
     context = click.get_current_context()
     is_file = source is not None and not source.startswith(("http://", "https://"))
     if is_file and (wrong := next(filter(is_given, _OF_SERVERS), None)):
-        raise click.UsageError(f"--{wrong.replace('_', '-')} is for a server, and {source} is a file: leave it out.")
+        raise click.UsageError(
+            f"--{wrong.replace('_', '-')} is for a server, and {source} is taken for a file: leave it out. "
+            "The URL of a server begins with http:// or https://."
+        )
     try:
         if cost is not None:  # before a server is watched
             from penstock.lab.cost_files import load_cost
