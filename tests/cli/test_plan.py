@@ -183,19 +183,29 @@ def test_step_times_of_this_machine_are_not_taken_for_another(briefly: Briefly, 
     [
         ({"machine": {"cpu": "NVIDIA H100 80GB HBM3"}}, "The step times are those of NVIDIA H100 80GB HBM3, not of "),
         ({"machine": {"cpu": cpu_name(), "threads": 999}}, "The step times are those of 999 threads, not of "),
-        ({"notes": {"weights": "fp8_static", "kv": "bfloat16"}}, "those of fp8_static weights and bfloat16 keys and values"),
+        (
+            {"source": "kernels", "notes": {"weights": "fp8_static", "kv": "bfloat16"}},
+            "those of fp8_static weights and bfloat16 keys and values",
+        ),
     ],
     ids=["a GPU's", "other threads'", "other weights'"],
 )
 def test_step_times_of_another_server_are_doubted(
     about: dict[str, Any], words: str, briefly: Briefly, tiny_model: Path, tmp_path: Path
 ) -> None:
-    save_cost(tmp_path / "cost.json", SavedCost(cost=CostModel(), source="profile", **about))
+    save_cost(tmp_path / "cost.json", SavedCost(cost=CostModel(), **{"source": "profile"} | about))
     result = briefly(tiny_model, *SHORT, "--cost", "cost.json", "--json", "plan.json")
     assert result.exit_code == 0, result.output
     assert words in result.stdout
     [one] = json.loads((tmp_path / "plan.json").read_text())["machines"]
     assert one["step_error"] == (1.5 if "machine" in about else 1.1)
+
+
+def test_words_of_a_table_are_not_taken_for_names(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "cost.csv").write_text("# hardware: My Xeon\n# weights: bf16\ncost,ns\nstep_ns,1000000\n")
+    result = briefly(tiny_model, *SHORT, "--cost", "cost.csv")
+    assert result.exit_code == 0, result.output
+    assert "The step times are those of" not in result.stdout
 
 
 def test_each_machine_has_step_times_of_its_own_source_with_their_error(

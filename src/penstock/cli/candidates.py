@@ -219,7 +219,8 @@ def _doubts(config: Config, outline: Outline, hardware: Hardware, saved: SavedCo
             f"The step times are those of {num_gpus} GPUs that share each layer: the memory and the price of {hardware.name} "
             "must be those of all of them (--hardware-table)."
         )
-    if saved is not None and (types := [saved.notes.get(name, "bfloat16") for name in ("weights", "kv")]) != ["bfloat16"] * 2:
+    types = [saved.notes.get(name, "bfloat16") for name in ("weights", "kv")] if saved and saved.source == "kernels" else []
+    if any(one != "bfloat16" for one in types):
         yield (
             f"The step times are those of {types[0]} weights and {types[1]} keys and values. Memory is planned for those of "
             "the model's files and of --kv-cache-dtype."
@@ -235,7 +236,8 @@ def _doubts(config: Config, outline: Outline, hardware: Hardware, saved: SavedCo
 def _of_others(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
     """Yield warnings if the step times are from another machine, number of threads or model.
 
-    The table of hardware lacks the processors' names of CPU instances, so those are not compared.
+    The table of hardware lacks the processors' names of CPU instances, and tables of step times name machines in free words, so
+    those are not compared.
     """
     from penstock.machine import cpu_name, find_cores
 
@@ -243,7 +245,8 @@ def _of_others(config: Config, outline: Outline, hardware: Hardware, saved: Save
         return
     machine, threads, is_this = str(saved.machine.get("cpu", "")), saved.machine.get("threads"), hardware.name == "this"
     name = (cpu_name() or hardware.name) if is_this else hardware.name
-    if machine and (machine != name if is_this else hardware.is_gpu and not _is_of(hardware, machine)):
+    is_other = saved.source != "table" and machine != name if is_this else hardware.is_gpu and not _is_of(hardware, machine)
+    if machine and is_other:
         yield f"The step times are those of {machine}, not of {name}."
     elif threads and threads != (asked := config.backend.threads or (find_cores().num_threads if is_this else threads)):
         yield f"The step times are those of {counted(threads, 'thread')}, not of {asked}."
