@@ -300,4 +300,4 @@ def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], sa
 
 def test_a_load_needs_a_request_that_fits(simulate: Simulate) -> None:
     out = simulate("--blocks", "8", "--workload", "documents", "--requests", "5", "--load", "0.9")
-    assert "No request of this workload is served: context_length." in out
+    assert "The servers refuse every request of this workload (context_length)." in out

@@ -148,7 +148,7 @@ class Simulation(ServerSettings):
         outcome = self.saturate(replace(workload, jobs=jobs))
         if not outcome.duration_ns:
             raise ConfigError(
-                f"No request of this workload is served: {outcome.records[0].error}.",
+                f"The servers refuse every request of this workload ({outcome.records[0].error}).",
                 remedy="Cut them with --max-input-tokens and --max-output-tokens, or raise --max-model-len or --blocks.",
             )
         return num_arrivals(workload) / (outcome.duration_ns / NS_PER_S)
