@@ -189,7 +189,7 @@ def beside(some: Sequence[Sized]) -> str:
             rows.append([one.hardware.name, name, one.asked.router, f"{_rate(one):.3g}", gain, *late, number, price])
     note = (
         "Gain: the highest rate of these settings divided by the preset's. "
-        "TTFT: one replica's, at the highest rate that all of them sustain."
+        "TTFT: one replica's, at the lowest of these rates above 0."
     )
     return f"{table(rows)}\n{note}"
 
