@@ -115,7 +115,7 @@ def test_costs_that_are_none_are_refused(name: str, value: float, tmp_path: Path
 
 def test_a_correlation_that_is_none_is_refused(tmp_path: Path) -> None:
     save_cost(tmp_path / "cost.json", replace(saved(), cost=replace(saved().cost, residual_correlation=3.0)))
-    with pytest.raises(CostFileError, match="a residual_correlation of 3, which is not from 0 to 1"):
+    with pytest.raises(CostFileError, match="a residual_correlation of 3, which is not at least 0 and below 1"):
         load_cost(tmp_path / "cost.json")
 
 

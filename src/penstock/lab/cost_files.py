@@ -133,7 +133,7 @@ def _from_json(path: Path, text: str) -> SavedCost:
     if is_empty or any(not math.isfinite(value) or value < 0 for value in values):
         raise CostFileError(f"{path} has costs that are negative, or not numbers.", remedy=remedy)
     if not 0 <= cost.residual_correlation < 1:
-        cause = f"{path} has a residual_correlation of {cost.residual_correlation:g}, which is not from 0 to 1."
+        cause = f"{path} has a residual_correlation of {cost.residual_correlation:g}, which is not at least 0 and below 1."
         raise CostFileError(cause, remedy=remedy)
     return saved
 
