@@ -226,7 +226,7 @@ class Predictor:
         self.depth: int | None = None
         """Most steps in flight. None takes the CPU's."""
         self.doubt = ""
-        """Why the simulator is not trusted, or empty."""
+        """Why no gain is predicted, or empty."""
         self._before: RequestTimes | None = None
 
     def gain(self, change: Mapping[str, Any]) -> Prediction | None:
