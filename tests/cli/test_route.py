@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.main import cli
+from penstock.cli.route import show
+from penstock.routes.answers import Answers
 from penstock.routes.learned import read_route
 from penstock.routes.scores import Answer, read_scores
 
@@ -67,6 +69,15 @@ def test_a_route_is_fitted_and_holds_for_questions_that_it_has_not_seen(invoke: 
     assert "sends 5" in told.output or "sends 4" in told.output
     far = float(re.findall(r"Their gains are ([\d.]+) from those of the fit", told.output)[0])
     assert 0 < far < 0.12  # 1.36 * sqrt(1 / 400 + 1 / 200) = 0.118 in 19 of 20 cases, if nothing has changed
+
+
+def test_the_table_explains_figures_without_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    strong = (np.arange(50) < 31).astype(float)
+    for num_wrong, says in (21, True), (45, False):
+        weak = (np.arange(50) >= num_wrong).astype(float)
+        show([("all", Answers([""] * 50, [[]] * 50, [""] * 50, weak, strong), strong)])
+        out = capsys.readouterr().out
+        assert ("(-): no interval, because the strong model is not better" in out) == says, out
 
 
 def test_a_cascade_is_fitted_to_the_first_tokens_of_the_small_model(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # with NumPy
 LEAST_QUESTIONS = 50
 MAX_TRANSFERRED = 4
 """Most groups that are also judged by fits to each other."""
+_NO_INTERVAL = "(-)"
 _HEAD = ("", "questions", "weak", "strong", "half of the calls", "APGR", "calls for 80 % of the gain", "for all but a point")
 
 _answers = add_options(
@@ -308,6 +309,8 @@ def show(lines: Iterable[tuple[str, Answers, F64]]) -> None:
     for name, answers, gains in lines:
         rows.append(_row(name, figures_of(answers, gains)))
     print_table(rows)
+    if any(row[-1].endswith(_NO_INTERVAL) for row in rows):
+        print(f"{_NO_INTERVAL}: no interval, because the strong model is not better in many samples of the questions.")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -338,4 +341,4 @@ def _row(name: str, told: Figures) -> tuple[str, ...]:
 
 def _with_interval(value: float, interval: Interval, spec: str) -> str:
     low, high = interval
-    return f"{value:{spec}} (-)" if math.isnan(low) else f"{value:{spec}} ({low:{spec}} to {high:{spec}})"
+    return f"{value:{spec}} {_NO_INTERVAL}" if math.isnan(low) else f"{value:{spec}} ({low:{spec}} to {high:{spec}})"
