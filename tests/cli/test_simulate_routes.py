@@ -209,7 +209,7 @@ def test_a_pipeline_waits_for_its_vector_and_its_search(simulate: Callable[..., 
         (("--route", "over"), "over is over a route"),
         (("--device", "cuda"), "is on a GPU"),
         (("--workload", "away.jsonl"), "away.jsonl"),
-        (("--requests", "500"), "scores.jsonl has 40 questions, and not 500"),
+        (("--requests", "500"), "scores.jsonl has 40 questions, fewer than 500"),
     ],
 )
 def test_what_can_not_be_simulated_is_said(simulate: Callable[..., str], words: tuple[str, ...], cause: str) -> None:

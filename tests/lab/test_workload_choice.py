@@ -147,7 +147,7 @@ def test_a_file_has_its_own_lengths(trace: str, field: str) -> None:
 
 
 def test_a_file_that_is_too_short_is_an_error(trace: str) -> None:
-    with pytest.raises(PenstockError, match=r"azure.csv has 10 requests, and not 11"):
+    with pytest.raises(PenstockError, match=r"azure.csv has 10 requests, fewer than 11"):
         make_workload(WorkloadChoice(workload=trace, requests=11))
 
 

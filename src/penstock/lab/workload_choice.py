@@ -12,7 +12,7 @@ from penstock.lab import arrivals, transforms
 from penstock.lab.synthetic import NAMED, Lengths, synthetic
 from penstock.lab.traces import CountTokens, read_workload
 from penstock.lab.workload import Workload
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 
 DEFAULT_REQUESTS = 100
 ARRIVALS = ("closed", "constant", "poisson", "gamma", "ramp", "bursts", "stages")
@@ -165,7 +165,8 @@ def _read(choice: WorkloadChoice, count_tokens: CountTokens | None) -> Workload:
         raise ConfigError("--prefix-groups is for a workload that is made up.", remedy="Leave it out.")
     workload = read_workload(path, count_tokens=count_tokens, max_requests=choice.requests, max_turns=choice.sessions)
     if choice.requests is not None and len(workload.jobs) < choice.requests:
-        raise ConfigError(f"{path.name} has {len(workload.jobs)} requests, and not {choice.requests}.", remedy="Ask for fewer.")
+        have = counted(len(workload.jobs), "request")
+        raise ConfigError(f"{path.name} has {have}, fewer than {choice.requests}.", remedy="Ask for fewer.")
     return workload
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.routes.answers import F64, read_objects
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 
 KINDS = ("weak", "strong")
 SCORES = ("gain", "start_gain", "confidence")
@@ -57,7 +57,7 @@ def read_scores(path: Path, num: int | None = None) -> list[Question]:
     if not found:
         raise ConfigError(f"{path} has no questions.", remedy=_HINT)
     if num is not None and len(found) < num:
-        raise ConfigError(f"{path.name} has {len(found)} questions, and not {num}.", remedy="Ask for fewer.")
+        raise ConfigError(f"{path.name} has {counted(len(found), 'question')}, fewer than {num}.", remedy="Ask for fewer.")
     return found
 
 
