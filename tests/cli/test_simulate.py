@@ -118,7 +118,11 @@ def test_guesses_are_made_if_it_is_said_how_many_hold(simulate: Simulate) -> Non
     assert re.search(r"[\d,]+ guesses, [5-9]\d\.\d% of them right\.", out)
     useless = "--acceptance has no effect: this server does not guess tokens."
     assert useless not in out
-    assert useless in simulate(*SMALL, "--acceptance", "0.9", "--speculation", "off")
+    out = simulate(*SMALL, "--acceptance", "0.9", "--speculation", "off", "--vary", "policy=fcfs,sjf")
+    assert out.count(useless) == 1
+    out = simulate(*SMALL, "--acceptance", "0.9", "--vary", "speculation=off,suffix")
+    assert f"speculation=off: {useless}" in out
+    assert out.count(useless) == 1
     assert "Set it from 0 to 1" in simulate(*SMALL, "--acceptance", "2")
     assert "can't be read" in simulate(*SMALL, "--acceptance", "no.rec")
     assert "Leave out --speculation-model" in simulate(*SMALL, "--speculation-model", "small.gguf")

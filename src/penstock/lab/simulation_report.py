@@ -76,9 +76,10 @@ def _notes(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
         )
     if any(one.outcome.settings.acceptance is None and one.outcome.settings.may_guess for one in simulated):
         yield "No tokens were guessed, which a server would do: --acceptance says how many guesses hold."
+    idle = [one.name for one in simulated if one.outcome.settings.acceptance is not None and not one.outcome.settings.may_guess]
+    for name in idle if len(idle) < len(simulated) else [""]:
+        yield f"{f'{name}: ' if name else ''}--acceptance has no effect: this server does not guess tokens."
     for one in simulated:
-        if one.outcome.settings.acceptance is not None and not one.outcome.settings.may_guess:
-            yield f"{f'{one.name}: ' if one.name else ''}--acceptance has no effect: this server does not guess tokens."
         if num_guesses := one.outcome.num_guesses:
             name, right = f"{one.name}: " if one.name else "", one.outcome.num_accepted / num_guesses
             yield f"{name}{counted(num_guesses, 'guess', 'guesses', spec=',')}, {right:.1%} of them right."
