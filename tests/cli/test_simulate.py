@@ -215,11 +215,12 @@ def test_an_option_can_be_varied_with_its_dashes(simulate: Simulate) -> None:
     assert re.search(r"^replicas=2, replica 1 ", out, re.MULTILINE)
 
 
-def test_an_option_is_compared_by_its_flag(simulate: Simulate, tmp_path: Path) -> None:
+def test_an_option_is_compared_by_its_flag_or_its_name_in_results(simulate: Simulate, tmp_path: Path) -> None:
     words = (*SMALL, "--sessions", "2", "--json", "r.json")
     simulate(*words, "--vary", "think-time=0,5")
+    simulate(*words, "--vary", "think_time_s=0,5", "--json", "n.json")
     simulate(*words, "--think-time", "5", "--without", "think-time", "--json", "w.json")
-    for file, thinks in {"r.json": [False, True], "w.json": [True, False]}.items():
+    for file, thinks in {"r.json": [False, True], "n.json": [False, True], "w.json": [True, False]}.items():
         runs = json.loads((tmp_path / file).read_text())["runs"]
         assert ["think" in run["workload"] for run in runs] == thinks
 

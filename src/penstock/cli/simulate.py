@@ -256,9 +256,10 @@ def _changed(context: click.Context, name: str, text: str) -> tuple[str, Any]:
 def _option(context: click.Context, name: str) -> click.Option:
     known = [param for param in context.command.params if isinstance(param, click.Option) and param.name not in _OF_ALL]
     flag = f"--{name.replace('_', '-')}"
-    found = next((param for param in known if flag in param.opts and not param.multiple and param.nargs == 1), None)
-    if found is None:
-        raise ConfigError(f"{name} is not an option to compare.", remedy="Take one from `penstock simulate --help`.")
+    found = next((param for param in known if name == param.name or flag in param.opts), None)
+    if found is None or found.multiple or found.nargs != 1:
+        remedy = "Take one with a single value from `penstock simulate --help`."
+        raise ConfigError(f"{name} is not an option to compare.", remedy=remedy)
     return found
 
 
