@@ -152,7 +152,9 @@ class Groups:
         """`num_unqueued`: waiting requests that are in no queue, since they wait for the first of their group."""
         groups = list({id(group): group for group in self.by_id.values()}.values())
         assert num_unqueued == sum(group.num_unqueued for group in groups), "a request that waits is in no queue"
-        assert {id(group) for group in groups if group.num_running} == set(map(id, self.running)), "the groups that run are not those that are listed"
+        assert {id(group) for group in groups if group.num_running} == set(map(id, self.running)), (
+            "other groups run than listed"
+        )
         for group in groups:
             carriers = {carrier.request_id for carrier in group.carriers}
             running = {member.request_id for member in group.members if member.status is RequestStatus.RUNNING}
