@@ -140,7 +140,7 @@ def test_a_file_with_fewer_matrices_is_not_used(model: Path, caplog: pytest.LogC
     with closing(executor):
         found = executor.packed  # type: ignore[attr-defined]
         write_packed(packed.path, packed.identity(), dict(list(found.items())[:-1]))
-    assert "It lacks" in how(config, caplog)
+    assert "is missing" in how(config, caplog)
 
 
 def test_experts_on_disk_have_another_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

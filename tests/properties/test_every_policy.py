@@ -173,8 +173,7 @@ def test_the_workload_runs_out_of_memory(gate: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("order", TABLES["order"])
-def test_most_steps_of_it_are_planned_ahead(order: str) -> None:
-    """And some are not, for it runs out of memory."""
+def test_nearly_all_of_its_steps_are_planned_ahead(order: str) -> None:
     num_ahead: list[int] = []
 
     class Watched(HashExecutor):
@@ -184,7 +183,7 @@ def test_most_steps_of_it_are_planned_ahead(order: str) -> None:
 
     core = make_core(CAPACITY, make_policies(order=order), adapters=make_adapters())
     run_to_completion(core, Watched(CAPACITY, model=MODEL, depth=2), later=script(make_requests()))
-    assert 0.6 < sum(num_ahead) / len(num_ahead) < 0.99
+    assert sum(num_ahead) > 0.95 * len(num_ahead)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

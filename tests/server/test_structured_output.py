@@ -410,7 +410,7 @@ async def test_a_request_whose_grammar_is_compiled_is_listed_as_waiting_for_it(c
     assert told["summary"].endswith("now for its grammar.")
     check(await client.get("/v1/requests/slow", headers={"X-Tenant": "other"}), 404, "request_not_found")
     error = check(await client.delete("/v1/requests/slow"), 404, "request_not_found")
-    assert "Close its connection" in error["message"]
+    assert "close its connection" in error["message"]
     compiling.may_go_on.set()
     assert (await slow).status_code == 200
     assert (await client.get("/v1/requests")).json()["data"] == []
