@@ -24,9 +24,12 @@ async def test_an_ended_request_is_explained_by_either_id(client):
     answer = await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 9})
     by_header = (await client.get(f"/v1/requests/{answer.headers['x-request-id']}")).json()
     by_answer = (await client.get(f"/v1/requests/{answer.json()['id']}")).json()
-    assert by_header.pop("age_ms") <= by_answer.pop("age_ms")
+    ages_s = [told.pop("age_ms") // 1000 for told in (by_header, by_answer)]
+    assert ages_s[0] <= ages_s[1]
+    # The server's wall clock stands still in tests, and its age goes on.
+    assert [told.pop("created") for told in (by_header, by_answer)] == [1_700_000_000 - age_s for age_s in ages_s]
     assert by_header == by_answer
-    assert (by_header["id"], by_header["created"]) == (answer.headers["x-request-id"], 1_700_000_000)
+    assert by_header["id"] == answer.headers["x-request-id"]
     assert by_header["model"] == answer.json()["model"]
     [choice] = by_header["choices"]
     assert (choice["state"], choice["finish_reason"]) == ("ended", "length")
