@@ -1,4 +1,4 @@
-"""The examples of docs/python-api.md and of README.md run as they stand, with tiny models in place of those that they name."""
+"""Runs the examples of docs/python-api.md and README.md as they stand, with tiny models in place of theirs."""
 
 from __future__ import annotations
 

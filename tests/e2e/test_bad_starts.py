@@ -33,7 +33,7 @@ def check_failure(result: Result, *words: str) -> None:
     assert "Traceback" not in result.stderr
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: ")
-    assert result.stderr.count(last.removeprefix("error: ")) == 1, "it is told once"
+    assert result.stderr.count(last.removeprefix("error: ")) == 1, "the error is not printed once"
     for word in words:
         assert word in last
 

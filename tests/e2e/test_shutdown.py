@@ -1,4 +1,4 @@
-"""Signals while streams run: the first drains, and time that runs out is told to the clients."""
+"""Signals while streams run: the first one drains, and clients are told when the time is up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python of pages of the docs that talks to a server runs, with a made-up model in place of those that it names."""
+"""Runs the Python examples of the docs that talk to a server, with a made-up model in place of theirs."""
 
 import json
 import re

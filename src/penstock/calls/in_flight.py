@@ -49,7 +49,7 @@ _MERGE_ABOVE_CHUNKS = 64
 
 
 class Chosen(NamedTuple):
-    """How a route or a pipeline chose an answer, as values of the response's headers. An empty text is no header."""
+    """How a route or a pipeline chose an answer, as values of the response's headers. An empty one is not sent."""
 
     route: str
     sources: str

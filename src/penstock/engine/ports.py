@@ -185,7 +185,7 @@ class OutputChunk:
     stop_reason: int | str | None = None
     detail: str = ""
     reject_reason: str = ""
-    """As in `TokenEvent`. Also set if the engine failed or was closed."""
+    """Why the request ended, as in `TokenEvent`. Also set if the engine failed or was closed."""
     first_scheduled_ns: int | None = None
     """Set on the first chunk and the finish chunk."""
     first_token_ns: int | None = None

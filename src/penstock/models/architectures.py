@@ -127,7 +127,7 @@ _ROWS = (
     ("parallel", "phi", "PhiForCausalLM", "phi2"),
     ("parallel", "stablelm", "StableLmForCausalLM", "stablelm"),
 )
-"""For each architecture: module in this folder, our name, classes in config.json, `general.architecture` of GGUF files.
+"""A row has the module in this folder, our name, the classes in config.json, and `general.architecture` of GGUF files.
 
 `*` in a class stands for each of `_ENCODER_ENDS`. The module defines an `Architecture` with our name in capitals.
 """

@@ -200,12 +200,12 @@ def _bert_mlm_head(config: JsonFile) -> Head:
     return Head("sparse", (layer,), bias=f"{at}.bias")
 
 
-def _roberta_words(_: JsonFile) -> Head:
+def _roberta_mlm_head(_: JsonFile) -> Head:
     layer = HeadLayer("lm_head.dense", activation="gelu", norm="lm_head.layer_norm")
     return Head("sparse", (layer,), bias="lm_head.bias")
 
 
-def _distilbert_words(config: JsonFile) -> Head:
+def _distilbert_mlm_head(config: JsonFile) -> Head:
     activation = read_activation(config, "hidden_act", "gelu")
     layer = HeadLayer("vocab_transform", activation=activation, norm="vocab_layer_norm")
     return Head("sparse", (layer,), bias="vocab_projector.bias")
@@ -249,7 +249,7 @@ ROBERTA = replace(
     of_hf=_of_roberta,
     hf_values=partial(_values_after_padding, vocab_size=50265),
     hf_head=_roberta_head,
-    hf_mlm_head=_roberta_words,
+    hf_mlm_head=_roberta_mlm_head,
     hf_unread=(*BERT.hf_unread, "lm_head."),
 )
 XLM_ROBERTA_XL = replace(
@@ -331,7 +331,7 @@ DISTILBERT = replace(
         }
     ),
     hf_head=_distilbert_head,
-    hf_mlm_head=_distilbert_words,
+    hf_mlm_head=_distilbert_mlm_head,
     hf_unread=(*BERT.hf_unread, "vocab_"),
 )
 
@@ -569,7 +569,7 @@ def _of_mpnet(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 MPNET = replace(
     BERT,
-    hf_mlm_head=_roberta_words,
+    hf_mlm_head=_roberta_mlm_head,
     of_hf=_of_mpnet,
     hf_values=_mpnet_values,
     hf_name=lambda name: _bare_name(name.removeprefix("mpnet.")),

@@ -125,7 +125,7 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Return name in the file -> our name of tensors outside of layers. Without text generation there is no output matrix."""
+    """Return our names of tensors outside of layers, by the file's. Only models that write text have an output matrix."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 

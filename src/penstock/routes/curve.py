@@ -32,8 +32,8 @@ class Figures:
     share_for_point: float
     """Least share whose quality is within one point of the strong model's."""
     apgr_interval: Interval
-    """95 % interval, like the next two, bootstrapped over questions. NaN if the strong model is no better in more than 2.5 % of
-    the samples."""
+    """95 % interval, bootstrapped over questions, as are the next two. NaN if the strong model is not better in more than 2.5 %
+    of the samples."""
     share_for_80_interval: Interval
     share_for_point_interval: Interval
 

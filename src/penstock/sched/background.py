@@ -9,7 +9,7 @@ from penstock.types.stats import EngineLoad, StepCounts
 MEMORY_NS = 1_000_000_000
 """The time owed to background requests, or used in advance, is at most their share of this time."""
 PAUSE_NS = 20_000_000
-"""For this long after a step that had other than background requests, other models start no background step."""
+"""After a step with people's requests, other models start no background step for this long."""
 
 
 class Share:

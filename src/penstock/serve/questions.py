@@ -65,7 +65,7 @@ class QuestionReader:
     def _encoder(self, name: str, task: Task, kind: str) -> tuple[RunningModel, EncoderInfo]:
         served = self._reader.deployment.find(name)
         if served is None:
-            raise unavailable(f"The request needs {name}, {kind}, which is no longer served.")
+            raise unavailable(f"{name}, {kind} that the request needs, is no longer served.")
         running = served.answerer()
         encoder = running.model.encoder
         if encoder is None or encoder.task is not task:

@@ -42,7 +42,7 @@ class Verdicts:
         """Return the model of this name. Raises `ModelAway` if it is not loaded, and `ApiError`."""
         served = self._reader.deployment.find(name)
         if served is None:
-            raise unavailable(f"{name} is needed to judge an answer, but is no longer served.")
+            raise unavailable(f"{name}, which judges answers, is no longer served.")
         running = served.answerer()
         if running.model.encoder is not None:
             raise misconfigured(f"{name} can't judge answers: it is an encoder. Name another model in the route or pipeline.")

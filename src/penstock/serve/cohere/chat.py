@@ -44,7 +44,7 @@ _NAMES = Names(
     | {"reasoning_effort": "thinking"},
 )
 _EFFORTS = {"enabled": "medium", "disabled": "none"}
-"""Cohere's `thinking.type` -> the effort for chat templates, of which some do not reason by default."""
+"""Cohere's `thinking.type` -> the effort for the chat template. Some templates do not reason unless they get one."""
 _TOOL_CHOICES = {"REQUIRED": ToolChoice("required"), "NONE": ToolChoice("none")}
 
 

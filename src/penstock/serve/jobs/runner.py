@@ -353,7 +353,7 @@ class BatchRunner:
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
-        elif status == "failed":  # keep the answers so far, although what was known of them is lost
+        elif status == "failed":  # keep the answers so far, although the batch's progress is lost
             paths = [self.store.content(file_id) for file_id in (batch.output_file, batch.error_file)]
             sizes = await self.on_disk(lambda: (size_of(paths[0]), size_of(paths[1])))
         asked = await self.on_disk(self.store.file, batch.input_file, batch.owner)
