@@ -5,6 +5,7 @@ The settings are each program's own for serving many, with caches of earlier pro
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,20 +89,22 @@ def openvino(setting: Setting, options: Sequence[str]) -> Contender:
 def vllm(setting: Setting, options: Sequence[str]) -> Contender:
     """Its own defaults, which keep one core for the HTTP side.
 
-    Options: `awq` for weights of 4 bits, which are multiplied with activations of 8; and its environment's, as NAME=VALUE.
+    Options: `awq` for weights of 4 bits, which are multiplied with activations of 8; its environment's, as NAME=VALUE; its own.
     """
     environments = setting.environments
     make = make_awq_directory if "awq" in options else make_bf16_directory
     folder = make(environments, setting.gguf)
     command = [environments.python("vllm").with_name("vllm"), "serve", folder, "--served-model-name", SERVED_NAME, *LISTEN]
     command += ["--dtype", "bfloat16", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
+    variables = [option for option in options if re.match("[A-Z_]+=", option)]
     command += ["--max-model-len", str(setting.max_tokens)]
+    command += [option for option in options if option not in ("awq", *variables)]
     environ = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(environments.root / "cache" / "vllm"),
         "HF_HUB_OFFLINE": "1",
-        **dict(option.split("=", 1) for option in options if option != "awq"),
+        **dict(variable.split("=", 1) for variable in variables),
     }
     return Contender("vllm", command, environ=environ, installed=packages(environments.site_packages("vllm")))
 

