@@ -11,6 +11,7 @@ import email
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,8 @@ class Environments:
 
     def log(self, name: str) -> Path:
         (self.root / "logs").mkdir(parents=True, exist_ok=True)
-        return self.root / "logs" / f"{name}.log"
+        words = re.findall(r"[\w.]+", name)
+        return self.root / "logs" / f"{'-'.join(words)}.log"
 
     def is_made(self, peer: str) -> bool:
         marker = self.root / peer / ".made"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import statistics
 import sys
@@ -139,8 +138,7 @@ def main() -> None:
     ready = list(prepared(args.peers, setting, setup=args.setup))
 
     def measure_one(contender: Contender, turn: int) -> Round:
-        name = "-".join(re.findall(r"[\w.]+", contender.name))
-        return measure(contender, jobs, loads, setting.environments.log(f"{name}-{turn + 1}"))
+        return measure(contender, jobs, loads, setting.environments.log(f"{contender.name}-{turn + 1}"))
 
     rounds = compete(ready, args.repeat, measure_one)
     print(origin(f"{gguf.name}, {args.workload}", f"{usable_threads()} threads", "medians of the rounds and their range"))

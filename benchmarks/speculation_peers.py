@@ -103,8 +103,7 @@ def main() -> None:
     ready = list(prepared(list(dict.fromkeys(side for peer in args.peers for side in PEERS[peer])), setting, setup=args.setup))
 
     def measure_one(contender: Contender, turn: int) -> Rates:
-        name = contender.name.translate({ord(mark): "-" for mark in ' {}":,'})
-        return measure(contender, work, setting.environments.log(f"{name}-{turn + 1}"))
+        return measure(contender, work, setting.environments.log(f"{contender.name}-{turn + 1}"))
 
     rounds = compete(ready, args.repeat, measure_one)
     peers = [peer for peer in args.peers if all(side in rounds for side in PEERS[peer])]
