@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.jobs import lines as module
-from penstock.jobs.lines import MAX_ERRORS, Answer, BadLines, Lines, Stopped, prepare, read_line
+from penstock.jobs.lines import ALONE_AFTER, MAX_ERRORS, Answer, BadLines, Line, Lines, Stopped, prepare, read_line
 from penstock.jobs.store import Store
 from support.failing_disk import FailingDisk, open_files
 
@@ -293,7 +293,6 @@ def test_failures_of_the_server_are_counted_for_the_lines_that_were_under_way(tm
             assert failures(lines) == [1, 1, 0, 0], "nothing was asked since"
             lines.take_to_ask(0, 2, 1 << 20)
             lines.note_refusal(second.place, has_failed=True)  # the engine failed, and is started again
-            lines.note_refusal(second.place, has_failed=True)
             assert failures(lines) == [2, 1, 0, 0]
     with closing(opened(tmp_path)) as lines:
         assert failures(lines) == [2, 1, 0, 0], "a server that is stopped has not failed"
@@ -301,6 +300,25 @@ def test_failures_of_the_server_are_counted_for_the_lines_that_were_under_way(tm
         lines.note_refusal(second.place, has_failed=False)
         with closing(opened(tmp_path)) as after_kill:
             assert failures(after_kill) == [2, 2, 0, 0], "the first was refused, and waited"
+
+
+def test_a_line_that_is_asked_alone_fails_alone(tmp_path):
+    """Others of its kind wait for their turn, or have an answer that is not written yet."""
+
+    def taken() -> list[Line]:
+        with closing(opened(tmp_path)) as lines:
+            return lines.take(0, 9, 1 << 20)
+
+    prepared(tmp_path, b"\n".join(line(str(nth)) for nth in range(4)))
+    for _ in range(ALONE_AFTER):
+        with closing(opened(tmp_path)) as killed:
+            first, second, third = killed.take_to_ask(0, 3, 1 << 20)
+            assert len(taken()) == 4
+    with closing(opened(tmp_path)) as killed:
+        assert killed.take_to_ask(0, 3, 1 << 20) == [one._replace(num_failures=2) for one in (first, second, third)]
+        killed.note_alone(first.place)  # and it is answered
+        killed.note_alone(second.place)
+        assert [one.num_failures for one in taken()] == [2, 3, 2, 0]
 
 
 def test_a_line_that_is_answered_twice_is_noticed(tmp_path):

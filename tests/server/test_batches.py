@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from support.failing_disk import open_files
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, make_text_runtime, until, wait_until
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_text_runtime, until, wait_until
 from support.server.jobs import (
     BODIES,
     CHAT,
@@ -386,6 +386,25 @@ def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answer
         assert alone == [False, False, True]
         [failed] = answers(client, batch.error_file_id)
         assert (failed["custom_id"], failed["error"]["code"]) == ("poison", "server_failed")
+
+
+def test_a_line_that_is_asked_alone_fails_alone_with_the_server(tmp_path, monkeypatch, gate):
+    def books() -> closing[sqlite3.Connection]:
+        return closing(sqlite3.connect(tmp_path / "lines" / batch.id))
+
+    def num_marked() -> int:
+        """Lines that fail if the process dies now."""
+        with books() as base:
+            return base.execute("SELECT count(*) FROM asked WHERE is_under_way").fetchone()[0]
+
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(20))
+        wait_until(lambda: server.batches._turns._under_way.total() == 20)
+    with books() as base, base:
+        base.execute("UPDATE asked SET num_failures = ?", (module.ALONE_AFTER,))
+    with serving(tmp_path, GatedExecutor()) as server:
+        wait_until(lambda: server.batches._turns._under_way.total() == 1)
+        wait_until(lambda: num_marked() == 1)
 
 
 def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):

@@ -31,6 +31,9 @@ MAX_LINES = 50_000_000
 """Most lines of a file. Checking so many takes ten minutes, and other large files wait meanwhile."""
 NOT_IN_A_BATCH = ("stream", "background")
 """Fields of a request that a line can't have."""
+ALONE_AFTER, GIVEN_UP_AFTER = 2, 3
+"""Failures of the server during a line after which it is asked alone, and after which it is given up. So a line that breaks the
+server does that three times, and its neighbours are answered."""
 MAX_ERRORS = 50
 """Most errors of a file that are listed."""
 AT_ONCE = 250
@@ -307,18 +310,24 @@ class Lines:
         return taken
 
     def take_to_ask(self, after: int, most: int, most_bytes: int) -> list[Line]:
-        """Take lines as `take` does, and mark them as in flight until they are answered or refused."""
+        """Take lines as `take` does. Mark those that are not asked alone as in flight until they are answered or refused."""
         taken = self.take(after, most, most_bytes)
         with self._guard, suppress(sqlite3.OperationalError):  # a full disk: then a failure of the server does not count
             self._base.executemany(
                 "INSERT INTO asked VALUES (?, 0, 1) ON CONFLICT (place) DO UPDATE SET is_under_way = 1",
-                [(one.place,) for one in taken],
+                [(one.place,) for one in taken if one.num_failures < ALONE_AFTER],
             )
         return taken
 
+    def note_alone(self, place: int) -> None:
+        """Mark a line that is asked alone as in flight. Earlier ones are not any more, even if no answer is written yet."""
+        query = "UPDATE asked SET is_under_way = (place = ?) WHERE num_failures >= ?"
+        with self._guard, suppress(sqlite3.OperationalError):
+            self._base.execute(query, (place, ALONE_AFTER))
+
     def note_refusal(self, place: int, *, has_failed: bool) -> None:
         """Mark a line without an answer as no longer in flight. `has_failed`: the engine failed meanwhile, which is counted."""
-        query = "UPDATE asked SET num_failures = num_failures + ?, is_under_way = 0 WHERE place = ? AND is_under_way"
+        query = "UPDATE asked SET num_failures = num_failures + ?, is_under_way = 0 WHERE place = ?"
         with self._guard, suppress(sqlite3.OperationalError):
             self._base.execute(query, (has_failed, place))
 

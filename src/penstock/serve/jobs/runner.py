@@ -31,7 +31,18 @@ from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs.disk import cause, remove, size_of
-from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
+from penstock.jobs.lines import (
+    ALONE_AFTER,
+    GIVEN_UP_AFTER,
+    Answer,
+    BadLines,
+    Line,
+    Lines,
+    Request,
+    Stopped,
+    prepare,
+    read_line,
+)
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
 from penstock.serve.course import Course
 from penstock.serve.errors import BUSY_STATUSES
@@ -64,9 +75,6 @@ ENVELOPE_BYTES = 1 << 11
 SMALL_BYTES = 1 << 24
 """Files up to this size, a second's work to check, do not wait for larger ones."""
 TIDIED_EACH_S = 60.0
-ALONE_AFTER, GIVEN_UP_AFTER = 2, 3
-"""Failures of the server during a line after which it is asked alone, and after which it is given up. So a line that breaks the
-server does that three times, and its neighbours are answered."""
 EXPIRED, CANCELLED, FAILED = "batch_expired", "batch_cancelled", "batch_failed"
 """Codes of the errors of lines that were not asked."""
 LOOKED_EACH_S = 60.0
@@ -428,7 +436,7 @@ class BatchRunner:
             await self._wait_for_hours()
             await running.has_room.wait()
             await self._turns.take(running)
-            asking = _start(running.under_way, self._ask(running, line))
+            asking = _start(running.under_way, self._ask(running, lines, line))
             if is_alone:
                 await asyncio.wait([asking])
 
@@ -455,10 +463,12 @@ class BatchRunner:
         while self._hours is not None and not is_within(self._hours, time.localtime(self._now()).tm_hour):  # noqa: ASYNC110
             await asyncio.sleep(TRIED_AGAIN_S)
 
-    async def _ask(self, running: _Running, line: Line) -> None:
+    async def _ask(self, running: _Running, lines: Lines, line: Line) -> None:
         """Ask a line. If the server refuses it, it is asked again later."""
         batch, left = running.batch, running.left
         try:
+            if line.num_failures >= ALONE_AFTER:
+                await self.on_disk(lines.note_alone, line.place)
             request, course = read_line(line.data), Course(is_background=True)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
             answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
@@ -468,7 +478,7 @@ class BatchRunner:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
                 has_failed = ENGINE_FAILED in running.refusal
-                _start(running.refused, self._ask_again(running, line.place, wait_s, has_failed=has_failed))
+                _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
             elif answered.status != GONE or not left.is_set():
                 running.refusal = ""
                 running.answers.append(_answer(line, request, answered, name))
@@ -478,9 +488,8 @@ class BatchRunner:
         finally:
             self._turns.give_back(running)
 
-    async def _ask_again(self, running: _Running, place: int, wait_s: float, *, has_failed: bool) -> None:
-        if running.lines is not None:
-            await self.on_disk(partial(running.lines.note_refusal, place, has_failed=has_failed))
+    async def _ask_again(self, running: _Running, lines: Lines, place: int, wait_s: float, *, has_failed: bool) -> None:
+        await self.on_disk(partial(lines.note_refusal, place, has_failed=has_failed))
         if not await _is_set_within(running.left, wait_s):
             running.again.append(place)
 
