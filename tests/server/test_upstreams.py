@@ -618,7 +618,7 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None
     ("script", "stream", "tokens"),
     [
         (answers(200, whole()), False, (5, 2)),
-        (streams(event("far"), event(" away"), END + DONE), True, (19, 3)),  # guessed
+        (streams(event("far"), event(" away"), END + DONE), True, (29, 3)),  # guessed
         (streams(event("far"), END, USAGE, DONE), True, (5, 2)),
     ],
     ids=["whole", "without usage", "with usage"],
@@ -631,11 +631,24 @@ async def test_an_answer_from_elsewhere_has_its_price(near, script: Script, stre
         assert bill.full == pytest.approx(bill.paid["far"])
 
 
+async def test_a_guess_counts_each_text_once(near) -> None:
+    bill = Bill({"far": Price(10.0, 0.0), "near": Price(1.0, 2.0)})
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "b" * 1600})}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "c" * 1600}, {"type": "text", "text": "d" * 1600}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "red"},
+    ]
+    async with clients(near, streams(event("far"), END + DONE), route=replace(FAR_FIRST, bill=bill)) as (client, _server):
+        await client.post(CHAT, json=BODY | {"messages": messages, "stream": True})
+        assert bill.prices["far"].of(1200, 0) < bill.paid["far"] < bill.prices["far"].of(1400, 0)
+
+
 async def test_a_stream_that_breaks_is_paid_for_in_vain(near) -> None:
     bill = Bill({"far": Price(10.0, 30.0), "near": Price(1.0, 2.0)})
     async with clients(near, streams(event("far"), ends=False), route=replace(FAR_FIRST, bill=bill)) as (client, _server):
         await client.post(CHAT, json=BODY | {"stream": True})
-        assert bill.paid == pytest.approx({"far": bill.prices["far"].of(19, 1)})  # guessed
+        assert bill.paid == pytest.approx({"far": bill.prices["far"].of(29, 1)})  # guessed
         assert bill.full == 0
 
 

@@ -30,7 +30,6 @@ from penstock.clock import Clock
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.off_loop import INLINE_MAX_BODY, OffLoop
 from penstock.obs.trace_context import Span
-from penstock.routes.questions import texts_in
 from penstock.serve.bodies import load_json
 from penstock.serve.breaker import Breaker, Turn
 from penstock.serve.errors import overloaded, unavailable
@@ -52,7 +51,7 @@ LOCAL_ONLY = "x-local-only"
 """Header of a request that must stay here."""
 CONNECT_TIMEOUT_S = 5.0
 GUESSED_TOKENS, CHARS_PER_TOKEN = 256, 4
-"""Assumed tokens of an answer and characters of a token, until the upstream reports its usage."""
+"""Assumed tokens of an answer, and characters of a body per token of a prompt, until the upstream reports its usage."""
 MAX_ANSWER_BYTES = 32 << 20
 MAX_ERROR_BYTES = 1 << 16
 _AGAIN = (502, 503, 504)
@@ -65,8 +64,9 @@ def _question(data: bytes, model: str) -> Question:
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
     num_new_tokens = asked if isinstance(asked, int) and 0 < asked < 1 << 20 else GUESSED_TOKENS
     num_choices = body.get("n") if isinstance(body.get("n"), int) else 1
-    num_prompt_tokens = sum(map(len, texts_in(body))) // CHARS_PER_TOKEN
-    return Question(fast_json.dumps(body), bool(body.get("stream")), num_prompt_tokens, num_new_tokens * max(1, num_choices))
+    content = fast_json.dumps(body)
+    num_prompt_tokens = len(content.decode()) // CHARS_PER_TOKEN
+    return Question(content, bool(body.get("stream")), num_prompt_tokens, num_new_tokens * max(1, num_choices))
 
 
 class Upstream:
