@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def many(num: int) -> dict[str, Any]:
         def upload() -> Path:
             form = Form("multipart/form-data; boundary=XyZ")
             form.feed(b'--XyZ\r\nContent-Disposition: form-data; name="file"; filename="in"\r\n\r\n')
-            with store.uploading(("", "")) as writing, source.open("rb") as file:
+            with closing(store.upload(("", ""))) as writing, source.open("rb") as file:
                 while data := file.read(1 << 20):
                     writing.write(form.feed(data))
                 writing.write(form.feed(b"\r\n--XyZ--\r\n"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def again(store: Store) -> Store:
 
 
 def uploaded(store: Store, data=b"{}", owner: Owner = ANN, **fields) -> File:
-    with store.uploading(owner) as upload:
+    with closing(store.upload(owner)) as upload:
         upload.write(data)
         return upload.keep("in.jsonl", UPLOAD, fields.pop("now_s", 100), **fields)
 
@@ -92,7 +93,7 @@ def test_a_key_has_one_quota_for_all_its_tenants(store):
 
 
 def test_what_is_being_uploaded_counts_until_it_is_given_up(store):
-    with store.uploading(ANN) as first, store.uploading(ANN) as second:
+    with closing(store.upload(ANN)) as first, closing(store.upload(ANN)) as second:
         first.write(b"a" * 700)
         with pytest.raises(NoRoom):
             second.write(b"a" * 400)
@@ -267,7 +268,7 @@ def test_a_start_deletes_hidden_files_that_no_batch_names(store):
     """As after a kill between an upload and its batch, or between the end of a batch and the end of its input."""
     files = []
     for _ in range(4):
-        with store.uploading(ANN) as upload:
+        with closing(store.upload(ANN)) as upload:
             upload.write(b"{}")
             files.append(upload.keep("requests.jsonl", INTERNAL, 100))
     read, answers, done, orphan = files
@@ -328,7 +329,7 @@ def test_nothing_stays_open_or_beside_the_database(tmp_path):
     "name", ["", "a\0b", "x" * 255, "../../etc/passwd", 'a"; DROP TABLE files; --', "\r\nX: y", "ü\U0001f600"]
 )
 def test_names_are_texts_and_ids_are_no_paths(store, name):
-    with store.uploading(ANN) as upload:
+    with closing(store.upload(ANN)) as upload:
         file = upload.keep(name, UPLOAD, 1)
     store = again(store)
     assert store.file(file.id, ANN).name == name

@@ -10,7 +10,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -113,7 +113,7 @@ class World:
         self.runner.start()
 
     async def create(self, owner, num) -> Batch:
-        with self.store.uploading(owner) as upload:
+        with closing(self.store.upload(owner)) as upload:
             upload.write(b"\n".join(json.dumps(line(str(nth))).encode() for nth in range(num)))
             file = upload.keep("in", UPLOAD, 1000)
         made = Batch(

@@ -282,20 +282,11 @@ class Store:
         return num, found
 
     def upload(self, owner: Owner) -> Upload:
-        """Return an `Upload`, which the caller closes. Raises NoRoom."""
+        """Return an `Upload`, which the caller closes. Its file is then deleted unless `keep` was called. Raises NoRoom."""
         with self._guard:
             self._check_number(owner)
         file_id = new_id("file-")
         return Upload(self, owner, file_id, (self._files / file_id).open("xb"))
-
-    @contextmanager
-    def uploading(self, owner: Owner) -> Iterator[Upload]:
-        """Yield an `Upload`. Its file is deleted at the end of the block unless `keep` was called. Raises NoRoom."""
-        upload = self.upload(owner)
-        try:
-            yield upload
-        finally:
-            upload.close()
 
     def check_room(self, owner: Owner) -> None:
         """Raise NoRoom if the files of an owner's key have `max_bytes` or more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -223,7 +224,7 @@ class MessageBatches:
 
 
 def _keep(store: Store, owner: Owner, lines: bytes, now_s: int) -> File:
-    with store.uploading(owner) as upload:
+    with closing(store.upload(owner)) as upload:
         upload.write(lines)
         return upload.keep("requests.jsonl", INTERNAL, now_s)
 
