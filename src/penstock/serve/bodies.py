@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -280,25 +279,21 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 class IgnoredParameters:
-    """Logs each name that `--ignore-unknown-parameters` ignores, once. Thread-safe."""
+    """Logs each name that `--ignore-unknown-parameters` ignores. Two threads at the same time may log a name twice."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
-        self._lock = threading.Lock()
 
     def note(self, names: Iterable[str]) -> None:
         for name in names:
-            if len(self._logged) == MAX_LOGGED_NAMES:
+            if len(self._logged) >= MAX_LOGGED_NAMES:
                 return
             shown = name[:MAX_LOGGED_CHARS]
-            with self._lock:
-                if shown in self._logged or len(self._logged) == MAX_LOGGED_NAMES:
-                    continue
+            if shown not in self._logged:
                 self._logged.add(shown)
-                is_last = len(self._logged) == MAX_LOGGED_NAMES
-            _log.warning("the parameter %r is ignored (--ignore-unknown-parameters)", shown)
-            if is_last:
-                _log.warning("further ignored parameters are not logged")
+                _log.warning("the parameter %r is ignored (--ignore-unknown-parameters)", shown)
+                if len(self._logged) >= MAX_LOGGED_NAMES:
+                    _log.warning("further ignored parameters are not logged")
 
 
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
