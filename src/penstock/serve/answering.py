@@ -240,24 +240,19 @@ async def answer_prompt(
         return await answer_json(running, max(len(data), len(prompt.text)), partial(make, prompt, running))
 
 
-class CallEndpoint:
-    """Answers requests of all APIs that generate text. Only the functions passed in depend on the API."""
+def call_endpoint(body: type[_Body], read: Callable[[_Body, Asked], Made], reader: Reader, in_flight: InFlight) -> JsonEndpoint:
+    """Return an endpoint that checks the body and passes it to `read`. Both may raise `ApiError` and `Rejected`."""
 
-    def __init__(self, reader: Reader, in_flight: InFlight) -> None:
-        self.reader = reader
-        self._in_flight = in_flight
+    @wraps(read)
+    async def answer(data: bytes, http: HttpRequest) -> Response:
+        return await answer_call(data, http, lambda one: read(parse_body(data, body, reader.ignored), one), reader, in_flight)
 
-    def answers(self, body_type: type[_Body], read: Callable[[_Body, Asked], Made]) -> JsonEndpoint:
-        """Return an endpoint that checks the body and passes it to `read`. Both may raise `ApiError` and `Rejected`."""
+    return answer
 
-        @wraps(read)
-        async def answer(data: bytes, http: HttpRequest) -> Response:
-            return await self.answer(data, http, lambda asked: read(parse_body(data, body_type, self.reader.ignored), asked))
 
-        return answer
-
-    async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], Made]) -> Response:
-        """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
-        asked = Asked(self.reader, data, http.scope)
-        opened, new_writer = await open_call(read, asked, len(data), self._in_flight, http)
-        return await respond(http, opened, new_writer)
+async def answer_call(
+    data: bytes, http: HttpRequest, read: Callable[[Asked], Made], reader: Reader, in_flight: InFlight
+) -> Response:
+    """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
+    opened, new_writer = await open_call(read, Asked(reader, data, http.scope), len(data), in_flight, http)
+    return await respond(http, opened, new_writer)

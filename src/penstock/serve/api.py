@@ -16,7 +16,7 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.answering import CallEndpoint, Made
+from penstock.serve.answering import Made, call_endpoint
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import Body, load_json
 from penstock.serve.cards import ModelCards
@@ -64,7 +64,6 @@ class Parts:
     config: ServerConfig
     in_flight: InFlight
     reader: Reader
-    calls: CallEndpoint
     texts: TextsEndpoint
     folder: FolderWatch
     cards: ModelCards
@@ -90,8 +89,8 @@ class Parts:
         returns: Any,
         streams: Any = None,
     ) -> Route:
-        """Return a route that generates text. `read`: see `CallEndpoint.answers`. The rest is as in `Route`."""
-        return Route(at, summary, self.calls.answers(body, read), body, returns, streams)
+        """Return a route that generates text. `read`: see `call_endpoint`. The rest is as in `Route`."""
+        return Route(at, summary, call_endpoint(body, read, self.reader, self.in_flight), body, returns, streams)
 
     def texts_route(
         self,

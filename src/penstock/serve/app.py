@@ -19,7 +19,7 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
-from penstock.serve.answering import CallEndpoint, finish_entry
+from penstock.serve.answering import finish_entry
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
 from penstock.serve.asking import Reader
@@ -93,7 +93,6 @@ def create_app(
         config=config,
         in_flight=in_flight,
         reader=reader,
-        calls=CallEndpoint(reader, in_flight),
         texts=TextsEndpoint(reader, in_flight),
         folder=FolderWatch(deployment),
         cards=ModelCards(),

@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import fast_json
+from penstock.serve.answering import answer_call
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed
 from penstock.serve.errors import invalid
@@ -36,14 +37,14 @@ class OllamaEndpoint:
         body = await self._parts.reader.body(data, OllamaChatBody)
         if not body.messages:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
-        return await self._parts.calls.answer(data, http, partial(chat, body))
+        return await answer_call(data, http, partial(chat, body), self._parts.reader, self._parts.in_flight)
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a prompt, through the chat template unless `raw`. Without a prompt, the model is loaded or unloaded."""
         body = await self._parts.reader.body(data, OllamaGenerateBody)
         if not body.prompt and not body.suffix:
             return self._loaded(body, http, {"response": ""})
-        return await self._parts.calls.answer(data, http, partial(generate, body))
+        return await answer_call(data, http, partial(generate, body), self._parts.reader, self._parts.in_flight)
 
     def _loaded(self, body: OllamaBody, http: HttpRequest, said: dict[str, Any]) -> Response:
         """Answer a request that only loads or unloads a model. Raises `ModelAway`."""
