@@ -149,18 +149,16 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     if key is None or key.models is None:
         return find_asked(name, deployment, scope)
     route = deployment.routes.get(name or "")
+    has_no_model = route is not None and not models_of(route, deployment, scope)
+    is_hidden = name in deployment.pipelines and not allows(scope, name)  # access to its model does not include its documents
     try:
-        if route is not None and not models_of(route, deployment, scope):
-            raise _not_found(name, deployment)
-        if name in deployment.pipelines and not allows(scope, name):  # access to its model does not include its documents
-            raise _not_found(name, deployment)
-        served, adapter = find_asked(name, deployment, scope)
+        if not has_no_model and not is_hidden:
+            served, adapter = find_asked(name, deployment, scope)
+            if may_ask(scope, served, name, deployment):
+                return served, adapter
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:
             raise
-    else:
-        if may_ask(scope, served, name, deployment):
-            return served, adapter
     raise model_not_found(deployment.default.name if name is None else name, visible_names(deployment, scope))
 
 
