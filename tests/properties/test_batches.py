@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from penstock.jobs.lines import Lines
 from penstock.jobs.store import UPLOAD, Batch, Store, new_id
+from penstock.serve.errors import STATUS_CLIENT_CLOSED_REQUEST
 from penstock.serve.jobs import runner as module
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
@@ -91,7 +92,7 @@ class Requests:
         leaving.cancel()
         if future in self.under_way:
             self.under_way.remove(future)
-        return future.result() if future.done() else Answered(module.GONE, None, b"")
+        return future.result() if future.done() else Answered(STATUS_CLIENT_CLOSED_REQUEST, None, b"")
 
     def answer(self, answered, nth) -> None:
         if self.under_way:

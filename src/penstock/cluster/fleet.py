@@ -239,9 +239,6 @@ class Fleet:
     def pool_map(self) -> PoolMap:
         raise TimeoutError("each replica has a pool of its own")
 
-    def kv_waste_ratio(self) -> float:
-        return 0.0
-
     @contextmanager
     def held(self) -> Iterator[None]:
         """Make a drain wait until the `with` block ends, as `Engine.held`."""

@@ -38,9 +38,9 @@ class Figures:
     share_for_point_interval: Interval
 
 
-def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
+def figures_of(answers: Answers, gains: F64) -> Figures:
     """Return the figures of a route with these expected gains. APGR and shares are NaN without a better strong model."""
-    rng, count = np.random.default_rng(seed), len(answers)
+    rng, count = np.random.default_rng(0), len(answers)
     differences = _differences(answers, gains, rng)
     half = float(answers.weak.mean() + differences[: count // 2].sum() / count)
     drawn = np.array([_of(differences[np.sort(rng.integers(count, size=count))]) for _ in range(NUM_DRAWS)])
@@ -51,8 +51,8 @@ def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
     return Figures(count, float(answers.weak.mean()), float(answers.strong.mean()), half, *_of(differences), *intervals)
 
 
-def apgr(answers: Answers, gains: F64, *, seed: int = 0) -> float:
-    return _of(_differences(answers, gains, np.random.default_rng(seed)))[0]
+def apgr(answers: Answers, gains: F64) -> float:
+    return _of(_differences(answers, gains, np.random.default_rng(0)))[0]
 
 
 def _differences(answers: Answers, gains: F64, rng: np.random.Generator) -> F64:

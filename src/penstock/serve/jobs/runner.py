@@ -45,7 +45,7 @@ from penstock.jobs.lines import (
 )
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
 from penstock.serve.course import Course
-from penstock.serve.errors import BUSY_STATUSES
+from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST
 from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
@@ -66,8 +66,6 @@ MAX_RETRY_AFTER_S = 60.0
 MAX_WHY = 500
 """Most characters of the reason of a refusal."""
 _TRY_AGAIN = r" Try again in \d+ s\.$"
-GONE = 499
-"""Status of a request that was given up."""
 MAX_REFUSED = 1000
 """Lines of a batch that wait to be asked again. With about so many, no others are asked."""
 ENVELOPE_BYTES = 1 << 11
@@ -375,7 +373,7 @@ class BatchRunner:
         ]
         kept = {file.id for file in files}
         output_file, error_file = [one if one in kept else "" for one in (batch.output_file, batch.error_file)]
-        ended = replace(batch.turned(status, now_s), output_file=output_file, error_file=error_file)
+        ended = batch.turned(status, now_s, output_file=output_file, error_file=error_file)
         await self.on_disk(self.store.end, ended, files)
         if asked is not None and purpose == INTERNAL:
             with contextlib.suppress(sqlite3.Error, OSError):  # else the next start deletes it
@@ -479,7 +477,7 @@ class BatchRunner:
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
                 has_failed = ENGINE_FAILED in running.refusal
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
-            elif answered.status != GONE or not left.is_set():
+            elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not left.is_set():
                 running.refusal = ""
                 running.answers.append(_answer(line, request, answered, name))
         except Exception:
