@@ -131,7 +131,7 @@ def test_a_batch_that_can_not_be_begun_leaves_nothing(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_ENDED", 0)
     first = batch_of(file)
     store.create(first)
-    store.end(first.turned("completed", 1), [])
+    store.end(first.with_status("completed", 1), [])
     with pytest.raises(sqlite3.Error, match="disk full"):
         store.create(batch_of(file))
     assert store.unfinished() == []
@@ -160,8 +160,8 @@ def test_numbers_of_files_and_of_batches_are_limited(store, monkeypatch):
         store.create(batch)
     with pytest.raises(NoRoom, match="2 batches"):
         store.create(batch_of(files[0]))
-    store.put(first.turned("in_progress", 101))  # a known one is always replaced
-    store.end(first.turned("completed", 102), [])
+    store.put(first.with_status("in_progress", 101))  # a known one is always replaced
+    store.end(first.with_status("completed", 102), [])
     store.create(batch_of(files[0]))
 
 
@@ -173,7 +173,7 @@ def test_only_the_latest_ended_batches_are_remembered(store, monkeypatch):
     for batch in batches:
         store.create(batch)
         if batch is not batches[0]:
-            store.end(batch.turned("completed", 102), [])
+            store.end(batch.with_status("completed", 102), [])
     store.create(batch_of(file))
     found = [batch.id for batch in store.batches(ANN, "k", limit=99)]
     assert found[1:] == [one.id for one in (*batches[:4:-1], batches[0])]  # the first has not ended
@@ -188,7 +188,7 @@ def test_a_file_that_a_batch_reads_is_neither_deleted_nor_expires(store):
         store.delete(file)
     store.expire(200)
     assert store.content(file.id).exists()
-    store.end(batch.turned("failed", 201), [])
+    store.end(batch.with_status("failed", 201), [])
     store.expire(199)
     assert store.file(file.id, ANN) == file
     store.expire(200)
@@ -213,7 +213,7 @@ def test_an_end_adds_its_files_and_deletes_the_lines(store):
         store.lines(batch).with_name(batch.id + suffix).touch()
     output = File(batch.output_file, ANN, "out", "batch_output", 2, 102)
     store.content(output.id).write_bytes(b"{}")
-    ended = batch.turned("completed", 102)
+    ended = batch.with_status("completed", 102)
     store.end(ended, [output])
     assert store.unfinished() == []
     assert store.file(output.id, ANN) == output
@@ -227,7 +227,7 @@ def test_a_batch_that_has_ended_is_not_begun_again(store):
     """A request that is repeated with its `Idempotency-Key` may come when the first has ended."""
     batch = batch_of(uploaded(store))
     assert store.create(batch) is batch
-    ended = batch.turned("completed", 102)
+    ended = batch.with_status("completed", 102)
     store.end(ended, [])
     assert store.create(replace(batch, output_file=new_id("file-"))) == ended
     assert store.batch(batch.id, ANN, "k") == ended
@@ -238,10 +238,10 @@ def test_an_end_that_fails_adds_nothing(store):
     batch = batch_of(file)
     store.create(batch)
     with pytest.raises(sqlite3.IntegrityError):
-        store.end(batch.turned("completed", 102), [File(batch.output_file, ANN, "o", "p", 2, 1), file])
+        store.end(batch.with_status("completed", 102), [File(batch.output_file, ANN, "o", "p", 2, 1), file])
     assert store.unfinished() == [batch]
     assert store.files(ANN, limit=9) == [file]
-    store.end(batch.turned("completed", 102), [])
+    store.end(batch.with_status("completed", 102), [])
 
 
 def test_a_start_deletes_what_nobody_has_and_nothing_else(store):
@@ -274,7 +274,7 @@ def test_a_start_deletes_hidden_files_that_no_batch_names(store):
     read, answers, done, orphan = files
     store.create(batch_of(read))
     store.create(ended := replace(batch_of(done), output_file=answers.id))
-    store.end(ended.turned("completed", 120), [])
+    store.end(ended.with_status("completed", 120), [])
     store = again(store)
     assert [store.file(one.id, ANN) is not None for one in files] == [True, True, False, False]
     assert not store.content(orphan.id).exists()
@@ -319,7 +319,7 @@ def test_nothing_stays_open_or_beside_the_database(tmp_path):
     store = Store(tmp_path / "jobs", max_bytes=1000)
     batch = batch_of(uploaded(store))
     store.create(batch)
-    store.end(batch.turned("failed", 1), [])
+    store.end(batch.with_status("failed", 1), [])
     store.close()
     assert open_files() == before
     assert sorted(path.name for path in store.folder.iterdir()) == ["files", "jobs.db", "lines", "lock"]
@@ -377,14 +377,14 @@ def test_a_full_database_changes_nothing(store):
     for change in (
         lambda: store.put(replace(batch, metadata=big)),
         lambda: store.create(batch_of(file, metadata=big)),
-        lambda: store.end(replace(batch, metadata=big).turned("completed", 1), [File("f", ANN, "n", "p", 1, 1)]),
+        lambda: store.end(replace(batch, metadata=big).with_status("completed", 1), [File("f", ANN, "n", "p", 1, 1)]),
     ):
         with pytest.raises(sqlite3.OperationalError, match="full"):
             change()
         assert store.unfinished() == [batch]
         assert store.files(ANN, limit=9) == [file]
     base.execute("PRAGMA max_page_count = 1000000")
-    store.end(batch.turned("completed", 1), [])
+    store.end(batch.with_status("completed", 1), [])
     assert store.unfinished() == []
 
 
@@ -399,7 +399,7 @@ def test_a_disk_that_deletes_nothing_does_not_keep_a_batch_from_its_end(store, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
-        store.end(batch.turned("completed", 1), [])
+        store.end(batch.with_status("completed", 1), [])
         store.delete(file)
     assert contents(store) == sorted([file.id, batch.id])
     store = again(store)

@@ -643,7 +643,7 @@ def test_a_batch_whose_lines_were_not_checked_begins_anew(tmp_path, monkeypatch,
         monkeypatch.setattr(server.batches, "_drive", lambda batch: None)
         batch = begun(client, lines_of(5))
         (record,) = server.batches.store.unfinished()
-        server.batches.store.put(record.turned(status, record.created_s) if status != "validating" else record)
+        server.batches.store.put(record.with_status(status, record.created_s) if status != "validating" else record)
         server.batches.store.content(record.output_file).write_bytes(b"half an answ")
         server.batches.store.lines(record).with_name(f"{batch.id}-new").write_bytes(b"half a database")
     with serving(tmp_path) as server, server.client() as client:

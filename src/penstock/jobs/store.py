@@ -143,7 +143,7 @@ class Batch:
     def due_s(self) -> int:
         return self.created_s + self.window_s
 
-    def turned(self, status: str, now_s: int, **changes: Any) -> Batch:
+    def with_status(self, status: str, now_s: int, **changes: Any) -> Batch:
         """Return the batch with another status."""
         return replace(self, status=status, times_s={**self.times_s, status: now_s}, **changes)
 

@@ -225,7 +225,7 @@ class BatchRunner:
             return await self.on_disk(self.store.batch, batch.id, batch.owner, batch.kind) or batch
         async with running.changing:
             if running.batch.status in ("validating", "in_progress"):
-                await self._turn(running, "cancelling")
+                await self._set_status(running, "cancelling")
         if running.batch.status == "cancelling":
             running.left.set()
         return running.now
@@ -293,7 +293,7 @@ class BatchRunner:
         if running.lines is not None and not running.batch.errors:
             async with running.changing:
                 if running.batch.status == "validating":
-                    await self._turn(running, "in_progress")
+                    await self._set_status(running, "in_progress")
             await self._ask_lines(running, running.lines)
             if running.batch.status == "cancelling":
                 await self._give_up(
@@ -310,7 +310,7 @@ class BatchRunner:
                 await self._end(running, "cancelled")
             else:
                 if running.batch.status != "finalizing":
-                    await self._turn(running, "finalizing")
+                    await self._set_status(running, "finalizing")
                 await self._end(running, "expired" if "expired" in running.batch.times_s else "completed")
 
     def _open(self, batch: Batch) -> Lines | None:
@@ -346,11 +346,11 @@ class BatchRunner:
             self._checking[is_large].release()
         return False
 
-    async def _turn(self, running: _Running, status: str) -> None:
+    async def _set_status(self, running: _Running, status: str) -> None:
         """Give a batch another status. The caller holds `changing`."""
         now_s = self.now_s()
-        await self.on_disk(self.store.put, running.batch.turned(status, now_s))
-        running.batch = running.batch.turned(status, now_s)
+        await self.on_disk(self.store.put, running.batch.with_status(status, now_s))
+        running.batch = running.batch.with_status(status, now_s)
 
     async def _end(self, running: _Running, status: str) -> None:
         """End a batch. The caller holds `changing`."""
@@ -373,7 +373,7 @@ class BatchRunner:
         ]
         kept = {file.id for file in files}
         output_file, error_file = [one if one in kept else "" for one in (batch.output_file, batch.error_file)]
-        ended = batch.turned(status, now_s, output_file=output_file, error_file=error_file)
+        ended = batch.with_status(status, now_s, output_file=output_file, error_file=error_file)
         await self.on_disk(self.store.end, ended, files)
         if asked is not None and purpose == INTERNAL:
             with contextlib.suppress(sqlite3.Error, OSError):  # else the next start deletes it
@@ -407,7 +407,7 @@ class BatchRunner:
             feeding.result()  # raises what the disk raised
         if await waiting and lines.progress.num_left:
             async with running.changing:  # noted first, so that a new start knows why lines were given up
-                marked = replace(running.batch.turned("expired", self.now_s()), status=running.batch.status)
+                marked = replace(running.batch.with_status("expired", self.now_s()), status=running.batch.status)
                 await self.on_disk(self.store.put, marked)
                 running.batch = marked
             message = "The batch's completion window ended before this line was answered. Send it in another batch."
@@ -426,7 +426,7 @@ class BatchRunner:
         async for line in self._to_ask(running, lines):
             if line.num_failures >= GIVEN_UP_AFTER:
                 message = f"The server failed {line.num_failures} times while this line was under way."
-                running.answers.append(_failure(running.batch, line, "server_failed", message))
+                running.answers.append(_line_of_failure(running.batch, line, "server_failed", message))
                 continue
             is_alone = line.num_failures >= ALONE_AFTER
             if is_alone and running.under_way:
@@ -471,7 +471,7 @@ class BatchRunner:
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
             answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
             if answered is None:
-                running.answers.append(_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
+                running.answers.append(_line_of_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in BUSY_STATUSES:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
@@ -479,10 +479,10 @@ class BatchRunner:
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
             elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not left.is_set():
                 running.refusal = ""
-                running.answers.append(_answer(line, request, answered, name))
+                running.answers.append(_line_of_answer(line, request, answered, name))
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
-            running.answers.append(_failure(batch, line, "internal_error", "The server's log has the cause."))
+            running.answers.append(_line_of_failure(batch, line, "internal_error", "The server's log has the cause."))
         finally:
             self._turns.give_back(running)
 
@@ -521,7 +521,7 @@ class BatchRunner:
     async def _give_up(self, batch: Batch, lines: Lines, code: str, message: str) -> None:
         """Answer the lines that are left with an error."""
         while not self._closing.is_set() and (taken := await self.on_disk(lines.take, 0, GIVEN_UP_AT_ONCE, TAKEN_BYTES)):
-            answers = [_failure(batch, line, code, message)._replace(usage={code: 1}) for line in taken]
+            answers = [_line_of_failure(batch, line, code, message)._replace(usage={code: 1}) for line in taken]
             await self.on_disk(lines.write, answers)
             self._count(answers)
 
@@ -618,7 +618,7 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
         return False
 
 
-def _answer(line: Line, request: Request, answered: Answered, name: str) -> Answer:
+def _line_of_answer(line: Line, request: Request, answered: Answered, name: str) -> Answer:
     """Return the line of the output or error file for an answer of the server, whose id is `name`."""
     response = {"status_code": answered.status, "request_id": name, "body": _one_line(answered.body)}
     told = {"id": f"batch_req_{name}", "custom_id": request.custom_id, "response": response, "error": None}
@@ -655,7 +655,7 @@ def _why(answered: Answered) -> str:
     return f"Status {answered.status}: {re.sub(_TRY_AGAIN, '', message)[:MAX_WHY]}"
 
 
-def _failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
+def _line_of_failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
     """Return the line of the error file for a line that the server did not answer."""
     error = {"code": code, "message": message}
     told = {
@@ -680,7 +680,7 @@ class _Details(msgspec.Struct):
     reasoning_tokens: int | None = None
 
 
-class _Told(msgspec.Struct):
+class _TokenCounts(msgspec.Struct):
     """The counts of tokens in an answer, in the words of OpenAI's and Anthropic's APIs."""
 
     prompt_tokens: int = 0
@@ -694,11 +694,11 @@ class _Told(msgspec.Struct):
     cache_read_input_tokens: int | None = None
 
 
-class _Answered(msgspec.Struct):
-    usage: _Told | None = None
+class _WithUsage(msgspec.Struct):
+    usage: _TokenCounts | None = None
 
 
-_read_usage = msgspec.json.Decoder(_Answered).decode
+_read_usage = msgspec.json.Decoder(_WithUsage).decode
 
 
 def _usage(body: bytes) -> dict[str, int]:
