@@ -168,6 +168,7 @@ def test_two_thousand_texts_come_back_in_order(post):
         ({"input": [3, None]}, "input[1]", "token id"),
         ({"input": ["a", None]}, "input[1]", "must be a string"),
         ({"input": [3] + ["a"] * 2049}, "input", "2049 strings between token ids; at most 2048"),
+        ({"input": [3, "a" * (2**20 + 1)]}, "input[1]", "the text has 1048577 characters, and at most 1048576 are tokenised"),
         ({"input": 7}, "input", "must be a string"),
         ({"input": None}, "input", "must be a string"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field, WithJsonSchema
 
 from penstock.calls.call import Terms
+from penstock.calls.prompts import check_text_size
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import INT32_MAX, Body, NoEffect, Priority, RequestId, described
@@ -175,8 +176,12 @@ def _spelled(value: Any, param: str, running: RunningModel) -> Any:
     if num_texts > MAX_TEXTS:
         raise invalid(f"'{param}' has {num_texts} strings between token ids; at most {MAX_TEXTS} are taken.", param)
     ids: list[Any] = []
-    for part in value:
-        ids += running.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else [part]
+    for index, part in enumerate(value):
+        if isinstance(part, str):
+            check_text_size(part, running, f"{param}[{index}]")
+            ids += running.tokenizer.encode(part, add_special_tokens=False)
+        else:
+            ids.append(part)
     return ids
 
 
