@@ -39,8 +39,8 @@ async def test_an_allowed_page_reads_answers_and_the_headers_that_tell_of_them(r
     assert told(response) == {
         "allow-origin": PAGE,
         "allow-credentials": "true",
-        "expose-headers": "X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out, X-Route, "
-        "X-Sources, X-Check",
+        "expose-headers": "X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Should-Retry, "
+        "X-Tools-Left-Out, X-Route, X-Sources, X-Check",
     }
     assert response.headers["vary"] == "Origin"
 

@@ -15,7 +15,8 @@ from penstock.types.errors import ConfigError
 
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = (
-    b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out, X-Route, X-Sources, X-Check"
+    b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Should-Retry, X-Tools-Left-Out, X-Route, "
+    b"X-Sources, X-Check"
 )
 """Headers that a page may read in addition to the usual ones."""
 _MAX_AGE_S = 600
