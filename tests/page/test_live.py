@@ -9,6 +9,7 @@ import httpx
 
 from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
+from penstock.deploy.routes import Route
 from support.cluster import cluster
 from support.page.servers import speaking
 from support.server.harness import LiveServer, make_runtime, wait_until
@@ -194,6 +195,22 @@ def test_under_a_key_it_asks_once_and_goes_on(browser):
         figure(browser, "Running", "0")
         assert browser.text("#live-status") == ""
         assert [message for message in browser.complaints() if "401" not in message] == []
+
+
+def test_a_key_for_a_route_alone_is_told_why_nothing_is_shown(browser, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "ann"\nkey = "secret"\nmodels = ["auto"]\n')
+    config = ServerConfig(port=0, api_keys_file=str(keys), shutdown_timeout_s=0.0)
+    other = make_runtime(served_names=("other",), aliases=())
+    routes = {"routes": [Route(name="auto", models=("toy", "other"))]}
+    try:
+        with speaking("Hello.", config=config, others=(other,), more=routes) as server:
+            browser.open(f"{server.url}/#live")
+            browser.type("#key", "secret\ue007")
+            browser.wait_text("#live-status", "allows no model by its own name")
+            assert [message for message in browser.complaints() if "401" not in message] == []
+    finally:
+        other.close()
 
 
 def test_a_cluster_shows_its_replicas_in_place_of_one_cache(browser):

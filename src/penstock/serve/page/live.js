@@ -44,6 +44,7 @@ async function turn() {
 
 async function look() {
   const all = await askJson("load");
+  if (!all.models.length) throw new Error("This key allows no model by its own name, so there is nothing to show.");
   if (!all.models.some(({ name }) => name === model)) {
     model = all.models[0].name;
     readings = [];
