@@ -507,14 +507,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         headers = {**dict(response.raw_headers), b"connection": b"close"}
         cors = self._cors.headers(dict(reversed(self._headers))) if self._cors is not None else []
         self.write(answer_head(response.status_code, [date_header(), *cors, *headers.items()]) + bytes(response.body))
-        if self._request_log is None:
-            return
         if reading is not None:
-            # The app has the request: its own line has the status.
+            # The app has the request: its own line and trace have the status.
             entry = entry_of(reading.scope)
             if entry is not None:
                 entry.status = error.status_code
-        else:
+        elif self._request_log is not None:
             assert self._parser is not None
             method = self._parser.get_method() if self._url else b""
             entry = refusal(self._address("peername"), method, self._url, error.status_code, len(response.body))

@@ -142,18 +142,19 @@ class NotedRequests:
         path = _words(scope["raw_path"])
         entry = scope[ENTRY_KEY] = Entry(client=client_name(scope["client"]), method=scope["method"], path=path)
         entry.began_ns, entry.begin_trace = self._read_clock(), self._begin_trace
-        is_head, is_over = scope["method"] == "HEAD", False
+        is_head, has_begun, is_over = scope["method"] == "HEAD", False, False
 
         async def told_receive() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect" and not is_over:
-                entry.client_left = True
+                # The connection sets the status before the answer begins if it refuses the rest of the request.
+                entry.client_left = has_begun or entry.status is None
             return message
 
         async def told_send(message: Message) -> None:
-            nonlocal is_over
+            nonlocal has_begun, is_over
             if message["type"] == "http.response.start":
-                # A connection that refused the rest of the request has already set the status.
+                has_begun = True
                 entry.status = entry.status or message["status"]
             else:
                 is_over = not message.get("more_body")
