@@ -13,7 +13,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
 from penstock.serve.tei import routes
-from penstock.serve.texts.desk import ENTRY_BYTES, Desk, Urgency
+from penstock.serve.texts.desk import ENTRY_BYTES, Desk
 from penstock.serve.texts.tokens import named
 from penstock.testing import expected_state, make_request
 from penstock.types.encoder import TextTokens
@@ -468,10 +468,9 @@ def test_cohere_embed(post):
 # How texts come to the engine
 
 
-def texts_gate(*, prefix_sharing=None, **fields):
+def texts_gate(**fields):
     gate = GatedExecutor(TEXT_CAPACITY)
     runtime = make_text_runtime(gate, **fields)
-    runtime.prefix_sharing = prefix_sharing
     return gate, runtime, make_client(runtime)
 
 
@@ -518,29 +517,23 @@ async def test_a_list_of_token_ids_counts_for_as_many_requests_as_the_engine_get
     runtime.close()
 
 
-async def test_a_text_that_is_asked_for_twice_is_computed_once():
+async def test_a_text_that_is_twice_in_a_list_is_computed_once():
     gate, runtime, client = texts_gate()
-    calls = [asyncio.create_task(client.post("/v1/embeddings", json={"input": ["same", "same"]})) for _ in range(3)]
+    call = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["same", "same"]}))
     await until(lambda: runtime.bridge.num_open_requests == 1)
-    await asyncio.sleep(0)
     gate.open()
-    answers = [(await call).json() for call in calls]
-    assert len({str(answer["data"]) for answer in answers}) == 1
-    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [12, 12, 12]
+    answer = (await call).json()
+    assert answer["data"][0]["embedding"] == answer["data"][1]["embedding"]
+    assert answer["usage"]["prompt_tokens"] == 12
     await client.aclose()
     runtime.close()
 
 
-async def test_whoever_waits_for_a_text_gets_it_though_the_first_who_asked_has_cancelled():
+async def test_a_cancelled_call_leaves_other_calls_their_texts():
     gate, runtime, client = texts_gate()
-    first = asyncio.create_task(
-        client.post("/v1/embeddings", json={"input": ["same", "other"]}, headers={"X-Request-Id": "first"})
-    )
-    await until(lambda: runtime.bridge.num_open_requests == 2)
+    first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "same"}, headers={"X-Request-Id": "first"}))
     second = asyncio.create_task(client.post("/v1/embeddings", json={"input": "same"}))
-    await until(lambda: runtime.admission._num_entering == 0 and runtime.bridge.num_open_requests == 2)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await until(lambda: runtime.bridge.num_open_requests == 2)
     assert (await client.delete("/v1/requests/first")).json()["cancelled"]
     check(await first, 499, "request_cancelled")
     gate.open()
@@ -564,18 +557,12 @@ async def test_a_client_that_leaves_has_its_texts_cancelled():
 
 @pytest.mark.parametrize("isolates", [False, True])
 async def test_tenants_that_share_no_prefixes_share_no_texts(isolates):
-    gate, runtime, client = texts_gate(prefix_sharing="tenant" if isolates else "all")
-    calls = [
-        asyncio.create_task(client.post("/v1/embeddings", json={"input": "same"}, headers={"X-Tenant": tenant}))
-        for tenant in ("one", "two")
-    ]
-    await until(lambda: runtime.bridge.num_open_requests == 1 + isolates)
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert runtime.bridge.num_open_requests == 1 + isolates
-    gate.open()
-    assert all([(await call).status_code == 200 for call in calls])
-    await client.aclose()
+    runtime = make_text_runtime()
+    runtime.prefix_sharing = "tenant" if isolates else "all"
+    async with make_client(runtime, embedding_cache_bytes=1 << 20) as client:
+        for tenant in ("one", "two"):
+            ok(await client.post("/v1/embeddings", json={"input": "same"}, headers={"X-Tenant": tenant}))
+    assert runtime.metrics.num_shared_texts == (not isolates)
     runtime.close()
 
 
@@ -619,12 +606,11 @@ async def test_limits_of_a_wait_are_those_of_a_lists_first_numbers(monkeypatch):
     runtime.close()
 
 
-async def test_a_text_that_another_call_has_in_flight_keeps_its_own_deadline():
+async def test_a_call_whose_deadline_passes_leaves_other_calls_their_texts():
     clock = VirtualClock()
     gate, runtime, client = texts_gate(clock=clock)
     body = {"input": "same"}
     patient = asyncio.create_task(client.post("/v1/embeddings", json=body))
-    await until(lambda: runtime.bridge.num_open_requests == 1)
     hurried = asyncio.create_task(client.post("/v1/embeddings", json=body, headers={"X-Deadline-Ms": "50"}))
     await until(lambda: runtime.bridge.num_open_requests == 2)
     clock.advance(60_000_000)
@@ -700,11 +686,11 @@ class Call:
     """A call at the desk, that notes what it is told."""
 
     def __init__(self, name):
-        self.name, self.told, self.num_wakes, self.num_requests, self.urgency = name, [], 0, 0, Urgency()
+        self.name, self.told, self.num_wakes, self.requests = name, [], 0, []
 
     def request_for(self, text):
-        self.num_requests += 1
-        return make_request(f"{self.name}.{self.num_requests}", text.tokens.token_ids)
+        self.requests.append(make_request(f"{self.name}.{len(self.requests) + 1}", text.tokens.token_ids))
+        return self.requests[-1]
 
     def enter(self, requests):
         pass
@@ -714,9 +700,6 @@ class Call:
 
     def fail(self, chunk):
         self.told.append(chunk.detail)
-
-    def ask_again(self, text):
-        self.told.append(text)
 
     def wake(self):
         self.num_wakes += 1
@@ -730,98 +713,29 @@ def make_desk(*, isolates_tenants=False, **options):
     return bridge, Desk(bridge, Metrics("toy"), isolates_tenants=isolates_tenants, **options), Call("first"), Call("second")
 
 
-def test_all_who_wait_for_a_text_are_told_once():
-    bridge, desk, first, second = make_desk()
-    desk.ask([A, B], first, "")
-    desk.ask([B, C], second, "")
-    assert bridge.requests == {(0,): "first.1", (1,): "first.2", (2,): "second.1"}
-    bridge.tell((1,))
-    assert first.told == second.told == [((1,), b"1234")]
-    assert (first.num_wakes, second.num_wakes, desk._metrics.num_shared_texts) == (1, 1, 1)
-
-
 def test_a_second_text_of_a_pair_makes_another_text():
     _bridge, desk, first, _ = make_desk()
     desk.ask([named(TextTokens((5, 6), 0)), named(TextTokens((5, 6), 1))], first, "")
-    assert first.num_requests == 2
+    assert len(first.requests) == 2
 
 
-@pytest.mark.parametrize(
-    ("first_one", "second_one", "is_shared"),
-    [
-        (Urgency(), Urgency(), True),
-        (Urgency(), Urgency(deadline_ns=5), False),
-        (Urgency(deadline_ns=4), Urgency(deadline_ns=5), True),
-        (Urgency(deadline_ns=4), Urgency(), True),
-        (Urgency(deadline_ns=6), Urgency(deadline_ns=5), False),
-        (Urgency(priority=1), Urgency(priority=0), False),
-        (Urgency(priority=-1), Urgency(priority=0), True),
-        (Urgency(deadline_ns=4), Urgency(queue_deadline_ns=5), False),
-        (Urgency(), Urgency(first_token_deadline_ns=5), False),
-        (Urgency(), Urgency(slo_ttft_ns=5), False),
-    ],
-)
-def test_a_text_is_shared_with_who_is_in_no_greater_hurry(first_one, second_one, is_shared):
-    _bridge, desk, first, second = make_desk()
-    first.urgency, second.urgency = first_one, second_one
-    desk.ask([A], first, "")
-    desk.ask([A], second, "")
-    assert second.num_requests == (not is_shared)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
-def test_a_text_that_is_computed_twice_is_told_to_each_by_its_own(order):
-    bridge, desk, first, second = make_desk()
-    third = Call("third")
-    second.urgency = third.urgency = Urgency(deadline_ns=5)
-    desk.ask([A], first, "")
-    ids = dict(bridge.requests)
-    desk.ask([A], second, "")
-    desk.ask([A], third, "")
-    assert third.num_requests == 0  # it shares with the second
-    first_id, second_id = ids[(0,)], bridge.requests[(0,)]
-
-    def tell(request_id, states):
-        bridge.requests[(0,)] = request_id
-        bridge.tell((0,), states=states)
-
-    turns = [lambda: tell(first_id, b"1111"), lambda: tell(second_id, b"2222"), lambda: desk.leave(third, "gone")]
-    for index in order:
-        turns[index]()
-    assert (first.told, second.told) == ([((0,), b"1111")], [((0,), b"2222")])
-    assert not desk._at_work
-    assert not desk._by_id
-
-
-def test_a_request_that_was_aborted_is_asked_again_by_the_others_alone():
-    bridge, desk, first, second = make_desk()
-    desk.ask([A], first, "")
-    desk.ask([A], second, "")
-    bridge.tell((0,), FinishReason.ABORT, b"", detail="too late")
-    assert (first.told, second.told) == (["too late"], [A])
-    desk.ask([A], second, "")
-    assert bridge.requests == {(0,): "second.1"}
-
-
-def test_an_engine_that_fails_fails_all_who_wait():
-    bridge, desk, first, second = make_desk()
-    desk.ask([A], first, "")
-    desk.ask([A], second, "")
-    bridge.tell((0,), FinishReason.ERROR, b"", detail="broken")
-    assert first.told == second.told == ["broken"]
-
-
-def test_who_leaves_takes_along_what_nobody_else_waits_for():
+def test_each_call_is_told_of_its_own_texts():
     bridge, desk, first, second = make_desk()
     desk.ask([A, B], first, "")
-    desk.ask([A], second, "")
+    desk.ask([C], second, "")
+    bridge.tell((0,))
+    bridge.tell((1,), FinishReason.ERROR, b"", detail="broken")
+    assert (first.told, first.num_wakes) == ([((0,), b"1234"), "broken"], 2)
+    assert (second.told, second.num_wakes) == ([], 0)
+
+
+def test_who_leaves_takes_along_its_unfinished_texts():
+    bridge, desk, first, second = make_desk()
+    desk.ask([A, B], first, "")
+    desk.ask([C], second, "")
+    bridge.tell((0,))
     desk.leave(first, "gone")
-    assert (bridge.aborted, list(bridge.requests)) == (["first.2"], [(0,)])
-    bridge.tell((0,), FinishReason.ABORT, b"", detail="too late")  # the deadline of the one that left
-    assert (first.told, second.told) == ([], [A])
-    desk.leave(second, "gone")
-    desk.ask([A], first, "")
-    assert bridge.requests == {(0,): "first.3"}
+    assert (bridge.aborted, list(bridge.requests)) == (["first.2"], [(2,)])
 
 
 def test_the_cache_has_the_texts_that_were_asked_for_last_within_its_bytes():
@@ -842,7 +756,6 @@ def test_the_cache_has_the_texts_that_were_asked_for_last_within_its_bytes():
 
 def test_a_text_that_is_computed_twice_takes_room_in_the_cache_once():
     bridge, desk, first, second = make_desk(max_cache_bytes=2 * (4 + ENTRY_BYTES))
-    second.urgency = Urgency(deadline_ns=5)
     desk.ask([A], first, "")
     first_id = bridge.requests[(0,)]
     desk.ask([A], second, "")

@@ -1,8 +1,8 @@
-"""Computes the input texts of requests to encoders. Each model has a `Desk`, which computes equal texts once.
+"""Computes the input texts of requests to encoders. Each model has a `Desk`. Equal texts of a call are computed once.
 
 Each text is one small request to the engine. A call submits a few at a time, and the next when one ends, so the engine's queue
-stays short even for long lists. Calls share equal texts, and the results of earlier calls with `--embedding-cache`. Tenants
-share them only if they may share prefixes: a fast answer reveals that the text was computed before.
+stays short even for long lists. With `--embedding-cache`, calls use the results of earlier calls. Tenants share these only if
+they may share prefixes: a fast answer reveals that the text was computed before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple
 
 from penstock.admission.ask import Ask
 from penstock.admission.door import Place
@@ -40,22 +39,6 @@ WINDOW_STEPS = 2
 
 _Key = tuple[str, Text]
 """The tenant (empty if tenants share texts), and the text."""
-
-
-class Urgency(NamedTuple):
-    """Class and time limits of a call's input texts. Smaller is stricter, and None means no limit."""
-
-    background: bool = False
-    priority: int = 0
-    deadline_ns: int | None = None
-    queue_deadline_ns: int | None = None
-    first_token_deadline_ns: int | None = None
-    slo_ttft_ns: int | None = None
-
-    def is_enough_for(self, other: Urgency) -> bool:
-        """Return whether a request with this urgency is strict enough in every field to serve the other urgency, too."""
-        limits = [(mine, its) for mine, its in zip(self, other, strict=True) if its is not None]
-        return all(mine is not None and mine <= its for mine, its in limits)
 
 
 async def run(
@@ -105,8 +88,8 @@ class RunningTexts:
         self._waiting = deque(dict.fromkeys(texts))
         """Different texts that are not at the desk yet."""
         self._found: dict[Text, bytes] = {}
-        self._asked: dict[Text, Request | None] = {}
-        """Texts at the desk. Each has its request, or None if another call's request computes it."""
+        self._asked: dict[Text, Request] = {}
+        """Texts that the engine computes."""
         self._num_asked_tokens = 0
         self._num_requests = 0
         self._window_tokens = WINDOW_STEPS * self.running.model.capacity.max_step_tokens
@@ -121,7 +104,6 @@ class RunningTexts:
         while self._waiting and self._num_asked_tokens < self._window_tokens:
             text = self._waiting.popleft()
             texts.append(text)
-            self._asked[text] = None
             self._num_asked_tokens += text.num_tokens
         if texts:
             self._desk.ask(texts, self, self.terms.owner.tenant)
@@ -156,21 +138,9 @@ class RunningTexts:
 
     # Called by the desk
 
-    @property
-    def urgency(self) -> Urgency:
-        """The urgency of the remaining texts. After the first output, limits of waiting no longer apply."""
-        terms, has_begun = self.terms, self._last is not None
-        return Urgency(
-            background=terms.background,
-            priority=terms.priority,
-            deadline_ns=terms.deadline_ns,
-            queue_deadline_ns=None if has_begun else terms.queue_deadline_ns,
-            first_token_deadline_ns=None if has_begun else terms.first_token_deadline_ns,
-            slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits.slo_ttft_ns,
-        )
-
     def request_for(self, text: Text) -> Request:
-        terms, urgency = self.terms, self.urgency
+        """Return a request for a text. After the first output, limits of waiting no longer apply."""
+        terms, has_begun = self.terms, self._last is not None
         self._num_requests += 1
         request = self._asked[text] = Request(
             request_id=f"{self._engine_id}.{self._num_requests - 1}",
@@ -179,12 +149,12 @@ class RunningTexts:
             arrival_ns=terms.arrival_ns,
             waits=terms.waits,
             parent_id=self._engine_id,
-            priority=urgency.priority,
-            background=urgency.background,
-            deadline_ns=urgency.deadline_ns,
-            queue_deadline_ns=urgency.queue_deadline_ns,
-            first_token_deadline_ns=urgency.first_token_deadline_ns,
-            slo_ttft_ns=urgency.slo_ttft_ns,
+            priority=terms.priority,
+            background=terms.background,
+            deadline_ns=terms.deadline_ns,
+            queue_deadline_ns=None if has_begun else terms.queue_deadline_ns,
+            first_token_deadline_ns=None if has_begun else terms.first_token_deadline_ns,
+            slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits.slo_ttft_ns,
             tenant=terms.owner.tenant,
             second_at=text.tokens.second_at,
         )
@@ -198,18 +168,12 @@ class RunningTexts:
         """Store the encoder's output for a text. `chunk` is None if the output was cached."""
         self._found[text] = states
         self._num_asked_tokens -= text.num_tokens
-        del self._asked[text]
         if chunk is not None:
+            del self._asked[text]
             self._last = chunk
 
     def fail(self, chunk: OutputChunk) -> None:
         self._error = self._error or error_of(self.terms, chunk)
-
-    def ask_again(self, text: Text) -> None:
-        """Queue a text again. Another call's request was computing it, and was aborted together with that call."""
-        del self._asked[text]
-        self._num_asked_tokens -= text.num_tokens
-        self._waiting.appendleft(text)
 
     def wake(self) -> None:
         if self._waker is not None and not self._waker.done():
@@ -219,7 +183,7 @@ class RunningTexts:
 
     @property
     def requests(self) -> Sequence[Request]:
-        return [request for request in self._asked.values() if request is not None]
+        return list(self._asked.values())
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
@@ -262,22 +226,8 @@ def _ask(call: TextsCall) -> Ask:
     )
 
 
-class _Work:
-    """An input text that the engine computes, with the calls that need it."""
-
-    __slots__ = ("askers", "key", "owner", "request_id", "urgency")
-
-    def __init__(self, key: _Key, request_id: str, owner: RunningTexts) -> None:
-        self.key = key
-        self.request_id = request_id
-        self.urgency = owner.urgency
-        self.owner = owner
-        """The call that made the request. It may have ended."""
-        self.askers: dict[RunningTexts, None] = {owner: None}
-
-
 class Desk:
-    """The input texts that one model's engine is computing, shared between calls. Receives the engine's chunks for them."""
+    """The input texts that one model's engine is computing, and the cache. Receives the engine's chunks for them."""
 
     def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool, max_cache_bytes: int = 0) -> None:
         self._bridge = bridge
@@ -285,10 +235,8 @@ class Desk:
         metrics.num_shared_texts = metrics.num_shared_texts or 0
         self._isolates_tenants = isolates_tenants
         self._cache = _Cache(max_cache_bytes)
-        self._at_work: dict[_Key, _Work] = {}
-        """Key -> its latest request. A text is computed twice if a second call is more urgent than the first."""
-        self._by_id: dict[str, _Work] = {}
-        """Engine's request id -> text."""
+        self._by_id: dict[str, tuple[RunningTexts, _Key]] = {}
+        """Engine's request id -> its call and text."""
         self._touched: dict[RunningTexts, None] = {}
         self._num_calls = 0
 
@@ -300,68 +248,46 @@ class Desk:
     def ask(self, texts: Sequence[Text], asker: RunningTexts, tenant: str) -> None:
         """Compute a call's texts, all different, or take cached outputs. Raises like `Bridge.submit`."""
         requests = []
-        urgency = asker.urgency
         for text in texts:
             key = (tenant if self._isolates_tenants else "", text)
             states = self._cache.find(key)
-            work = self._at_work.get(key)
             if states is not None:
-                self._count_shared()
+                self._metrics.num_shared_texts = (self._metrics.num_shared_texts or 0) + 1
                 asker.take(text, states, None)
-            elif work is not None and work.urgency.is_enough_for(urgency):
-                self._count_shared()
-                work.askers[asker] = None
             else:
                 request = asker.request_for(text)
-                self._at_work[key] = self._by_id[request.request_id] = _Work(key, request.request_id, asker)
+                self._by_id[request.request_id] = asker, key
                 requests.append(request)
         if requests:
             asker.enter(requests)
             self._bridge.submit(requests, self)
 
     def leave(self, asker: RunningTexts, detail: str) -> None:
-        """Remove a call, and abort texts that no other call needs."""
+        """Remove a call, and abort its unfinished texts."""
         self._touched.pop(asker, None)
-        for work in [work for work in self._by_id.values() if asker in work.askers]:
-            del work.askers[asker]
-            if not work.askers:
-                self._forget(work)
-                self._bridge.abort(work.request_id, detail)
+        for request in asker.requests:
+            if self._by_id.pop(request.request_id, None) is not None:
+                self._bridge.forget(request.request_id)
+                self._bridge.abort(request.request_id, detail)
 
     def put(self, chunk: OutputChunk) -> None:
-        """Give a text's output from the engine to the calls that need it. The bridge calls this."""
-        work = self._by_id.get(chunk.request_id)
-        if work is None or chunk.finish_reason is None:
+        """Give a text's output from the engine to its call. The bridge calls this."""
+        if chunk.finish_reason is None or chunk.request_id not in self._by_id:
             return
-        self._forget(work)
-        self._touched.update(work.askers)
-        _, text = work.key
+        asker, key = self._by_id.pop(chunk.request_id)
+        self._bridge.forget(chunk.request_id)
+        self._touched[asker] = None
         if chunk.finish_reason is FinishReason.STOP:
-            self._cache.put(work.key, chunk.states)
-            for asker in work.askers:
-                asker.take(text, chunk.states, chunk)
-            return
-        is_owners_own = chunk.finish_reason is FinishReason.ABORT  # the owner's deadline passed, or it was cancelled
-        for asker in work.askers:
-            if is_owners_own and asker is not work.owner:
-                asker.ask_again(text)
-            else:
-                asker.fail(chunk)
+            self._cache.put(key, chunk.states)
+            asker.take(key[1], chunk.states, chunk)
+        else:
+            asker.fail(chunk)
 
     def flush(self) -> None:
         """Wake the calls that got chunks. The bridge calls this after each step."""
         touched, self._touched = self._touched, {}
         for asker in touched:
             asker.wake()
-
-    def _forget(self, work: _Work) -> None:
-        del self._by_id[work.request_id]
-        if self._at_work.get(work.key) is work:
-            del self._at_work[work.key]
-        self._bridge.forget(work.request_id)
-
-    def _count_shared(self) -> None:
-        self._metrics.num_shared_texts = (self._metrics.num_shared_texts or 0) + 1
 
 
 class _Cache:
