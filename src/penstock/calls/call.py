@@ -158,8 +158,6 @@ class Shown:
     has_continuous_usage: bool = False
     has_timings: bool = False
     """llama.cpp's `timings`, in every event of a stream."""
-    has_progress: bool = False
-    """llama.cpp's `prompt_progress`, in the first event with a part of the answer."""
     has_token_ids: bool = False
     has_reasoning: bool = True
     include_stop_str_in_output: bool = False

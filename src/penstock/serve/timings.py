@@ -1,4 +1,4 @@
-"""llama.cpp's `timings` and `prompt_progress`."""
+"""llama.cpp's `timings`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Timings:
         self._call = call
         self._times_ns: dict[int, tuple[int, int]] = {}
         """By choice: the times of its first step and of its first token."""
-        self._has_progress: set[int] = set()
-        """Choices whose progress was returned."""
 
     def of(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """Return `timings` up to this chunk."""
-        begun_ns, first_ns = self._times(index, chunk)
+        if index not in self._times_ns and chunk.first_token_ns is not None:
+            begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
+            self._times_ns[index] = begun_ns, chunk.first_token_ns
+        begun_ns, first_ns = self._times_ns.get(index, (chunk.at_ns, chunk.at_ns))
         num_cached = chunk.num_cached_tokens
         num_prompt = self._call.requests[index].num_prompt_tokens - num_cached
         return {
@@ -28,27 +29,6 @@ class Timings:
             **_speed("prompt", num_prompt, (first_ns - begun_ns) / 1e6),
             **_speed("predicted", chunk.num_generated_tokens, (chunk.at_ns - first_ns) / 1e6),
         }
-
-    def progress(self, index: int, chunk: OutputChunk) -> dict[str, Any] | None:
-        """Return `prompt_progress` of a choice after its prefill, once, or None if the call does not ask for it."""
-        if index in self._has_progress or not self._call.answer.has_progress:
-            return None
-        self._has_progress.add(index)
-        begun_ns, first_ns = self._times(index, chunk)
-        num_tokens = self._call.requests[index].num_prompt_tokens
-        return {
-            "total": num_tokens,
-            "cache": chunk.num_cached_tokens,
-            "processed": num_tokens,
-            "time_ms": (first_ns - begun_ns) / 1e6,
-        }
-
-    def _times(self, index: int, chunk: OutputChunk) -> tuple[int, int]:
-        """Return when the choice's first step began and when its first token came, in nanoseconds."""
-        if index not in self._times_ns and chunk.first_token_ns is not None:
-            begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
-            self._times_ns[index] = begun_ns, chunk.first_token_ns
-        return self._times_ns.get(index, (chunk.at_ns, chunk.at_ns))
 
 
 def _speed(name: str, number: int, time_ms: float) -> dict[str, Any]:

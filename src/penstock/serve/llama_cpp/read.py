@@ -99,7 +99,7 @@ Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 @has_unread(
     "id_slot n_keep n_discard t_max_prompt_ms n_cache_reuse sse_ping_interval dynatemp_exponent xtc_threshold "
     "mirostat_tau mirostat_eta adaptive_decay dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-    "verbose"
+    "return_progress verbose"
 )
 @has_not_yet(
     "dynatemp_range=0|0.0 typical_p=1|1.0 xtc_probability=0|0.0 mirostat=0 adaptive_target=-1|-1.0 "
@@ -142,7 +142,6 @@ class LlamaBody(Body):
     """Another name of `n_probs`."""
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
-    return_progress: bool | None = None
     response_fields: (
         Annotated[
             list[Annotated[str, Field(max_length=MAX_RESPONSE_FIELD_CHARS)]],
@@ -258,7 +257,6 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
         echo=not fields or "prompt" in fields,
         is_streamed=bool(body.stream),
         has_timings=bool(body.timings_per_token),
-        has_progress=bool(body.return_progress),
         has_token_ids=bool(body.return_tokens),
         logprobs=body.num_probs or None,
         # No other request has this salt.

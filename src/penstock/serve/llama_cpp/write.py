@@ -60,7 +60,6 @@ class LlamaCompletion(TypedDict, total=False):
     stopping_word: str
     tokens_cached: Count
     timings: dict[str, float]
-    prompt_progress: dict[str, float]
     completion_probabilities: list[LlamaSampledToken]
 
 
@@ -131,8 +130,6 @@ class LlamaWriter(Writer):
         }
         if self._options.has_timings:
             piece["timings"] = self._timings.of(index, chunk)
-        if (progress := self._timings.progress(index, chunk)) is not None:
-            piece["prompt_progress"] = progress
         if entries := self._shown_logprobs(chunk):
             piece["completion_probabilities"] = self._probabilities(entries)
         return piece

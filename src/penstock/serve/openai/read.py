@@ -107,7 +107,6 @@ def _fields(body: GenerationBody, scope: Scope) -> dict[str, Any]:
         "includes_usage": bool(options and options.include_usage),
         "has_continuous_usage": bool(options and options.continuous_usage_stats),
         "has_timings": bool(body.timings_per_token),
-        "has_progress": bool(body.return_progress),
         "has_token_ids": bool(body.return_token_ids),
         "priority": body.priority,
         "cache_salt": body.cache_salt or "",

@@ -106,8 +106,8 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
 
 
 @has_unread(
-    "metadata cache_control prompt_cache_options prompt_cache_retention service_tier spaces_between_special_tokens "
-    "store stream_interval"
+    "metadata cache_control prompt_cache_options prompt_cache_retention return_progress service_tier "
+    "spaces_between_special_tokens store stream_interval verbose"
 )
 @has_not_yet(
     "ec_transfer_params={} guided_decoding_backend guided_whitespace_pattern include_reasoning=true "
@@ -128,9 +128,7 @@ class GenerationBody(GenerationFields):
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_true_false_or_never)] | None = None
     timings_per_token: bool | None = None
-    return_progress: bool | None = None
-    verbose: Unread = None
-    """llama.cpp's, like `timings_per_token` and `return_progress`."""
+    """llama.cpp's."""
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
 

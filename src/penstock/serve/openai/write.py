@@ -36,7 +36,6 @@ class AnswerHead(TypedDict):
     model: str
     system_fingerprint: str
     timings: NotRequired[dict[str, float]]
-    prompt_progress: NotRequired[dict[str, float]]
 
 
 class CompletionText(TypedDict):
@@ -139,9 +138,9 @@ class AnswerWriter(Writer):
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
         options = call.answer
-        self._timings = Timings(call) if options.has_timings or options.has_progress else None
+        self._timings = Timings(call) if options.has_timings else None
         self._timed = b""
-        """Fields of `Timings` for the current chunk's events, as JSON."""
+        """The field `timings` of the current chunk's events, as JSON."""
         self._is_plain = not (
             options.has_logprobs or options.has_token_ids or options.has_continuous_usage or self._timings is not None
         )
@@ -170,7 +169,7 @@ class AnswerWriter(Writer):
             "choices": [self._choice(index, record) for index, record in enumerate(records)],
             "usage": self._usage(),
         }
-        if self._timings is not None and self._options.has_timings:
+        if self._timings is not None:
             answer["timings"] = self._timings.of(0, records[0].last)
         return answer
 
@@ -202,12 +201,8 @@ class AnswerWriter(Writer):
 
     def _note_times(self, index: int, chunk: OutputChunk) -> None:
         """Note a chunk's times, before its events are written."""
-        if self._timings is None:
-            return
-        fields = {"timings": self._timings.of(index, chunk)} if self._options.has_timings else {}
-        if (progress := self._timings.progress(index, chunk)) is not None:
-            fields["prompt_progress"] = progress
-        self._timed = b"," + fast_json.dumps(fields)[1:-1] if fields else b""
+        if self._timings is not None:
+            self._timed = b',"timings":' + fast_json.dumps(self._timings.of(index, chunk))
 
     def _usage(self) -> Usage:
         return self.usage.body()
