@@ -1,6 +1,6 @@
 """`/` and `/page/...`: the page for a browser, from the files in `serve/page`.
 
-Files are listed here, so no path of a request reaches the disk. They need no key, but the requests of their scripts do.
+The files are listed at import, so no path of a request reaches the disk. They need no key, but their scripts' requests do.
 """
 
 from __future__ import annotations
@@ -23,20 +23,8 @@ https://www.w3.org/TR/CSP3/, https://www.w3.org/TR/trusted-types/"""
 
 _FOLDER = Path(__file__).parent.parent / "page"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_SCRIPTS = (
-    *("shell.js", "shared.js", "chat.js", "stream.js", "answers.js", "conversations.js", "list.js", "settings.js"),
-    *("markdown.js", "highlight.js", "formulas.js", "why.js", "live.js"),
-)
-_LANGUAGES = (
-    *("bash", "cpp", "csharp", "diff", "dockerfile", "go", "ini", "java", "json", "makefile", "python", "rust", "shell"),
-    *("sql", "typescript", "xml", "yaml"),
-)
-"""Grammars of highlight.js, by file name."""
-_VENDOR = ("temml/temml.min.js", *(f"highlight/{name}.min.js" for name in ("core", *_LANGUAGES)))
-"""Third-party libraries, fetched by `packaging/page_libraries.sh`."""
-_FILES = {"/": "index.html"} | {
-    f"/page/{name}": name for name in (*_SCRIPTS, "style.css", "icon.svg", *(f"vendor/{name}" for name in _VENDOR))
-}
+_NAMES = [path.relative_to(_FOLDER).as_posix() for path in sorted(_FOLDER.rglob("*.*")) if path.suffix in _KINDS]
+_FILES = {"/" if name == "index.html" else f"/page/{name}": name for name in _NAMES}
 PAGE_PATHS = frozenset(_FILES)
 """The paths of all files."""
 
