@@ -115,9 +115,9 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     before = [fast_json.loads(item) for item in past.items]
     if len(before) + len(items) > MAX_MESSAGES:
         raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
-    bodies = [*map(_body_of, before), *items]
+    messages = _messages(body.instructions, [*map(_body_of, before), *items], len(before))
     tools = read_tools(body.tools)
-    call = asked.call(_request(body, _messages(body.instructions, bodies), tools))
+    call = asked.call(_request(body, messages, tools))
     # A client may use a request id twice, but ids of responses are unique.
     name = course_of(asked.scope).response_name
     if name is None:
@@ -161,14 +161,7 @@ def _checked(item: Any, index: int) -> ItemBody:
         known = ", ".join(f"'{name}'" for name in (*_ITEMS, "item_reference"))
         told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
         raise invalid(f"'{at}.type'{told} is not supported; it must be one of {known}.", f"{at}.type")
-    checked = check_part(item, item_type, "input", index)
-    if isinstance(checked, MessageItem):
-        _text(checked.content, "input", index, "content")
-    elif isinstance(checked, FunctionOutputItem):
-        _text(checked.output, "input", index, "output")
-    elif isinstance(checked, FunctionCallItem) and checked.status != "incomplete":
-        past_call(checked.call_id, chat_name(checked.namespace, checked.name), checked.arguments, at)
-    return checked
+    return check_part(item, item_type, "input", index)
 
 
 def _body_of(item: Item) -> ItemBody:
@@ -226,8 +219,8 @@ def _kept_parts(content: Any, kind: str) -> list[Item]:
 # The request in the form that all APIs share
 
 
-def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Message]:
-    """Return the items as messages for the chat template.
+def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: int) -> list[Message]:
+    """Return the items as messages for the chat template. The first `num_before` are not of `input`. Raises 400.
 
     Leading system messages are joined, since templates expect one. Consecutive items of the assistant become one message.
     Incomplete calls are left out.
@@ -235,18 +228,18 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Messa
     messages: list[Message] = []
     of_system = [instructions] if instructions else []
     has_text = False  # whether the last message, an assistant's, has its text
-    for item in items:
+    for index, item in enumerate(items, -num_before):
         is_assistant = bool(messages) and messages[-1].role == "assistant"
         match item:
             case MessageItem(role="assistant"):
-                text = _text(item.content, "input", 0, "content")
+                text = _text(item.content, "input", index, "content")
                 if is_assistant and not has_text and not messages[-1].calls:
                     messages[-1] = replace(messages[-1], content=text)
                 else:
                     messages.append(Message(role="assistant", content=text))
                 has_text = True
             case MessageItem():
-                text, is_system = _text(item.content, "input", 0, "content"), item.role in ("system", "developer")
+                text, is_system = _text(item.content, "input", index, "content"), item.role in ("system", "developer")
                 if is_system and not messages:
                     of_system.append(text)
                 else:
@@ -261,10 +254,11 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Messa
                 if not is_assistant:
                     messages.append(Message(role="assistant", content=""))
                     has_text = False
-                call = past_call(item.call_id, chat_name(item.namespace, item.name), item.arguments, "input")
+                place = f"input[{index}]" if index >= 0 else "previous_response_id"
+                call = past_call(item.call_id, chat_name(item.namespace, item.name), item.arguments, place)
                 messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
             case FunctionOutputItem():
-                text = _text(item.output, "input", 0, "output")
+                text = _text(item.output, "input", index, "output")
                 messages.append(Message(role="tool", content=text, call_id=item.call_id))
     if of_system:
         messages.insert(0, Message(role="system", content="\n\n".join(of_system)))
