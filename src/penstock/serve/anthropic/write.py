@@ -6,7 +6,6 @@ https://platform.claude.com/docs/en/api/errors.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired
 
@@ -36,6 +35,8 @@ _ERROR_TYPES = {
 NO_THREADS = "thread_unsupported_request"
 """Error code on which Anthropic's client sends the whole conversation each time."""
 _ID_PREFIX = "toolu_"
+_SIGNATURE = "penstock"
+"""The signature of each thinking block. Clients require one and send it back."""
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
@@ -128,7 +129,6 @@ class MessageWriter(Writer):
         """Index of the open block, or of the next block."""
         self._text_head = b""
         """First bytes of an event with text."""
-        self._signature = hashlib.blake2b(digest_size=16)
 
     def open(self) -> bytes:
         """Return `message_start`. Its usage counts the whole prompt; only the last event knows the cached tokens."""
@@ -189,7 +189,6 @@ class MessageWriter(Writer):
                 return self._say(text)
             case Reasoning(text):
                 opened = self._open({"type": "thinking", "thinking": "", "signature": ""})
-                self._signature.update(text.encode())
                 return opened + self._delta({"type": "thinking_delta", "thinking": text})
             case CallBegin(_, call_id, name):
                 return self._close() + self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
@@ -222,7 +221,7 @@ class MessageWriter(Writer):
             return b""
         signed = b""
         if self._kind == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": self._signature.hexdigest()})
+            signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
         closed = signed + _event({"type": "content_block_stop", "index": self._index})
         self._kind, self._index = "", self._index + 1
         return closed
@@ -236,8 +235,7 @@ def _blocks(answer: Answer) -> list[Block]:
     """Return the content blocks of a whole answer: reasoning, text and tool calls."""
     blocks: list[Block] = []
     if answer.reasoning:
-        signature = hashlib.blake2b(answer.reasoning.encode(), digest_size=16).hexdigest()
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": _SIGNATURE})
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.calls:
