@@ -34,7 +34,7 @@ _POLL_S = 0.05
 
 
 class Connection(Protocol):
-    def leave(self, error: ApiError) -> None: ...
+    def drain(self, error: ApiError) -> None: ...
 
     def close(self) -> None: ...
 
@@ -89,7 +89,7 @@ class Acceptor:
     async def drain(self, timeout_s: float) -> None:
         """Close each connection once its client has all answers, or after `timeout_s`."""
         for connection in list(self.connections):
-            connection.leave(unavailable("The server is shutting down."))
+            connection.drain(unavailable("The server is shutting down."))
         try:
             async with asyncio.timeout(timeout_s):
                 while self.connections or self.tasks:  # noqa: ASYNC110  # so seldom that events are not worth it
@@ -181,7 +181,7 @@ class Acceptor:
         self._report()
         del self._idle_since_s[connection]
         self.idle(connection)  # Still idle while it closes, but last in line.
-        connection.leave(unavailable("The server has too many connections. It closed this one: its request was incomplete."))
+        connection.drain(unavailable("The server has too many connections. It closed this one: its request was incomplete."))
         self._loop.call_later(_CLOSING_S, connection.cut_off)
 
     def _pause(self) -> None:

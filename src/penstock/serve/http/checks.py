@@ -207,31 +207,31 @@ class RequestChecks:
         limit = (self._max_body_bytes, "--max-body-size")
         if scope["path"] == UPLOAD_PATH:
             limit = (self._max_upload_bytes, "--jobs-bytes")
-        exchange = _Exchange(identity, receive, send, *limit)
+        messages = _LimitedMessages(identity, receive, send, *limit)
         if self._cors is not None:
-            exchange.more_headers = self._cors.headers(headers_of(scope))
+            messages.more_headers = self._cors.headers(headers_of(scope))
             if preflight := self._cors.preflight(scope["method"], headers_of(scope)):
-                await exchange.send(preflight)
-                await exchange.send({"type": "http.response.body"})
+                await messages.send(preflight)
+                await messages.send({"type": "http.response.body"})
                 return
         for wording in self._of_clients:
             if wording.client_header in headers_of(scope):
-                exchange.more_headers.append((wording.id_header, identity.request_id.encode()))
-        scope[_ANSWER_HEADERS_KEY] = exchange.more_headers
+                messages.more_headers.append((wording.id_header, identity.request_id.encode()))
+        scope[_ANSWER_HEADERS_KEY] = messages.more_headers
         try:
             self._check_head(scope, identity)
-            exchange.check_length(_announced_bytes(scope))
+            messages.check_length(_announced_bytes(scope))
         except ApiError as error:
-            await error.response(words_of(scope))(scope, exchange.receive, exchange.send)
+            await error.response(words_of(scope))(scope, messages.receive, messages.send)
             return
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            await self._app(scope, messages.receive, messages.send)
         except Exception:
             # Quoted: a line break in an address would begin a line of the log.
             _log.exception("request %s failed: %s %s", identity.request_id, scope["method"], quote(scope["path"]))
-            if exchange.has_begun:
+            if messages.has_begun:
                 raise
-            await internal(identity.request_id).response(words_of(scope))(scope, exchange.receive, exchange.send)
+            await internal(identity.request_id).response(words_of(scope))(scope, messages.receive, messages.send)
 
     def _find_words(self, scope: Scope) -> ErrorWords | None:
         path, found = scope["path"], self._words_of_path
@@ -270,7 +270,7 @@ class RequestChecks:
         return Sender(key, key_name=key.name)
 
 
-class _Exchange:
+class _LimitedMessages:
     """Wraps ASGI's `receive` and `send`: limits the body's bytes, and adds headers to the answer."""
 
     def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int, setting: str) -> None:

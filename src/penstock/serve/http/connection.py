@@ -263,7 +263,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_request()
         self._be_idle_when_taken()
 
-    def leave(self, error: ApiError) -> None:
+    def drain(self, error: ApiError) -> None:
         """Close the connection when all requests are answered. An incomplete request is answered with the error."""
         if self.is_reading and not (self.is_refused or self._is_behind()):
             self._refuse(error, lingers=False)
