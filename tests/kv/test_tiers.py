@@ -10,7 +10,7 @@ from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriori
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import PrefixIndex
-from penstock.kv.tiers import LOAD_TIMEOUT_NS, Load, SlotIndex, SlotState, Tier
+from penstock.kv.tiers import LOAD_TIMEOUT_NS, Load, SlotIndex, Tier
 from penstock.testing import make_request
 from penstock.types.request import Request
 
@@ -30,7 +30,8 @@ class TestSlots:
             slots.end(name, is_sound=True)
         slots.touch(a)
         assert slots.begin_write(c) is not None
-        assert (slots.state(a), slots.state(b), slots.state(c)) == (SlotState.PRESENT, None, SlotState.WRITING)
+        assert (slots.is_present(a), b in slots) == (True, False)
+        assert (slots.is_present(c), c in slots) == (False, True), "it is being written"
         slots.check()
 
     def test_what_is_moved_is_never_overwritten(self) -> None:
@@ -50,7 +51,7 @@ class TestSlots:
         (a,) = names(1)
         slots.begin_write(a)
         slots.end(a, is_sound=False)
-        assert slots.state(a) is None
+        assert a not in slots
         slots.check()
 
     def test_what_is_forgotten_while_it_moves_is_gone_afterwards(self) -> None:
@@ -60,7 +61,7 @@ class TestSlots:
         slots.forget(a)
         slots.check()
         slots.end(a, is_sound=True)
-        assert slots.state(a) is None
+        assert a not in slots
         slots.check()
 
     def test_what_was_there_before_is_found(self) -> None:
@@ -68,7 +69,8 @@ class TestSlots:
         slots = SlotIndex(3)
         slots.restore([(2, a), (0, b), (1, a)])
         slots.check()
-        assert slots.state(a) is slots.state(b) is SlotState.PRESENT
+        assert slots.is_present(a)
+        assert slots.is_present(b)
         assert slots.begin_read(a) == 1
         assert slots.begin_write(c) == 2
 

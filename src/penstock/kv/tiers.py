@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
@@ -129,9 +128,8 @@ class Tier:
         for block_hash in chain:
             if block_hash in index:
                 continue
-            state = self.slots.state(block_hash)
-            if state is not SlotState.PRESENT:
-                return found, state is not None
+            if not self.slots.is_present(block_hash):
+                return found, block_hash in self.slots
             found.append(block_hash)
         return found, False
 
@@ -188,7 +186,7 @@ class Tier:
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
             self.load_ns_per_block = 0.875 * before + 0.125 * duration_ns
-        return self.slots.state(block_hash) is not None
+        return block_hash in self.slots
 
     def close(self) -> None:
         """Stop using the tier until it is opened. Copies under way may still end."""
@@ -284,11 +282,11 @@ class Swapping:
             block_hash = self._index.hash_of(block_id)
             if block_hash is None:  # a tail is never spilled
                 continue
-            if slots.state(block_hash) is None:
-                missing.append(block_id)
-            else:
+            if block_hash in slots:
                 num_there += 1
                 slots.touch(block_hash)
+            else:
+                missing.append(block_id)
         return missing[: max(0, slots.num_slots - num_there)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
@@ -303,12 +301,6 @@ class Swapping:
                 pool.release(block_id, keep=False)
 
 
-class SlotState(IntEnum):
-    WRITING = 0
-    PRESENT = 1
-    READING = 2
-
-
 class SlotIndex:
     """The tier's slots [0, num_slots): each is free or has the content of one hash."""
 
@@ -317,59 +309,57 @@ class SlotIndex:
             raise ValueError(f"a tier needs at least one slot, not {num_slots}")
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._slots: dict[bytes, int] = {}
-        self._present: OrderedDict[bytes, None] = OrderedDict()
-        self._busy: dict[bytes, SlotState] = {}
+        self._present: OrderedDict[bytes, int] = OrderedDict()
+        """Hash -> slot, least recently used first."""
+        self._busy: dict[bytes, int] = {}
+        """Hash -> slot that is being written or read."""
         self._doomed: set[bytes] = set()
         """Busy content to forget when it is idle."""
 
     def __len__(self) -> int:
         return len(self._present)
 
-    def state(self, block_hash: bytes) -> SlotState | None:
-        if block_hash in self._present:
-            return SlotState.PRESENT
-        return self._busy.get(block_hash)
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._present or block_hash in self._busy
+
+    def is_present(self, block_hash: bytes) -> bool:
+        """Return whether a slot has the content, and is neither being written nor read."""
+        return block_hash in self._present
 
     def restore(self, entries: Iterable[tuple[int, bytes]]) -> None:
         """Record contents from an earlier process, least recently used first. If two slots have one hash, the later wins."""
         for slot, block_hash in entries:
-            if block_hash in self._slots:
-                self.forget(block_hash)
-            self._slots[block_hash] = slot
-            self._present[block_hash] = None
-        used = set(self._slots.values())
+            self._present.pop(block_hash, None)
+            self._present[block_hash] = slot
+        used = set(self._present.values())
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
 
     def begin_write(self, block_hash: bytes) -> int | None:
         """Return a slot for new content. Return None if the content is already in a slot, or all slots are busy."""
-        if block_hash in self._slots:
+        if block_hash in self:
             self.touch(block_hash)
             return None
         if self._free:
             slot = self._free.pop()
         elif self._present:
-            oldest, _ = self._present.popitem(last=False)
-            slot = self._slots.pop(oldest)
+            _, slot = self._present.popitem(last=False)
         else:
             return None
-        self._slots[block_hash] = slot
-        self._busy[block_hash] = SlotState.WRITING
+        self._busy[block_hash] = slot
         return slot
 
     def begin_read(self, block_hash: bytes) -> int:
-        del self._present[block_hash]
-        self._busy[block_hash] = SlotState.READING
-        return self._slots[block_hash]
+        slot = self._busy[block_hash] = self._present.pop(block_hash)
+        return slot
 
     def end(self, block_hash: bytes, *, is_sound: bool) -> None:
         """Note that a slot's write or read ended. Damaged content is forgotten."""
-        del self._busy[block_hash]
+        slot = self._busy.pop(block_hash)
         if is_sound and block_hash not in self._doomed:
-            self._present[block_hash] = None
+            self._present[block_hash] = slot
             return
         self._doomed.discard(block_hash)
-        self._free.append(self._slots.pop(block_hash))
+        self._free.append(slot)
 
     def touch(self, block_hash: bytes) -> None:
         if block_hash in self._present:
@@ -378,16 +368,13 @@ class SlotIndex:
     def forget(self, block_hash: bytes) -> None:
         """Forget content that no request will need again. Unknown hashes are ignored."""
         if block_hash in self._present:
-            del self._present[block_hash]
-            self._free.append(self._slots.pop(block_hash))
+            self._free.append(self._present.pop(block_hash))
         elif block_hash in self._busy:
             self._doomed.add(block_hash)
 
     def check(self) -> None:
         """Raise AssertionError unless each slot is free, present or busy, with at most one hash."""
-        used = list(self._slots.values())
-        assert len(set(used)) == len(used), "two hashes have one slot"
-        assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot was lost, or is free and used"
-        assert self._slots.keys() == self._present.keys() | self._busy.keys(), "a slot is in no state"
-        assert not self._present.keys() & self._busy.keys(), "a slot is in two states"
+        slots = [*self._present.values(), *self._busy.values(), *self._free]
+        assert sorted(slots) == list(range(self.num_slots)), "a slot was lost, or is in two states"
+        assert not self._present.keys() & self._busy.keys(), "two slots have one hash"
         assert self._doomed <= self._busy.keys(), "what is doomed is not busy"
