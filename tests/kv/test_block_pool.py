@@ -91,9 +91,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.counts[block_id] = 1
         self.kept.difference_update(taken)
 
+    @precondition(lambda self: self.kept or any(self.counts.values()))
     @rule(pick=st.integers(0, 100))
     def hold(self, pick: int) -> None:
-        block_id = 1 + pick % len(self.counts)
+        with_content = [block_id for block_id, count in self.counts.items() if count or block_id in self.kept]
+        block_id = with_content[pick % len(with_content)]
         self.pool.hold(block_id)
         if self.counts[block_id] == 0:
             self.free.remove(block_id)

@@ -73,6 +73,10 @@ class Server:
         self.manager.publish_tail(request)
 
 
+def num_resting(pool: BlockPool) -> int:
+    return sum(len(group.resting) for group in pool._groups.values())
+
+
 def two_turns(server: Server, tenant: str = "") -> list[int]:
     """A conversation after its second turn, of 34 tokens in 9 blocks."""
     history = server.ask(server.fresh(14), tenant=tenant)
@@ -113,10 +117,10 @@ def test_of_a_request_like_an_earlier_one_what_was_found_rests() -> None:
     server = Server(24)
     prompt = server.fresh(14)
     server.ask(prompt)
-    assert server.manager.pool._ungrouped.num_resting == 0
+    assert num_resting(server.manager.pool) == 0
     server.ask(prompt)
     server.ask([*prompt[:11], *server.fresh(8)])
-    assert server.manager.pool._ungrouped.num_resting == 4
+    assert num_resting(server.manager.pool) == 4
 
 
 def test_an_adapter_that_is_used_again_does_not_rest() -> None:
@@ -128,7 +132,7 @@ def test_an_adapter_that_is_used_again_does_not_rest() -> None:
         manager.allocate(request, manager.lookup_prefix(request), 4, HashAdapter(1, 2))
         manager.free(name)
     assert manager.adapters.residents
-    assert manager.pool._ungrouped.num_resting == 0
+    assert num_resting(manager.pool) == 0
 
 
 def test_a_preempted_request_that_finds_its_own_blocks_does_not_rest() -> None:
@@ -140,7 +144,7 @@ def test_a_preempted_request_that_finds_its_own_blocks_does_not_rest() -> None:
         manager.publish(request)
         manager.suspend("a")
     assert manager.pool.num_cached
-    assert manager.pool._ungrouped.num_resting == 0
+    assert num_resting(manager.pool) == 0
 
 
 def test_a_prefix_that_others_share_outlasts_them() -> None:
@@ -167,7 +171,7 @@ def test_conversations_leave_others_their_share() -> None:
             assert server.num_found in (0, 12)
     server.ask_aside(1, system)
     assert server.num_found == 12
-    assert server.manager.pool._ungrouped.num_resting > server.manager.pool.num_cached / 2
+    assert num_resting(server.manager.pool) > server.manager.pool.num_cached / 2
 
 
 def test_the_first_turn_rests_if_the_client_names_the_conversation() -> None:
@@ -183,9 +187,9 @@ def test_requests_of_its_name_that_are_asked_aside_do_not_rest() -> None:
     server = Server(24)
     history = server.ask(server.fresh(14), conversation=b"mine")
     history = server.ask([*history, *server.fresh(8)], conversation=b"mine")
-    num_resting = server.manager.pool._ungrouped.num_resting
+    num_before = num_resting(server.manager.pool)
     server.ask_aside(20, conversation=b"mine")
-    assert server.manager.pool._ungrouped.num_resting == num_resting
+    assert num_resting(server.manager.pool) == num_before
     server.ask(history)
     assert server.num_found == 33
 
@@ -299,7 +303,7 @@ class RestingPoolMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.pool.num_cached == len(self.cached)
-        assert self.pool._ungrouped.num_resting == len(self.resting & self.cached.keys())
+        assert num_resting(self.pool) == len(self.resting & self.cached.keys())
         assert sorted(self.pool.free_block_ids())[-1:] <= [self.pool.num_blocks]
 
 

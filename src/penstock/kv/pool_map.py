@@ -57,9 +57,11 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     requests, fenced = list(running), manager.fenced
     tables = [*(manager.tables[request.request_id] for request in requests), *(table for _, table in fenced)]
     holdings = [(*table.block_ids, *table.state_block_ids) for table in tables]
-    ref_counts, is_kept = manager.pool.snapshot()
+    ref_counts, cached = manager.pool.snapshot()
     # By block: its state, or the index of its only owner.
-    codes: list[BlockState | int] = [BlockState.CACHED if kept else BlockState.FREE for kept in is_kept]
+    codes: list[BlockState | int] = [BlockState.FREE] * manager.pool.num_blocks
+    for block_id in cached:
+        codes[block_id] = BlockState.CACHED
     for idx, block_ids in enumerate(holdings):
         for block_id in block_ids:
             codes[block_id] = idx if ref_counts[block_id] < 2 else BlockState.SHARED
