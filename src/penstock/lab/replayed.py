@@ -125,7 +125,7 @@ class _Replay:
             if row.id in self._arrivals and (row.id not in self._running or row.id in self._paused):
                 num_tokens = max(self._arrivals[row.id].num_prompt_tokens, self._running.get(row.id, 0))
                 self._paused.discard(row.id)
-                yield Admission(str(row.id), num_tokens, row.context_len, row.query_len)
+                yield Admission(str(row.id), num_tokens, row.context_len)
             if row.id != NOBODY:
                 self._running[row.id] = row.context_len + row.query_len
 

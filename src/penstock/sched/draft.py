@@ -151,7 +151,6 @@ class StepDraft:
             for row in self.rows
             if (request := running[row.request_id]).adapter is not None
         }
-        self.counts.num_adapter_rows, self.counts.num_adapters = len(numbers), len(set(numbers.values()))
         first, rest = self.rows[: self.num_decode_rows], self.rows[self.num_decode_rows :]
         self.rows = sorted(first, key=lambda row: numbers.get(row.request_id, BASE)) + rest
 

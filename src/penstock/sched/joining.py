@@ -406,7 +406,7 @@ class Joining:
         is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.records_stops else None
         for member in members:
-            draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
+            draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, stop))
         block_ids = self._kv.allocate(request, hit, hit.num_tokens + query_len, candidate.packed)
         draft.admit(request, block_ids, self._kv.tables[request.request_id])
         draft.add_row(request, query_len, is_prefill=True)

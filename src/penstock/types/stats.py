@@ -59,7 +59,6 @@ class Admission:
     request_id: str
     num_tokens: int
     num_hit_tokens: int
-    query_len: int
     stop: PrefixStop | None = None  # set on the first admission, if somebody keeps request histories
 
 
@@ -114,8 +113,6 @@ class StepCounts:
     """The reason at the last attempt to plan before this step, which may have made no plan."""
     num_blocks_held: int = 0
     """Blocks held by requests and adapters while the step is computed, including requests that end with it."""
-    num_adapters: int = 0
-    num_adapter_rows: int = 0
     rested: Sequence[str] = ()
     """Ids of decoding requests that got no row: the step had no time for them, or was reserved for background requests or
     prompts."""

@@ -276,7 +276,7 @@ class Journal:
             return StepNote(duration_ns, stats.counts.num_rows, waited_ns=stats.waited_ns)
         row = max(stats.counts.prefills, key=_query_len)
         life = self._lives.get(row.request_id)
-        largest = Prefilled(row.request_id, row.query_len, life.num_prompt_tokens if life else 0)
+        largest = Prefilled(row.query_len, life.num_prompt_tokens if life else 0)
         num_tokens = sum(map(_query_len, stats.counts.prefills))
         num_prefills = len(stats.counts.prefills)
         return StepNote(duration_ns, stats.counts.num_rows, num_tokens, num_prefills, largest, stats.waited_ns)
@@ -292,8 +292,7 @@ class Journal:
             life.began, life.turn = now, turn if not life.call_id else life.turn
             life.num_hit_tokens, life.stop = admission.num_hit_tokens, admission.stop
         elif life.pauses and life.pauses[-1].ended is None:
-            pause = life.pauses[-1]
-            pause.ended, pause.num_tokens, pause.num_found_tokens = now, admission.num_tokens, admission.num_hit_tokens
+            life.pauses[-1].ended, life.pauses[-1].num_found_tokens = now, admission.num_hit_tokens
 
     def _prefill(self, request_id: str, context_len: int, query_len: int, stats: StepStats, number: int) -> None:
         life = self._lives.get(request_id)

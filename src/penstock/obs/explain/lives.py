@@ -26,7 +26,6 @@ MAX_TURNS = 4096
 class Prefilled:
     """The largest prompt chunk of a step."""
 
-    request_id: str
     num_tokens: int
     num_prompt_tokens: int
     """Length of the whole prompt; 0 if unknown."""
@@ -244,10 +243,8 @@ class Pause:
     """Tokens whose KV was given up."""
     is_swap: bool
     """The KV was moved to a tier below the pool."""
-    num_tokens: int = 0
-    """Tokens to compute or load again; set when the request was admitted again."""
     num_found_tokens: int = 0
-    """Tokens among them that were still in the prefix cache."""
+    """Tokens that were still in the prefix cache when the request was admitted again."""
     ended: WaitMark | None = None
     """When the request was admitted again."""
 
