@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.sched.running import most_blocks
+from penstock.sched.running import most_blocks_alone
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
@@ -30,18 +30,23 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
         return Rejected(RejectReason.CONTEXT_LENGTH, detail)
     # The last token is sampled and never computed.
     num_positions = max_total_tokens(request, capacity) - 1
-    num_blocks = -(-num_positions // capacity.block_size)
-    if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
-        return refused
-    if most_blocks(request, num_positions, capacity) > capacity.num_blocks - 1:
+    num_needed = most_blocks_alone(request, num_positions, capacity)
+    if num_needed < capacity.num_blocks:
+        return None
+    prompt = f"prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may"
+    if request.sampling.beams is not None:
+        detail = (
+            f"{request.sampling.beams.width} beams of a {prompt} need {num_needed} blocks of "
+            f"{counted(capacity.block_size, 'token')}, but the whole KV cache has {capacity.num_blocks - 1}. "
+            "Ask for fewer beams (n) or tokens, or give the server more KV cache."
+        )
+    else:
         room = max(0, (capacity.num_blocks - 1 - capacity.num_state_blocks) * capacity.block_size + 1)
         detail = (
-            f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "
-            f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "
-            "more KV cache."
+            f"A {prompt} grow to {num_positions + 1} tokens, but the whole KV cache has room for {room}. "
+            "Ask for fewer tokens, or give the server more KV cache."
         )
-        return Rejected(RejectReason.NEVER_FITS, detail)
-    return None
+    return Rejected(RejectReason.NEVER_FITS, detail)
 
 
 def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
@@ -56,18 +61,3 @@ def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
         "(max_model_len)."
     )
     return Rejected(RejectReason.CONTEXT_LENGTH, detail)
-
-
-def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
-    assert request.sampling.beams is not None, "asked for a beam search"
-    width, num_shared = request.sampling.beams.width, request.num_prompt_tokens // capacity.block_size
-    num_needed = num_shared + width * (num_blocks - num_shared)
-    if num_needed < capacity.num_blocks:
-        return None
-    prompt, block = counted(request.num_prompt_tokens, "token"), counted(capacity.block_size, "token")
-    detail = (
-        f"{width} beams of a prompt of {prompt} with max_tokens {request.sampling.max_tokens} may need "
-        f"{num_needed} blocks of {block}, but the whole KV cache has {capacity.num_blocks - 1}. "
-        "Ask for fewer beams (n) or tokens, or give the server more KV cache."
-    )
-    return Rejected(RejectReason.NEVER_FITS, detail)

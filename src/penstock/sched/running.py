@@ -216,12 +216,8 @@ class Running:
         return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
     def final_blocks_alone(self, request: Request) -> int:
-        """Return the most blocks that a request with all its beams ever holds. Beams share the prompt's full blocks."""
-        num_blocks = self._final_blocks(request)
-        if request.sampling.beams is None:
-            return num_blocks
-        num_shared = request.num_prompt_tokens // self._capacity.block_size
-        return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
+        """Return the most blocks that a request with all its beams ever holds."""
+        return most_blocks_alone(request, request.max_total_tokens - 1, self._capacity)
 
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
         """Return whether there are blocks to admit the candidate if the requests in `without` were preempted.
@@ -328,6 +324,15 @@ def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int
     if request.sampling.beams is not None:
         return -(-num_positions // capacity.block_size)
     return capacity.most_blocks(num_positions)
+
+
+def most_blocks_alone(request: Request, num_positions: int, capacity: Capacity) -> int:
+    """Return the most blocks that a request with all its beams ever holds. Beams share the prompt's full blocks."""
+    num_blocks = most_blocks(request, num_positions, capacity)
+    if request.sampling.beams is None:
+        return num_blocks
+    num_shared = request.num_prompt_tokens // capacity.block_size
+    return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
 
 def blocks_to_resume(view: AdmissionView) -> int:
