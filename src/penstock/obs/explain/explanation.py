@@ -395,7 +395,7 @@ def _why_no_more(told: Explanation) -> str:
                 "back without its reasoning, or with other text"
             )
         case PrefixEnd.SALT:
-            why = "it is cached under another salt"
+            why = "it is cached under another salt or for another adapter"
         case PrefixEnd.UNSEEN:
             why = "the rest was never seen" if stop.position else "its beginning was never seen"
         case PrefixEnd.STATE:
