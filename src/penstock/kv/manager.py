@@ -373,11 +373,6 @@ class KVManager:
 
     def _end(self, table: BlockTable) -> None:
         self._unpin(table)
-        if not self._hashes_blocks:
-            self._give_back_states(table)
-            for block_id in reversed(table.held):
-                self.pool.release(block_id, keep=False)
-            return
         self._give_back_all(table)
         if self.swapping is not None and not self.prefix.is_shared:
             self.swapping.forget(table.hashes)
