@@ -421,12 +421,12 @@ class KVManager:
 
     def _take(self, count: int, *, spills: bool = True) -> list[int]:
         """Allocate blocks. `spills`: the tier gets the lost contents before the next step. False for blocks filled earlier."""
-        pool = self.pool
+        pool, tier = self.pool, self.tier if spills else None
         # Blocks without content are taken first, then those of background requests. Neither is worth a slot.
-        num_lost = pool.num_available - pool.num_cached + pool.group_size(BACKGROUND)
+        num_lost = 0 if tier is None else pool.num_available - pool.num_cached + pool.group_size(BACKGROUND)
         taken = pool.allocate(count)
-        if self.tier is not None and spills:
-            self.tier.spill(taken[num_lost:], self.prefix.index)
+        if tier is not None:
+            tier.spill(taken[num_lost:], self.prefix.index)
         self.prefix.evict(taken)
         if self.num_state_blocks:
             self.states.evict(taken)
