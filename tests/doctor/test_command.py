@@ -89,6 +89,18 @@ def test_preempted_requests_of_a_recording_are_told_from_those_that_rest(tmp_pat
     assert sum(len(told.pauses) for told in shown.explanations) == sum(len(told.pauses) for told in live)
 
 
+@pytest.mark.parametrize("line", [{"kind": "lost", "count": 1}, {"kind": "restart"}], ids=lambda line: line["kind"])
+def test_a_request_whose_end_is_lost_is_left_out(line: dict[str, object], tmp_path: Path) -> None:
+    stage = record(tmp_path / "r", [Visitor(at_s=at_s) for at_s in (0, 10, 20)])
+    lines = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    lines[next(idx for idx, one in enumerate(lines) if one["kind"] == "end")] = line
+    (tmp_path / "r").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shown = show(open_recording(tmp_path / "r"))
+    live = stage.journal.explain_all(stage.ids[1:], stage.clock.now_ns)
+    assert [times(told) for told in shown.explanations] == [times(told) for told in live]
+    assert Scrape(shown.after, MODEL).sum("grammar_rows_sat_out_total") == 0
+
+
 def test_a_recording_is_diagnosed(one_row: Path) -> None:
     code, text = doctor(str(one_row))
     assert code == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.lab.recording import Arrival, Departure, Recording, StepDone
+from penstock.lab.recording import Arrival, Departure, Lost, Recording, Restart, StepDone
 from penstock.obs.explain.explanation import Explanation
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
@@ -85,6 +85,8 @@ class _Replay:
                 case Departure():
                     end_ns = max(end_ns, event.at_ns)
                     self._depart(event)
+                case Lost() | Restart():
+                    self._forget_unended()
         explanations = self._journal.explain_all(self._ids, lambda: end_ns)
         after = expose(self._metrics).decode()
         return Shown(explanations=explanations, before=before, after=after, begin_ns=begin_ns or 0, end_ns=end_ns)
@@ -122,12 +124,20 @@ class _Replay:
 
     def _admissions(self, step: StepDone) -> Iterator[Admission]:
         for row in step.rows:
-            if row.id in self._arrivals and (row.id not in self._running or row.id in self._paused):
+            if row.id not in self._arrivals:
+                continue
+            if row.id not in self._running or row.id in self._paused:
                 num_tokens = max(self._arrivals[row.id].num_prompt_tokens, self._running.get(row.id, 0))
                 self._paused.discard(row.id)
                 yield Admission(str(row.id), num_tokens, row.context_len)
-            if row.id != NOBODY:
-                self._running[row.id] = row.context_len + row.query_len
+            self._running[row.id] = row.context_len + row.query_len
+
+    def _forget_unended(self) -> None:
+        """Forget the requests whose ends the recording may lack."""
+        ends = self._departures
+        self._arrivals = {number: arrival for number, arrival in self._arrivals.items() if number in ends}
+        self._running = {number: length for number, length in self._running.items() if number in ends}
+        self._ids = [request_id for request_id in self._ids if int(request_id) in ends]
 
     def _is_preempted(self, number: int) -> bool:
         """Return whether a running request without a row was preempted, rather than left out of one step."""
