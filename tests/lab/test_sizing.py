@@ -210,6 +210,9 @@ def test_a_fitted_model_is_made_faster_in_the_parts_that_wait_for_the_resource()
     fitted = CostModel(
         sample_ns=100.0,
         narrow_read_ns=6.0,
+        prefill_context_ns=2.0,
+        sample_step_ns=80.0,
+        cold_ns=40.0,
         token_brackets=((8, 10.0), (9, 20.0)),
         fitted=Fitted(max_rows=8, max_decodes=8, max_prefill_tokens=512, max_context_len=1024),
     )
@@ -217,7 +220,9 @@ def test_a_fitted_model_is_made_faster_in_the_parts_that_wait_for_the_resource()
     assert (compute.prefill_token_ns, compute.step_ns) == (fitted.prefill_token_ns / 2, fitted.step_ns)
     assert compute.token_brackets == ((8, 5.0), (9, 10.0))
     assert (bandwidth.step_ns, bandwidth.prefill_token_ns) == (fitted.step_ns / 2, fitted.prefill_token_ns)
-    assert (compute.narrow_read_ns, bandwidth.narrow_read_ns) == (6.0, 3.0)
+    for name in ("narrow_read_ns", "prefill_context_ns", "sample_step_ns", "cold_ns"):
+        before, after = getattr(fitted, name), getattr(bandwidth, name)
+        assert (getattr(compute, name), after) == (before, before / 2), name
 
 
 def test_lengths() -> None:

@@ -192,7 +192,7 @@ def _knee(size: ModelSize, bytes_per_token: float) -> float:
 def with_more_compute(cost: CostModel, factor: float) -> CostModel:
     """Return a fitted cost model, changed as if the machine multiplied `factor` times as fast.
 
-    A fit does not say what limits each cost. We assume that `step_ns` and `decode_read_ns` are limited by bandwidth, and the
+    A fit does not say what limits each cost. We assume that costs of reading weights and KV are limited by bandwidth, and the
     costs changed here by multiply-adds.
     """
     return replace(
@@ -213,6 +213,9 @@ def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
         step_ns=cost.step_ns / factor,
         decode_read_ns=cost.decode_read_ns / factor,
         narrow_read_ns=cost.narrow_read_ns / factor,
+        prefill_context_ns=cost.prefill_context_ns / factor,
+        sample_step_ns=cost.sample_step_ns / factor,
+        cold_ns=cost.cold_ns / factor,
         kernels=cost.kernels and replace(cost.kernels, read_factor=factor * cost.kernels.read_factor),
     )
 
