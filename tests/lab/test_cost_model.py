@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from penstock.lab.cost_model import NO_COSTS, CostModel, Fitted, Noise, Residuals, shape_of_rows
+from penstock.lab.profiling import cost_lines
 from penstock.lab.simulated_executor import ModelledTimes
 from penstock.lab.step_counts import counts_of
 from penstock.types.plan import RowPlan, StepShape
@@ -21,6 +22,11 @@ def test_all_times_grow_by_a_factor() -> None:
     slow, shape = cost.scaled(1.5), StepShape(((1, 100), (1, 7), (64, 300)), 3)
     assert slow.duration_ns(shape) == pytest.approx(1.5 * cost.duration_ns(shape))
     assert slow.host_ns(3, has_prefill=True) == pytest.approx(1.5 * cost.host_ns(3, has_prefill=True))
+
+
+def test_every_cost_is_printed() -> None:
+    costs = {one.name: 1e6 for one in fields(CostModel) if one.name.endswith("_ns")}
+    assert len([*cost_lines(CostModel(**costs))]) == len(costs)
 
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:

@@ -40,6 +40,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("sample_ns", "token that is sampled", 1e3, "us"),
         ("sample_step_ns", "step that samples", 1e3, "us"),
         ("decode_read_ns", "KV position read by a decode", 1, "ns"),
+        ("narrow_read_ns", "extra in a step of < 16 tokens", 1, "ns"),
         ("prefill_read_ns", "KV position read by a prompt", 1, "ns"),
         ("prefill_context_ns", "KV position before a prompt's", 1, "ns"),
         ("host_step_ns", "host, each step", 1e3, "us"),
