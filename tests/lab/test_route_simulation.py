@@ -268,3 +268,10 @@ def test_a_client_that_leaves_while_answers_are_judged_ends_them(fields: dict, c
     assert (left.end, left.http_status) == (End.CANCELLED, 0)
     [late] = run(by(**fields), sure(0.1), jobs={"deadline_ns": cancel_ms * MS}).records
     assert (late.end, late.http_status) == (End.FAILED, 408)
+
+
+def test_a_client_that_leaves_ends_the_judged_answers_of_an_upstream() -> None:
+    far = Distant(latency_ns=300 * MS, token_ns=20 * MS, max_concurrent=2)
+    changes = {"here": {"large": settings(SLOW)}, "elsewhere": {"small": far}}
+    [left] = run(by(samples=2), sure(0.1), jobs={"cancelled_ns": 3 * MS}, **changes).records
+    assert left.end is End.CANCELLED

@@ -323,7 +323,8 @@ class _Router:
             self._traffic.end_cancelled(call)
             return
         for request_id in [*request_ids]:
-            self._models[self._attempts[request_id].model].abort(request_id)
+            if request_id in self._attempts:  # an upstream's end ends the other answers, too
+                self._models[self._attempts[request_id].model].abort(request_id)
 
     # Events of models.
 
