@@ -372,38 +372,36 @@ def make_figures(samples: Samples, *, slos: Sequence[Slo] = (), price_per_hour: 
         samples.tenants[position]: _figures_of(samples.rows(samples.tenant == position, gaps), window, slos, None)
         for position, gaps in islice(samples.tenant_gaps.items(), MAX_TENANTS)
     }
-    return replace(figures, tenants=tenants, num_tenants=num_tenants, fairness=_fairness(samples, window))
+    return replace(figures, tenants=tenants, num_tenants=num_tenants, fairness=_fairness(samples))
 
 
 def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per_hour: float | None) -> Figures:
-    is_due = (samples.intended_ns >= window.begin_ns) & (samples.intended_ns <= window.end_ns)
-    due = samples.rows(is_due, samples.gaps)
-    is_ok, counts = due.is_ok, np.bincount(due.reason)
-    rates = make_rates(samples, window, samples.is_ok)
-    num_prompt, num_output = int(due.num_prompt_tokens[is_ok].sum()), int(due.num_output_tokens[is_ok].sum())
-    lag = _distribution(due.sent_ns - due.intended_ns)
-    latencies = {name: _distribution(due.latency_ns(name)) for name in LATENCIES if name != "itl"}
-    latencies["itl"] = _gap_distribution(due.gaps)
+    is_ok, counts = samples.is_ok, np.bincount(samples.reason)
+    rates = make_rates(samples, window, is_ok)
+    num_prompt, num_output = int(samples.num_prompt_tokens[is_ok].sum()), int(samples.num_output_tokens[is_ok].sum())
+    lag = _distribution(samples.sent_ns - samples.intended_ns)
+    latencies = {name: _distribution(samples.latency_ns(name)) for name in LATENCIES if name != "itl"}
+    latencies["itl"] = _gap_distribution(samples.gaps)
     known = {name: found for name in LATENCIES if (found := latencies[name]) is not None}
     steady = steady_window(samples)
     return Figures(
         window=window,
-        num_requests=len(due),
-        num_by_end={end.value: int((due.end == position).sum()) for position, end in enumerate(ENDS)},
-        reasons={due.reasons[position]: int(counts[position]) for position in np.flatnonzero(counts) if position},
+        num_requests=len(samples),
+        num_by_end={end.value: int((samples.end == position).sum()) for position, end in enumerate(ENDS)},
+        reasons={samples.reasons[position]: int(counts[position]) for position in np.flatnonzero(counts) if position},
         latencies=known,
         rates=rates,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
-        prefix_cache_share=float(due.num_cached_tokens[is_ok].sum()) / num_prompt if num_prompt else None,
-        goodput=_goodput(samples, due, window, slos) if slos else None,
+        prefix_cache_share=float(samples.num_cached_tokens[is_ok].sum()) / num_prompt if num_prompt else None,
+        goodput=_goodput(samples, window, slos) if slos else None,
         cost=None if price_per_hour is None else _cost(price_per_hour, rates),
         lag=lag,
-        steady=None if steady is None else (steady, make_rates(samples, steady, samples.is_ok)),
+        steady=None if steady is None else (steady, make_rates(samples, steady, is_ok)),
         fairness=None,
         tenants={},
         num_tenants=len(np.unique(samples.tenant)),
-        warnings=tuple(_warnings(due, known, lag)),
+        warnings=tuple(_warnings(samples, known, lag)),
     )
 
 
@@ -480,14 +478,15 @@ def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, 
     return output, prompt, ended
 
 
-def _goodput(samples: Samples, due: Samples, window: Window, slos: Sequence[Slo]) -> Goodput | None:
-    counted = due.is_counted
+def _goodput(samples: Samples, window: Window, slos: Sequence[Slo]) -> Goodput | None:
+    counted = samples.is_counted
     if not counted.any():
         return None
-    seconds = (due.ended_ns - due.intended_ns)[counted] / NS_PER_S
-    by_slo = {str(slo): share_estimate(due.holds(slo)[counted], seconds) for slo in slos}
-    good = make_rates(samples, window, samples.holds_all(slos))
-    return Goodput(tuple(slos), share_estimate(due.holds_all(slos)[counted], seconds), by_slo, good.requests_per_s)
+    seconds = (samples.ended_ns - samples.intended_ns)[counted] / NS_PER_S
+    by_slo = {str(slo): share_estimate(samples.holds(slo)[counted], seconds) for slo in slos}
+    holds_all = samples.holds_all(slos)
+    good = make_rates(samples, window, holds_all)
+    return Goodput(tuple(slos), share_estimate(holds_all[counted], seconds), by_slo, good.requests_per_s)
 
 
 def _cost(price_per_hour: float, rates: Rates) -> Cost:
@@ -499,9 +498,8 @@ def _cost(price_per_hour: float, rates: Rates) -> Cost:
     )
 
 
-def _fairness(samples: Samples, window: Window) -> Fairness:
-    chosen = (samples.intended_ns >= window.begin_ns) & (samples.intended_ns <= window.end_ns)
-    some = samples.rows(chosen & samples.is_counted, samples.gaps)
+def _fairness(samples: Samples) -> Fairness:
+    some = samples.rows(samples.is_counted, samples.gaps)
     seconds = np.maximum(1, some.ended_ns - some.intended_ns) / NS_PER_S
     speeds = np.where(some.is_ok, some.num_output_tokens / seconds, 0.0)
     tokens = np.where(some.is_ok, some.num_prompt_tokens + some.num_output_tokens, 0)
@@ -517,7 +515,7 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
-def _warnings(due: Samples, latencies: Mapping[str, Distribution], lag: Distribution | None) -> Iterable[str]:
+def _warnings(samples: Samples, latencies: Mapping[str, Distribution], lag: Distribution | None) -> Iterable[str]:
     reference = next((name for name in ("ttft", "e2e") if name in latencies), None)
     if lag is not None and reference is not None:
         late_ms, median_ms = lag.quantiles["p99"].value, latencies[reference].quantiles["p50"].value
@@ -526,6 +524,6 @@ def _warnings(due: Samples, latencies: Mapping[str, Distribution], lag: Distribu
                 f"The client fell behind: 1 % of the requests were sent {late_ms:.3g} ms late or more, and the median of "
                 f"{reference} is {median_ms:.3g} ms. Latencies contain that lag. Use a faster client, or a lower rate."
             )
-    num_bad = int(((due.end == ENDS.index(End.REFUSED)) | (due.end == ENDS.index(End.FAILED))).sum())
+    num_bad = int(((samples.end == ENDS.index(End.REFUSED)) | (samples.end == ENDS.index(End.FAILED))).sum())
     if num_bad:
-        yield f"{num_bad} of {len(due)} requests were refused or failed. Latencies cover only the others."
+        yield f"{num_bad} of {len(samples)} requests were refused or failed. Latencies cover only the others."
