@@ -111,7 +111,7 @@ class Server:
         before, used_s, began_s = self._batch_tokens(session), _cpu_s(session), time.perf_counter()
         figures = make_figures(Samples.of(self._send(session, nth, rate=rate).records))
         took_s = time.perf_counter() - began_s
-        ttft, itl = (figures.latencies[name].quantiles for name in ("ttft", "itl"))
+        ttft, itl = (figures.latency_ms[name].quantiles for name in ("ttft", "itl"))
         return People(
             *[round(quantiles[part].value or 0.0, 1) for quantiles in (ttft, itl) for part in ("p50", "p99")],
             busy=round((_cpu_s(session) - used_s) / took_s / len(os.sched_getaffinity(0)), 3),

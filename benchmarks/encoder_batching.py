@@ -71,7 +71,7 @@ def measured(server: Server, texts: Sequence[str], rate: float, seconds: float, 
     arrivals_ns = poisson(random.Random(seed), round(rate * seconds), rate)
     sent = embed(server.url, jobs_of(texts, arrivals_ns), Pace(), max_s=seconds + GRACE_S)
     padding = metric(server.url, PADDING) - before
-    quantiles = make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles
+    quantiles = make_figures(Samples.of(sent.records)).latency_ms["e2e"].quantiles
     return {
         "texts/s": 1e9 * len(sent.records) / sent.duration_ns,
         "p50, ms": quantiles["p50"].value,

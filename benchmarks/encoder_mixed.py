@@ -87,7 +87,7 @@ def main() -> None:
             job = pool.submit(do_job, server.url, bulk)
             client_beside = ask(server.url, short, args.rate, 0.95 * seconds)
             job_beside = rate_beside(args.texts, job.result(), client_beside.duration_ns / 1e9, job_alone)
-    figures = [make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles for sent in (client_alone, client_beside)]
+    figures = [make_figures(Samples.of(sent.records)).latency_ms["e2e"].quantiles for sent in (client_alone, client_beside)]
     lines = [
         [name, *(f"{of[share].value:.2f}" for share in ("p50", "p99")), job_rate]
         for name, of, job_rate in zip(

@@ -106,7 +106,7 @@ def _workload(args: argparse.Namespace, tokenizer: Tokenizer, count: int, *, rat
 
 def _point_of(figures: Figures, load: float, capacity: float, others: float) -> Point:
     assert figures.goodput is not None
-    ttft = figures.latencies["ttft"].quantiles
+    ttft = figures.latency_ms["ttft"].quantiles
     return Point(
         load=load,
         capacity=round(capacity, 2),

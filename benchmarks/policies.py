@@ -84,7 +84,7 @@ def run_priority(traces: Path) -> dict[str, object]:
             ("priority", "priority", [*high, *low]),
         ):
             outcome = simulation(order, budget).run(of(served))
-            ttft = make_figures(Samples.of(outcome.records[: len(high)])).latencies["ttft"].quantiles
+            ttft = make_figures(Samples.of(outcome.records[: len(high)])).latency_ms["ttft"].quantiles
             rows[name] = {f"ttft_{share}_s": round(ttft[share].value / 1e3, 3) for share in ("p50", "p99")}
             rows[name]["paused"] = sum(stats.num_preemptions > 0 for stats in outcome.ended)
             print("priority", budget, name, rows[name], flush=True)

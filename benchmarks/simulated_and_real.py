@@ -120,7 +120,7 @@ def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0)
     figures = make_figures(Samples.of(list(records)))
     found = {"output tokens/s": figures.rates.output_tokens_per_s.value, "KV occupancy": occupancy}
     for name in ("ttft", "tpot", "e2e"):
-        distribution, added = figures.latencies[name], front_ns / 1e6 if name != "tpot" else 0
+        distribution, added = figures.latency_ms[name], front_ns / 1e6 if name != "tpot" else 0
         found[f"{name} mean"] = distribution.mean.value + added
         found |= {f"{name} {quantile}": distribution.quantiles[quantile].value + added for quantile in ("p50", "p90", "p99")}
     return found

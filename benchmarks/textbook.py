@@ -96,9 +96,9 @@ def run(simulation: Simulation, choice: WorkloadChoice, load: float) -> dict[str
     running, _, held = outcome.timelines["replica 0"].means(outcome.duration_ns)
     row = {"load": load, "output_tokens_per_s": figures.rates.output_tokens_per_s.value}
     for name in ("ttft", "itl", "e2e"):
-        quantiles = figures.latencies[name].quantiles
+        quantiles = figures.latency_ms[name].quantiles
         row |= {f"{name}_{quantile}_ms": quantiles[quantile].value for quantile in ("p50", "p99")}
-    row["itl_max_ms"] = figures.latencies["itl"].max_ms
+    row["itl_max_ms"] = figures.latency_ms["itl"].max_ms
     row |= {"padding_share": padding[0] / padding[1], "running": running, "kv_held_share": held}
     return {name: round(value, 4) for name, value in row.items()}
 

@@ -32,19 +32,19 @@ def figures_of(records: list[Record], *slos: str, **options: float) -> Figures:
 
 def test_latencies_are_as_defined() -> None:
     figures = figures_of([record(due_ms=1000, lag_ms=10, ttft_ms=100, gaps_ms=(20, 40, 60), queue_ns=7 * MS)])
-    means = {name: found.mean.value for name, found in figures.latencies.items()}
+    means = {name: found.mean.value for name, found in figures.latency_ms.items()}
     assert close(means["ttft"], 100), "from the intended arrival, whatever the lag"
     assert close(means["tpot"], 40)
     assert close(means["e2e"], 220)
     assert close(means["queue"], 7)
     assert close(means["itl"], 40)
-    assert figures.lag is not None
-    assert close(figures.lag.mean.value, 10)
+    assert figures.lag_ms is not None
+    assert close(figures.lag_ms.mean.value, 10)
 
 
 def test_gaps_are_pooled_and_a_long_answer_has_many() -> None:
     figures = figures_of([record(0, gaps_ms=[10] * 90), record(1, gaps_ms=[50] * 10)])
-    itl = figures.latencies["itl"]
+    itl = figures.latency_ms["itl"]
     assert itl.count == 100
     assert close(itl.mean.value, 14)
     assert itl.quantiles["p50"].value == pytest.approx(10, rel=0.003)
@@ -81,7 +81,7 @@ def test_an_answer_without_a_first_token_counts_at_its_end() -> None:
         Record(index=i, intended_ns=i * S, sent_ns=i * S, ended_ns=i * S + S // 2, num_prompt_tokens=30) for i in range(4)
     ]
     figures = figures_of(records)
-    assert set(figures.latencies) == {"e2e"}
+    assert set(figures.latency_ms) == {"e2e"}
     assert figures.rates.output_tokens_per_s.value == 0
     assert close(figures.rates.total_tokens_per_s.value, 120 / 3.5)
 
@@ -90,7 +90,7 @@ def test_latencies_leave_out_what_did_not_end_well_and_say_so() -> None:
     records = [record(i) for i in range(8)]
     records += [record(8, ttft_ms=1, end=End.CANCELLED), record(9, end=End.REFUSED, http_status=429, error="queue_full")]
     figures = figures_of(records)
-    assert figures.latencies["ttft"].count == 8
+    assert figures.latency_ms["ttft"].count == 8
     assert figures.num_by_end == {"ok": 8, "cancelled": 1, "refused": 1, "failed": 0}
     assert figures.reasons == {"429 queue_full": 1}
     assert any("1 of 10 requests were refused" in warning for warning in figures.warnings)
@@ -191,8 +191,8 @@ def test_tenants_have_their_own_figures_and_gaps() -> None:
     figures = figures_of(records, "ttft=200ms")
     assert figures.num_tenants == 2
     a, b = figures.tenants["a"], figures.tenants["b"]
-    assert close(b.latencies["ttft"].mean.value, 300)
-    assert close(a.latencies["itl"].mean.value, 10)
+    assert close(b.latency_ms["ttft"].mean.value, 300)
+    assert close(a.latency_ms["itl"].mean.value, 10)
     assert a.goodput is not None
     assert a.goodput.attainment.value == 1
     assert figures.fairness is not None
@@ -210,7 +210,7 @@ def test_ten_thousand_tenants_are_counted_in_one_pass() -> None:
 
 
 def test_no_interval_of_a_time_goes_below_0() -> None:
-    ttft = figures_of([record(i, due_ms=i, ttft_ms=1000 if i == 3 else 0.001) for i in range(8)]).latencies["ttft"]
+    ttft = figures_of([record(i, due_ms=i, ttft_ms=1000 if i == 3 else 0.001) for i in range(8)]).latency_ms["ttft"]
     assert ttft.mean.low == 0
 
 
@@ -279,8 +279,8 @@ def test_the_order_of_the_records_does_not_matter() -> None:
 def test_the_fields_of_a_run_that_is_long_enough_all_have_intervals() -> None:
     figures = figures_of(random_records(0, 400), "ttft=150ms", "tpot=22ms", price_per_hour=1.0)
     estimates = [figures.rates.requests_per_s, figures.rates.output_tokens_per_s, figures.rates.total_tokens_per_s]
-    estimates += [found.mean for found in figures.latencies.values()]
-    estimates += [found.quantiles[name] for found in figures.latencies.values() for name in ("p50", "p90")]
+    estimates += [found.mean for found in figures.latency_ms.values()]
+    estimates += [found.quantiles[name] for found in figures.latency_ms.values() for name in ("p50", "p90")]
     assert figures.goodput is not None
     assert figures.cost is not None
     estimates += [figures.goodput.attainment, figures.goodput.requests_per_s, figures.cost.per_million_output_tokens]
@@ -288,7 +288,7 @@ def test_the_fields_of_a_run_that_is_long_enough_all_have_intervals() -> None:
         assert estimate.low is not None
         assert estimate.high is not None
         assert estimate.low <= estimate.value <= estimate.high
-    assert not figures.latencies["ttft"].quantiles["p99.9"].is_known
+    assert not figures.latency_ms["ttft"].quantiles["p99.9"].is_known
 
 
 def test_no_records_is_an_error_with_a_remedy() -> None:

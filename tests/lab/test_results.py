@@ -65,8 +65,9 @@ def test_the_file_says_what_it_is(result: Result, tmp_path: Path) -> None:
     assert next(iter(top)) == "penstock_bench"
     assert top["penstock_bench"] == 1
     run = top["runs"][0]
-    assert run["figures"]["latency_ms"]["ttft"]["p99"].keys() == {"value", "low", "high"}
-    assert run["figures"]["latency_ms"]["ttft"]["p99.9"]["low"] is None, "the sample is too small for it"
+    ttft = run["figures"]["latency_ms"]["ttft"]["quantiles"]
+    assert ttft["p99"].keys() == {"value", "low", "high"}
+    assert ttft["p99.9"]["low"] is None, "the sample is too small for it"
     assert run["requests"]["columns"]["first_ns"][run["requests"]["columns"]["end"].index(2)] is None
     assert run["figures"]["reasons"] == {"429 queue_full <b>": 1}
 

@@ -192,7 +192,7 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
 def _values_of(run: Run) -> dict[str, Estimate]:
     figures = run.figures
     found: dict[str, Estimate] = {}
-    for name, latency in figures.latencies.items():
+    for name, latency in figures.latency_ms.items():
         found[f"{name} mean"] = latency.mean
         found |= {f"{name} {quantile}": latency.quantiles[quantile] for quantile in COMPARED_QUANTILES}
     window, rates = figures.steady or (figures.window, figures.rates)

@@ -344,7 +344,7 @@ class Figures:
     num_requests: int
     num_by_end: Mapping[str, int]
     reasons: Mapping[str, int]
-    latencies: Mapping[str, Distribution]
+    latency_ms: Mapping[str, Distribution]
     rates: Rates
     num_prompt_tokens: int
     num_output_tokens: int
@@ -352,7 +352,7 @@ class Figures:
     """Share of the prompt tokens found in the server's prefix cache, or None without prompt tokens."""
     goodput: Goodput | None
     cost: Cost | None
-    lag: Distribution | None
+    lag_ms: Distribution | None
     """Delay of the client: time of sending minus intended arrival."""
     steady: tuple[Window, Rates] | None
     """Rates without warm-up and drain, or None if too little is left."""
@@ -389,14 +389,14 @@ def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per
         num_requests=len(samples),
         num_by_end={end.value: int((samples.end == position).sum()) for position, end in enumerate(ENDS)},
         reasons={samples.reasons[position]: int(counts[position]) for position in np.flatnonzero(counts) if position},
-        latencies=known,
+        latency_ms=known,
         rates=rates,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
         prefix_cache_share=float(samples.num_cached_tokens[is_ok].sum()) / num_prompt if num_prompt else None,
         goodput=_goodput(samples, window, slos) if slos else None,
         cost=None if price_per_hour is None else _cost(price_per_hour, rates),
-        lag=lag,
+        lag_ms=lag,
         steady=None if steady is None else (steady, make_rates(samples, steady, is_ok)),
         fairness=None,
         tenants={},

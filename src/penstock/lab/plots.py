@@ -180,7 +180,7 @@ def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
             _over_load(
                 runs,
                 quantile,
-                [(run.figures.latencies[name].quantiles[quantile] if name in run.figures.latencies else None) for run in runs],
+                [run.figures.latency_ms[name].quantiles[quantile] if name in run.figures.latency_ms else None for run in runs],
             )
             for quantile in ("p50", "p99")
         ]

@@ -180,7 +180,7 @@ def _overview(runs: Sequence[Run]) -> Table:
         figures = run.figures
         rates = [_estimate(figures.rates.requests_per_s), _estimate(figures.rates.output_tokens_per_s)]
         latencies = [
-            _estimate(figures.latencies[name].quantiles[quantile]) if name in figures.latencies else Cell("")
+            _estimate(figures.latency_ms[name].quantiles[quantile]) if name in figures.latency_ms else Cell("")
             for name in ("ttft", "tpot", "e2e")
             for quantile in ("p50", "p99")
         ]
@@ -211,8 +211,8 @@ def _section_of_run(run: Run, title: str) -> Section:
             f"At {figures.cost.price_per_hour:g} per hour, a million output tokens cost {_with_interval(output)}, "
             f"a million tokens in all {_with_interval(total)}."
         )
-    if figures.lag is not None:
-        late = figures.lag
+    if figures.lag_ms is not None:
+        late = figures.lag_ms
         notes.append(
             f"The client sent {_number(late.quantiles['p99'].value)} ms late at p99, {_number(late.max_ms)} ms at most."
         )
@@ -236,7 +236,7 @@ def _section_of_run(run: Run, title: str) -> Section:
 
 
 def _latency_table(figures: Figures) -> Table:
-    rows = [_latency_row(name, found) for name, found in figures.latencies.items()]
+    rows = [_latency_row(name, found) for name, found in figures.latency_ms.items()]
     return Table(("latency", "mean", *QUANTILES, "max", "count"), rows)
 
 
@@ -264,7 +264,7 @@ def _tenant_table(figures: Figures) -> Table:
     rows = []
     for name, one in figures.tenants.items():
         latencies = [
-            Cell(_number(one.latencies[latency].quantiles[quantile].value)) if latency in one.latencies else Cell("")
+            Cell(_number(one.latency_ms[latency].quantiles[quantile].value)) if latency in one.latency_ms else Cell("")
             for latency, quantile in (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("e2e", "p50"), ("e2e", "p99"))
         ]
         counts = [Cell(str(one.num_requests)), Cell(str(one.num_requests - one.num_by_end["ok"]))]

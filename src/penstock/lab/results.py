@@ -6,7 +6,6 @@ figures are for other programs; `result_files` reads only the columns and the hi
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,20 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from penstock import __version__, fast_json, machine
-from penstock.lab.figures import (
-    COLUMNS,
-    ENDS,
-    UNKNOWN,
-    Distribution,
-    Figures,
-    GapHistogram,
-    Rates,
-    Samples,
-    Slo,
-    Window,
-    make_figures,
-)
-from penstock.lab.intervals import Estimate
+from penstock.lab.figures import COLUMNS, ENDS, UNKNOWN, Figures, GapHistogram, Samples, Slo, make_figures
 from penstock.types.errors import ConfigError
 
 VERSION = 1
@@ -146,7 +132,7 @@ def _plain_run(run: Run) -> dict[str, object]:
         "slos": [str(slo) for slo in run.slos],
         "price_per_hour": None if run.price_per_hour is None else float(run.price_per_hour),
         "notes": run.notes,
-        "figures": plain_figures(run.figures),
+        "figures": run.figures,
         "requests": _plain_samples(run.samples),
     }
 
@@ -172,58 +158,3 @@ def _plain_gaps(gaps: GapHistogram) -> dict[str, object]:
         for row, total in zip(gaps.counts, gaps.sum_ns, strict=True)
     ]
     return {"buckets": gaps.buckets.tolist(), "groups": groups}
-
-
-def plain_figures(figures: Figures) -> dict[str, object]:
-    """Return the figures for JSON: times in milliseconds, rates per second, None where unknown."""
-    goodput, cost, fairness, steady = figures.goodput, figures.cost, figures.fairness, figures.steady
-    return {
-        "window": _plain_window(figures.window),
-        "num_requests": figures.num_requests,
-        "num_by_end": dict(figures.num_by_end),
-        "reasons": dict(figures.reasons),
-        "latency_ms": {name: _plain_distribution(found) for name, found in figures.latencies.items()},
-        "rates": _plain_rates(figures.rates),
-        "num_prompt_tokens": figures.num_prompt_tokens,
-        "num_output_tokens": figures.num_output_tokens,
-        "prefix_cache_share": figures.prefix_cache_share,
-        "goodput": goodput
-        and {
-            "attainment": _plain_estimate(goodput.attainment),
-            "attainment_by_slo": {name: _plain_estimate(one) for name, one in goodput.attainment_by_slo.items()},
-            "requests_per_s": _plain_estimate(goodput.requests_per_s),
-        },
-        "cost": cost
-        and {
-            "price_per_hour": cost.price_per_hour,
-            "per_million_output_tokens": _plain_estimate(cost.per_million_output_tokens),
-            "per_million_total_tokens": _plain_estimate(cost.per_million_total_tokens),
-        },
-        "lag_ms": figures.lag and _plain_distribution(figures.lag),
-        "steady": steady and {**_plain_window(steady[0]), **_plain_rates(steady[1])},
-        "fairness": fairness and {"jain_of_speed": fairness.of_speed, "jain_of_tokens": fairness.of_tokens},
-        "num_tenants": figures.num_tenants,
-        "tenants": {name: plain_figures(one) for name, one in figures.tenants.items()},
-        "warnings": figures.warnings,
-    }
-
-
-def _plain_window(window: Window) -> dict[str, object]:
-    return {"begin_ns": window.begin_ns, "end_ns": window.end_ns, "is": window.words}
-
-
-def _plain_distribution(found: Distribution) -> dict[str, object]:
-    quantiles = {name: _plain_estimate(estimate) for name, estimate in found.quantiles.items()}
-    return {"count": found.count, "mean": _plain_estimate(found.mean), **quantiles, "max": _short(found.max_ms)}
-
-
-def _plain_rates(rates: Rates) -> dict[str, object]:
-    return {name: _plain_estimate(getattr(rates, name)) for name in Rates.__slots__}
-
-
-def _plain_estimate(estimate: Estimate) -> dict[str, float | None]:
-    return {"value": _short(estimate.value), "low": _short(estimate.low), "high": _short(estimate.high)}
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
