@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from penstock.admission.ask import Ask
 from penstock.clock import Clock
+from penstock.engine.core import request_stats
 from penstock.lab.agenda import Agenda
 from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.types.errors import Rejected, RejectReason
@@ -62,19 +63,6 @@ class DistantModel:
     def _end(self, request_id: str, reason: FinishReason, rejected: str = "", token_ids: tuple[int, ...] = ()) -> None:
         if request_id not in self._in_flight:
             return
-        request, _ = self._in_flight.pop(request_id)
-        now_ns = self._clock.now_ns()
-        self.ended[request_id] = RequestStats(
-            request_id=request_id,
-            tenant=request.tenant,
-            arrival_ns=request.arrival_ns,
-            first_scheduled_ns=None,
-            first_token_ns=None,
-            ended_ns=now_ns,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=0,
-            num_generated_tokens=0,
-            num_preemptions=0,
-            finish_reason=reason,
-        )
+        request, now_ns = replace(self._in_flight.pop(request_id)[0], finish_reason=reason), self._clock.now_ns()
+        self.ended[request_id] = request_stats(request, now_ns, rejected)
         self._tell([TokenEvent(request_id, token_ids, now_ns, finish_reason=reason, reject_reason=rejected)], now_ns)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.clock import VirtualClock
-from penstock.engine.core import request_stats
 from penstock.lab.front import Front
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.workload import NS_PER_S
 from penstock.sched.scaling import Scaler
 from penstock.types.errors import ConfigError
-from penstock.types.events import TokenEvent
-from penstock.types.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +66,7 @@ class Crew:
         """End the call if it is kept here. Return whether it was."""
         if self._unsent.pop(call.request.request_id, None) is None:
             return False
-        request, now_ns = replace(call.request, finish_reason=FinishReason.ABORT), self._clock.now_ns()
-        event = TokenEvent(request.request_id, (), now_ns, finish_reason=FinishReason.ABORT)
-        self._traffic.end(event, request_stats(request, now_ns, ""))
+        self._traffic.end_cancelled(call)
         return True
 
     def outcome(self) -> Scaled:
