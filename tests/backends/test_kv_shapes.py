@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
-from penstock.lab.sizing import decode_bytes, size_of
+from penstock.lab.sizing import decode_shape, size_of, work_of
 from penstock.models import architectures
 from penstock.models.checks import weight_shapes
 from penstock.models.formats import WeightFormat
@@ -206,5 +206,5 @@ def test_sizes_count_what_is_stored_and_what_is_read() -> None:
     stored = [shape.num_kv_heads * KvDtype.INT8.head_bytes(shape.head_dim) for shape in SHAPES]
     assert size.kv_bytes_per_token == sum(stored)
     assert size.kv_read_bytes == sum(stored) + stored[1] + stored[2]
-    assert decode_bytes(size, 2, 9) == 2 * 10 * size.kv_read_bytes
+    assert work_of(size, decode_shape(2, 9))[1] == 2 * 10 * size.kv_read_bytes
     assert size.num_attention_products == 2 * NUM_HEADS * sum(dim for _, dim, _, _ in LAYERS)

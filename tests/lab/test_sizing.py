@@ -15,8 +15,6 @@ from penstock.lab.sizing import (
     batch_point,
     batch_table,
     bounds,
-    decode_bytes,
-    decode_row_ops,
     decode_shape,
     fit_in,
     format_number,
@@ -32,6 +30,7 @@ from penstock.lab.sizing import (
     token_ops,
     with_more_bandwidth,
     with_more_compute,
+    work_of,
 )
 from penstock.lab.workload import Job
 from penstock.models.architectures import describe
@@ -109,14 +108,14 @@ def test_work_of_a_token() -> None:
     assert small.num_logit_products == 49152 * 576
     assert small.num_attention_products == 30 * 9 * 64 * 2
     assert token_ops(small, 10) == 2 * (30 * layer + 30 * 9 * 64 * 2 * 10)
-    assert decode_row_ops(small, 9) == token_ops(small, 10) + 2 * 49152 * 576
+    assert work_of(small, decode_shape(1, 9))[0] == token_ops(small, 10) + 2 * 49152 * 576
     large = sized(LLAMA_3_8B, KvDtype.BF16)
-    assert decode_row_ops(large, 0) == pytest.approx(2 * (large.num_parameters - 128256 * 4096), rel=0.001)
+    assert work_of(large, decode_shape(1, 0))[0] == pytest.approx(2 * (large.num_parameters - 128256 * 4096), rel=0.001)
 
 
 def test_reads_of_a_decode_step() -> None:
     small = sized(SMOLLM2_135M, KvDtype.INT8)
-    assert decode_bytes(small, 4, 99) == 2 * 134_515_008 + 4 * 100 * 12_060
+    assert work_of(small, decode_shape(4, 99))[1] == 2 * 134_515_008 + 4 * 100 * 12_060
     large = sized(LLAMA_3_8B, KvDtype.BF16)
     assert large.num_read_bytes == 2 * (8_030_261_248 - 128256 * 4096), "only rows of the embedding are read"
 
@@ -162,7 +161,7 @@ def test_bounds_are_the_peaks_and_no_step_is_faster() -> None:
     size, box = sized(LLAMA_3_8B, KvDtype.BF16), machine(read_share=1.0, compute_share=1.0)
     most, cost = bounds(size, box), roofline(size, speeds(size, box))
     assert most.prompt_tokens_per_s == pytest.approx(box.bf16_ops_per_s / (2 * size.num_token_products))
-    assert most.one_row_tokens_per_s == pytest.approx(box.read_bytes_per_s / decode_bytes(size, 1, 0))
+    assert most.one_row_tokens_per_s == pytest.approx(box.read_bytes_per_s / work_of(size, decode_shape(1, 0))[1])
     assert most.one_row_tokens_per_s < most.many_rows_tokens_per_s <= BOUND_ROWS * most.one_row_tokens_per_s
     for num_rows, bound in ((1, most.one_row_tokens_per_s), (BOUND_ROWS, most.many_rows_tokens_per_s)):
         assert num_rows * 1e9 / cost.duration_ns(decode_shape(num_rows, 0)) < bound
@@ -173,7 +172,8 @@ def test_a_step_reads_the_experts_that_its_tokens_are_sent_to() -> None:
     mixture = replace(dense, expert_share=0.8, routed_share=2 / 8)
     for rows, share_read in ((1, 0.25), (2, 0.4375), (4, 1 - 0.75**4), (64, 1.0)):
         expected = dense.num_read_bytes * (0.2 + 0.8 * share_read)
-        assert decode_bytes(mixture, rows, 99) - rows * 100 * 12_060 == pytest.approx(expected, rel=1e-6)
+        weights = work_of(mixture, decode_shape(rows, 99))[1] - rows * 100 * 12_060
+        assert weights == pytest.approx(expected, rel=1e-6)
     rates = speeds(dense, machine(int8_ops_per_s=4e13, bf16_ops_per_s=4e13))
     cost, other = roofline(mixture, rates), roofline(dense, rates)
     for rows in (1, 2, 4):

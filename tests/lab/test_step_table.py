@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.lab.sizing import ModelSize, size_of
-from penstock.lab.step_table import Peaks, figures_of, roofline_panel, shapes_of, step_lines, work_of
+from penstock.lab.sizing import ModelSize, size_of, work_of
+from penstock.lab.step_table import Peaks, figures_of, roofline_panel, shapes_of, step_lines
 from penstock.lab.steps import MeasuredStep
 from penstock.models.architectures import describe
 from penstock.models.hf import read_hf_spec

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from penstock.lab.cost_model import CostModel
 from penstock.lab.hardware import Hardware
+from penstock.lab.step_counts import counts_of
 from penstock.lab.workload import NS_PER_S, Job
 from penstock.models.checks import weight_shapes
 from penstock.models.program import (
@@ -109,11 +110,6 @@ def token_ops(size: ModelSize, context_tokens: float = 0.0) -> float:
     return 2 * (size.num_token_products + size.num_attention_products * context_tokens)
 
 
-def decode_row_ops(size: ModelSize, context_tokens: float) -> float:
-    """Return the operations to generate one token after `context_tokens` positions, with its logits."""
-    return token_ops(size, context_tokens + 1) + 2 * size.num_logit_products
-
-
 def read_bytes(size: ModelSize, num_tokens: float) -> float:
     """Return the bytes of weights that a step of `num_tokens` reads from memory.
 
@@ -123,10 +119,20 @@ def read_bytes(size: ModelSize, num_tokens: float) -> float:
     return size.num_read_bytes * (1 - size.expert_share * math.pow(1 - size.routed_share, num_tokens))
 
 
-def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float:
-    """Return the bytes moved by a step that decodes one token per row: weights once, the KV of each row, and its state, which
-    is read and written."""
-    return read_bytes(size, num_rows) + num_rows * ((context_tokens + 1) * size.kv_read_bytes + 2 * size.state_bytes)
+def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
+    """Return the minimum (operations, bytes moved) of a step of this shape.
+
+    It reads the weights once and the KV of each row, and reads and writes each row's state.
+    """
+    counts = counts_of(shape)
+    products = (
+        counts.num_tokens * size.num_token_products
+        + (counts.num_decode_reads + counts.num_prefill_reads) * size.num_attention_products
+        + counts.num_samples * size.num_logit_products
+    )
+    num_positions = sum(query_len + context_len for query_len, context_len in shape.rows)
+    num_bytes = num_positions * size.kv_read_bytes + counts.num_rows * 2 * size.state_bytes
+    return 2 * products, read_bytes(size, counts.num_tokens) + num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +241,8 @@ def bounds(size: ModelSize, hardware: Hardware) -> Bounds:
     ops_per_s = hardware.ops_per_s(is_quantised=size.is_quantised)
 
     def decoded(num_rows: int) -> float:
-        read_s = decode_bytes(size, num_rows, 0) / hardware.read_bytes_per_s
-        return num_rows / max(read_s, num_rows * decode_row_ops(size, 0) / ops_per_s)
+        num_ops, num_bytes = work_of(size, decode_shape(num_rows, 0))
+        return num_rows / max(num_bytes / hardware.read_bytes_per_s, num_ops / ops_per_s)
 
     return Bounds(ops_per_s / token_ops(size), decoded(1), decoded(BOUND_ROWS))
 
@@ -479,7 +485,7 @@ def _step_lines(size: ModelSize, middle: float, context: float, rates: Speeds) -
         return format_time(num_bytes / rates.read_bytes_per_s * NS_PER_S)
 
     products, pairs = format_number(size.num_token_products), format_number(size.num_attention_products)
-    row_ops, num_bytes, knee = decode_row_ops(size, context), decode_bytes(size, 1, context), knee_rows(size, rates)
+    (row_ops, num_bytes), knee = work_of(size, decode_shape(1, context)), knee_rows(size, rates)
     yield Line(
         "work of a prompt token",
         "2 x (products with weights + with a position x positions)",

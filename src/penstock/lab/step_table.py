@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.lab.plots import Panel, roofline
-from penstock.lab.sizing import ModelSize, read_bytes
-from penstock.lab.step_counts import counts_of
+from penstock.lab.sizing import ModelSize, work_of
 from penstock.lab.steps import MeasuredStep, fits
 from penstock.types.plan import Capacity, StepShape
 
@@ -71,19 +70,6 @@ def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | No
             )
         )
     return found
-
-
-def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
-    """Return the minimum (operations, bytes read from memory) that a step of this shape needs."""
-    counts = counts_of(shape)
-    products = (
-        counts.num_tokens * size.num_token_products
-        + (counts.num_decode_reads + counts.num_prefill_reads) * size.num_attention_products
-        + counts.num_samples * size.num_logit_products
-    )
-    num_positions = sum(query_len + context_len for query_len, context_len in shape.rows)
-    num_bytes = num_positions * size.kv_read_bytes + counts.num_rows * 2 * size.state_bytes
-    return 2 * products, read_bytes(size, counts.num_tokens) + num_bytes
 
 
 def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[str]:
