@@ -170,8 +170,8 @@ def latency_distributions(runs: Sequence[Run]) -> Iterator[Panel]:
         if series:
             limits = {str(slo): slo.limit_ns / NS_PER_MS for slo in runs[0].slos if slo.metric == name}
             marks = [Series(f"SLO {text}", [(limit, 0.0), (limit, 1.0)], "dashed") for text, limit in limits.items()]
-            x = Axis(f"{_shown_name(name)} (ms)", is_log=True)
-            yield Panel(_shown_name(name), x, Axis("share of all", low=0.0, high=1.02), [*series, *marks])
+            x = Axis(f"{shown_name(name)} (ms)", is_log=True)
+            yield Panel(shown_name(name), x, Axis("share of all", low=0.0, high=1.02), [*series, *marks])
 
 
 def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
@@ -187,7 +187,7 @@ def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
         series = [one for one in series if one.points]
         if series:
             limits = {f"SLO {slo}": slo.limit_ns / NS_PER_MS for slo in runs[0].slos if slo.metric == name}
-            yield Panel(_shown_name(name), _load_axis(runs), Axis(f"{_shown_name(name)} (ms)", is_log=True), series, limits)
+            yield Panel(shown_name(name), _load_axis(runs), Axis(f"{shown_name(name)} (ms)", is_log=True), series, limits)
 
 
 def throughput_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
@@ -241,7 +241,7 @@ def run_name(run: Run, position: int) -> str:
     return run.name or (str(run.load) if run.load is not None else f"run {position + 1}")
 
 
-def _shown_name(name: str) -> str:
+def shown_name(name: str) -> str:
     return name if name in ("e2e", "queue") else name.upper()
 
 

@@ -178,20 +178,17 @@ def _overview(runs: Sequence[Run]) -> Table:
     rows = []
     for position, run in enumerate(runs):
         figures = run.figures
-        rates = [_estimate(figures.rates.requests_per_s), _estimate(figures.rates.output_tokens_per_s)]
-        latencies = [
-            _estimate(figures.latency_ms[name].quantiles[quantile]) if name in figures.latency_ms else Cell("")
+        texts = [plots.run_name(run, position)]
+        texts += [_number(one.value) for one in (figures.rates.requests_per_s, figures.rates.output_tokens_per_s)]
+        texts += [
+            _number(figures.latency_ms[name].quantiles[quantile].value) if name in figures.latency_ms else ""
             for name in ("ttft", "tpot", "e2e")
             for quantile in ("p50", "p99")
         ]
-        row = (
-            Cell(plots.run_name(run, position)),
-            *rates,
-            *latencies,
-            Cell(str(figures.num_requests - figures.num_by_end["ok"])),
-        )
-        attained = Cell("") if figures.goodput is None else Cell(_share(figures.goodput.attainment.value))
-        rows.append(tuple(Cell(cell.text) for cell in (*row, attained)) if has_slos else tuple(Cell(cell.text) for cell in row))
+        texts.append(str(figures.num_requests - figures.num_by_end["ok"]))
+        if has_slos:
+            texts.append("" if figures.goodput is None else _share(figures.goodput.attainment.value))
+        rows.append(tuple(map(Cell, texts)))
     return Table((*head, "SLOs") if has_slos else head, rows)
 
 
@@ -244,8 +241,8 @@ def _latency_row(name: str, found: Distribution) -> tuple[Cell, ...]:
     is_long = found.max_ms >= 10_000
     factor = 1e-3 if is_long else 1.0
     cells = [_estimate(one.scaled(factor)) for one in (found.mean, *found.quantiles.values())]
-    shown = name if name in ("e2e", "queue") else name.upper()
-    return (Cell(f"{shown} {'s' if is_long else 'ms'}"), *cells, Cell(_number(found.max_ms * factor)), Cell(str(found.count)))
+    shown = f"{plots.shown_name(name)} {'s' if is_long else 'ms'}"
+    return (Cell(shown), *cells, Cell(_number(found.max_ms * factor)), Cell(str(found.count)))
 
 
 def _rate_table(figures: Figures) -> Table:
@@ -289,7 +286,7 @@ def _with_interval(estimate: Estimate) -> str:
 
 def _figure_name(figure: str) -> str:
     name, _, rest = figure.partition(" ")
-    return SHOWN_NAMES.get(figure, f"{name if name in ('e2e', 'queue') else name.upper()} {rest}")
+    return SHOWN_NAMES.get(figure, f"{plots.shown_name(name)} {rest}")
 
 
 def _number(value: float) -> str:
