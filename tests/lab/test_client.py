@@ -532,7 +532,6 @@ def test_a_client_that_is_refused_comes_back_as_it_was_told(serve, monkeypatch):
     server = serve(lambda _: [refused if len(server.requests) < 3 else GOOD])
     record = only(send(workload(job()), target(server), options=SendOptions(max_returns=2)))
     assert record.end is End.OK
-    assert list(record.waits_ns) == [150 * MS] * 2
     assert record.sent_ns >= 300 * MS
     assert record.intended_ns == 0
     assert len(server.requests) == 3
@@ -543,7 +542,8 @@ def test_a_client_that_is_told_to_come_back_at_once_waits_and_gives_up(serve, mo
     monkeypatch.setattr(client, "MIN_WAIT_NS", 30 * MS)
     server = serve(plain({"error": {"message": "full"}}, "429 Too Many Requests", "Retry-After: 0\r\n"))
     record = only(send(workload(job()), target(server), options=SendOptions(max_returns=3)))
-    assert (record.end, record.error, list(record.waits_ns)) == (End.REFUSED, "full", [30 * MS] * 3)
+    assert (record.end, record.error) == (End.REFUSED, "full")
+    assert record.sent_ns >= 90 * MS
     assert len(server.requests) == 4
 
 
@@ -571,7 +571,8 @@ def test_a_host_with_several_addresses_is_asked_at_the_one_that_answers(serve, m
 def test_a_client_goes_away_while_it_waits_to_come_back(serve):
     server = serve(plain({"error": {}}, "503 Unavailable", "Retry-After: 3600\r\n"))
     record = only(send(workload(job(cancelled_ns=100 * MS)), target(server), options=SendOptions(max_returns=2)))
-    assert (record.end, list(record.waits_ns)) == (End.CANCELLED, [3600 * 10**9])
+    assert record.end is End.CANCELLED
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("told", ["", "Retry-After: 3601\r\n", "Retry-After: 999999999\r\n", "Retry-After: 9999999999\r\n"])

@@ -113,7 +113,6 @@ def test_a_group_is_judged_by_a_model_that_has_not_seen_it() -> None:
     spoilt = usual + [replace(step, execute_ns=2 * step.execute_ns, group=99) for step in strange]
     fitted = fit(spoilt)
     assert 0.4 < fitted.left_out["execute"].largest < 0.8
-    assert fitted.errors["execute"].largest < fitted.left_out["execute"].largest
 
 
 def test_noise_is_kept() -> None:

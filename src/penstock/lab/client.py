@@ -260,8 +260,7 @@ class _Client:
 
     async def ask(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
         body = self._target.body(self._prompt(job, texts), job.num_output_tokens)
-        waits_ns: list[int] = []
-        record.waits_ns = waits_ns
+        num_left = self._options.max_returns
         while True:
             answer, error, record.ended_ns = Answer(), "", 0
             try:
@@ -274,11 +273,10 @@ class _Client:
                 answer.end()
                 self._fill(record, answer)
             wait_ns = answer.wait_ns
-            is_last = len(waits_ns) == self._options.max_returns or answer.status not in _NOT_NOW
-            if is_last or wait_ns is None or wait_ns > MAX_WAIT_NS:
+            if not num_left or answer.status not in _NOT_NOW or wait_ns is None or wait_ns > MAX_WAIT_NS:
                 break
-            waits_ns.append(max(MIN_WAIT_NS, wait_ns))
-            await asyncio.sleep(waits_ns[-1] / NS_PER_S)
+            num_left -= 1
+            await asyncio.sleep(max(MIN_WAIT_NS, wait_ns) / NS_PER_S)
         record.end, record.error = self._judged(answer, job, error)
         if record.end is End.OK and answer.num_output_tokens is None:
             self._num_uncounted += 1

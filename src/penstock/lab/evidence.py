@@ -138,11 +138,10 @@ def visits_of(explained: Iterable[Mapping[str, Any]], model: str, within_s: floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Input of the rules. Times of requests are sums in seconds; times of the machine are shares of the window."""
+    """Input of the rules. Times of requests are sums in seconds. Times of the machine are shares of the window, which is the
+    time between the two scrapes of `/metrics`."""
 
     visits: Sequence[Visit]
-    window_s: float
-    """Time between the two scrapes of `/metrics`, which the next fields cover."""
     busy: float
     """Share of the time in which a step was computed."""
     num_calls: float
@@ -205,7 +204,6 @@ class Evidence:
         has_others = sum(count > 0 for count in tenants.values()) > 1
         return cls(
             visits=visits,
-            window_s=window_s,
             busy=min(1.0, ratio(step_s, window_s * max(1.0, after.sum("replicas")))),  # a front sums its replicas' steps
             num_calls=ended + refused,
             num_refused=refused,

@@ -72,7 +72,6 @@ class Errors:
 @dataclass(frozen=True, slots=True)
 class Fit:
     cost: CostModel
-    errors: Mapping[str, Errors]
     left_out: Mapping[str, Errors]
     """Part -> errors by cross-validation: each group of steps is predicted by a fit to the others."""
     num_steps: int
@@ -117,7 +116,7 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False, base: Cost
         if base is None
         else base.fitted,
     )
-    return Fit(model, table.errors(predicted), table.errors(left_out), len(steps))
+    return Fit(model, table.errors(left_out), len(steps))
 
 
 _Cost = Mapping[str, Mapping[str, float]]

@@ -25,7 +25,7 @@ class Record:
     intended_ns: int
     """When the request was due. Latencies count from then, so they include the delay of a slow client."""
     sent_ns: int
-    """When the first byte was sent."""
+    """When the first byte was sent, for the last time if the request was sent again after refusals."""
     first_ns: int | None = None
     ended_ns: int = 0
     """When the last byte arrived, or the failure was noticed."""
@@ -40,8 +40,6 @@ class Record:
     """0 for a model in this process, or without an answer."""
     error: str = ""
     tenant: str = ""
-    waits_ns: Sequence[int] = ()
-    """The wait after each refusal before the request was sent again. `sent_ns` is the last sending."""
     text: str = ""
 
     @classmethod

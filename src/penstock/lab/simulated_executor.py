@@ -28,7 +28,6 @@ class ModelledTimes:
     """Times of simulated steps, by a cost model with noise. Call it once for each step, in the order in which steps begin."""
 
     def __init__(self, cost: CostModel, *, seed: str = "0") -> None:
-        self.num_steps = 0
         self.num_outside = 0
         self.outside: Counter[str] = Counter()
         """Exceeded limit, such as `rows > 64` -> number of steps that exceed it."""
@@ -41,7 +40,6 @@ class ModelledTimes:
         self._coldness = 0.0
 
     def step_ns(self, counts: Counts) -> int:
-        self.num_steps += 1
         if self._fitted is not None and (exceeded := self._fitted.exceeded_by(counts)):
             self.num_outside += 1
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)

@@ -120,9 +120,7 @@ class Player:
         self._core = core
         self._clock = clock
         self._inbox = Inbox(clock)
-        self._stepper = Stepper(
-            core, executor, clock, tell=tell, transfers=transfers, poll_aborts=self._inbox.poll_aborts, collect=executor.collect
-        )
+        self._stepper = Stepper(core, executor, clock, tell=tell, transfers=transfers, poll_aborts=self._inbox.poll_aborts)
 
     def put(self, command: Command) -> None:
         self._inbox.put(command)
