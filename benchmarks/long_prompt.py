@@ -30,7 +30,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from penstock import machine
-from penstock.lab.in_process import Progress, drive_model
+from penstock.lab.driving import drive
+from penstock.lab.in_process import Progress, sender
 from penstock.lab.records import Record
 from penstock.lab.workload import Job, Workload
 from penstock.llm import AsyncLLM, SamplingParams
@@ -71,7 +72,7 @@ async def measure(llm: AsyncLLM, workload: Workload) -> dict[str, float]:
     def stop() -> None:
         running.cancel()
 
-    running = asyncio.create_task(drive_model(workload, ask, on_end=stop))
+    running = asyncio.create_task(drive(workload, sender(ask), on_end=stop))
     sent = await running
     if [record.index for record in sent.records] != [len(workload.jobs) - 1]:
         raise RuntimeError("a stream ended before the long prompt was computed: raise --max-tokens")

@@ -16,7 +16,8 @@ from penstock.cli.bench import loaded
 from penstock.cli.tune import _Simulator, tune
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted, Residuals
-from penstock.lab.in_process import drive_model
+from penstock.lab.driving import drive
+from penstock.lab.in_process import sender
 from penstock.lab.records import End
 from penstock.lab.tune import DEFAULT
 from penstock.lab.workload import Job, Workload
@@ -129,7 +130,7 @@ def test_each_slice_has_noise_of_its_own(tiny_model: Path, tmp_path: Path, probe
 def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) -> None:
     jobs = [Job(arrival_ns=0, num_prompt_tokens=2, num_output_tokens=count, prompt="in the") for count in (1, 2, 7, 30)]
     with loaded(str(tiny_model), {"backend": "reference"}, max_tokens=30) as (_, ask):
-        records = asyncio.run(drive_model(Workload(name="w", jobs=jobs), ask)).records
+        records = asyncio.run(drive(Workload(name="w", jobs=jobs), sender(ask))).records
     assert [(record.end, record.num_output_tokens) for record in records] == [(End.OK, n) for n in (1, 2, 7, 30)]
 
 

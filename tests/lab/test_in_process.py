@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from penstock.lab.in_process import Progress, drive_model
+from penstock.lab.driving import drive
+from penstock.lab.in_process import Progress, sender
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.records import End
 from penstock.lab.workload import Job, Workload
@@ -57,7 +58,7 @@ class Model:
 
 async def test_records_are_as_those_of_http():
     model = Model()
-    sent = await drive_model(workload(*[job()] * 9), model.ask, pace=Pace(concurrency=2), keeps_text=True)
+    sent = await drive(workload(*[job()] * 9), sender(model.ask), pace=Pace(concurrency=2), keeps_text=True)
     assert [record.index for record in sent.records] == list(range(9))
     for record in sent.records:
         assert (record.end, record.num_output_tokens, record.num_prompt_tokens, record.num_cached_tokens) == (End.OK, 3, 2, 1)
@@ -70,14 +71,14 @@ async def test_records_are_as_those_of_http():
 
 
 async def test_an_open_loop_sends_when_it_is_due():
-    sent = await drive_model(workload(job(), job(arrival_ns=30 * MS)), Model().ask)
+    sent = await drive(workload(job(), job(arrival_ns=30 * MS)), sender(Model().ask))
     assert [record.intended_ns for record in sent.records] == [0, 30 * MS]
     assert sent.records[1].sent_ns >= 30 * MS
 
 
 async def test_a_failure_is_a_record_and_takes_its_later_turns_with_it():
     jobs = workload(job("bad"), job("next", after=0), job("short"), job("good"))
-    bad, lost, short, good = (await drive_model(jobs, Model().ask)).records
+    bad, lost, short, good = (await drive(jobs, sender(Model().ask))).records
     assert (bad.end, bad.error) == (End.FAILED, "out of memory")
     assert (lost.end, lost.error) == (End.FAILED, "The turn before it had no answer.")
     assert (short.end, short.error) == (End.FAILED, "1 token instead of 3.")
@@ -87,34 +88,34 @@ async def test_a_failure_is_a_record_and_takes_its_later_turns_with_it():
 async def test_a_turn_has_what_was_said_before():
     model = Model()
     jobs = workload(job("a", 1), job("b", 2, after=0), job("c", 1, after=1))
-    await drive_model(jobs, model.ask)
+    await drive(jobs, sender(model.ask))
     assert model.asked == [["a"], ["a", "x", "b"], ["a", "x", "b", "xx", "c"]]
 
 
 async def test_token_ids_are_asked_as_they_are():
     model = Model()
     ids = Job(arrival_ns=0, num_prompt_tokens=2, num_output_tokens=3, prompt_token_ids=(5, 6))
-    await drive_model(workload(ids), model.ask)
+    await drive(workload(ids), sender(model.ask))
     assert model.asked == [(5, 6)]
 
 
 @pytest.mark.parametrize("change", [{"cancelled_ns": 20 * MS}, {"cancelled_after_tokens": 1}])
 async def test_a_client_that_goes_away_ends_its_request(change):
     model = Model(hi=asyncio.Event())
-    (record,) = (await drive_model(workload(job(**change)), model.ask)).records
+    (record,) = (await drive(workload(job(**change)), sender(model.ask))).records
     assert (record.end, record.num_output_tokens) == (End.CANCELLED, 1)
     assert model.num_closed == 1
 
 
 async def test_the_warm_up_has_no_records():
-    sent = await drive_model(workload(*[job()] * 5), Model().ask, pace=Pace(concurrency=1), warm_up=WarmUp(num_jobs=3))
+    sent = await drive(workload(*[job()] * 5), sender(Model().ask), pace=Pace(concurrency=1), warm_up=WarmUp(num_jobs=3))
     assert ([record.index for record in sent.records], sent.num_warm_up) == ([3, 4], 3)
 
 
 async def test_an_interruption_ends_it_with_what_there_is():
     model = Model(stuck=asyncio.Event())
     jobs = workload(job("a"), job("stuck"), job("c"))
-    driving = asyncio.create_task(drive_model(jobs, model.ask, pace=Pace(concurrency=1)))
+    driving = asyncio.create_task(drive(jobs, sender(model.ask), pace=Pace(concurrency=1)))
     await model.is_waiting.wait()
     driving.cancel()
     sent = await driving
@@ -127,4 +128,4 @@ async def test_an_interruption_ends_it_with_what_there_is():
 
 async def test_a_fault_of_the_model_s_side_is_not_swallowed():
     with pytest.raises(ZeroDivisionError):
-        await drive_model(workload(job("hi"), job("bug")), Model().ask)
+        await drive(workload(job("hi"), job("bug")), sender(Model().ask))

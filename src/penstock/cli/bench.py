@@ -34,7 +34,8 @@ from penstock.cli.options import (
 from penstock.cli.workload_options import workload_options
 from penstock.config.units import parse_duration
 from penstock.lab.client import SILENCE_S, SendOptions, send
-from penstock.lab.in_process import AskModel, Progress, drive_model
+from penstock.lab.driving import drive
+from penstock.lab.in_process import AskModel, Progress, sender
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.prompts import Tokenizer, counter_of, write_prompts
 from penstock.lab.records import Sent
@@ -303,7 +304,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):
 
         def send_all(workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
-            return asyncio.run(drive_model(workload, ask, pace=pace, warm_up=values["warmup"], on_end=on_end))
+            return asyncio.run(drive(workload, sender(ask), pace=pace, warm_up=values["warmup"], on_end=on_end))
 
         target = AskedTarget(model=name, server=f"penstock {__version__}")
         yield _Asked(how="in process", target=target, tokenizer=tokenizer, send=send_all)
@@ -324,7 +325,7 @@ def loaded(
     try:
         ask = functools.partial(_ask, llm, is_chat, max_tokens)
         hello = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt="Hello")
-        first = asyncio.run(drive_model(Workload(name="", jobs=[hello]), ask))
+        first = asyncio.run(drive(Workload(name="", jobs=[hello]), sender(ask)))
         if first.records and first.records[0].error:
             raise PenstockError(first.records[0].error)
         yield llm.model_name, ask

@@ -196,7 +196,8 @@ def _tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
 def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Evaluate:
     """Return a function that serves a workload with the real engine. Each call loads the model anew, with an empty cache."""
     from penstock.cli.bench import loaded
-    from penstock.lab.in_process import drive_model
+    from penstock.lab.driving import drive
+    from penstock.lab.in_process import sender
     from penstock.lab.prompts import write_prompts
 
     given = {key: values[key] for key in setting_keys(*_COMPONENTS) if key in values and key != "model"}
@@ -204,7 +205,7 @@ def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> 
     def evaluate(settings: Settings, workload: Workload) -> Sequence[Record]:
         written = write_prompts(workload, tokenizer, seed=seed)
         with loaded(values["model"], given | _parsed(settings), max_tokens=values["max_tokens"]) as (_, ask):
-            sent = asyncio.run(drive_model(written, ask))
+            sent = asyncio.run(drive(written, sender(ask)))
         if sent.unfinished or sent.num_unsent:
             raise KeyboardInterrupt
         return sent.records

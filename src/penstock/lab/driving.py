@@ -1,6 +1,6 @@
 """The loop that sends a workload: starts each job when it is due and collects the records.
 
-`client.send` (HTTP) and `in_process.drive_model` (the Python API) call it, each with a function that sends one job.
+`client.send` calls it to send over HTTP, and `penstock bench --in-process` with the `sender` of `in_process`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ async def drive(
     workload: Workload,
     send: SendJob,
     *,
-    pace: Pace | None,
-    warm_up: WarmUp | None,
-    on_end: Callable[[], object] | None,
-    keeps_text: bool,
+    pace: Pace | None = None,
+    warm_up: WarmUp | None = None,
+    on_end: Callable[[], object] | None = None,
+    keeps_text: bool = False,
     max_s: float | None = None,
 ) -> Sent:
     """Send every job with `send` and wait until the last has ended. A failed request becomes a record, and the run goes on.

@@ -1,6 +1,6 @@
-"""Sends a workload to a model in this process, with the same pacing and records as over HTTP.
+"""Sends the jobs of a workload to a model in this process, with the same pacing and records as over HTTP.
 
-`penstock bench --in-process` calls `drive_model` with the Python API as `AskModel`. The event loop runs beside the model's own
+`penstock bench --in-process` calls `drive` with a `sender` to the Python API. The event loop runs beside the model's own
 threads.
 """
 
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from penstock.lab import driving
-from penstock.lab.pacing import Pace, WarmUp
-from penstock.lab.records import End, Record, Sent
-from penstock.lab.workload import Job, Workload
+from penstock.lab.driving import SendJob
+from penstock.lab.records import End, Record
+from penstock.lab.workload import Job
 from penstock.types.errors import PenstockError, counted
 
 
@@ -37,16 +36,9 @@ class AskModel(Protocol):
     def __call__(self, prompt: Sequence[str] | Sequence[int], num_output_tokens: int) -> AsyncGenerator[Progress, None]: ...
 
 
-async def drive_model(
-    workload: Workload,
-    ask: AskModel,
-    *,
-    pace: Pace | None = None,
-    warm_up: WarmUp | None = None,
-    on_end: Callable[[], object] | None = None,
-    keeps_text: bool = False,
-) -> Sent:
-    return await driving.drive(workload, partial(_ask, ask), pace=pace, warm_up=warm_up, on_end=on_end, keeps_text=keeps_text)
+def sender(ask: AskModel) -> SendJob:
+    """Return a function that sends a job to a model in this process, for `drive`."""
+    return partial(_ask, ask)
 
 
 async def _ask(ask: AskModel, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
