@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.lab import traces
 from penstock.lab.arrivals import mean_rate
-from penstock.lab.traces import Limits, read_conversations, read_workload
+from penstock.lab.traces import read_conversations, read_workload
 from penstock.types.errors import PenstockError
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -106,9 +107,10 @@ def test_sharegpt_gives_conversations_in_which_each_turn_has_all_before_it(file:
     ]
 
 
-def test_an_array_may_be_one_line_that_is_longer_than_others_may_be(file: Path) -> None:
+def test_an_array_may_be_one_line_that_is_longer_than_others_may_be(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MAX_LINE_BYTES", 50)
     file.write_text(" \n" + json.dumps(conversations()))
-    assert len(read_workload(file, limits=Limits(max_line_bytes=50)).jobs) == 2
+    assert len(read_workload(file).jobs) == 2
 
 
 def test_messages_may_be_named_as_openai_names_them(file: Path) -> None:
@@ -177,15 +179,19 @@ def refusal(file: Path) -> PenstockError:
     pytest.fail("it was read")
 
 
-def test_limits_hold(file: Path) -> None:
-    file.write_text('{"prompt": "aaaaaaaaaaaaaaaaaaaa"}\n' * 3)
-    with pytest.raises(PenstockError, match="line 1: the line has more than 20 bytes"):
-        read_workload(file, limits=Limits(max_line_bytes=20))
-    with pytest.raises(PenstockError, match="line 3: the file has more than 2 lines"):
-        read_workload(file, limits=Limits(max_lines=2))
-    file.write_text(json.dumps(conversations()))
-    with pytest.raises(PenstockError, match=r"one JSON array of .* at most 50.*jq -c"):
-        read_workload(file, limits=Limits(max_array_bytes=50))
+@pytest.mark.parametrize(
+    ("limit", "value", "text", "says"),
+    [
+        ("MAX_LINE_BYTES", 20, '{"prompt": "aaaaaaaaaaaaaaaaaaaa"}\n', "line 1: the line has more than 20 bytes"),
+        ("MAX_LINES", 2, '{"prompt": "a"}\n' * 3, "line 3: the file has more than 2 lines"),
+        ("MAX_ARRAY_BYTES", 50, json.dumps(conversations()), "one JSON array of .* at most 50.*jq -c"),
+    ],
+)
+def test_limits_hold(limit: str, value: int, text: str, says: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, limit, value)
+    file.write_text(text)
+    with pytest.raises(PenstockError, match=says):
+        read_workload(file)
 
 
 def test_what_can_not_be_read_is_an_error(file: Path) -> None:

@@ -9,15 +9,15 @@ import csv
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from penstock.lab.recording import RecordedRequest, is_recording, open_recording
+from penstock.lab.synthetic import MAX_TOKENS
 from penstock.lab.transforms import at_instants, converse
-from penstock.lab.workload import Job, Workload, whole_ns
+from penstock.lab.workload import MAX_NS, Job, Workload, whole_ns
 from penstock.types.adapter import BASE
 from penstock.types.errors import PenstockError, counted
 from penstock.types.request import FinishReason
@@ -34,23 +34,14 @@ FORMATS = (
     "or with prompt and max_tokens; or a recording of `penstock serve --record`"
 )
 
+MAX_LINES, MAX_LINE_BYTES, MAX_ARRAY_BYTES = 2_000_000, 8 << 20, 256 << 20
 _PEEK_BYTES = 1 << 12
 _USERS = frozenset({"human", "user"})
 _MODELS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_lines: int = 2_000_000
-    max_line_bytes: int = 8 << 20
-    max_array_bytes: int = 256 << 20
-    max_tokens: int = 10_000_000
-    max_seconds: int = 10 * 366 * 24 * 3600
-
-
 class Lines:
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, path: Path) -> None:
         self.number = 0
         """Number of the last line read, or of the last entry of a JSON array; from 1."""
         self._noun = "line"
@@ -64,12 +55,12 @@ class Lines:
     def __iter__(self) -> Iterator[str]:
         self.number = 0
         with self._open() as file:
-            while line := file.readline(self.limits.max_line_bytes + 1):
+            while line := file.readline(MAX_LINE_BYTES + 1):
                 self.number += 1
-                if len(line) > self.limits.max_line_bytes:
-                    raise self.error(f"the line has more than {self.limits.max_line_bytes} bytes", "Write shorter lines.")
-                if self.number > self.limits.max_lines:
-                    raise self.error(f"the file has more than {self.limits.max_lines} lines", "Cut a part of it out.")
+                if len(line) > MAX_LINE_BYTES:
+                    raise self.error(f"the line has more than {MAX_LINE_BYTES} bytes", "Write shorter lines.")
+                if self.number > MAX_LINES:
+                    raise self.error(f"the file has more than {MAX_LINES} lines", "Cut a part of it out.")
                 try:
                     text = line.decode("utf-8-sig" if self.number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
@@ -79,9 +70,9 @@ class Lines:
 
     def read_array(self) -> Iterator[object]:
         self._noun, self.number = "entry", 0
-        if (num_bytes := self._path.stat().st_size) > self.limits.max_array_bytes:
+        if (num_bytes := self._path.stat().st_size) > MAX_ARRAY_BYTES:
             raise self.error(
-                f"the file is one JSON array of {num_bytes} bytes, and at most {self.limits.max_array_bytes} are read at once",
+                f"the file is one JSON array of {num_bytes} bytes, and at most {MAX_ARRAY_BYTES} are read at once",
                 f"Write one object a line: jq -c '.[]' {self._path.name} > {self._path.stem}.jsonl",
             )
         try:
@@ -112,7 +103,6 @@ def read_workload(
     count_tokens: CountTokens | None = None,
     max_requests: int | None = None,
     max_turns: int = 1,
-    limits: Limits | None = None,
 ) -> Workload:
     """Read the requests of a trace, a recording or another known file into a workload.
 
@@ -122,7 +112,7 @@ def read_workload(
     `max_requests`: stop reading after this many.
     `max_turns`: longest conversation. If the file has no conversations, successive requests are chained into some.
     """
-    lines = Lines(path, limits or Limits())
+    lines = Lines(path)
     count = count_tokens or estimate_tokens
     name = path.name if max_requests is None else f"{path.name}, first {max_requests}"
     estimated = "" if count_tokens else f", lengths estimated at {CHARS_PER_TOKEN} characters per token"
@@ -138,7 +128,7 @@ def read_workload(
             prompts = list(islice(_prompts(lines, count), max_requests))
             workload = Workload(name=f"{name}{estimated}", jobs=_some(path, prompts))
         case "sharegpt":
-            jobs = _conversation_jobs(read_conversations(path, limits), count, max_turns, max_requests)
+            jobs = _conversation_jobs(read_conversations(path), count, max_turns, max_requests)
             turns = "first turns" if max_turns == 1 else f"conversations of at most {max_turns} turns"
             return Workload(name=f"{name}, {turns}{estimated}", jobs=_some(path, jobs))
     return converse(workload, max_turns)
@@ -163,12 +153,12 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
     raise PenstockError(f"{path} has an unknown format.", remedy=f"A workload is {FORMATS}.")
 
 
-def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
+def read_conversations(path: Path) -> Iterator[list[tuple[str, str]]]:
     """Yield each conversation of a ShareGPT file as pairs (the user's message, the answer).
 
     Messages before the user's first are dropped, as are all from the first unanswered one on. Raises PenstockError.
     """
-    lines = Lines(path, limits or Limits())
+    lines = Lines(path)
     for row in lines.read_array() if lines.is_array else (_object(lines, line) for line in lines):
         turns = _turns_of(row) if isinstance(row, dict) else None
         if turns is None:
@@ -239,7 +229,7 @@ def _mooncake(lines: Lines) -> Iterator[Job]:
 
 
 def _milliseconds(lines: Lines, value: object) -> int:
-    largest = lines.limits.max_seconds * 1_000
+    largest = MAX_NS // 1_000_000
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
         raise lines.error(
             f"timestamp is {_shown(value)}, which is not a number of milliseconds", f"Write one of at most {largest}."
@@ -416,10 +406,8 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
 
 
 def _length(lines: Lines, name: str, value: object) -> int:
-    if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
-        raise lines.error(
-            f"{name} is {_shown(value)}, which is not a number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."
-        )
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+        raise lines.error(f"{name} is {_shown(value)}, which is not a number of tokens", f"Write one of 0 to {MAX_TOKENS}.")
     return max(1, value)
 
 
