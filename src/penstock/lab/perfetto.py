@@ -16,7 +16,8 @@ def write_trace(recording: Recording, path: Path) -> int:
     """Write the trace, and return the number of its events. Raises PenstockError."""
     try:
         with path.open("w", encoding="utf-8") as file:
-            return sum([file.write(piece) > 0 for piece in document(_events(recording))]) - 2
+            num_pieces = sum(file.write(piece) > 0 for piece in document(_events(recording)))
+            return num_pieces - 2  # the first and the last piece are brackets
     except OSError as error:
         raise PenstockError(f"{path} can't be written: {error}.", remedy="Name another file.") from None
 
