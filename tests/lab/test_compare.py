@@ -13,7 +13,7 @@ from penstock.lab.compare import Compared, Difference, compare_results
 from penstock.lab.figures import parse_slos
 from penstock.lab.intervals import Estimate
 from penstock.lab.records import End
-from penstock.lab.results import Load, Result, Target
+from penstock.lab.results import AskedTarget, Load, Result
 from penstock.types.errors import ConfigError
 from support.bench_records import random_records, record, result_of, run_of
 
@@ -145,7 +145,7 @@ def test_loads_are_compared_with_their_like() -> None:
 
 def test_what_else_differs_is_noted() -> None:
     bad = [*random_records(0, 50), record(50, due_ms=9, end=End.FAILED)]
-    other = result_of(run_of(bad, target=Target(model="large"), how="simulated"))
+    other = result_of(run_of(bad, target=AskedTarget(model="large"), how="simulated"))
     other = replace(other, machine=replace(other.machine, num_cpus=4))
     notes = " ".join(compared(made(0), other).notes)
     assert "The machines differ" in notes

@@ -15,7 +15,7 @@ from penstock.lab.compare import compare_results
 from penstock.lab.figures import parse_slos
 from penstock.lab.records import End
 from penstock.lab.report import MAX_COLUMNS, as_html, as_markdown, as_text, html_of, sections_of, sections_of_compared
-from penstock.lab.results import Load, Result, Target
+from penstock.lab.results import AskedTarget, Load, Result
 from support.bench_records import random_records, record, result_of, run_of
 
 EVIL = "<script>alert('x')</script> | [a](http://evil.example) \x1b[31m `b`"
@@ -30,7 +30,7 @@ def hostile() -> Result:
         records,
         workload=EVIL,
         options={EVIL: EVIL},
-        target=Target(url="http://127.0.0.1:1", model=EVIL, server=EVIL),
+        target=AskedTarget(url="http://127.0.0.1:1", model=EVIL, server=EVIL),
         slos=parse_slos(["ttft=150ms", "tpot=25ms"]),
         price_per_hour=2.0,
         begun_at=EVIL,

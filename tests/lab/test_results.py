@@ -13,7 +13,7 @@ import pytest
 from penstock.lab.figures import COLUMNS, parse_slos
 from penstock.lab.records import End
 from penstock.lab.result_files import read_result
-from penstock.lab.results import Load, Result, Target, this_machine, write_result
+from penstock.lab.results import AskedTarget, Load, Result, this_machine, write_result
 from penstock.types.errors import ConfigError
 from support.bench_records import random_records, record, result_of, run_of
 
@@ -30,7 +30,7 @@ def result() -> Result:
         slos=parse_slos(["ttft=123.456ms", "itl=50ms"]),
         price_per_hour=1.25,
         notes=("The server does not take ignore_eos.",),
-        target=Target(url="http://127.0.0.1:1/v1", model="m", server="penstock 0"),
+        target=AskedTarget(url="http://127.0.0.1:1/v1", model="m", server="penstock 0"),
         begun_at="2026-11-22T10:00:00+00:00",
     )
     bare = run_of([record()], load=Load("concurrency", 8), seed=None, how="simulated")

@@ -86,7 +86,7 @@ def test_designed_steps_tell_more_than_as_many_drawn_ones() -> None:
     drawn = [shape for shape in (_draw(limits, rng) for _ in range(400)) if shape.rows and fits(shape, limits)][: len(chosen)]
     rough = CostModel()
     counts = [counts_of(shape) for shape in (*chosen, *drawn)]
-    matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([[rough.cost_of(one)] for one in counts])
+    matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([[rough.counted_ns(one)] for one in counts])
     matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
     half = len(chosen)
     told = [np.linalg.slogdet(rows.T @ rows + 1e-9 * np.eye(matrix.shape[1]))[1] for rows in (matrix[:half], matrix[half:])]

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.lab.figures import Samples
 from penstock.lab.records import End, Record
-from penstock.lab.results import Load, Machine, Result, Run, Target
+from penstock.lab.results import AskedTarget, Load, Machine, Result, Run
 
 MS, S = 1_000_000, 1_000_000_000
 
@@ -64,7 +64,7 @@ def random_records(seed: int, count: int = 300, *, slower: float = 1.0, tenants:
 
 
 def run_of(records: Sequence[Record], **changes: object) -> Run:
-    values = {"workload": "made up", "load": Load("rate", 20.0), "target": Target(model="tiny"), "seed": 1}
+    values = {"workload": "made up", "load": Load("rate", 20.0), "target": AskedTarget(model="tiny"), "seed": 1}
     return Run(samples=Samples.of(records), **(values | changes))  # type: ignore[arg-type]
 
 

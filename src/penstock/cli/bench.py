@@ -45,8 +45,7 @@ from penstock.lab.workload_choice import WorkloadChoice, check_exists, make_work
 from penstock.types.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.lab.results import Load, Run
-    from penstock.lab.results import Target as AskedTarget
+    from penstock.lab.results import AskedTarget, Load, Run
     from penstock.llm import AsyncLLM
 
 DEFAULT_CONCURRENCY = 8
@@ -254,7 +253,7 @@ class _Asked:
 
 @contextmanager
 def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    from penstock.lab.results import Target as AskedTarget
+    from penstock.lab.results import AskedTarget
     from penstock.serve.http.listener import raise_open_files_limit
 
     for name in _SETTINGS:  # Settings in the environment or a file may be for other commands.
@@ -292,7 +291,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
 @contextmanager
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     from penstock import __version__
-    from penstock.lab.results import Target as AskedTarget
+    from penstock.lab.results import AskedTarget
 
     for name in ("url", "api_key", "cafile", "insecure", "extra_body", "stream", "timeout", "returns"):
         if _is_given(name):

@@ -127,10 +127,10 @@ class _Replicas(click.ParamType[_Bounds]):
 def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
     """Simulate how a configuration of MODEL serves a workload: real scheduler and admission, modelled step times."""
     from penstock.lab import plots, report, simulation_report
-    from penstock.lab.cost_files import cost_of
+    from penstock.lab.cost_files import cost_of_option
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
-    from penstock.lab.results import Result, Run, Target, load_of, write_result
+    from penstock.lab.results import AskedTarget, Result, Run, load_of, write_result
 
     context = click.get_current_context()
     if values["route"] is not None:
@@ -150,7 +150,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     for name, changes in sides:
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
-        cost, words = cost_of(asked["cost"])
+        cost, words = cost_of_option(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
         if asked["load"] is not None:
             _check_load(chosen, asked["concurrency"])
@@ -170,7 +170,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
                 seed=chosen.seed,
                 load=load_of(chosen.mean_rate, users),
                 how="simulated",
-                target=Target(model=asked["model"] if asked["blocks"] is None else "", server=f"cost model: {words}"),
+                target=AskedTarget(model=asked["model"] if asked["blocks"] is None else "", server=f"cost model: {words}"),
                 begun_at=begun_at,
                 slos=slos,
                 price_per_hour=None if price is None else price * outcome.mean_replicas,

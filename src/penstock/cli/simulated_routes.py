@@ -69,7 +69,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     from penstock.lab.distant import Distant
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
-    from penstock.lab.results import Result, Run, Target, load_of, write_result
+    from penstock.lab.results import AskedTarget, Result, Run, load_of, write_result
     from penstock.lab.workload import Job, Workload
     from penstock.routes.scores import read_scores
 
@@ -124,7 +124,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
                 seed=choice.seed,
                 load=load_of(choice.mean_rate, users),
                 how="simulated",
-                target=Target(server=f"cost models: {words}"),
+                target=AskedTarget(server=f"cost models: {words}"),
                 begun_at=begun_at,
                 slos=slos,
                 price_per_hour=values["price_per_hour"],
@@ -160,14 +160,14 @@ def _check_scores(questions: Sequence[Question], path: Path, names: Sequence[str
 
 def _costs(text: str, names: Sequence[str]) -> tuple[dict[str, CostModel], str]:
     """Parse `MODEL=FILE,MODEL=FILE`, or one file for all. Return each model's cost model, and a description."""
-    from penstock.lab.cost_files import cost_of
+    from penstock.lab.cost_files import cost_of_option
 
     files = dict.fromkeys(names, text)
     if "=" in text:
         files = dict(part.rpartition("=")[::2] for part in text.split(","))
         if {*files} != {*names}:
             raise ConfigError(f"--cost names {', '.join(files)}.", remedy=f"Name the cost model of each of {', '.join(names)}.")
-    found = {name: cost_of(file) for name, file in files.items()}
+    found = {name: cost_of_option(file) for name, file in files.items()}
     return {name: cost for name, (cost, _) in found.items()}, "; ".join(
         f"{name}: {words}" for name, (_, words) in found.items()
     )

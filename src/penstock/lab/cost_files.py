@@ -64,7 +64,7 @@ class SavedCost:
         return ", ".join(part for part in parts if part)
 
 
-def cost_of(name: str) -> tuple[CostModel, str]:
+def cost_of_option(name: str) -> tuple[CostModel, str]:
     """Return the cost model of a command's word, `default` or as for `load_cost`, and what it is. Raises CostFileError."""
     if name == "default":
         return CostModel(), "the default, of SmolLM2-135M on one thread of a CPU"

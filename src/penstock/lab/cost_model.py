@@ -109,9 +109,9 @@ class CostModel:
 
     def duration_ns(self, shape: StepShape) -> int:
         """Return the executor's time for a step of this shape, with warm caches and without noise."""
-        return self.cost_of(counts_of(shape))
+        return self.counted_ns(counts_of(shape))
 
-    def cost_of(self, counts: Counts) -> int:
+    def counted_ns(self, counts: Counts) -> int:
         return round(
             self.step_ns
             + self.decode_row_ns * counts.num_decodes

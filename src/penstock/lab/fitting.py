@@ -134,7 +134,7 @@ class _Table:
         )
         if base is not None:
             cold = base.cold_ns * units["cold_ns"]
-            units["base"] = np.array([base.cost_of(one) for one in self.counts], dtype=float) + cold
+            units["base"] = np.array([base.counted_ns(one) for one in self.counts], dtype=float) + cold
         self._units = units
         self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
         # Divide by the slowness of the reference steps beside it, to get the time at the machine's usual speed.

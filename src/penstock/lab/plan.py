@@ -24,7 +24,7 @@ from penstock.lab.intervals import Estimate, nearest_rank, share_estimate
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import (
     BatchPoint,
-    Lengths,
+    LengthSummary,
     ModelSize,
     Speeds,
     batch_table,
@@ -562,7 +562,7 @@ class Bill:
     price_per_million_tokens: float
 
 
-def make_bill(rate: float, num_replicas: int, lengths: Lengths, *, price_per_hour: float) -> Bill:
+def make_bill(rate: float, num_replicas: int, lengths: LengthSummary, *, price_per_hour: float) -> Bill:
     """Return what `rate` requests per second cost. Each turn of a conversation is a request."""
     total = price_per_hour * num_replicas
     per_million = total / 3600 / rate * 1e6
@@ -633,7 +633,7 @@ class Sized:
     warnings: Sequence[str] = ()
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> LengthSummary:
         return lengths_of(self.workload.jobs)
 
     @property

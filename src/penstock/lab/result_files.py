@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.lab.figures import COLUMNS, ENDS, NUM_GAP_GROUPS, UNKNOWN, GapHistogram, Samples, parse_slos
-from penstock.lab.results import CAN_BE_UNKNOWN, LOAD_UNITS, VERSION, Load, Machine, Result, Run, Target
+from penstock.lab.results import CAN_BE_UNKNOWN, LOAD_UNITS, VERSION, AskedTarget, Load, Machine, Result, Run
 from penstock.types.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 30
@@ -98,7 +98,7 @@ class _Run(_Shape):
     seed: int | None
     load: Load | None
     how: Literal["http", "in process", "simulated"]
-    target: Target
+    target: AskedTarget
     begun_at: str
     slos: list[str]
     price_per_hour: float | None

@@ -45,7 +45,7 @@ def load_of(rate: float | None, users: int | None) -> Load | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class AskedTarget:
     """The measured server or engine, as far as known."""
 
     url: str = ""
@@ -82,7 +82,7 @@ class Run:
     load: Load | None = None
     how: str = "http"
     """`http`, `in process` or `simulated`. Reports label a simulated run as an estimate."""
-    target: Target = field(default_factory=Target)
+    target: AskedTarget = field(default_factory=AskedTarget)
     begun_at: str = ""
     slos: tuple[Slo, ...] = ()
     price_per_hour: float | None = None

@@ -44,7 +44,7 @@ class ModelledTimes:
             self.num_outside += 1
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)
         cold_ns = self._cost.cold_ns * cold_share(self._coldness, counts.num_tokens)
-        duration_ns = self._cost.cost_of(counts) + cold_ns
+        duration_ns = self._cost.counted_ns(counts) + cold_ns
         duration_ns *= self._noise.draw(duration_ns)
         self._coldness = coldness_after(self._coldness, duration_ns)
         return round(duration_ns)

@@ -268,7 +268,7 @@ def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class LengthSummary:
     num_jobs: int
     mean_prompt: float
     mean_output: float
@@ -283,11 +283,11 @@ class Lengths:
         return max(self.totals)
 
 
-def lengths_of(jobs: Sequence[Job]) -> Lengths:
+def lengths_of(jobs: Sequence[Job]) -> LengthSummary:
     outputs = [job.num_output_tokens for job in jobs]
     prompts = sorted(job.num_prompt_tokens for job in jobs)
     context = sum(job.num_output_tokens * (job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs)
-    return Lengths(
+    return LengthSummary(
         num_jobs=len(jobs),
         mean_prompt=fmean(prompts),
         mean_output=fmean(outputs),
@@ -298,18 +298,18 @@ def lengths_of(jobs: Sequence[Job]) -> Lengths:
     )
 
 
-class Fit(NamedTuple):
+class Room(NamedTuple):
     num_requests: int
     tokens_of_one: float
     waste: float
 
 
-def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
+def fit_in(capacity: Capacity, lengths: LengthSummary) -> Room:
     block = capacity.block_size
     num_tokens = (capacity.num_blocks - 1) * block
     held = [min(total, capacity.max_model_len, capacity.window or total) for total in lengths.totals]
     tokens_of_one = fmean((-(-num // block) + capacity.num_state_blocks) * block for num in held)
-    return Fit(
+    return Room(
         num_requests=int(num_tokens / tokens_of_one),
         tokens_of_one=tokens_of_one,
         waste=1 - fmean(held) / tokens_of_one,
@@ -330,7 +330,7 @@ class BatchPoint:
     kv_share: float
 
 
-def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
+def batch_point(num_rows: int, cost: CostModel, lengths: LengthSummary, capacity: Capacity) -> BatchPoint:
     """Return times and rates of a server in which `num_rows` requests always run, by Little's law."""
     decodes = decode_shape(num_rows, lengths.mean_context)
     decode_ns, prompt_ns = cost.duration_ns(decodes), 0.0
@@ -350,17 +350,17 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
     )
 
 
-def _mean_blocks(lengths: Lengths, capacity: Capacity) -> float:
+def _mean_blocks(lengths: LengthSummary, capacity: Capacity) -> float:
     held = min(lengths.mean_context, capacity.window or lengths.mean_context)
     return -(-held // capacity.block_size) + capacity.num_state_blocks
 
 
-def batch_table(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Sequence[BatchPoint]:
+def batch_table(cost: CostModel, lengths: LengthSummary, capacity: Capacity) -> Sequence[BatchPoint]:
     numbers = [1 << i for i in range(capacity.max_rows.bit_length()) if 1 << i < capacity.max_rows]
     return [batch_point(rows, cost, lengths, capacity) for rows in (*numbers, capacity.max_rows)]
 
 
-def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns: float) -> BatchPoint | None:
+def largest_batch(cost: CostModel, lengths: LengthSummary, capacity: Capacity, tpot_ns: float) -> BatchPoint | None:
     """Return the largest batch that takes at most `tpot_ns` per output token, or None if one row takes longer."""
     low, high = 0, capacity.max_rows
     while low < high:
@@ -370,7 +370,7 @@ def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns
     return batch_point(low, cost, lengths, capacity) if low else None
 
 
-def fullest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
+def fullest_batch(cost: CostModel, lengths: LengthSummary, capacity: Capacity) -> BatchPoint:
     """Return the largest batch that the limits of rows and memory allow."""
     fitting = int((capacity.num_blocks - 1) / _mean_blocks(lengths, capacity))
     return batch_point(max(1, min(capacity.max_rows, fitting)), cost, lengths, capacity)
@@ -411,7 +411,7 @@ class Line(NamedTuple):
 def arithmetic(
     size: ModelSize,
     capacity: Capacity,
-    lengths: Lengths,
+    lengths: LengthSummary,
     cost: CostModel,
     rates: Speeds,
     *,
@@ -448,7 +448,7 @@ def _columns_of(shape: KvShape) -> str:
     return f"{shape.head_dim} of K, {values}"
 
 
-def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Iterator[Line]:
+def _memory_lines(size: ModelSize, capacity: Capacity, lengths: LengthSummary) -> Iterator[Line]:
     num_blocks, state = capacity.num_blocks - 1, size.state_bytes_per_block
     pool_tokens, fitting = num_blocks * capacity.block_size, fit_in(capacity, lengths)
     numbers = f"{format_number(size.num_parameters, digits=4)} x {size.num_weight_bytes / size.num_parameters:.3g} B"

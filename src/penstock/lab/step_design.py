@@ -30,7 +30,7 @@ def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
     candidates = [*dict.fromkeys((*largest, *(shape for shape in drawn if shape.rows and fits(shape, capacity))))]
     rough = CostModel()  # only proportions matter
     counts = [counts_of(shape) for shape in candidates]
-    matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([rough.cost_of(one) for one in counts])[:, None]
+    matrix = np.stack(list(units_of(counts)[1].values()), axis=1) / np.array([rough.counted_ns(one) for one in counts])[:, None]
     matrix /= np.linalg.norm(matrix, axis=0) + 1e-300
     covariance = 1e6 * np.eye(matrix.shape[1])
     chosen: list[int] = []
