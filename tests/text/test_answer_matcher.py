@@ -118,15 +118,16 @@ def test_a_program_may_name_the_module_functools():
     assert matcher.mask() is None
 
 
-def test_a_trigger_at_the_start_counts_there_alone():
+@pytest.mark.parametrize("reasoning", [None, REASONING["think"]])
+def test_a_trigger_at_the_start_counts_there_alone(reasoning):
     for call in ('{"name": "get"', '<|python_tag|>{"name":'):
-        matcher = matcher_of(PLAIN, *auto("llama3_json"))
+        matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
         say(matcher, PLAIN, f" {call}")
         assert END_ID not in allowed(matcher, PLAIN)
-        matcher = matcher_of(PLAIN, *auto("llama3_json"))
+        matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
         say(matcher, PLAIN, f"So {call}")
         assert matcher.mask() is None
-    matcher = matcher_of(PLAIN, *auto("llama3_json"))
+    matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
     say(matcher, PLAIN, '{"name": "Ada", "age": 3}')
     assert matcher.mask() is None
 

@@ -171,8 +171,8 @@ class AnswerMatcher:
             self._watch = _Watch(tuple(way.trigger for way in tools.marked), is_at_start=tools.only_at_start)
             for token_id in read_ids:
                 self._accept(token_id)
-            if self._plan.tool_names and tools.unmarked and self._state is _State.WAITING:
-                self._beginning = text
+            if tools.unmarked and self._inner is None:  # no mark came, but a call without one may begin here
+                self._state, self._beginning = _State.WAITING, text
                 self._begins_call()
         else:
             self._state = _State.FOLLOWING
