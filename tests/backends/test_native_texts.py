@@ -39,7 +39,6 @@ from penstock.models.program import (
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
 from penstock.testing.builders import make_core, make_text, sizes_of, text_capacity
 from penstock.testing.driver import run_to_completion
-from penstock.types.errors import ModelError
 from penstock.types.events import Add as AddRequest
 from penstock.types.model_spec import Mask
 from penstock.types.plan import AdmitRow, PaddingId, RowPlan, StepPlan
@@ -355,13 +354,6 @@ def test_a_text_is_computed_whole_and_once() -> None:
     pair = AdmitRow("a", (1, 2, 3), 3, (1,), 0, GREEDY, second_at=3)
     with pytest.raises(ValueError, match="'a' has a second text that begins after its last token"):
         executor.submit(StepPlan(0, 0, (pair,), (RowPlan("a", 0, 3, (), 1),), ()))
-
-
-def test_texts_end_in_states() -> None:
-    case = attention_case(2, 2, 16)
-    ops = (*case.program.ops[:3], States("q"))
-    with pytest.raises(ModelError, match="ends in States, and reads a KV cache"):
-        Case(ops, dict(case.program.buffers), {}).native()
 
 
 def test_a_model_of_texts_has_no_keys_and_values() -> None:

@@ -40,7 +40,6 @@ from penstock.models.program import (
     TextAttention,
 )
 from penstock.models.weights import WeightFormat, WeightTensor
-from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import Mask
 
@@ -547,22 +546,10 @@ def test_the_first_token_may_be_the_texts_answer():
     assert_close(Interpreter(program, {}).run(make_row(x=x)), x[:1])
 
 
-def test_a_program_reads_texts_or_a_cache_and_not_both():
-    ops = (TextAttention("y", "q", "k", "v", 4, 2, 8, 0.5), Attention("y", "q", 0, 4, 2, 8, 0.5), States("y"))
-    with pytest.raises(ModelError, match="others only the tokens of the step"):
-        Program(ops, (), KV_SHAPES, 11)
-
-
 def test_no_mean_of_a_part_of_a_text():
     program = Program((MeanRows("mean", "x"), States("mean")), (), KV_SHAPES, 11)
     with pytest.raises(ValueError, match="one step"):
         Interpreter(program, {}).run(make_row(context_len=1, x=values(NUM_TOKENS, 6)))
-
-
-@pytest.mark.parametrize("ops", [(), (Logits("y", "x", "w"), States("y"))])
-def test_a_program_has_one_ending(ops: tuple[Any, ...]):
-    with pytest.raises(ModelError, match=f"{len(ops)} endings"):
-        Interpreter(Program(ops, (), KV_SHAPES, 11), {})
 
 
 def test_a_norm_without_a_weight_only_divides():

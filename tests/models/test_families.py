@@ -410,10 +410,30 @@ def test_a_gemma_4_in_a_gguf_file_names_its_local_layers(tmp_path: Path, period:
         load_gguf(write_case(replace(case, gguf=replace(case.gguf, metadata=metadata)), tmp_path))
 
 
-def test_gemma_4_reads_no_texts_for_embeddings_if_layers_share_keys(tmp_path: Path) -> None:
-    path = write_case(CASES["gemma4_shared"], tmp_path / "shared")
-    with pytest.raises(ModelError, match="keys and values of another layer, 2, is not supported for embeddings"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lfm2", "a recurrent state"),
+        ("mamba2", "a recurrent state"),
+        ("falcon_h1", "a recurrent state"),
+        ("deepseek_v2", "latent attention"),
+        ("gemma2", "a cap of attention scores"),
+        ("gpt_oss", "attention sinks"),
+        ("afmoe", "gated attention"),
+        ("gemma4_shared", "layers that read the keys and values of another layer"),
+    ],
+)
+def test_layers_of_generation_alone_are_refused_for_embeddings(tmp_path: Path, name: str, words: str) -> None:
+    path = write_case(CASES[name], tmp_path / "model")
+    with pytest.raises(ModelError, match=f"config.json: models with {words} are not supported for embeddings") as error:
         load_hf_directory(path, task="embed")
+    assert "--task generate" in error.value.remedy
+
+
+def test_layers_of_generation_alone_are_refused_for_embeddings_in_gguf_files_too(tmp_path: Path) -> None:
+    path = write_case(CASES["lfm2_gguf"], tmp_path)
+    with pytest.raises(ModelError, match=f"{path.name}: models with a recurrent state are not supported for embeddings"):
+        load_gguf(path, task="embed")
 
 
 def test_layers_of_gemma_4_that_keep_nothing_are_computed_for_samples_alone(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from penstock.models.program import Program, States
 from penstock.types.adapter import BASE
-from penstock.types.errors import ModelError
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
@@ -28,14 +27,10 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_sta
     """Return the capacity of an executor on the CPU. `sizes` are the first five fields of `Capacity`.
 
     `max_scored` is the number of positions whose logits fit in 32 MiB, but at least 16 and at most 256. It is 0 for a program
-    of whole texts (`is_one_pass`). Raises ModelError if such a program does not end in `States`, or if any other program does.
+    of whole texts (`is_one_pass`).
     """
     is_one_pass = program.is_one_pass
-    if is_one_pass != isinstance(program.ending, States):
-        raise ModelError(
-            f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
-            remedy="End programs of texts in `States`, others in `Logits`.",
-        )
+    assert is_one_pass == isinstance(program.ending, States), "programs of texts end in `States`, others in `Logits`"
     max_scored = 0 if is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
     return Capacity(
         *sizes,

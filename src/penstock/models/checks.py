@@ -14,7 +14,7 @@ from penstock.models import program as prog
 from penstock.models.rope import RopeParameters, frequencies, length_note, stretched_len
 from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError, NotEnoughFreeMemory, damaged
-from penstock.types.model_spec import GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec, Rotation
+from penstock.types.model_spec import AttentionSpec, GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec, Rotation
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
     if not spec.attentions and not spec.linear_attentions:
         raise unsupported(path, "no layer attends", "the KV cache needs a layer with attention or a large state")
+    if spec.ending is not None:
+        _check_ending(spec, path)
     attentions = set(spec.attentions)
     for attention in attentions:
         if not 0 <= attention.window <= MAX_MODEL_LEN:
@@ -97,6 +99,22 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     numbers = [number for turn in rotations for number in (*map(abs, turn.inv_freq), turn.attention_factor, turn.query_growth)]
     if not all(0.0 <= number <= 2.0**20 for number in numbers):
         raise damaged(path, "a rotary frequency or factor is negative, too large or not a number")
+
+
+def _check_ending(spec: ModelSpec, path: Path) -> None:
+    """Raise ModelError if a model for embeddings or scores has a layer that only generation supports."""
+    mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
+    found = {
+        "a recurrent state": any(not isinstance(mixer, AttentionSpec) for mixer in mixers),
+        "latent attention": any(attention.latent for attention in spec.attentions),
+        "a cap of attention scores": any(attention.softcap for attention in spec.attentions),
+        "attention sinks": any(attention.has_sinks for attention in spec.attentions),
+        "gated attention": any(attention.has_gate for attention in spec.attentions),
+        "layers that read the keys and values of another layer": len(spec.kv_attentions) < len(spec.attentions),
+    }
+    if what := next((words for words, is_found in found.items() if is_found), None):
+        cause = f"models with {what} are not supported for embeddings and scores"
+        raise ModelError(f"{path}: {cause}.", remedy="Serve this model with --task generate.")
 
 
 def _check_linear_attention(spec: LinearAttentionSpec, path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Literal
 
 from penstock.models import program as prog
 from penstock.models.program import Program
-from penstock.types.errors import ModelError
 from penstock.types.model_spec import (
     Activation,
     AttentionSpec,
@@ -139,8 +138,6 @@ class Decoder:
         `has_v_norm`: values are normed per head, without a weight.
         """
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer, AttentionSpec]
-        if self._spec.ending is not None:
-            _check_text_attention(spec)
 
         def projected(name: str, num_heads: int) -> str:
             bias = f"{at}.{name}_bias" if spec.has_qkv_bias else None
@@ -198,10 +195,6 @@ class Decoder:
         latent, rank, num_heads = spec.latent, spec.latent_rank, spec.num_heads
         assert latent is not None
         assert spec.rotation is not None
-        if self._spec.ending is not None:
-            raise ModelError(
-                "latent attention is not supported for embeddings and scores.", remedy="Serve this model with --task generate."
-            )
         source = self.linear(x, f"{at}.q_a", "q_a", latent.query_rank) if latent.query_rank else x
         stored = self.linear(x, f"{at}.latent", "latent", rank)
         k = self.linear(x, f"{at}.k_rope", "k_rope", latent.rotary_dim)
@@ -504,14 +497,3 @@ class Decoder:
 def _only_reads(layer: LayerSpec) -> bool:
     """Return whether the layer reads only other layers' keys and values."""
     return bool(layer.mixers) and all(isinstance(mixer, AttentionSpec) and mixer.kv_layer is not None for mixer in layer.mixers)
-
-
-def _check_text_attention(spec: AttentionSpec) -> None:
-    what = "a cap of its scores" if spec.softcap else "sinks" if spec.has_sinks else "a gate" if spec.has_gate else ""
-    if spec.kv_layer is not None:
-        what = f"the keys and values of another layer, {spec.kv_layer},"
-    if what:
-        raise ModelError(
-            f"attention with {what} is not supported for embeddings and scores.",
-            remedy="Serve this model with --task generate.",
-        )

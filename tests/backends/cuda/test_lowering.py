@@ -339,7 +339,6 @@ def test_a_weight_that_an_embedding_and_the_logits_share_is_held_once() -> None:
     [
         (program(EMBED, Linear("y", "x", "absent")), "'absent' is missing"),
         (program(EMBED, end=(Logits("logits", "x", "output"),)), "gathered rows"),
-        (program(EMBED, end=(GatherRows("s", "x"),)), "0 endings"),
         (program(EMBED, Linear("x", "x", "square")), "where its input is"),
         (program(EMBED, GatherRows("s", "x"), Rope("s", 2, HEAD, INV_FREQ)), "Rope after GatherRows"),
         (program(EMBED, Act("unheard", "x", "silu")), "'unheard'"),
