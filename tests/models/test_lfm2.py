@@ -145,7 +145,7 @@ def test_what_is_refused_in_a_file(tmp_path: Path) -> None:
 
     assert [isinstance(layer.mixer, ShortConvSpec) for layer in load("right").layers] == [True, False, True, True]
     for words, changes in {
-        "head_count_kv has 1, 3, which is not supported": {"attention__head_count_kv": [0, 1, 3, 0]},
+        "layers.1.k is 24 x 72, but the model's settings require 72 x 72": {"attention__head_count_kv": [0, 3, 0, 0]},
         "head_count_kv has 3 values for 4 layers": {"attention__head_count_kv": [0, 1, 0]},
         "no layer attends": {"attention__head_count_kv": [0, 0, 0, 0]},
         "sliding_window is set": {"attention__sliding_window": 6},

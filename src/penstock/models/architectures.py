@@ -349,8 +349,6 @@ class Architecture:
     """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
     has_latents_in_gguf: bool = False
     """`of_gguf` reads the heads' columns; the common reader reads only the rotary ones."""
-    has_sizes_by_layer_in_gguf: bool = False
-    """Numbers of key-value heads and widths of MLPs may be lists, which `of_gguf` reads."""
     hf_norm_offset: float = 0.0  # added to a directory's norms: Gemma stores them minus 1
     hf_changed: Mapping[str, Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]] = field(default_factory=dict)
     """Suffix of our name -> function that converts a directory's values. GGUF files store converted ones."""

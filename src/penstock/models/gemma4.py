@@ -313,7 +313,6 @@ GEMMA4 = Architecture(
     },
     has_partial_rope=True,
     has_local_base_in_gguf=True,
-    has_sizes_by_layer_in_gguf=True,
 )
 GEMMA4_UNIFIED = replace(GEMMA4, hf_values=partial(_values, defaults=_UNIFIED_DEFAULTS))
 """The 12B: it has neither experts nor a second embedding."""

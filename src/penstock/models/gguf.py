@@ -235,8 +235,7 @@ def _read_spec(
 
 
 def _read_sizes(file: GgufFile, key: str, vocab_size: int, architecture: Architecture) -> dict[str, int]:
-    """Return the sizes. If lists are allowed (`has_sizes_by_layer_in_gguf`), return their largest numbers."""
-    by_layer = architecture.has_sizes_by_layer_in_gguf
+    """Return the sizes. For a list with a number per layer, which `of_gguf` may read, return the largest one."""
     hidden_size = file.require(f"{key}.embedding_length", int)
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
@@ -250,9 +249,9 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int, architecture: Archite
         "hidden_size": hidden_size,
         "num_layers": _num_layers(file, key, architecture),
         "num_heads": num_heads,
-        "num_kv_heads": _num_kv_heads(file, f"{key}.attention.head_count_kv", by_layer=by_layer) or num_heads,
+        "num_kv_heads": _largest(file, f"{key}.attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
-        "intermediate_size": _width(file, f"{key}.feed_forward_length", by_layer=by_layer)
+        "intermediate_size": _largest(file, f"{key}.feed_forward_length")
         or file.get(f"{key}.expert_feed_forward_length", int)
         or file.require(f"{key}.feed_forward_length", int),
         "max_model_len": file.require(f"{key}.context_length", int),
@@ -269,21 +268,9 @@ def _num_layers(file: GgufFile, key: str, architecture: Architecture) -> int:
     return num_layers - num_more
 
 
-def _width(file: GgufFile, key: str, *, by_layer: bool) -> int | None:
-    if not by_layer or not isinstance(file.metadata.get(key), list):
-        return file.get(key, int)
-    return max(file.get_list(key, int), default=None)
-
-
-def _num_kv_heads(file: GgufFile, key: str, *, by_layer: bool) -> int | None:
-    """Return the number of KV heads. In a list with one number per layer, zeros (layers without attention) are skipped."""
-    if not isinstance(file.metadata.get(key), list):
-        return file.get(key, int)
-    counts = set(file.get_list(key, int)) - {0}
-    if len(counts) > 1 and not by_layer:
-        found = ", ".join(map(str, sorted(counts)[:8]))
-        raise checks.unsupported(file.path, f"{key} has {found}", "one number for all layers that attend is")
-    return max(counts, default=None)
+def _largest(file: GgufFile, key: str) -> int | None:
+    """Return a number, or the largest of a list with one per layer, in which layers without attention have 0."""
+    return max(file.get_list(key, int), default=None) if isinstance(file.metadata.get(key), list) else file.get(key, int)
 
 
 def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture: Architecture) -> rope.RopeParameters:

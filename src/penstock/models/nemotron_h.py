@@ -199,7 +199,6 @@ NEMOTRON_H = Architecture(
     gguf_layer={**GGUF_LAYER, **GGUF_MAMBA},
     has_further_layers=True,
     has_partial_rope=True,
-    has_sizes_by_layer_in_gguf=True,
     is_interleaved_in_gguf=True,
     hf_changed={"mix_decay": negative_exp},
 )
