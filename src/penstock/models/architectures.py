@@ -150,13 +150,11 @@ _REASONS = {
         *("falconmamba", "jamba", "kimilinear", "mamba", "plamo2", "recurrentgemma"),
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
     ),
-    "its GGUF files keep activation parameters in metadata, and only Hugging Face directories are read": ("apertus",),
     "its layers have different numbers of heads, or none, which is not supported yet": ("deci", "decilm", "openelm"),
     "it has several residual streams (AltUp), which Penstock does not implement yet": ("gemma3n",),
     "it generates text with ALiBi positions, which backends compute only for encoders": ("bloom", "jais", "mpt"),
     "it is an encoder-decoder, and Penstock serves only encoders or decoders": ("bart", "t5"),
     "its attention is disentangled (content-to-position scores), which no backend computes": ("deberta", "debertav2"),
-    "its GGUF files are not supported, only Hugging Face directories": ("hunyuanmoe", "mamba2", "neobert"),
     "its router mixes experts by a rule (SparseMixer) that no backend computes": ("phimoe",),
     "its heads have layer norms, which no backend computes": ("persimmon",),
     "its attention consists of experts, which no backend computes": ("jetmoe",),
@@ -358,7 +356,9 @@ def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
     """Return Penstock's name of the architecture that a file calls `name`. Raises ModelError if it is not supported."""
     if (found := known.get(name)) is not None:
         return found
-    reason = REFUSED.get(_family(name))
+    reason = REFUSED.get(family := _family(name))
+    if known is GGUF_NAMES and family in map(_family, ARCHITECTURES):
+        reason = "its GGUF files are not supported, only Hugging Face directories"
     why = "" if reason is None else f": {reason}"
     raise ModelError(f"{path}: the architecture {name} is not supported{why}.", remedy=_like(name, known))
 
