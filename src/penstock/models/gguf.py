@@ -36,7 +36,7 @@ _MAGIC = b"GGUF"
 _CONTROL, _USER_DEFINED = 3, 4
 _PRE_WITH_BOS = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-    *("jina-v5-nano", "tekken", "chameleon"),
+    *("jina-v5-nano", "tekken"),
 )
 """Pre-tokenisers whose models begin a text with the bos token by default."""
 _ENDS = frozenset(

@@ -378,16 +378,6 @@ _RECIPES: Mapping[str, Recipe] = {
         )
     ),
     "laguna": Recipe(splits=(_LINES, _QWEN2_SPLIT)),
-    "chameleon": Recipe(
-        splits=(
-            r"<sentinel:[0-9]+>",
-            r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-        ),
-        gpt2_pattern=True,
-    ),
     "gemma4 granite-embed-multi-311m sarvam-moe": Recipe(splits=(_LINES,), is_raw=True),
     "whitespace": Recipe(splits=(r"\S+",), is_raw=True),
     "youtu": Recipe(splits=(_YOUTU_EAST_ASIAN, _cased_words(_CONTRACTION + "?", r"\p{N}")), ignore_merges=True),
