@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
@@ -136,7 +136,7 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
     for name in ("$id", "id"):
         if isinstance(schema.get(name), str):
             del schema[name]  # every $ref is rewritten without it, so no other schema can claim it
-    find = functools.cache(functools.partial(_find, schema))
+    find = functools.cache(functools.partial(referred, schema))
     multiples: list[int] = []
     name_patterns: set[str] = set()
     for node, place in _nodes(schema, root_id.rstrip("#") if isinstance(root_id, str) else ""):
@@ -407,11 +407,12 @@ def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def _find(schema: dict[str, Any], ref: str) -> Any:
+def referred(schema: Mapping[str, Any], ref: str) -> Any:
+    """Return the part of a schema that a $ref in it names, or None."""
     return None if (names := _names(ref)) is None else _at(schema, names)
 
 
-def _at(schema: dict[str, Any], names: Sequence[str]) -> Any:
+def _at(schema: Mapping[str, Any], names: Sequence[str]) -> Any:
     node: Any = schema
     for name in names:
         if isinstance(node, list):

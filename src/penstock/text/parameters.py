@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, AnyStr, NoReturn
 
+from penstock.text import json_schema
+
 ANY_TYPE = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 """Types of JSON schemas."""
 _MAX_DEPTH = 32
@@ -79,7 +81,7 @@ def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
     if isinstance(ref := schema.get("$ref"), str):
         if ref not in known:
             known[ref] = ANY_TYPE  # for recursive definitions
-            known[ref] = types_of(_referred(root, ref), root, known, depth + 1)
+            known[ref] = types_of(json_schema.referred(root, ref), root, known, depth + 1)
         allowed &= known[ref]
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list):
@@ -91,13 +93,6 @@ def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
 
 def _with_integers(types: set[str]) -> set[str]:
     return types | {"integer"} if "number" in types else types
-
-
-def _referred(root: Mapping[str, Any], ref: str) -> Any:
-    found: Any = root if ref.startswith("#/") else None
-    for name in ref.split("/")[1:]:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
 
 
 def parameter_types(schema: Mapping[str, Any] | None) -> Types:
