@@ -60,6 +60,7 @@ def test_every_layer_has_the_experts_that_the_file_tells_of(tmp_path: Path, name
         ("ernie4_5_moe_gguf", {"interleave_moe_layer_step": None}, "no ernie4_5-moe.interleave_moe_layer_step"),
         ("ernie4_5_moe_gguf", {"leading_dense_block_count": None}, "layers.1.expert_gate"),
         ("mixtral_gguf", {"expert_used_count": 9}, "9 of 7 experts"),
+        ("mixtral_gguf", {"expert_gating_func": 2}, "llama.expert_gating_func is 2, which is not supported \\(1 is"),
         ("mixtral_gguf", {"expert_used_count": None}, "expert_used_count"),
         ("qwen3_moe_gguf", {"expert_shared_count": 1}, "expert_shared_count is 1"),
         ("granite_moe_gguf", {"residual_scale": -1.0}, "factor or cap"),

@@ -396,8 +396,6 @@ def _of_nomic_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     for name in ("expert_shared_count", "expert_group_count", "leading_dense_block_count", "expert_weights_norm"):
         if value := file.metadata.get(f"{key}.{name}"):
             raise checks.unsupported(file.path, f"{key}.{name} is {str(value)[:80]}", "0 is")
-    if (kind := file.get(f"{key}.expert_gating_func", int) or 1) != 1:
-        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {kind}", "1 (softmax) is")
     spec = _with_rotary_bert(spec, "gelu", _num_types_of_gguf(file))
     every = file.require(f"{key}.moe_every_n_layers", int)
     return _with_spaced_experts(spec, read_gguf_experts(file, **_EXPERTS), every, file.path)

@@ -168,8 +168,6 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     spec = _with_gguf_latents(file, spec)
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
     function = file.get(f"{key}.expert_gating_func", int) or (2 if has_bias else 1)  # old files of V2 lack it
-    if function not in (1, 2):
-        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "1 (softmax) and 2 (sigmoid) are")
     number, chosen = (file.get(f"{key}.expert_group_{name}", int) or 1 for name in ("count", "used_count"))
     groups = {} if number == chosen == 1 else {"num_groups": number, "num_chosen_groups": chosen, "num_group_scores": function}
     mlp = read_gguf_experts(

@@ -103,7 +103,9 @@ def experts_of_gguf(file: GgufFile, spec: ModelSpec, **others: Any) -> ModelSpec
 
 def read_gguf_experts(file: GgufFile, *, num_shared: int = 0, **others: Any) -> ExpertsMlp:
     """Return a GGUF file's experts. `num_shared` experts of the same width are shared; `others`: fields of `ExpertsMlp`."""
-    key = file.architecture
+    key, known = file.architecture, {"softmax": 1, "sigmoid": 2}[others.get("scoring", "softmax")]
+    if (function := file.get(f"{key}.expert_gating_func", int) or known) != known:
+        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", f"{known} is")
     width = file.get(f"{key}.expert_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int)
     others.setdefault("shared_size", width * num_shared)
     return ExpertsMlp(

@@ -94,11 +94,8 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the experts' keys. The chosen experts' weights are always divided by their sum, as in llama.cpp."""
-    key = "lfm2moe"
-    if (function := file.require(f"{key}.expert_gating_func", int)) != 2:
-        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "a sigmoid (2) is")
     mlp = read_gguf_experts(file, scoring="sigmoid", has_selection_bias=True)
-    num_dense = file.get(f"{key}.leading_dense_block_count", int) or 0
+    num_dense = file.get("lfm2moe.leading_dense_block_count", int) or 0
     return with_experts(_of_gguf(file, spec), mlp, file.path, dense=range(num_dense))
 
 

@@ -281,9 +281,8 @@ def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of experts. Without `expert_weights_norm` shares are not divided by their sum, as in llama.cpp."""
     if any(file.get_list("glm4moe.rope.dimension_sections", int)):
         raise checks.unsupported(file.path, "glm4moe.rope.dimension_sections is set", "text-only models are")
-    for name, usual in (("expert_gating_func", 2), ("expert_group_count", 1)):
-        if (value := file.get(f"glm4moe.{name}", int) or usual) != usual:
-            raise checks.unsupported(file.path, f"glm4moe.{name} is {value}", f"{usual} is")
+    if (value := file.get("glm4moe.expert_group_count", int) or 1) != 1:
+        raise checks.unsupported(file.path, f"glm4moe.expert_group_count is {value}", "1 is")
     mlp = read_gguf_experts(
         file,
         scoring="sigmoid",
@@ -330,16 +329,10 @@ def _of_m2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return experts_of_hf(config, spec, width="intermediate_size", **_M2_SCORES)
 
 
-def _of_m2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    if (function := file.require("minimax-m2.expert_gating_func", int)) != 2:
-        raise checks.unsupported(file.path, f"minimax-m2.expert_gating_func is {function}", "a sigmoid (2) is")
-    return experts_of_gguf(file, spec, **_M2_SCORES)
-
-
 MINIMAX_M2 = Architecture(
     describe=partial(llama.describe, qk_norms="rows"),
     of_hf=_of_m2,
-    of_gguf=_of_m2_gguf,
+    of_gguf=partial(experts_of_gguf, **_M2_SCORES),
     hf_values=_m2_values,
     hf_layer={**MIXTRAL.hf_layer, **{f"{at}.e_score_correction_bias": "selection_bias" for at in ("mlp", "block_sparse_moe")}},
     gguf_layer=_GGUF_LAYER,
