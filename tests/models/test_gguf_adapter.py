@@ -33,7 +33,7 @@ def load(path: Path) -> LoadedModel:
 def read(path: Path, model: LoadedModel, *, max_rank: int = 64) -> AdapterFactors:
     program = architectures.describe(model.spec)
     found = load_adapter(path, model.spec, program, max_rank=max_rank)
-    found.check(program, max_rank=max_rank)
+    assert found.fits(program, max_rank)
     return found
 
 

@@ -46,7 +46,7 @@ def load(path: Path) -> LoadedModel:
 
 def read(folder: Path, model: LoadedModel, *, max_rank: int = 64) -> AdapterFactors:
     found = load_adapter(folder, model.spec, architectures.describe(model.spec), max_rank=max_rank)
-    found.check(architectures.describe(model.spec), max_rank=max_rank)
+    assert found.fits(architectures.describe(model.spec), max_rank)
     return found
 
 

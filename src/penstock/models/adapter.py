@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from penstock.models.program import Embed, Experts, Linear, Logits, Program
 from penstock.models.weights import WeightTensor
 from penstock.types.adapter import PackedAdapter
-from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]
 
@@ -40,27 +39,13 @@ class AdapterFactors:
     def max_rank(self) -> int:
         return max((len(a) for a, _ in self.by_weight.values()), default=0)
 
-    def check(self, program: Program, *, max_rank: int) -> None:
-        """Raise ModelError for an unknown site, a wrong shape, or a rank above `max_rank`."""
+    def fits(self, program: Program, max_rank: int) -> bool:
+        """Return whether the program has all sites, with matrices of these shapes, and no rank is above `max_rank`."""
         known = sites(program)
-        for site, (a, b) in self.by_weight.items():
-            if site not in known:
-                raise ModelError(
-                    f"the adapter changes {site!r}, which is not a matrix that an adapter can change in this model.",
-                    remedy=f"Use an adapter for matrices such as {', '.join(list(known)[:3])}.",
-                )
-            num_out, num_in = known[site]
-            if not len(a) or (a.shape, b.shape) != ((len(a), num_in), (num_out, len(a))):
-                raise ModelError(
-                    f"the adapter's factors of {site!r} are {list(a.shape)} and {list(b.shape)}; the model's matrix needs "
-                    f"[r, {num_in}] and [{num_out}, r].",
-                    remedy="Use an adapter that was trained on this model.",
-                )
-        if self.max_rank > max_rank:
-            raise ModelError(
-                f"the adapter has a rank of {self.max_rank}, and --max-lora-rank is {max_rank}.",
-                remedy=f"Set --max-lora-rank to {self.max_rank}, or use an adapter of a lower rank.",
-            )
+        return all(
+            (len(b), a.shape[1]) == known.get(site) and 1 <= len(a) == b.shape[1] <= max_rank
+            for site, (a, b) in self.by_weight.items()
+        )
 
 
 AdapterPacker = Callable[[AdapterFactors], PackedAdapter]

@@ -273,15 +273,10 @@ def test_what_is_not_computed_is_refused(load: Callable[..., LoadedModel]) -> No
     model = load()
     program = architectures.describe(model.spec)
     pack = cuda(model, max_adapter_rank=8).adapter_packer
-    with pytest.raises(ModelError, match=r"rank of 9.*--max-lora-rank is 8"):
-        pack(random_factors(program, 9))
     factors = random_factors(program, 4)
     factors.by_weight["layers.0.q"][0][0, 0] = np.nan
     with pytest.raises(ModelError, match=r"'layers.0.q' is no finite number"):
         pack(factors)
-    a, b = random_factors(program, 4).by_weight["layers.0.q"]
-    with pytest.raises(ModelError, match="which is not a matrix"):
-        pack(AdapterFactors({"layers.0.router": (a, b)}))
     with pytest.raises(ModelError, match=r"take 512 bytes.*smallest part.*--block-size"):
         cuda(model, block_size=8)
 

@@ -89,11 +89,8 @@ class AdapterFormat:
         return self._block_bytes, self._piece_bytes, self._num_pieces, self.dtype, self.tile_cols, *self.site_ids
 
     def pack(self, factors: AdapterFactors) -> PagedAdapter:
-        """Lay out an adapter's factors in pages.
-
-        Raises ModelError for another model's adapter, a rank above `max_rank`, or a value that is not finite in `dtype`.
-        """
-        factors.check(self._program, max_rank=self.max_rank)
+        """Lay out an adapter's factors in pages. Raises ModelError for a value that is not finite in `dtype`."""
+        assert factors.fits(self._program, self.max_rank)
         tile_ranks = min(lora.RANK_TILE.value, max(1, factors.max_rank))
         tile_bytes = tile_ranks * self.tile_cols * self.dtype.itemsize
         per_piece = self._piece_bytes // tile_bytes

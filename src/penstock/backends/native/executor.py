@@ -455,7 +455,7 @@ class _Packer:
     max_rank: int
 
     def __call__(self, factors: AdapterFactors) -> PackedAdapter:
-        factors.check(self.program, max_rank=self.max_rank)
+        assert factors.fits(self.program, self.max_rank)
         found: list[tuple[int, NDArray[np.float32], NDArray[np.float32]]] = []
         for name, pair in factors.by_weight.items():
             if name not in self.sites:

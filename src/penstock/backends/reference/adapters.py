@@ -38,8 +38,8 @@ class PagedFactors:
 
 
 def pack_factors(factors: AdapterFactors, program: Program, *, page_bytes: int, max_rank: int) -> PagedFactors:
-    """Pack an adapter into pages. Raises ModelError if it is of another model, or its rank is above `max_rank`."""
-    factors.check(program, max_rank=max_rank)
+    """Pack an adapter into pages."""
+    assert factors.fits(program, max_rank)
     numbers = b"".join(np.ascontiguousarray(x, np.float32).tobytes() for pair in factors.by_weight.values() for x in pair)
     num_pages = max(1, -(-len(numbers) // page_bytes))
     content = memoryview(numbers.ljust(num_pages * page_bytes, b"\0"))
