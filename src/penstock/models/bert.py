@@ -50,11 +50,12 @@ from penstock.models.layers import (
     with_experts,
     with_gated_mlps,
     with_gpt_layers,
+    with_local_base,
     with_windows,
 )
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, ModelSpec, Pooling, Rotation
+from penstock.types.model_spec import Activation, ExpertsMlp, ModelSpec, Pooling, Rotation
 
 _log = logging.getLogger(__name__)
 
@@ -689,12 +690,7 @@ def _of_modernbert_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if not window:
         return spec
     base = rope_base(file, f"{key}.rope.freq_base_swa", _MODERNBERT_DEFAULTS["local_rope_theta"])
-    turn = Rotation(inv_freq=rope.inverse_frequencies(spec.attentions[0].head_dim, base))
-
-    def local(layer: int, attention: AttentionSpec) -> AttentionSpec:
-        return replace(attention, window=window // 2 + 1, rotation=turn) if is_local[layer] else attention
-
-    return spec.with_attention(local)
+    return with_local_base(spec.with_windows(window // 2 + 1, is_local), base)
 
 
 def _modernbert_gguf_head(file: GgufFile) -> Head | None:

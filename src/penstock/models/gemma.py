@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.models import checks, llama, rope
+from penstock.models import checks, llama
 from penstock.models.architectures import GATE_AND_UP, GGUF_LAYER, HF_LAYER, Architecture
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
@@ -20,10 +20,11 @@ from penstock.models.layers import (
     local_layers_of_gguf,
     rope_base,
     with_gated_mlps,
+    with_local_base,
     with_windows,
     without_global_rotations,
 )
-from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Rotation
+from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec
 
 _LOCAL_THETA = {"rope_local_base_freq": 10000.0}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
@@ -80,7 +81,7 @@ def _with_local_rotations(config: JsonFile, spec: ModelSpec, base: str) -> Model
     """
     parameters = config.get("rope_parameters", dict)
     if not parameters:
-        return _with_local_base(spec, config.positive(base))
+        return with_local_base(spec, config.positive(base))
     local = parameters.get("sliding_attention")
     if config.values.get("rope_scaling") or not isinstance(local, dict) or local.get("rope_theta") is None:
         raise config.error("rope_parameters of sliding_attention lack rope_theta, or rope_scaling stands beside them")
@@ -97,7 +98,7 @@ def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if window:
         found = found.with_windows(window, local_layers_of_gguf(file, spec))
     if key != "gemma2":
-        return _with_local_base(found, rope_base(file, f"{key}.rope.freq_base_swa", _LOCAL_THETA["rope_local_base_freq"]))
+        return with_local_base(found, rope_base(file, f"{key}.rope.freq_base_swa", _LOCAL_THETA["rope_local_base_freq"]))
     return _with_softcap(found, file.get("gemma2.attn_logit_softcapping", float, 50.0))
 
 
@@ -108,11 +109,6 @@ def _with_gemma(spec: ModelSpec, scale: float, logit_softcap: float | None) -> M
 
 def _with_softcap(spec: ModelSpec, softcap: float | None) -> ModelSpec:
     return spec.with_attention(lambda _, attention: replace(attention, softcap=softcap or 0.0))
-
-
-def _with_local_base(spec: ModelSpec, base: float) -> ModelSpec:
-    rotation = Rotation(inv_freq=rope.inverse_frequencies(spec.layers[0].attention.head_dim, base))
-    return spec.with_attention(lambda _, attention: replace(attention, rotation=rotation) if attention.window else attention)
 
 
 _SIZES_2B = {
@@ -233,7 +229,7 @@ def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if not window:
         return spec
     base = rope_base(file, "olmo2.rope.freq_base", 10000.0)
-    return _with_local_base(spec.with_windows(window, local_layers_of_gguf(file, spec)), base)
+    return with_local_base(spec.with_windows(window, local_layers_of_gguf(file, spec)), base)
 
 
 def _of_olmo3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -18,11 +18,18 @@ from penstock.models.decoder import Decoder
 from penstock.models.gemma import GEMMA2
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, check_window, local_layers_of_gguf, read_gguf_experts, rope_base, with_experts
+from penstock.models.layers import (
+    GGUF_EXPERTS,
+    check_window,
+    local_layers_of_gguf,
+    read_gguf_experts,
+    rope_base,
+    with_experts,
+    with_local_base,
+)
 from penstock.models.program import Program
-from penstock.models.rope import inverse_frequencies
 from penstock.types.errors import damaged
-from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, Rotation
+from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec
 
 _ACTIVATION: Activation = "gelu_tanh"
 _DEFAULTS = {
@@ -197,9 +204,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         logit_softcap=file.get(f"{key}.final_logit_softcapping", float) or 0.0,
     )
     spec = _with_layers(spec, layers, window, file.get(f"{key}.attention.shared_kv_layers", int) or 0, file.path)
-    base = rope_base(file, f"{key}.rope.freq_base_swa", 10_000.0)
-    turn = Rotation(inv_freq=inverse_frequencies(local_dim, base))
-    spec = spec.with_attention(lambda i, attention: replace(attention, rotation=turn) if is_local[i] else attention)
+    spec = with_local_base(spec, rope_base(file, f"{key}.rope.freq_base_swa", 10_000.0))
     if not file.get(f"{key}.expert_count", int):
         return spec
     if len(set(widths)) > 1:

@@ -12,8 +12,9 @@ from penstock.models import checks
 from penstock.models.architectures import Parts
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
+from penstock.models.rope import inverse_frequencies
 from penstock.types.errors import damaged
-from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, GatedMlp, LayerSpec, ModelSpec
+from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, Rotation
 
 GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp.weight": "router",
@@ -181,6 +182,15 @@ def check_window(window: int, is_local: Sequence[bool], path: Path) -> None:
     """Raise ModelError for an impossible window of local layers. A window of 0 would make them global."""
     if any(is_local) and not 1 <= window <= checks.MAX_MODEL_LEN:
         raise damaged(path, f"a window of attention is {window}, outside of 1 to {checks.MAX_MODEL_LEN}")
+
+
+def with_local_base(spec: ModelSpec, base: float) -> ModelSpec:
+    """Return the spec with this base of rotary frequencies in layers with an attention window."""
+
+    def rotation(head_dim: int) -> Rotation:
+        return Rotation(inv_freq=inverse_frequencies(head_dim, base))
+
+    return spec.with_attention(lambda _, own: replace(own, rotation=rotation(own.head_dim)) if own.window else own)
 
 
 def with_both_sides(spec: ModelSpec) -> ModelSpec:
