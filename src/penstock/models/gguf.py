@@ -22,6 +22,7 @@ from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of,
 from penstock.models.formats import Floats, WeightFormat, dequantize
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
 from penstock.models.layers import rope_base
+from penstock.models.safetensors_file import FLOATS
 from penstock.models.sentence import SentenceFiles
 from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_weight_bytes
 from penstock.types.errors import ModelError
@@ -50,11 +51,6 @@ _ENDS = frozenset(
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
 """If a vocabulary has all tokens of a set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
-_FLOATS: Mapping[WeightFormat, type[np.generic]] = {
-    WeightFormat.F32: np.float32,
-    WeightFormat.F16: np.float16,
-    WeightFormat.BF16: np.uint16,
-}
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -175,7 +171,7 @@ def _flattened(entry: TensorEntry) -> TensorEntry:
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
     """Return a tensor as the weight `name`. Its row i (in a vector: value i) is row `order[i]` of the tensor."""
     num_rows, num_cols = matrix_shape(entry)
-    stored = file.tensor_bytes(entry).view(_FLOATS.get(entry.format, np.uint8)).reshape(num_rows, -1)
+    stored = file.tensor_bytes(entry).view(FLOATS.get(entry.format.name, np.uint8)).reshape(num_rows, -1)
     if len(entry.shape) > 1:
         return WeightTensor(name, num_rows, num_cols, entry.format, stored, order=order)
     values = dequantize(stored, entry.format, num_cols)

@@ -23,7 +23,7 @@ from penstock.models.assembly import (
     without_middle,
     without_shared_keys,
 )
-from penstock.models.formats import Floats, WeightFormat, held_table_bytes, stored_bytes
+from penstock.models.formats import Floats, WeightFormat, dequantize, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
     ALWAYS_BIASED,
     JsonFile,
@@ -344,9 +344,8 @@ def _weight(
     if isinstance(tensor, PackedIntegers):
         return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, order=order, column_order=tensor.column_order)
     values = tensor.array().reshape(num_rows, num_cols)
-    is_bf16 = tensor.dtype == "BF16"
     if len(tensor.shape) <= 1:
-        wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
+        wide = dequantize(values, WeightFormat[tensor.dtype], num_cols)
         if norm_offset and name.endswith("norm"):
             wide = wide + np.float32(norm_offset)
         return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide if order is None else wide[:, order])
