@@ -95,14 +95,12 @@ def _gguf_facts(path: Path) -> ModelFacts:
 
 def _directory_facts(path: Path) -> ModelFacts:
     from penstock.models.hf import open_weights
-    from penstock.models.hf_config import TOKENIZERS, read_chat_templates, read_json
+    from penstock.models.hf_config import TOKENIZERS, read_chat_templates, read_json, text_part
 
-    values = read_json(path / "config.json").values
-    inner = values.get("text_config")
-    values = {**values, **(inner if isinstance(inner, dict) else {}), "architectures": values.get("architectures")}
+    values = text_part(read_json(path / "config.json")).values
     has_weights = any(path.glob("*.safetensors"))
     tensors = open_weights(path) if has_weights else {}
-    names = values["architectures"]
+    names = values.get("architectures")
     return ModelFacts(
         path=path,
         container="Hugging Face directory" if has_weights else "Hugging Face directory without weights",
