@@ -632,7 +632,6 @@ def _of_gpt_neo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 GPT_NEO = replace(
     GPT2,
     of_hf=_of_gpt_neo,
-    of_gguf=lambda _, spec: spec,
     hf_values=partial(_gpt2_values, defaults=_GPT_NEO_DEFAULTS, keys=_GPT_NEO_KEYS),
     hf_layer=with_biases(
         {

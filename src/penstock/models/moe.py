@@ -143,7 +143,6 @@ QWEN3_MOE = Architecture(
 MELLUM = replace(
     QWEN3_MOE,
     of_hf=_of_mellum,
-    of_gguf=lambda _, spec: spec,
     hf_values=_mellum_values,
 )
 """Mellum 2 (JetBrains): Qwen 3 MoE with windows and dense layers by lists."""
