@@ -65,7 +65,7 @@ class GrammarKind(StrEnum):
 
 _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
     GrammarKind.JSON_SCHEMA: grammar_source.of_schema,
-    GrammarKind.JSON_OBJECT: grammar_source.of_json_object,
+    GrammarKind.JSON_OBJECT: lambda _: grammar_source.of_schema('{"type": "object"}'),
     GrammarKind.REGEX: grammar_source.of_regex,
     GrammarKind.CHOICE: grammar_source.of_choices,
     GrammarKind.GRAMMAR: grammar_source.of_grammar,

@@ -111,13 +111,6 @@ def of_schema(source: str) -> str:
     return f"{START}%json {json_schema.json_of(schema, json_schema.SchemaCount())}\n"
 
 
-def of_json_object(source: str) -> str:
-    """Return Lark for any JSON object. Raises `Rejected` unless `source` is empty."""
-    if source:
-        raise wrong("A json_object takes no description. Use json_schema to describe it.")
-    return of_schema('{"type": "object"}')
-
-
 def of_regex(source: str) -> str:
     """Return Lark for a regex that the whole answer matches."""
     from llguidance import regex_to_lark
