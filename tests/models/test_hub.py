@@ -21,8 +21,10 @@ from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
-def install(monkeypatch, **functions) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(**functions))
+def install(monkeypatch, *, names=("config.json", "model.safetensors"), **functions) -> None:
+    """Pretend to have the library, with the hub's list of a repository's files."""
+    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(**{"model_info": lambda _: listed, **functions}))
 
 
 def test_whole_repository(tmp_path, monkeypatch):
@@ -50,7 +52,8 @@ def serve(monkeypatch, hub: Path) -> None:
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
                 fetch(repo, file, local_dir=local_dir)
 
-    install(monkeypatch, snapshot_download=snapshot_download, hf_hub_download=fetch)
+    names = [path.relative_to(hub).as_posix() for path in hub.rglob("*")]
+    install(monkeypatch, names=names, snapshot_download=snapshot_download, hf_hub_download=fetch)
 
 
 @pytest.fixture
@@ -156,16 +159,28 @@ def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
     assert not source.is_present
 
 
+def test_a_partial_folder_does_not_count_while_the_hub_can_not_be_reached(tmp_path, monkeypatch):
+    def model_info(repo: str) -> None:
+        raise RuntimeError("Name or service not known")
+
+    install(monkeypatch, model_info=model_info, snapshot_download=lambda *_args, **_named: None)
+    source = resolve("hf:org/repo", tmp_path)
+    write_hf(source.path, TinyLlama())
+    (source.path / "tokenizer.json").unlink()
+    with pytest.raises(DownloadError, match=r"org/repo could not be fetched.*Name or service not known"):
+        ensure_present(source)
+    assert not source.is_present
+
+
 @pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json")])
 def test_a_repository_without_safetensors_does_not_count(tmp_path, monkeypatch, files):
-    """Such as one of GGUF files, or a partial folder that the library returns while it can't reach the hub."""
     hub = tmp_path / "upstream"
     hub.mkdir()
     for name in (*files, "m-Q4_K_M.gguf"):
         (hub / name).touch()
     serve(monkeypatch, hub)
     source = resolve("hf:org/repo", tmp_path)
-    with pytest.raises(DownloadError, match=r"could not be fetched.* write hf:org/repo:NAME\.gguf"):
+    with pytest.raises(DownloadError, match=r"has no model\.safetensors.* write hf:org/repo:NAME\.gguf"):
         ensure_present(source)
     assert not source.is_present
 

@@ -358,20 +358,17 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
 
     try:
         if ref.file is None:
+            # If the hub can't be reached, this raises, but snapshot_download returns a folder that may be partial.
+            names = {file.rfilename for file in huggingface_hub.model_info(ref.repo).siblings or ()}
+            if not names & {"model.safetensors", "model.safetensors.index.json", "adapter_config.json"}:
+                raise DownloadError(
+                    f"{ref.repo} on the Hugging Face hub has no model.safetensors.",
+                    remedy=f"Use a repository that has it; for a GGUF file write hf:{ref.repo}:NAME.gguf.",
+                )
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
-            weight_map = read_weight_map(path)
-            for name in dict.fromkeys((weight_map or {}).values()):  # shards can have any name
+            for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
                 if not (path / name).is_file():
                     huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
-            # The library also returns a partial folder if the hub can't be reached. The loader explains adapters.
-            needed = ("config.json",) if weight_map else ("config.json", "model.safetensors")
-            absent = [name for name in needed if not (path / name).is_file()]
-            if absent and not (path / "adapter_config.json").is_file():
-                raise DownloadError(
-                    f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.",
-                    remedy="Check the network, and that the repository has safetensors; for a GGUF file "
-                    f"write hf:{ref.repo}:NAME.gguf.",
-                )
             (path / COMPLETE_MARKER).touch()
             return
         root = path.parents[len(ref.file.split("/")) - 1]
