@@ -172,7 +172,11 @@ def sequence(*normalizers):
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 TEXT_ITSELF = {"Sequence": {"id": "A", "type_id": 0}}
 PAIR = [TEXT_ITSELF, {"Sequence": {"id": "B", "type_id": 1}}]
-CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * 1000 + b"\0").decode()
+
+
+def precompiled(trie, targets):
+    charsmap = base64.b64encode(len(trie).to_bytes(4, "little") + trie + targets).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": charsmap}
 
 
 class TestExpansion:
@@ -187,7 +191,7 @@ class TestExpansion:
             {"normalizer": sequence(replace("a" * 10, String="a"), sequence(replace("a" * 10, String="a")))},
             {"normalizer": sequence(*[replace("aa", String="a")] * 40)},
             {"normalizer": {"type": "Prepend", "prepend": "x" * 100_000}},
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+            {"normalizer": precompiled(bytes(1024), b"x" * 1000 + b"\0")},
             {"normalizer": sequence(*[{"type": "Lowercase"}] * 1000)},
             {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 30}},
             {"post_processor": {"type": "TemplateProcessing", "single": [TEXT_ITSELF] * 9, "pair": PAIR, "special_tokens": {}}},
@@ -214,6 +218,11 @@ class TestExpansion:
             load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 64 << 10
 
+    def test_damaged_replacements_are_refused_at_start(self, tmp_path, byte_level_vocab):
+        changes = {"normalizer": precompiled(b"\xff" * 1024, b"x\0")}
+        with pytest.raises(ModelError, match="precompiled_charsmap is damaged"):
+            load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
+
     def test_one_that_goes_far_takes_shorter_texts(self, tmp_path, byte_level_vocab):
         changes = {"normalizer": replace("x" * 20, String="a")}
         tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
@@ -237,3 +246,9 @@ class TestExpansion:
         with pytest.raises(Rejected, match=message) as caught:
             tokenizer.encode("a" * 40 + "b", add_special_tokens=False)
         assert caught.value.reason is RejectReason.INVALID
+
+    def test_a_tokenizer_that_fails_on_every_text_can_not_show_which_tokens_enclose_one(self, tmp_path, byte_level_vocab):
+        changes = {"normalizer": replace("bb", Regex="x*")}
+        tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
+        with pytest.raises(Rejected, match="tokenizer fails on this text"):
+            tokenizer.with_ends([[5, 6]])

@@ -224,11 +224,11 @@ class Tokenizer:
 
     @cached_property
     def _ends_of_one(self) -> Ends | None:
-        return find_ends(self._backend.encoder, 1)
+        return _unless_it_fails(lambda: find_ends(self._backend.encoder, 1))
 
     @cached_property
     def _ends_of_pair(self) -> Ends | None:
-        return find_ends(self._backend.encoder, 2)
+        return _unless_it_fails(lambda: find_ends(self._backend.encoder, 2))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
         """Return the text of these tokens. Bytes that aren't UTF-8 become U+FFFD.

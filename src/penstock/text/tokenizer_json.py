@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from penstock import fast_json
+from penstock.text.charsmap import check_charsmap
 from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling
 from penstock.types.errors import ModelError
 
@@ -127,7 +128,8 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 def _part_expansion(part: dict[str, Any]) -> Expansion:
     """Return how much longer one normaliser or pre-tokenizer can make a text. NFC and NFD count as 1, since they rarely do.
 
-    Steps are recognised by their fields, as in the library, since `type` may be missing.
+    Steps are recognised by their fields, as in the library, since `type` may be missing. Raises `ModelError` for a damaged
+    charsmap.
     """
     if "pattern" in part and "content" in part:  # Replace
         # The library fails where a pattern matches nothing, so a match has a byte at least.
@@ -135,10 +137,8 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
         return Expansion(max(1.0, len(part["content"].encode()) / num_matched), 0)
     if "prepend" in part:
         return Expansion(1, len(part["prepend"].encode()))
-    if "precompiled_charsmap" in part:  # size of the trie, the trie, and targets with a zero byte at each end
-        charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
-        targets = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
-        return Expansion(max(1, *map(len, targets.split(b"\0"))), 0)
+    if part.get("precompiled_charsmap"):
+        return Expansion(max(1, check_charsmap(base64.b64decode(part["precompiled_charsmap"]))), 0)
     if "replacement" in part:  # Metaspace: of each space, and in front of each piece
         return Expansion(1 + len(part["replacement"].encode()), 0)
     if part.get("type") == "ByteLevel":  # half of the bytes become characters of two; a space in front of each piece
