@@ -319,8 +319,9 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
         reasoning = next((one for one in REASONING_FORMATS if one.name == reasoning_parser), None)
     else:
         reasoning = next((one for one in REASONING_FORMATS if all(mark in source for mark in one.marks)), None)
-    # A template that names the user's role and no system role refuses or drops system messages (Mistral 0.1, Phi-3).
-    may_take_system = "system" in source or re.search(r"""['"]user['"]""", in_expressions) is None
+    # Gemma's templates refuse system messages. Those that name the user's role alone may drop them (Mistral 0.1, Phi-3).
+    names_user_alone = "system" not in source and re.search(r"""['"]user['"]""", in_expressions) is not None
+    lacks_system = names_user_alone or "System role not supported" in source
     tools_variable = None
     if knows_tools and tools is not GENERIC:
         tools_variable = "tools" if re.search(r"\btools\b", in_expressions) else "xml_tools"
@@ -329,7 +330,7 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
         reasoning=reasoning,
         tools_variable=tools_variable,
         has_tools_in_system=tools_variable is not None and _TOOLS_IN_SYSTEM.search(in_expressions) is not None,
-        takes_system=may_take_system and "System role not supported" not in source,
+        takes_system=not lacks_system,
         takes_text_arguments=_TEXT_ARGUMENTS.search(in_expressions) is not None,
         takes_effort="reasoning_effort" in in_expressions,
         takes_enable_thinking="enable_thinking" in in_expressions,

@@ -98,7 +98,7 @@ class GrammarTokens:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. Names of special tokens become those tokens."""
+        """Return the tokens of a text that follows another. Names of special tokens become those tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
 
     def bytes_of(self, token_id: int) -> bytes:
