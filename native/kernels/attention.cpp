@@ -14,25 +14,6 @@ constexpr int side_by_side() {
     return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
 }
 
-template <int kMost, typename F>
-PENSTOCK_INLINE void dispatch_count(int count, F f) {
-    switch (count) {
-        case 1: f.template operator()<1>(); break;
-        case 2: if constexpr (kMost >= 2) f.template operator()<2>(); break;
-        case 3: if constexpr (kMost >= 3) f.template operator()<3>(); break;
-        case 4: if constexpr (kMost >= 4) f.template operator()<4>(); break;
-        case 5: if constexpr (kMost >= 5) f.template operator()<5>(); break;
-        case 6: if constexpr (kMost >= 6) f.template operator()<6>(); break;
-        case 7: if constexpr (kMost >= 7) f.template operator()<7>(); break;
-        case 8: if constexpr (kMost >= 8) f.template operator()<8>(); break;
-        case 9: if constexpr (kMost >= 9) f.template operator()<9>(); break;
-        case 10: if constexpr (kMost >= 10) f.template operator()<10>(); break;
-        case 11: if constexpr (kMost >= 11) f.template operator()<11>(); break;
-        case 12: if constexpr (kMost >= 12) f.template operator()<12>(); break;
-        default: break;
-    }
-}
-
 // Dot products, times the keys' scales, of kCount pairs and the kTiles * 16 positions from `tile` on. The integer sums of a group
 // of columns stay in registers, and with AVX-512 the sums over groups, too.
 template <typename Kv, int kCount, int kTiles, bool kFetch>
@@ -191,7 +172,7 @@ struct VectorProducts {
     PENSTOCK_MEMBER void score(const Segment& segment, int at, int count, int from, int end, int head_dim, const Scratch& scratch) {
         const int groups = (head_dim + kGroup - 1) / kGroup;
         for (int p = 0; p < count; p += kScorePairs) {
-            dispatch_count<kScorePairs>(count - p < kScorePairs ? count - p : kScorePairs, [&]<int kCount>() {
+            with_count<kScorePairs>(count - p, [&]<int kCount>() {
                 const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
                 const Queries q{integers_of(scratch, at + p, head_dim, kQueryBytes / Kv::kColumns), scratch.q_scales + at * groups + p,
                                 scratch.q_starts + at * groups + p};
@@ -203,7 +184,7 @@ struct VectorProducts {
     // o[pair] = sum over positions [from, end) of the segment of weight * value, of `count` pairs
     PENSTOCK_MEMBER void weigh(const Segment& segment, int count, int from, int end, int head_dim, const Scratch& scratch, float* o) {
         if (!Kv::kIsInt8 && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
-        dispatch_count<kPairs>(count, [&]<int kCount>() { weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, o); });
+        with_count<kPairs>(count, [&]<int kCount>() { weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, o); });
     }
 };
 

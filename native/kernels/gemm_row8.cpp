@@ -47,25 +47,11 @@ PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t ro
     }
 }
 
-// Rows of a task, in as few tiles as there can be, all of about the same size.
 template <int kPanels, typename F>
 PENSTOCK_INLINE void panels_of_rows(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, const Epilogue& e, F activate) {
-    const int tiles = (row1 - row0 + kRow8Rows - 1) / kRow8Rows;
-    for (int i = 0, row = row0; i < tiles; ++i) {
-        const int rows = (row1 - row + tiles - i - 1) / (tiles - i);
-        const auto run = [&]<int kRows>() PENSTOCK_LAMBDA {
-            if constexpr (kRows <= kRow8Rows) tile<kPanels, kRows>(w, a, row, panel, e, activate);
-        };
-        switch (rows) {
-            case 1: run.template operator()<1>(); break;
-            case 2: run.template operator()<2>(); break;
-            case 3: run.template operator()<3>(); break;
-            case 4: run.template operator()<4>(); break;
-            case 5: run.template operator()<5>(); break;
-            default: run.template operator()<6>(); break;
-        }
-        row += rows;
-    }
+    for_row_tiles<kRow8Rows>(row0, row1, [&](int, int row, int rows, int) PENSTOCK_LAMBDA {
+        with_count<kRow8Rows>(rows, [&]<int kRows>() PENSTOCK_LAMBDA { tile<kPanels, kRows>(w, a, row, panel, e, activate); });
+    });
 }
 
 template <typename F>

@@ -24,12 +24,7 @@ struct RowBlock {
     // Calls f(index, row, rows, number of tiles).
     template <typename F>
     PENSTOCK_MEMBER void for_tiles(F f) const {
-        const int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
-        for (int i = 0, row = row0; i < tiles; ++i) {
-            const int rows = (row1 - row + tiles - i - 1) / (tiles - i);
-            f(i, row, rows, tiles);
-            row += rows;
-        }
+        for_row_tiles<kMostRows>(row0, row1, f);
     }
 
     // Lists the outliers of the tiles, if they are merged.
@@ -39,22 +34,6 @@ struct RowBlock {
         for_tiles([&](int index, int first, int rows, int) { begin<kNibbles>(outliers[index], a, first, rows); });
     }
 };
-
-// Calls f.template operator()<count>(), for a count of at most kMost, which is at most 6.
-template <int kMost, typename F>
-PENSTOCK_INLINE void with_count(int count, F f) {
-    const auto call = [&]<int kCount>() PENSTOCK_LAMBDA {
-        if constexpr (kCount <= kMost) f.template operator()<kCount>();
-    };
-    switch (count) {
-        case 1: return call.template operator()<1>();
-        case 2: return call.template operator()<2>();
-        case 3: return call.template operator()<3>();
-        case 4: return call.template operator()<4>();
-        case 5: return call.template operator()<5>();
-        default: return call.template operator()<6>();
-    }
-}
 
 }  // namespace
 

@@ -11,7 +11,6 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int kLoraRows = 4;
 constexpr int32_t kWeightZero = 128;
 constexpr int kChunk = 64;                         // bytes of A: of eight ranks some columns
 constexpr int kGroupBytes = kRanks * kGroup;       // of eight ranks
@@ -183,27 +182,14 @@ PENSTOCK_INLINE void expand_rows(const LoraFactors& f, const LoraHidden& h, int6
     }
 }
 
-// Calls f.template operator()<count>(first) for every four rows; count is below 4 in the last call only.
-template <typename F>
-PENSTOCK_INLINE void for_rows(int row0, int row1, F f) {
-    int row = row0;
-    for (; row + kLoraRows <= row1; row += kLoraRows) f.template operator()<kLoraRows>(row);
-    switch (row1 - row) {
-        case 1: return f.template operator()<1>(row);
-        case 2: return f.template operator()<2>(row);
-        case 3: return f.template operator()<3>(row);
-        default: return;
-    }
-}
-
 }  // namespace
 
 void lora_shrink(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next) {
-    for_rows(row0, row1, [&]<int kRows>(int row) PENSTOCK_LAMBDA { shrink_rows<kRows>(f, x, row, h, row == row0 ? next : nullptr); });
+    for_fours(row0, row1, [&]<int kRows>(int row) PENSTOCK_LAMBDA { shrink_rows<kRows>(f, x, row, h, row == row0 ? next : nullptr); });
 }
 
 void lora_expand(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld) {
-    for_rows(row0, row1, [&]<int kRows>(int row) PENSTOCK_LAMBDA { expand_rows<kRows>(f, h, row, begin, end, channels, out, ld); });
+    for_fours(row0, row1, [&]<int kRows>(int row) PENSTOCK_LAMBDA { expand_rows<kRows>(f, h, row, begin, end, channels, out, ld); });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

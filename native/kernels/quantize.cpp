@@ -31,27 +31,6 @@ PENSTOCK_INLINE uint16_t bf16_of(float x) {
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-// Calls f.template operator()<count>(first) for every four of a row's groups; count is below 4 in the last call only.
-template <typename F>
-PENSTOCK_INLINE void for_fours(int groups, F f) {
-    int g = 0;
-    for (; g + 4 <= groups; g += 4) f.template operator()<4>(g);
-    switch (groups - g) {
-        case 1: return f.template operator()<1>(g);
-        case 2: return f.template operator()<2>(g);
-        case 3: return f.template operator()<3>(g);
-        default: return;
-    }
-}
-
-// Calls f(first, count) for every sixteen of a row's groups; count is below 16 in the last call only.
-template <typename F>
-PENSTOCK_INLINE void for_sixteens(int groups, F f) {
-    int g = 0;
-    for (; g + kLanes <= groups; g += kLanes) f(g, kLanes);
-    if (g < groups) f(g, groups - g);
-}
-
 // One row on its way through the passes. Normed: what becomes integers is x * inverse * norm; else x, and the inverse is 1.
 template <bool kNormed>
 struct Row {
@@ -95,7 +74,7 @@ struct Row {
     PENSTOCK_MEMBER void measure(float eps) {
         vf squares[4], of_x[4];
         for (int p = 0; p < 4; ++p) squares[p] = of_x[p] = set1(0.0f);
-        for_fours(groups, [&]<int kCount>(int g) PENSTOCK_LAMBDA {
+        for_fours(0, groups, [&]<int kCount>(int g) PENSTOCK_LAMBDA {
             vi largest[4];
             for (int i = 0; i < 4; ++i) {
                 largest[i] = set1_i(0);
@@ -135,7 +114,7 @@ struct Row {
         for (int begin = 0; begin < groups; begin += 4 * kLanes) {
             const int count = groups - begin < 4 * kLanes ? groups - begin : 4 * kLanes;
             uint64_t above = 0;
-            for_sixteens(count, [&](int g, int some) PENSTOCK_LAMBDA {
+            for_lanes(count, [&](int g, int some) PENSTOCK_LAMBDA {
                 const vf largest = float_of(load_some(lift + begin + g, some));
                 above |= static_cast<uint64_t>(lanes_above(largest, bound)) << g;
             });
@@ -158,7 +137,7 @@ struct Row {
 
     // The next power of two above the largest value / 127 of each group.
     PENSTOCK_MEMBER void choose_scales() {
-        for_sixteens(groups, [&](int g, int count) PENSTOCK_LAMBDA {
+        for_lanes(groups, [&](int g, int count) PENSTOCK_LAMBDA {
             const vf largest = mul(float_of(load_some(lift + g, count)), set1(inverse));
             const vf wanted = max(mul(largest, set1(1.0f / 127.0f)), set1(kSmallestScale));
             const vi scale = bit_and(add(bits_of(wanted), set1_i(0x7FFFFF)), set1_i(0x7F800000));
@@ -169,7 +148,7 @@ struct Row {
     // The integers and their sums. The norm's inverse and that of a group's scale are multiplied first, which rounds nothing:
     // a scale is a power of two.
     PENSTOCK_MEMBER void round_all() {
-        for_fours(groups, [&]<int kCount>(int g) PENSTOCK_LAMBDA {
+        for_fours(0, groups, [&]<int kCount>(int g) PENSTOCK_LAMBDA {
             vf values[8];
             for (int i = 0; i < 4; ++i) {
                 values[2 * i] = values[2 * i + 1] = set1(0.0f);
@@ -200,7 +179,7 @@ struct Row {
     }
 
     PENSTOCK_MEMBER void scale_sums() {
-        for_sixteens(groups, [&](int g, int count) PENSTOCK_LAMBDA {
+        for_lanes(groups, [&](int g, int count) PENSTOCK_LAMBDA {
             const vi of_q = load_some(start + g, count), twice = add(of_q, of_q), four = add(twice, twice);
             const vi exponent = load_some(lift + g, count), scale = add(set1_i(kOneBits), exponent), lifted = add(set1_i(kLiftBits), exponent);
             alignas(32) uint16_t some[kLanes];

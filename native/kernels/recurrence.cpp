@@ -86,24 +86,9 @@ void attend(const LinearAttentionTask& task, int column) {
 
 void linear_attention(const LinearAttentionTask& task) {
     for (int column = 0; column < task.columns; column += kStateVectors * kLanes) {
-        const int vectors = (task.columns - column + kLanes - 1) / kLanes;
-        if constexpr (kStateVectors >= 4) {
-            if (vectors >= 4) {
-                attend<4>(task, column);
-                continue;
-            }
-            if (vectors == 3) {
-                attend<3>(task, column);
-                continue;
-            }
-        }
-        if constexpr (kStateVectors >= 2) {
-            if (vectors >= 2) {
-                attend<2>(task, column);
-                continue;
-            }
-        }
-        attend<1>(task, column);
+        with_count<kStateVectors>((task.columns - column + kLanes - 1) / kLanes, [&]<int kVectors>() PENSTOCK_LAMBDA {
+            attend<kVectors>(task, column);
+        });
     }
 }
 

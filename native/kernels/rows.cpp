@@ -8,14 +8,6 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-// Calls f(i, count) for every sixteen of [0, n); count is below 16 in the last call only.
-template <typename F>
-PENSTOCK_INLINE void for_lanes(int n, F f) {
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
-    if (i < n) f(i, n - i);
-}
-
 // The sum over [0, n) of what `add_to(sum, i, count)` adds of `count` numbers from i on. Four sums side by side: one alone would wait for
 // each addition before the next. In the order of quantize.cpp.
 template <typename F>

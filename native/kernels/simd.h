@@ -203,4 +203,40 @@ PENSTOCK_INLINE vf exp2_saturating(vf a) {
     return scale2(fma(p, r, set1(1.0f)), n);
 }
 
+// Calls f.template operator()<count>() for a count of at least 1; one above kMost counts as kMost.
+template <int kMost, typename F>
+PENSTOCK_INLINE void with_count(int count, F f) {
+    if constexpr (kMost > 1) {
+        if (count < kMost) return with_count<kMost - 1>(count, f);
+    }
+    f.template operator()<kMost>();
+}
+
+// Calls f.template operator()<count>(first) for every four of [begin, end); count is below 4 in the last call only.
+template <typename F>
+PENSTOCK_INLINE void for_fours(int begin, int end, F f) {
+    for (; begin + 4 <= end; begin += 4) f.template operator()<4>(begin);
+    if (begin < end) with_count<3>(end - begin, [&]<int kCount>() PENSTOCK_LAMBDA { f.template operator()<kCount>(begin); });
+}
+
+// Calls f(i, count) for every sixteen of [0, n); count is below 16 in the last call only.
+template <typename F>
+PENSTOCK_INLINE void for_lanes(int n, F f) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+    if (i < n) f(i, n - i);
+}
+
+// Calls f(index, row, rows, number of tiles) for the rows [row0, row1), in as few tiles of at most kMost rows as there can be, all of about
+// the same size.
+template <int kMost, typename F>
+PENSTOCK_INLINE void for_row_tiles(int row0, int row1, F f) {
+    const int tiles = (row1 - row0 + kMost - 1) / kMost;
+    for (int i = 0, row = row0; i < tiles; ++i) {
+        const int rows = (row1 - row + tiles - i - 1) / (tiles - i);
+        f(i, row, rows, tiles);
+        row += rows;
+    }
+}
+
 }  // namespace penstock::PENSTOCK_ISA

@@ -54,12 +54,7 @@ struct WidenedInput {
     }
 
     PENSTOCK_MEMBER void multiply(const WidenedGroup* weights, int count, int row, int rows, float (*sums)[kPanel]) const {
-        switch (rows) {
-            case 1: return multiply_rows<1>(weights, count, row, sums);
-            case 2: return multiply_rows<2>(weights, count, row, sums);
-            case 3: return multiply_rows<3>(weights, count, row, sums);
-            default: return multiply_rows<4>(weights, count, row, sums);
-        }
+        with_count<kWidenedRows>(rows, [&]<int kRows>() PENSTOCK_LAMBDA { multiply_rows<kRows>(weights, count, row, sums); });
     }
 
   private:
