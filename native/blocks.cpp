@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 
 #include "bf16.h"
@@ -79,7 +80,6 @@ void widen_5(const uint8_t* nibbles, uint32_t fifth, uint8_t* q) {
 
 void decode_q4_0(const uint8_t* block, Group* g) {
     g->d = read_scale(block);
-    g->m = 0.0f;
     std::memcpy(g->q, block + 2, kHalf);
 }
 
@@ -91,7 +91,6 @@ void decode_q4_1(const uint8_t* block, Group* g) {
 
 void decode_q5_0(const uint8_t* block, Group* g) {
     g->d = read_scale(block);
-    g->m = 0.0f;
     widen_5(block + 6, read_u32(block + 2), g->q);
 }
 
@@ -103,7 +102,6 @@ void decode_q5_1(const uint8_t* block, Group* g) {
 
 void decode_q8_0(const uint8_t* block, Group* g) {
     g->d = read_scale(block);
-    g->m = 0.0f;
     for (int i = 0; i < kGroup; ++i) g->q[i] = block[2 + i] ^ 0x80;
 }
 
@@ -151,7 +149,6 @@ void decode_q6_k(const uint8_t* block, Group* groups) {
         const int largest = std::abs(s[0]) >= std::abs(s[1]) ? s[0] : s[1];
         Group& g = groups[i];
         g.d = 0.25f * d * static_cast<float>(largest);
-        g.m = 0.0f;
         int16_t ratio[2];  // 4 s / largest, times 2^12
         for (int half = 0; half < 2; ++half) {
             ratio[half] = largest == 0 ? 0 : static_cast<int16_t>(std::lrint(16384.0f * static_cast<float>(s[half]) / static_cast<float>(largest)));
@@ -188,7 +185,6 @@ void round_to_8_bits(const float* values, Group& g) {
     float largest = 0.0f;
     for (int k = 0; k < kGroup; ++k) largest = std::max(largest, std::fabs(values[k]));
     g.d = largest / 127.0f;
-    g.m = 0.0f;
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     for (int k = 0; k < kGroup; ++k) g.q[k] = static_cast<uint8_t>(static_cast<int>(values[k] * inverse + (kZero8 + 0.5f)));
 }
@@ -234,15 +230,12 @@ void decode_q3_k(const uint8_t* block, Group* groups) {
     }
 }
 
-void decode_iq4_nl(const uint8_t* block, Group* g) { decode_q4_0(block, g); }
-
 void decode_iq4_xs(const uint8_t* block, Group* g) {
     const float d = read_scale(block);
     const int upper = block[2] | block[3] << 8;
     for (int i = 0; i < 8; ++i) {
         const int s = (block[4 + i / 2] >> (i % 2 * 4) & 15) | (upper >> (2 * i) & 3) << 4;
         g[i].d = d * static_cast<float>(s - 32);
-        g[i].m = 0.0f;
         std::memcpy(g[i].q, block + 8 + i * kHalf, kHalf);
     }
 }
@@ -279,11 +272,12 @@ uint64_t spread_even_signs(uint32_t seven) {
     return spread_bits(static_cast<uint8_t>(seven | static_cast<uint32_t>(__builtin_parity(seven)) << 7));
 }
 
-// The codes of 32 columns, laid out as a group.
-void take_codes(const uint64_t (&codes)[4], uint8_t* q) {
+// A group's scale, and the codes of its 32 columns.
+void take_codes(const uint64_t (&codes)[4], float d, Group& group) {
+    group.d = d;
     for (int i = 0; i < 2; ++i) {
         const uint64_t pair = codes[i] | codes[2 + i] << 4;
-        std::memcpy(q + 8 * i, &pair, 8);
+        std::memcpy(group.q + 8 * i, &pair, 8);
     }
 }
 
@@ -292,9 +286,7 @@ void decode_q1_0(const uint8_t* block, Group* groups) {
     for (int i = 0; i < 4; ++i) {
         uint64_t codes[4];
         for (int j = 0; j < 4; ++j) codes[j] = in_every_byte(7) + 2 * spread_bits(block[2 + 4 * i + j]);
-        groups[i].d = d;
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d, groups[i]);
     }
 }
 
@@ -303,9 +295,7 @@ void decode_q2_0(const uint8_t* block, Group* groups) {
     for (int i = 0; i < 2; ++i) {
         uint64_t codes[4];
         for (int j = 0; j < 4; ++j) codes[j] = in_every_byte(7) + spread_pairs(read_u16(block + 2 + 8 * i + 2 * j));
-        groups[i].d = d;
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d, groups[i]);
     }
 }
 
@@ -326,10 +316,8 @@ void decode_tq1_0(const uint8_t* block, Group* groups) {
     digits(block + 32, 16, 5, codes + 160);
     digits(block + 48, 4, 4, codes + 240);
     for (int i = 0; i < 8; ++i) {
-        groups[i].d = d;
-        groups[i].m = 0.0f;
         const uint8_t* const own = codes + i * kGroup;
-        take_codes({read_u64(own), read_u64(own + 8), read_u64(own + 16), read_u64(own + 24)}, groups[i].q);
+        take_codes({read_u64(own), read_u64(own + 8), read_u64(own + 16), read_u64(own + 24)}, d, groups[i]);
     }
 }
 
@@ -340,9 +328,7 @@ void decode_tq2_0(const uint8_t* block, Group* groups) {
         for (int j = 0; j < 4; ++j) {
             codes[j] = in_every_byte(7) + (read_u64(block + i / 4 * kGroup + 8 * j) >> (i % 4 * 2) & in_every_byte(3));
         }
-        groups[i].d = d;
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d, groups[i]);
     }
 }
 
@@ -354,9 +340,7 @@ void decode_iq1_s(const uint8_t* block, Group* groups) {
         for (int j = 0; j < 4; ++j) {
             codes[j] = spread_pairs(kIq1[block[2 + 4 * i + j] | (rest >> (3 * j) & 7) << 8]) | in_every_byte(rest >> 15 << 2);
         }
-        groups[i].d = d * static_cast<float>(2 * (rest >> 12 & 7) + 1) * 0.125f;
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d * static_cast<float>(2 * (rest >> 12 & 7) + 1) * 0.125f, groups[i]);
     }
 }
 
@@ -367,9 +351,7 @@ void decode_iq2_xxs(const uint8_t* block, Group* groups) {
         const uint32_t rest = read_u32(entries + 4);
         uint64_t codes[4];
         for (int j = 0; j < 4; ++j) codes[j] = spread_pairs(kIq2Xxs[entries[j]]) | spread_even_signs(rest >> (7 * j)) << 2;
-        groups[i].d = d * (0.5f + static_cast<float>(rest >> 28)) * 0.25f;
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d * (0.5f + static_cast<float>(rest >> 28)) * 0.25f, groups[i]);
     }
 }
 
@@ -382,9 +364,7 @@ void decode_iq3_xxs(const uint8_t* block, Group* groups) {
         for (int j = 0; j < 4; ++j) {
             codes[j] = spread_triples(kIq3Xxs[entries[2 * j]], kIq3Xxs[entries[2 * j + 1]]) | spread_even_signs(rest >> (7 * j)) << 3;
         }
-        groups[i].d = d * (0.5f + static_cast<float>(rest >> 28));  // of halves
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d * (0.5f + static_cast<float>(rest >> 28)), groups[i]);  // of halves
     }
 }
 
@@ -398,16 +378,13 @@ void decode_iq3_s(const uint8_t* block, Group* groups) {
             const int first = entries[2 * j] | (ninth >> (2 * j) & 1) << 8, second = entries[2 * j + 1] | (ninth >> (2 * j + 1) & 1) << 8;
             codes[j] = spread_triples(kIq3S[first], kIq3S[second]) | spread_bits(signs[j]) << 3;
         }
-        groups[i].d = d * static_cast<float>(2 * s + 1);
-        groups[i].m = 0.0f;
-        take_codes(codes, groups[i].q);
+        take_codes(codes, d * static_cast<float>(2 * s + 1), groups[i]);
     }
 }
 
 // The scale is a power of two, of which a float has all: from 2^-128 on, as the numbers of the table are doubled.
 void decode_mxfp4(const uint8_t* block, Group* g) {
     g->d = std::ldexp(1.0f, block[0] - 128);
-    g->m = 0.0f;
     std::memcpy(g->q, block + 1, kHalf);
 }
 
@@ -416,7 +393,6 @@ void decode_mxfp4(const uint8_t* block, Group* g) {
 void join_halves(const int8_t* integers, const float (&scales)[2], int factor, Group& g) {
     const float largest = std::fabs(scales[0]) >= std::fabs(scales[1]) ? scales[0] : scales[1];
     g.d = largest / static_cast<float>(factor);
-    g.m = 0.0f;
     for (int half = 0; half < 2; ++half) {
         const float ratio = largest == 0.0f ? 0.0f : scales[half] / largest * static_cast<float>(factor);
         for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
@@ -505,65 +481,45 @@ void decode_nvfp4(const uint8_t* block, Group* groups) {
     }
 }
 
+// By SourceFormat. Formats of floats have no blocks.
+constexpr BlockFormat kFormats[] = {
+    {WeightKind::kU4Symmetric, 1, 18, decode_q4_0},             // kQ4_0
+    {WeightKind::kU4Affine, 1, 20, decode_q4_1},                // kQ4_1
+    {WeightKind::kU8Symmetric, 1, 34, decode_q8_0},             // kQ8_0
+    {},                                                         // kBf16
+    {WeightKind::kU8Symmetric, 1, 22, decode_q5_0},             // kQ5_0
+    {WeightKind::kU8Affine, 1, 24, decode_q5_1},                // kQ5_1
+    {WeightKind::kU4Affine, 8, 144, decode_q4_k},               // kQ4_K
+    {WeightKind::kU8Affine, 8, 176, decode_q5_k},               // kQ5_K
+    {WeightKind::kU8Symmetric, 8, 210, decode_q6_k},            // kQ6_K
+    {WeightKind::kU4Table, 1, 18, decode_q4_0, kIq4},           // kIq4Nl
+    {WeightKind::kU4Table, 8, 136, decode_iq4_xs, kIq4},        // kIq4Xs
+    {},                                                         // kF16
+    {},                                                         // kF32
+    {WeightKind::kU8Symmetric, 8, 84, decode_q2_k},             // kQ2_K
+    {WeightKind::kU8Symmetric, 8, 110, decode_q3_k},            // kQ3_K
+    {WeightKind::kU4Symmetric, 4, 18, decode_q1_0},             // kQ1_0
+    {WeightKind::kU4Symmetric, 2, 18, decode_q2_0},             // kQ2_0
+    {WeightKind::kU4Symmetric, 8, 54, decode_tq1_0},            // kTq1_0
+    {WeightKind::kU4Symmetric, 8, 66, decode_tq2_0},            // kTq2_0
+    {WeightKind::kU4Table, 8, 50, decode_iq1_s, kIq1Eighths},   // kIq1S
+    {WeightKind::kU8Symmetric, 8, 56, decode_iq1_m},            // kIq1M
+    {WeightKind::kU4Table, 8, 66, decode_iq2_xxs, kIq2},        // kIq2Xxs
+    {WeightKind::kU8Symmetric, 8, 74, decode_iq2_xs},           // kIq2Xs
+    {WeightKind::kU8Symmetric, 8, 82, decode_iq2_s},            // kIq2S
+    {WeightKind::kU4Table, 8, 98, decode_iq3_xxs, kIq3Halves},  // kIq3Xxs
+    {WeightKind::kU4Table, 8, 110, decode_iq3_s, kIq3Odd},      // kIq3S
+    {WeightKind::kU4Table, 1, 17, decode_mxfp4, kE2m1Twice},    // kMxfp4
+    {WeightKind::kU8Symmetric, 2, 36, decode_nvfp4},            // kNvfp4
+};
+static_assert(std::size(kFormats) == static_cast<size_t>(SourceFormat::kNvfp4) + 1);
+
 }  // namespace
 
 const BlockFormat& block_format(SourceFormat format) {
-    static constexpr BlockFormat kQ4_0{WeightKind::kU4Symmetric, 1, 18, decode_q4_0};
-    static constexpr BlockFormat kQ4_1{WeightKind::kU4Affine, 1, 20, decode_q4_1};
-    static constexpr BlockFormat kQ5_0{WeightKind::kU8Symmetric, 1, 22, decode_q5_0};
-    static constexpr BlockFormat kQ5_1{WeightKind::kU8Affine, 1, 24, decode_q5_1};
-    static constexpr BlockFormat kQ8_0{WeightKind::kU8Symmetric, 1, 34, decode_q8_0};
-    static constexpr BlockFormat kQ4_K{WeightKind::kU4Affine, 8, 144, decode_q4_k};
-    static constexpr BlockFormat kQ5_K{WeightKind::kU8Affine, 8, 176, decode_q5_k};
-    static constexpr BlockFormat kQ6_K{WeightKind::kU8Symmetric, 8, 210, decode_q6_k};
-    static constexpr BlockFormat kIq4Nl{WeightKind::kU4Table, 1, 18, decode_iq4_nl, kIq4};
-    static constexpr BlockFormat kIq4Xs{WeightKind::kU4Table, 8, 136, decode_iq4_xs, kIq4};
-    static constexpr BlockFormat kQ2_K{WeightKind::kU8Symmetric, 8, 84, decode_q2_k};
-    static constexpr BlockFormat kQ3_K{WeightKind::kU8Symmetric, 8, 110, decode_q3_k};
-    static constexpr BlockFormat kQ1_0{WeightKind::kU4Symmetric, 4, 18, decode_q1_0};
-    static constexpr BlockFormat kQ2_0{WeightKind::kU4Symmetric, 2, 18, decode_q2_0};
-    static constexpr BlockFormat kTq1_0{WeightKind::kU4Symmetric, 8, 54, decode_tq1_0};
-    static constexpr BlockFormat kTq2_0{WeightKind::kU4Symmetric, 8, 66, decode_tq2_0};
-    static constexpr BlockFormat kIq1S{WeightKind::kU4Table, 8, 50, decode_iq1_s, kIq1Eighths};
-    static constexpr BlockFormat kIq1M{WeightKind::kU8Symmetric, 8, 56, decode_iq1_m};
-    static constexpr BlockFormat kIq2Xxs{WeightKind::kU4Table, 8, 66, decode_iq2_xxs, kIq2};
-    static constexpr BlockFormat kIq2Xs{WeightKind::kU8Symmetric, 8, 74, decode_iq2_xs};
-    static constexpr BlockFormat kIq2S{WeightKind::kU8Symmetric, 8, 82, decode_iq2_s};
-    static constexpr BlockFormat kIq3Xxs{WeightKind::kU4Table, 8, 98, decode_iq3_xxs, kIq3Halves};
-    static constexpr BlockFormat kIq3S{WeightKind::kU4Table, 8, 110, decode_iq3_s, kIq3Odd};
-    static constexpr BlockFormat kMxfp4{WeightKind::kU4Table, 1, 17, decode_mxfp4, kE2m1Twice};
-    static constexpr BlockFormat kNvfp4{WeightKind::kU8Symmetric, 2, 36, decode_nvfp4};
-    switch (format) {
-        case SourceFormat::kQ4_0: return kQ4_0;
-        case SourceFormat::kQ4_1: return kQ4_1;
-        case SourceFormat::kQ5_0: return kQ5_0;
-        case SourceFormat::kQ5_1: return kQ5_1;
-        case SourceFormat::kQ8_0: return kQ8_0;
-        case SourceFormat::kQ4_K: return kQ4_K;
-        case SourceFormat::kQ5_K: return kQ5_K;
-        case SourceFormat::kQ6_K: return kQ6_K;
-        case SourceFormat::kIq4Nl: return kIq4Nl;
-        case SourceFormat::kIq4Xs: return kIq4Xs;
-        case SourceFormat::kQ2_K: return kQ2_K;
-        case SourceFormat::kQ3_K: return kQ3_K;
-        case SourceFormat::kQ1_0: return kQ1_0;
-        case SourceFormat::kQ2_0: return kQ2_0;
-        case SourceFormat::kTq1_0: return kTq1_0;
-        case SourceFormat::kTq2_0: return kTq2_0;
-        case SourceFormat::kIq1S: return kIq1S;
-        case SourceFormat::kIq1M: return kIq1M;
-        case SourceFormat::kIq2Xxs: return kIq2Xxs;
-        case SourceFormat::kIq2Xs: return kIq2Xs;
-        case SourceFormat::kIq2S: return kIq2S;
-        case SourceFormat::kIq3Xxs: return kIq3Xxs;
-        case SourceFormat::kIq3S: return kIq3S;
-        case SourceFormat::kMxfp4: return kMxfp4;
-        case SourceFormat::kNvfp4: return kNvfp4;
-        case SourceFormat::kBf16:
-        case SourceFormat::kF16:
-        case SourceFormat::kF32: break;
-    }
-    throw std::invalid_argument("not a quantised format");
+    const BlockFormat& blocks = kFormats[static_cast<int>(format)];
+    if (!blocks.decode) throw std::invalid_argument("not a quantised format");
+    return blocks;
 }
 
 int64_t source_bytes(SourceFormat format, int rows, int cols) {

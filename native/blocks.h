@@ -47,7 +47,7 @@ constexpr int kMaxBlockGroups = 8;
 // 32 columns of one row: w = d * (q - zero) + m, as in PackedMatrix.
 struct Group {
     float d;
-    float m;                       // of the affine kinds
+    float m = 0.0f;                // of the affine kinds
     alignas(8) uint8_t q[kGroup];  // 8 bits: one per column; 4 bits: 16 bytes, columns 0-15 in the low halves
 };
 
