@@ -55,17 +55,45 @@ constexpr int32_t kDot4Row8Subtracts = kUnsignedLess;
 PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) { return dot4_u8(acc, w, set1_pair(a4)); }
 #endif
 
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }
+
+// Stores a and b as 32 bf16 and returns `sum` plus what was stored.
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+#if defined(__AVX512BF16__)
+    const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);
+    _mm512_storeu_si512(p, (__m512i)both);
+    return {_mm512_dpbf16_ps(sum.v, both, (__m512bh)_mm512_set1_epi32(0x3F803F80))};
+#else
+    store_bf16(p, a);
+    store_bf16(p + kLanes, b);
+    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
+#endif
+}
+
 // The first `count` of sixteen numbers at p; the others are zero.
 template <typename T>
 PENSTOCK_INLINE auto load_some(const T* p, int count) {
-    return count == kLanes ? load(p) : load_part(p, count);
+    if (count == kLanes) return load(p);
+#if defined(__AVX512VNNI__)
+    return load_part(p, count);
+#else
+    alignas(64) T some[kLanes] = {};
+    for (int i = 0; i < count; ++i) some[i] = p[i];
+    return load(some);
+#endif
 }
 
 // The first `count` lanes to p.
 template <typename T, typename V>
 PENSTOCK_INLINE void store_some(T* p, V a, int count) {
     if (count == kLanes) return store(p, a);
+#if defined(__AVX512VNNI__)
     store_part(p, a, count);
+#else
+    alignas(64) T some[kLanes];
+    store(some, a);
+    for (int i = 0; i < count; ++i) p[i] = some[i];
+#endif
 }
 
 // Interleaves four rows of sixteen bytes: the first byte of each, then the second; `stride` in bytes.

@@ -99,26 +99,6 @@ PENSTOCK_INLINE vi max(vi a, vi b) { return {_mm256_max_epi32(a.l, b.l), _mm256_
 PENSTOCK_INLINE vi load(const int32_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
 }
-PENSTOCK_INLINE vf load_part(const float* p, int count) {
-    alignas(32) float t[16] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
-}
-PENSTOCK_INLINE vi load_part(const int32_t* p, int count) {
-    alignas(32) int32_t t[16] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
-}
-PENSTOCK_INLINE void store_part(float* p, vf a, int count) {
-    alignas(32) float t[16];
-    store(t, a);
-    for (int i = 0; i < count; ++i) p[i] = t[i];
-}
-PENSTOCK_INLINE void store_part(int32_t* p, vi a, int count) {
-    alignas(32) int32_t t[16];
-    store(t, a);
-    for (int i = 0; i < count; ++i) p[i] = t[i];
-}
 PENSTOCK_INLINE vf up_to(vf a, vf bound) {
     return {_mm256_and_ps(a.l, _mm256_cmp_ps(a.l, bound.l, _CMP_LE_OQ)), _mm256_and_ps(a.h, _mm256_cmp_ps(a.h, bound.h, _CMP_LE_OQ))};
 }
@@ -312,7 +292,6 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     return {_mm256_fmadd_ps(even_bf16(a.l), even_bf16(w.l), _mm256_fmadd_ps(odd_bf16(a.l), odd_bf16(w.l), acc.l)),
             _mm256_fmadd_ps(even_bf16(a.h), even_bf16(w.h), _mm256_fmadd_ps(odd_bf16(a.h), odd_bf16(w.h), acc.h))};
 }
-PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }
 PENSTOCK_INLINE __m256 add_exponent_part(__m256 a, __m256 n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
@@ -331,10 +310,5 @@ PENSTOCK_INLINE __m256i pairs_i16_part(__m256 a, __m256 b) {
 PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
     _mm256_storeu_si256((__m256i*)p, pairs_i16_part(a.l, b.l));
     _mm256_storeu_si256((__m256i*)(p + 32), pairs_i16_part(a.h, b.h));
-}
-PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
-    store_bf16(p, a);
-    store_bf16(p + kLanes, b);
-    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
 }
 PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

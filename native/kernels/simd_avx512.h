@@ -186,7 +186,6 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     return {_mm512_fmadd_ps(even_bf16(a), even_bf16(w), _mm512_fmadd_ps(odd_bf16(a), odd_bf16(w), acc.v))};
 }
 #endif
-PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }
 // a * 2^n for n in the low bits of `n`
 PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(_mm512_castps_si512(n.v), 23)))};
@@ -201,17 +200,5 @@ PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
 PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
     const __m512i second = _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 16);
     _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_cvtps_epi32(a.v), second));
-}
-// Stores a and b as 32 bf16 and returns `sum` plus what was stored.
-PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
-#if defined(__AVX512BF16__)
-    const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);
-    _mm512_storeu_si512(p, (__m512i)both);
-    return {_mm512_dpbf16_ps(sum.v, both, (__m512bh)_mm512_set1_epi32(0x3F803F80))};
-#else
-    store_bf16(p, a);
-    store_bf16(p + kLanes, b);
-    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
-#endif
 }
 PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

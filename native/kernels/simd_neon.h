@@ -111,26 +111,6 @@ PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) {
 }
 PENSTOCK_INLINE vi max(vi a, vi b) { return PENSTOCK_FOUR(vi, vmaxq_s32(a.v[i], b.v[i])); }
 PENSTOCK_INLINE vi load(const int32_t* p) { return PENSTOCK_FOUR(vi, vld1q_s32(p + 4 * i)); }
-PENSTOCK_INLINE vf load_part(const float* p, int count) {
-    float t[kLanes] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
-}
-PENSTOCK_INLINE vi load_part(const int32_t* p, int count) {
-    int32_t t[kLanes] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
-}
-PENSTOCK_INLINE void store_part(float* p, vf a, int count) {
-    float t[kLanes];
-    store(t, a);
-    for (int i = 0; i < count; ++i) p[i] = t[i];
-}
-PENSTOCK_INLINE void store_part(int32_t* p, vi a, int count) {
-    int32_t t[kLanes];
-    store(t, a);
-    for (int i = 0; i < count; ++i) p[i] = t[i];
-}
 PENSTOCK_INLINE vf up_to(vf a, vf bound) {
     return PENSTOCK_FOUR(vf, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vcleq_f32(a.v[i], bound.v[i]))));
 }
@@ -235,7 +215,6 @@ PENSTOCK_INLINE float32x4_t dot2_part(float32x4_t acc, uint8x16_t w, uint8x16_t 
 }
 #endif
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) { return PENSTOCK_FOUR(vf, dot2_part(acc.v[i], w.v[i], a.v[i])); }
-PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }
 PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
     return PENSTOCK_FOUR(vf, vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a.v[i]), vshlq_n_s32(vreinterpretq_s32_f32(n.v[i]), 23))));
 }
@@ -254,11 +233,6 @@ PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
         vst1q_u8(p + 32 * half, vreinterpretq_u8_s16(vzip1q_s16(even, odd)));
         vst1q_u8(p + 32 * half + 16, vreinterpretq_u8_s16(vzip2q_s16(even, odd)));
     }
-}
-PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
-    store_bf16(p, a);
-    store_bf16(p + kLanes, b);
-    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
 }
 PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 #undef PENSTOCK_FOUR

@@ -26,7 +26,7 @@ PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { PENSTOCK_LANES c.v[i] += a.v[i] * b.v
 PENSTOCK_INLINE vf sqrt(vf a) { PENSTOCK_LANES a.v[i] = sqrtf(a.v[i]); return a; }
 PENSTOCK_INLINE vf abs(vf a) { PENSTOCK_LANES a.v[i] = fabsf(a.v[i]); return a; }
 // Round to nearest even by the magic-number method; exact for |a| < 2^22, and larger values never come here.
-PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + 12582912.0f) - 12582912.0f; return a; }
+PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + kRoundingMagic) - kRoundingMagic; return a; }
 constexpr bool kScaleSaturates = false;
 PENSTOCK_INLINE vf scale2(vf a, vf n) {
     PENSTOCK_LANES {
@@ -92,10 +92,8 @@ PENSTOCK_INLINE vi times16(vi a) { PENSTOCK_LANES a.v[i] *= 16; return a; }
 PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) { PENSTOCK_LANES p[i] = a.v[i]; }
 PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
-    PENSTOCK_LANES {
-        const float r = (a.v[i] + 12582912.0f) - 12582912.0f;
-        p[i] = r == r ? static_cast<int8_t>(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r) : 0;
-    }
+    const vf r = round(a);
+    PENSTOCK_LANES p[i] = r.v[i] == r.v[i] ? static_cast<int8_t>(r.v[i] > 127.0f ? 127.0f : r.v[i] < -128.0f ? -128.0f : r.v[i]) : 0;
 }
 PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) {
     int8_t bytes[64];
@@ -114,10 +112,6 @@ PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) {
 }
 PENSTOCK_INLINE vi max(vi a, vi b) { PENSTOCK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 PENSTOCK_INLINE vi load(const int32_t* p) { vi r; PENSTOCK_LANES r.v[i] = p[i]; return r; }
-PENSTOCK_INLINE vf load_part(const float* p, int count) { vf r; PENSTOCK_LANES r.v[i] = i < count ? p[i] : 0.0f; return r; }
-PENSTOCK_INLINE vi load_part(const int32_t* p, int count) { vi r; PENSTOCK_LANES r.v[i] = i < count ? p[i] : 0; return r; }
-PENSTOCK_INLINE void store_part(float* p, vf a, int count) { for (int i = 0; i < count; ++i) p[i] = a.v[i]; }
-PENSTOCK_INLINE void store_part(int32_t* p, vi a, int count) { for (int i = 0; i < count; ++i) p[i] = a.v[i]; }
 PENSTOCK_INLINE vf up_to(vf a, vf bound) { PENSTOCK_LANES a.v[i] = a.v[i] <= bound.v[i] ? a.v[i] : 0.0f; return a; }
 PENSTOCK_INLINE void store_largest_of_four(int32_t* p, const vi (&a)[4]) {
     for (int k = 0; k < 4; ++k) {
@@ -167,17 +161,6 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     }
     return acc;
 }
-// Products of bf16 are exact, and the odd one is added first: the order of vdpbf16ps.
-PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
-    const float a0 = widen_bf16(a2[0]), a1 = widen_bf16(a2[1]);
-    PENSTOCK_LANES {
-        uint16_t pair[2];
-        memcpy(pair, w.v + 4 * i, 4);
-        acc.v[i] += widen_bf16(pair[1]) * a1;
-        acc.v[i] += widen_bf16(pair[0]) * a0;
-    }
-    return acc;
-}
 // Of numbers above -1/2.
 PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
     for (int j = 0; j < kSoftmaxVectors; ++j) {
@@ -215,6 +198,7 @@ PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     PENSTOCK_LANES acc.v[i] = static_cast<int32_t>(static_cast<uint32_t>(acc.v[i]) + product(2 * i) + product(2 * i + 1));
     return acc;
 }
+// Products of bf16 are exact, and the odd one is added first: the order of vdpbf16ps.
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     uint16_t x[32], y[32];
     memcpy(x, w.v, 64);
@@ -244,11 +228,6 @@ PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
         memcpy(p + 4 * i, &x[0][i], 2);
         memcpy(p + 4 * i + 2, &x[1][i], 2);
     }
-}
-PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
-    store_bf16(p, a);
-    store_bf16(p + kLanes, b);
-    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
 }
 PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 #undef PENSTOCK_LANES
