@@ -24,7 +24,6 @@ OUTLIER_SHARE = 0.05
 """Share of the groups of 32 columns that hold one: docs/decisions/int8-activations.md."""
 NONE = -1
 SILU = 0
-GELU = 2
 SETTLING_S = 60.0
 
 
@@ -216,7 +215,7 @@ class ProductEngine(_Runner):
                 ops = [
                     (i, activation, out, NONE, out if product.has_residual else NONE) for i, out in zip(ids, outs, strict=True)
                 ]
-                engine.add_linear(ops, samples=False, kind=GELU if product.has_gelu and kind.by_row else NONE)
+                engine.add_linear(ops, samples=False, has_gelu=product.has_gelu and kind.by_row)
         engine.settle()
         wait_for_huge_pages(engine)
 

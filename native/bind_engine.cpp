@@ -105,17 +105,14 @@ int add_table(Engine& self, SourceFormat format, int rows, int cols, const Matri
 
 Domain domain_of(bool samples) { return samples ? Domain::kSamples : Domain::kTokens; }
 
-void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples, int kind,
+void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples, bool has_gelu,
                 const std::vector<int>& sites) {
     Instruction instruction{.kind = InstructionKind::kLinear, .domain = domain_of(samples)};
-    if (kind >= 0 && kind != static_cast<int>(ActivationKind::kGelu)) {
-        throw std::invalid_argument("only GELU can be applied to a product");
-    }
     if (!sites.empty() && sites.size() != ops.size()) throw std::invalid_argument("there is a site for each product, or none");
     for (const auto& [weight, activation, out, bias, residual] : ops) {
-        if (kind >= 0 && self.weights().packed(weight).matrix.kind != WeightKind::kU8Row) throw std::invalid_argument("products of this kind lack activations");
+        if (has_gelu && self.weights().packed(weight).matrix.kind != WeightKind::kU8Row) throw std::invalid_argument("products of this kind lack activations");
         const int site = sites.empty() ? -1 : sites[instruction.linears.size()];
-        instruction.linears.push_back({weight, activation, out, bias, residual, kind >= 0, static_cast<ActivationKind>(std::max(kind, 0)), site});
+        instruction.linears.push_back({weight, activation, out, bias, residual, has_gelu, site});
     }
     self.add_instruction(std::move(instruction));
 }
@@ -566,8 +563,8 @@ void bind_engine(nb::module_& m) {
                  self.add_instruction({.kind = InstructionKind::kRows, .domain = domain_of(samples), .rows = ops});
              },
              "ops"_a, "samples"_a)
-        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "kind"_a = -1, "sites"_a = std::vector<int>{},
-             "(weight, activation, out, bias, residual) each; -1 is none. `kind`: what is computed of the sums, of matrices `by_row` alone.\n"
+        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "has_gelu"_a = false, "sites"_a = std::vector<int>{},
+             "(weight, activation, out, bias, residual) each; -1 is none. `has_gelu`: of the sums, of matrices `by_row` alone.\n"
              "`sites`: one for each, where adapters change them, after SHRINK of it.")
         .def("add_heads", &add_heads, nb::kw_only(), "weight"_a, "activation"_a, "out"_a, "num_heads"_a, "x_columns"_a, "out_columns"_a, "samples"_a,
              "A product for each head, whose matrices are parts of one: see LinearOp in instructions.h.")

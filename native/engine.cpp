@@ -514,8 +514,7 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
 
 Epilogue Engine::epilogue_of(const LinearOp& op) const {
     const Buffer& out = buffers_[op.out];
-    const ActivationKind* const activation = op.has_kind ? &op.kind : nullptr;
-    return {out.data(), out.width, weights_.vector(op.bias), activation, op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
+    return {out.data(), out.width, weights_.vector(op.bias), op.residual >= 0 ? buffers_[op.residual].data() : nullptr, op.has_gelu};
 }
 
 UpcomingKv Engine::upcoming_of(int index, int task) const {
@@ -565,7 +564,7 @@ void Engine::run_heads(const LinearOp& op, int row0, int row1, PanelRange range,
         Activation x = activations_[op.activation].view;
         x.bf16 += int64_t{head} * op.x_columns;
         x.cols = w.cols;
-        const Epilogue epilogue{out.data() + int64_t{head} * (op.out_columns - panels * kPanel), out.width, nullptr, nullptr, nullptr};
+        const Epilogue epilogue{out.data() + int64_t{head} * (op.out_columns - panels * kPanel), out.width};
         kernels_.gemm(w, x, row0, row1, {panel, stop, stop < range.end ? stop : range.next}, epilogue, upcoming);
         upcoming = {};
         panel = stop;
@@ -581,7 +580,7 @@ void Engine::run_gated(const GatedOp& op, int index, int task, int member) {
     if (op.gate_site >= 0 && (adapters_->changes(op.gate_site, row0, row1) || adapters_->changes(op.up_site, row0, row1))) {
         return run_changed_gated(op, row0, row1, range, upcoming, gate_scratch_[member].data());
     }
-    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr, nullptr};
+    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width};
     kernels_.gemm_gated(gate, up, activations_[op.activation].view, row0, row1, range, op.kind, epilogue, upcoming);
 }
 
@@ -596,8 +595,8 @@ void Engine::run_changed_gated(const GatedOp& op, int row0, int row1, PanelRange
         const int stop = std::min(panel + kGatePanels, range.end), column = panel * kPanel;
         const PanelRange some{panel, stop, stop < range.end ? stop : range.next};
         float* const ups = scratch - (int64_t{row0} * kWidth + column);  // of row 0 and column 0
-        kernels_.gemm(gate, x, row0, row1, some, {out.data(), out.width, nullptr, nullptr, nullptr}, fetched);
-        kernels_.gemm(up, x, row0, row1, some, {ups, kWidth, nullptr, nullptr, nullptr}, {});
+        kernels_.gemm(gate, x, row0, row1, some, {out.data(), out.width}, fetched);
+        kernels_.gemm(up, x, row0, row1, some, {ups, kWidth}, {});
         fetched = {};
         adapters_->expand(op.gate_site, row0, row1, panel, stop, out.data(), out.width);
         adapters_->expand(op.up_site, row0, row1, panel, stop, ups, kWidth);

@@ -285,7 +285,7 @@ void Experts::multiply(const Layer& layer, int matrix, int bias, const Activatio
         const int first = at.expert * of_each, stop = at.expert == end.expert ? end.panel : of_each;
         const Panels::Place after = std::min(Panels::Place{panels.next_with_rows(at.expert), 0}, end);
         const Panels::Place next = after < end ? after : later;
-        const Epilogue epilogue{out - int64_t{first} * kPanel, int64_t{of_each} * kPanel, weights_.vector(bias), nullptr};
+        const Epilogue epilogue{out - int64_t{first} * kPanel, int64_t{of_each} * kPanel, weights_.vector(bias)};
         kernels_.gemm(all, input, panels.first_row(at.expert), panels.end_row(at.expert),
                       {first + at.panel, first + stop, next.expert * of_each + next.panel}, epilogue, {});
         at = after;

@@ -68,8 +68,7 @@ struct LinearOp {
     int32_t out;
     int32_t bias = -1;      // vector
     int32_t residual = -1;  // buffer
-    bool has_kind = false;  // an activation, of kind `kind`: weights of kU8Row alone
-    ActivationKind kind = ActivationKind::kGelu;
+    bool has_gelu = false;  // of weights of kU8Row alone
     int32_t site = -1;      // of adapters
     // If num_heads > 0, the matrix has one part per head, in whole panels. Head h multiplies the columns from h * x_columns on of an
     // activation in bf16, and writes those from h * out_columns on.

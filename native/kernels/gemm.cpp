@@ -12,23 +12,23 @@ namespace {
 
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
-                                  const OutlierList* outliers, const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
+                                  const OutlierList* outliers, const Ahead& ahead, const Epilogue& e) {
     vf acc[kPanels][kRows];
     compute_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
-    store_tile(acc, row0, panel, w.rows, e, gates);
+    store_tile(acc, row0, panel, w.rows, e);
 }
 
 // Some panels for a block of rows.
 template <WeightKind kKind, int kPanels, int kMostRows>
 void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows>& block, int panel, int next,
-                    KvFetcher& kv, const Epilogue& e, const ActivationKind* gates) {
+                    KvFetcher& kv, const Epilogue& e) {
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
         const Ahead ahead{next - panel, tiles, index, kMostRows > kFewRows ? kv.next(&block) : KvPart{}};
         const OutlierList* outliers = block.merged ? &block.outliers[index] : nullptr;
         with_count<kMostRows>(rows, [&]<int kRows>() __attribute__((always_inline)) {
-            product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e, gates);
+            product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e);
         });
     });
 }
@@ -99,12 +99,12 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
           const UpcomingKv& upcoming) {
     if (w.kind == WeightKind::kU8Row) return gemm_row8(w, a, row0, row1, range, e);
     if constexpr (kWidensWeights) {
-        if (is_widened(w, row1 - row0)) return gemm_widened(w, a, row0, row1, range, e, nullptr);
+        if (is_widened(w, row1 - row0)) return gemm_widened(w, a, row0, row1, range, e);
     }
     KvFetcher kv(upcoming, tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(w.kind, [&]<WeightKind kKind>() {
         for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
-            panels_product<kKind, kPanels>(w, a, block, panel, next, kv, e, nullptr);
+            panels_product<kKind, kPanels>(w, a, block, panel, next, kv, e);
         });
     });
 }
@@ -112,17 +112,19 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
 // `out` keeps the gate's sums, some panels at a time, until up's follow.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
+    Epilogue with_gates = e;
+    with_gates.gates = &kind;
     if constexpr (kWidensWeights) {
         if (is_widened(gate, row1 - row0)) {
-            gemm_widened(gate, a, row0, row1, range, e, nullptr);
-            return gemm_widened(up, a, row0, row1, range, e, &kind);
+            gemm_widened(gate, a, row0, row1, range, e);
+            return gemm_widened(up, a, row0, row1, range, with_gates);
         }
     }
     KvFetcher kv(upcoming, 2 * tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(gate.kind, [&]<WeightKind kKind>() {
         for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
-            panels_product<kKind, kPanels>(gate, a, block, panel, next, kv, e, nullptr);
-            panels_product<kKind, kPanels>(up, a, block, panel, next, kv, e, &kind);
+            panels_product<kKind, kPanels>(gate, a, block, panel, next, kv, e);
+            panels_product<kKind, kPanels>(up, a, block, panel, next, kv, with_gates);
         });
     });
 }

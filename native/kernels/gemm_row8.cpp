@@ -167,7 +167,7 @@ void round_rows(const Activation& a, int64_t row0, int64_t row1, const float* x,
 }
 
 void gemm_row8(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
-    with_row8_activation(e, [&](auto activate) PENSTOCK_LAMBDA { for_panels(w, a, row0, row1, range, e, activate); });
+    with_activation(e, [&](auto activate) PENSTOCK_LAMBDA { for_panels(w, a, row0, row1, range, e, activate); });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -84,7 +84,7 @@ void gemm_row8(const PackedMatrix& w, const Activation& a, int row0, int row1, P
     TileShape shapes[8];
     for (int i = 0; i < 6; ++i) shapes[i].rows = static_cast<uint8_t>(rows.rows);
     Tiles tiles(shapes);
-    with_row8_activation(e, [&](auto activate) PENSTOCK_LAMBDA {
+    with_activation(e, [&](auto activate) PENSTOCK_LAMBDA {
         int panel = range.begin;
         for (; panel + 2 <= range.end; panel += 2) for_tiles<2>(tiles, w, a, rows, panel, e, activate);
         if (panel < range.end) for_tiles<1>(tiles, w, a, rows, panel, e, activate);

@@ -267,18 +267,16 @@ PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activati
     }
 }
 
-// Stores a tile's sums to e.out. `gates`: e.out has the gates of these sums, which become activation(gate) * sum; null in a plain
-// product.
+// Stores a tile's sums to e.out.
 template <int kPanels, int kRows>
-PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
-                               const ActivationKind* gates) {
+PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e) {
     for (int p = 0; p < kPanels; ++p) {
         const int column = (panel + p) * kPanel;
         const int count = channels - column < kPanel ? channels - column : kPanel;
         for (int r = 0; r < kRows; ++r) {
             vf value = acc[p][r];
             const int64_t at = (row0 + r) * e.ld + column;
-            if (gates) value = gated(load_some(e.out + at, count), value, *gates);
+            if (e.gates) value = gated(load_some(e.out + at, count), value, *e.gates);
             if (e.bias) value = add(value, load_some(e.bias + column, count));
             if (e.residual) value = add(value, load_some(e.residual + at, count));
             store_some(e.out + at, value, count);
@@ -288,17 +286,16 @@ PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int pa
 
 // The common forms have no inner branches: the processor can look ahead to the next tile.
 template <int kPanels, int kRows>
-PENSTOCK_INLINE void store_tile(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
-                                const ActivationKind* gates) {
-    if (e.bias || (panel + kPanels) * kPanel > channels) return store_any(acc, row0, panel, channels, e, gates);
+PENSTOCK_INLINE void store_tile(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e) {
+    if (e.bias || (panel + kPanels) * kPanel > channels) return store_any(acc, row0, panel, channels, e);
     const int64_t first = row0 * e.ld + panel * kPanel;
     const auto for_all = [&](auto f) {
         for (int r = 0; r < kRows; ++r) {
             for (int p = 0; p < kPanels; ++p) f(first + r * e.ld + p * kPanel, acc[p][r]);
         }
     };
-    if (gates) {
-        for_all([&](int64_t at, vf value) { store(e.out + at, gated(load(e.out + at), value, *gates)); });
+    if (e.gates) {
+        for_all([&, kind = *e.gates](int64_t at, vf value) { store(e.out + at, gated(load(e.out + at), value, kind)); });
     } else if (e.residual) {
         for_all([&](int64_t at, vf value) { store(e.out + at, add(value, load(e.residual + at))); });
     } else {

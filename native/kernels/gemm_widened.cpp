@@ -54,13 +54,12 @@ void begin_sums(const Panel& panel, const Activation& a, const RowBlock<kTileRow
 
 // Adds offsets to the sums and stores them.
 template <WeightKind kKind>
-void end_sums(const PackedMatrix& w, int panel, const Activation& a, const RowBlock<kTileRows>& block, const Sums& sums, const Epilogue& e,
-              const ActivationKind* gates) {
+void end_sums(const PackedMatrix& w, int panel, const Activation& a, const RowBlock<kTileRows>& block, const Sums& sums, const Epilogue& e) {
     for_tiles(block, [&]<int kRows>(int, int row) PENSTOCK_LAMBDA {
         vf acc[1][kRows];
         for (int r = 0; r < kRows; ++r) acc[0][r] = load(sums[row - block.row0 + r]);
         if constexpr (Layout<kKind>::kAffine) add_offsets<kKind, 1, kRows>({panel_of<kKind>(w, panel)}, a, row, acc);
-        store_tile(acc, row, panel, w.rows, e, gates);
+        store_tile(acc, row, panel, w.rows, e);
     });
 }
 
@@ -76,8 +75,7 @@ void widen(const Panel& panel, int first, int count, WidenedGroup* to) {
 }
 
 template <WeightKind kKind>
-void multiply_block(const PackedMatrix& w, const Activation& a, const RowBlock<kTileRows>& block, PanelRange range, const Epilogue& e,
-                    const ActivationKind* gates) {
+void multiply_block(const PackedMatrix& w, const Activation& a, const RowBlock<kTileRows>& block, PanelRange range, const Epilogue& e) {
     Sums sums[kPanelsTogether];
     WidenedInput<kMostRows, kPieceGroups> input;
     WidenedGroup widened[kPieceGroups];
@@ -95,32 +93,31 @@ void multiply_block(const PackedMatrix& w, const Activation& a, const RowBlock<k
                 }
             }
         }
-        for (int p = 0; p < panels; ++p) end_sums<kKind>(w, begin + p, a, block, sums[p], e, gates);
+        for (int p = 0; p < panels; ++p) end_sums<kKind>(w, begin + p, a, block, sums[p], e);
     }
 }
 
 template <WeightKind kKind>
-void multiply(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e, const ActivationKind* gates) {
+void multiply(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
     RowBlock<kTileRows> block;
     block.merged = a.cols <= kMergedCols;
     for (int row = row0; row < row1; row += kMostRows) {
         block.row0 = row;
         block.row1 = row + kMostRows < row1 ? row + kMostRows : row1;
         block.begin_outliers<Layout<kKind>::kNibbles>(a);
-        multiply_block<kKind>(w, a, block, range, e, gates);
+        multiply_block<kKind>(w, a, block, range, e);
     }
 }
 
 }  // namespace
 
-void gemm_widened(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
-                  const ActivationKind* gates) {
+void gemm_widened(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
     switch (w.kind) {
-        case WeightKind::kU4Affine: return multiply<WeightKind::kU4Affine>(w, a, row0, row1, range, e, gates);
-        case WeightKind::kU4Symmetric: return multiply<WeightKind::kU4Symmetric>(w, a, row0, row1, range, e, gates);
-        case WeightKind::kU4Table: return multiply<WeightKind::kU4Table>(w, a, row0, row1, range, e, gates);
-        case WeightKind::kU8Affine: return multiply<WeightKind::kU8Affine>(w, a, row0, row1, range, e, gates);
-        default: return multiply<WeightKind::kU8Symmetric>(w, a, row0, row1, range, e, gates);
+        case WeightKind::kU4Affine: return multiply<WeightKind::kU4Affine>(w, a, row0, row1, range, e);
+        case WeightKind::kU4Symmetric: return multiply<WeightKind::kU4Symmetric>(w, a, row0, row1, range, e);
+        case WeightKind::kU4Table: return multiply<WeightKind::kU4Table>(w, a, row0, row1, range, e);
+        case WeightKind::kU8Affine: return multiply<WeightKind::kU8Affine>(w, a, row0, row1, range, e);
+        default: return multiply<WeightKind::kU8Symmetric>(w, a, row0, row1, range, e);
     }
 }
 

@@ -6,8 +6,7 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-// As `gemm`. `gates`: as of store_tile in gemm_tile.h.
-void gemm_widened(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
-                  const ActivationKind* gates);
+// As `gemm`.
+void gemm_widened(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -85,17 +85,17 @@ struct PanelRange {
     int begin, end, next;
 };
 
-// A product with a gate computes the first two, one of kU8Row also kGelu; the others are operations on rows. kSwigluClamped takes a gate and
-// its partner alone.
+// A product with a gate computes the first two; the others are operations on rows. kSwigluClamped takes a gate and its partner alone.
 enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7, kSigmoid = 8, kElu = 9 };
 
-// Changes of a GEMM's result before it is stored, in this order; null pointers are skipped.
+// Changes of a GEMM's result before it is stored; null pointers are skipped. The residual is added last.
 struct Epilogue {
-    float* out = nullptr;             // [rows, ld]
+    float* out = nullptr;                   // [rows, ld]
     int64_t ld = 0;
-    const float* bias = nullptr;      // [weight rows]
-    const ActivationKind* activation = nullptr;  // of kU8Row alone
-    const float* residual = nullptr;  // [rows, ld]; may be `out`
+    const float* bias = nullptr;            // [weight rows]
+    const float* residual = nullptr;        // [rows, ld]; may be `out`
+    bool has_gelu = false;                  // after the bias; of kU8Row alone
+    const ActivationKind* gates = nullptr;  // `out` has the gates of the sums, which become activation(gate) * sum; of gemm_gated alone
 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2, kBf16Tiles = 3 };

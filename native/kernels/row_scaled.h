@@ -72,8 +72,8 @@ struct RowScaled {
 
 // Calls f with the activation of such a product, which has GELU or none.
 template <typename F>
-PENSTOCK_INLINE void with_row8_activation(const Epilogue& e, F f) {
-    if (e.activation) return f([](vf x) PENSTOCK_LAMBDA { return near_gelu(x); });
+PENSTOCK_INLINE void with_activation(const Epilogue& e, F f) {
+    if (e.has_gelu) return f([](vf x) PENSTOCK_LAMBDA { return near_gelu(x); });
     f([](vf x) PENSTOCK_LAMBDA { return x; });
 }
 

@@ -12,15 +12,16 @@ from support.native_variants import VARIANTS
 
 F32 = NDArray[np.float32]
 NUM_ROWS = 29
-GELU = 2
 
 
 def random(rows: int, cols: int, seed: int = 0) -> F32:
     return bf16(np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32))
 
 
-def multiply(x: F32, w: F32, variant: str, *, has_zero: bool = False, kind: int = -1, rows: list[int] | None = None) -> F32:
-    """kind(x @ w.T + bias) of some rows, or all, with the bias 0, 0.01, 0.02 and so on. [rows, len(w)]"""
+def multiply(
+    x: F32, w: F32, variant: str, *, has_zero: bool = False, has_gelu: bool = False, rows: list[int] | None = None
+) -> F32:
+    """x @ w.T + bias, or its GELU, of some rows, or all, with the bias 0, 0.01, 0.02 and so on. [rows, len(w)]"""
     probe = Probe(len(x), len(w), variant=variant)
     values, out = probe.input(x), probe.buffer(len(w))
     activation = probe.engine.add_activation(x.shape[1], True, per_sample=False, by_row=True)
@@ -28,7 +29,7 @@ def multiply(x: F32, w: F32, variant: str, *, has_zero: bool = False, kind: int 
     probe.flush()
     matrix = probe.engine.add_matrix(SourceFormat.F32, *w.shape, w.view(np.uint8), by_row=True)
     bias = probe.engine.add_vector(np.arange(len(w), dtype=np.float32) / 100)
-    probe.engine.add_linear([(matrix, activation, out, bias, -1)], False, kind)
+    probe.engine.add_linear([(matrix, activation, out, bias, -1)], False, has_gelu)
     probe.finish(out)
     return probe.run(range(len(x)) if rows is None else rows)
 
@@ -107,18 +108,18 @@ def test_gelu_of_a_product(variant: str) -> None:
     sums = multiply(x, w, variant).astype(np.float64)
     expected = sums * (1 + np.vectorize(erf)(sums / np.sqrt(2))) / 2
     assert np.abs(sums).max() > 20
-    np.testing.assert_allclose(multiply(x, w, variant, kind=GELU), expected, rtol=0, atol=1.5e-4)
+    np.testing.assert_allclose(multiply(x, w, variant, has_gelu=True), expected, rtol=0, atol=1.5e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rows_bits_are_the_same_alone_and_beside_others(variant: str) -> None:
     x, w = random(NUM_ROWS, 384), random(112, 384, 1)
     x[::3, 40] = 77.0
-    expected = multiply(x, w, variant, kind=GELU)
+    expected = multiply(x, w, variant, has_gelu=True)
     for rows in ([0], [6], [3, 4], [1, 9, 2], list(range(5)), list(range(6, 13)), list(range(28, 10, -1))):
-        assert multiply(x, w, variant, kind=GELU, rows=rows).tobytes() == expected[rows].tobytes()
+        assert multiply(x, w, variant, has_gelu=True, rows=rows).tobytes() == expected[rows].tobytes()
     if variant != "portable":  # which has no fused operations
-        assert expected.tobytes() == multiply(x, w, usable_variants()[-2], kind=GELU).tobytes()
+        assert expected.tobytes() == multiply(x, w, usable_variants()[-2], has_gelu=True).tobytes()
 
 
 @pytest.mark.parametrize("has_zero", [False, True])
@@ -144,4 +145,4 @@ def test_what_has_no_such_form_is_refused() -> None:
         engine.add_matrix(SourceFormat.F32, 4, 32, w.view(np.uint8), by_row=True)
     plain = engine.add_matrix(SourceFormat.F32, 4, 32)
     with pytest.raises(ValueError, match="lack activations"):
-        engine.add_linear([(plain, 0, 0, -1, -1)], False, GELU)
+        engine.add_linear([(plain, 0, 0, -1, -1)], False, has_gelu=True)

@@ -39,7 +39,6 @@ ACTIVATION_KINDS = {
 }
 """Numbers of activations, as in native/kernels/kernels.h."""
 _OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that are fused into a gate-and-up product
-_OF_ROUNDED_PRODUCTS = ("gelu",)  # activations that are fused into products of rounded weights
 _WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
 """Activations with hardly any negative results. When rounded, their range is divided into 256 steps."""
 COMPUTED = frozenset(
@@ -145,7 +144,7 @@ class Gated(NamedTuple):
 
 
 class ActivatedProduct(NamedTuple):
-    """A linear operation and the activation of its result."""
+    """A linear operation and the GELU of its result."""
 
     op: prog.Linear
     act: prog.Act
@@ -202,7 +201,7 @@ def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedPro
     if at + 1 >= len(ops):
         return None
     op, act = ops[at : at + 2]
-    if not (isinstance(op, prog.Linear) and isinstance(act, prog.Act)) or act.activation not in _OF_ROUNDED_PRODUCTS:
+    if not (isinstance(op, prog.Linear) and isinstance(act, prog.Act)) or act.activation != "gelu":
         return None
     fits = act.x == op.out and op.residual is None and weights.is_rounded(op.weight)
     return ActivatedProduct(op, act) if fits and (act.out == op.out or not _is_read(ops, op.out, at + 2)) else None
@@ -476,7 +475,7 @@ class _Emitter:
         self.flush()
         weight, bias = self._weights.matrix(op.weight), self._weights.vector(op.bias)
         out = self._written(act.out)
-        self._engine.add_linear([(weight, x, out, bias, NONE)], self._on_samples, ACTIVATION_KINDS[act.activation])
+        self._engine.add_linear([(weight, x, out, bias, NONE)], self._on_samples, has_gelu=True)
         self._with_zero.add(act.out)
 
     def _add_sites(self, ops: Sequence[prog.Linear | prog.Logits], inputs: Sequence[int]) -> list[int]:

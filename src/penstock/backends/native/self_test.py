@@ -26,7 +26,7 @@ ROTATED_DIM = 32  # of heads in `KvFormat.INT4`
 WIDE_INNER = 1056  # more columns than `kMergedCols`: outliers are added row by row
 PROMPT, ROWS, BLOCK = 37, 6, 32
 STATE_HEADS, VALUE_DIM, STATE_LINE = 4, 96, 64  # of linear attention
-SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
+SILU = 0  # of `ActivationKind` in native/kernels/kernels.h
 
 MODELS = {
     "q4_0": (SourceFormat.Q4_0, KvFormat.INT8, INNER),
@@ -179,7 +179,7 @@ def _texts(variant: str) -> F32:
         num_distances=0,
     )
     engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=attended)], samples=False)
-    engine.add_linear([(matrix(INNER, HIDDEN), wide, inner, -1, -1)], samples=False, kind=GELU)
+    engine.add_linear([(matrix(INNER, HIDDEN), wide, inner, -1, -1)], samples=False, has_gelu=True)
     engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, n=1)], samples=False)
     engine.add_linear([(matrix(HIDDEN, INNER), rounded, out, -1, hidden)], samples=False)
     return _run(engine, out, HIDDEN)
