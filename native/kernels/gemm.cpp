@@ -73,20 +73,6 @@ PENSTOCK_INLINE int tiles_of(int row0, int row1, PanelRange range) {
     return (row1 - row0 + kTileRows - 1) / kTileRows * ((range.end - range.begin + kTilePanels - 1) / kTilePanels);
 }
 
-// Calls f.template operator()<kind>().
-template <typename F>
-PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
-    switch (kind) {
-        case WeightKind::kU4Affine: return f.template operator()<WeightKind::kU4Affine>();
-        case WeightKind::kU4Symmetric: return f.template operator()<WeightKind::kU4Symmetric>();
-        case WeightKind::kU8Symmetric: return f.template operator()<WeightKind::kU8Symmetric>();
-        case WeightKind::kBf16: return f.template operator()<WeightKind::kBf16>();
-        case WeightKind::kU8Affine: return f.template operator()<WeightKind::kU8Affine>();
-        case WeightKind::kU4Table: return f.template operator()<WeightKind::kU4Table>();
-        case WeightKind::kU8Row: return;  // `gemm_row8` handles it; the lowering uses it nowhere else
-    }
-}
-
 PENSTOCK_INLINE bool is_widened(const PackedMatrix& w, int rows) { return rows > kFewRows && w.kind != WeightKind::kBf16; }
 
 }  // namespace

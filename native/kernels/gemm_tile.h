@@ -35,6 +35,20 @@ struct Layout {
     static constexpr int kPairBytes = kOffsets + (kAffine ? 2 * kPanel * 2 : 0);
 };
 
+// Calls f.template operator()<kind>().
+template <typename F>
+PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
+    switch (kind) {
+        case WeightKind::kU4Affine: return f.template operator()<WeightKind::kU4Affine>();
+        case WeightKind::kU4Symmetric: return f.template operator()<WeightKind::kU4Symmetric>();
+        case WeightKind::kU8Symmetric: return f.template operator()<WeightKind::kU8Symmetric>();
+        case WeightKind::kBf16: return f.template operator()<WeightKind::kBf16>();
+        case WeightKind::kU8Affine: return f.template operator()<WeightKind::kU8Affine>();
+        case WeightKind::kU4Table: return f.template operator()<WeightKind::kU4Table>();
+        case WeightKind::kU8Row: return;  // `gemm_row8` handles it; the lowering uses it nowhere else
+    }
+}
+
 PENSTOCK_INLINE float widen(uint16_t bf16) {
     const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
     float x;

@@ -252,19 +252,11 @@ void multiply_rows(const PackedMatrix& w, const PackedMatrix* gate, ActivationKi
 
 PENSTOCK_INLINE void for_rows(const PackedMatrix& w, const PackedMatrix* gate, ActivationKind kind, const Activation& a, int row0, int row1,
                               PanelRange range, const Epilogue& e) {
-    const auto multiply = [&]<WeightKind kKind>() PENSTOCK_LAMBDA {
+    for_kind(w.kind, [&]<WeightKind kKind>() PENSTOCK_LAMBDA {
         for (int row = row0; row < row1; row += kMostRows) {
             multiply_rows<kKind>(w, gate, kind, a, row, row1 - row < kMostRows ? row1 : row + kMostRows, range, e);
         }
-    };
-    switch (w.kind) {
-        case WeightKind::kU4Affine: return multiply.template operator()<WeightKind::kU4Affine>();
-        case WeightKind::kU4Symmetric: return multiply.template operator()<WeightKind::kU4Symmetric>();
-        case WeightKind::kU4Table: return multiply.template operator()<WeightKind::kU4Table>();
-        case WeightKind::kU8Affine: return multiply.template operator()<WeightKind::kU8Affine>();
-        case WeightKind::kU8Symmetric: return multiply.template operator()<WeightKind::kU8Symmetric>();
-        default: return multiply.template operator()<WeightKind::kBf16>();
-    }
+    });
 }
 
 }  // namespace

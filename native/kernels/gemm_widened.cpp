@@ -112,13 +112,9 @@ void multiply(const PackedMatrix& w, const Activation& a, int row0, int row1, Pa
 }  // namespace
 
 void gemm_widened(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
-    switch (w.kind) {
-        case WeightKind::kU4Affine: return multiply<WeightKind::kU4Affine>(w, a, row0, row1, range, e);
-        case WeightKind::kU4Symmetric: return multiply<WeightKind::kU4Symmetric>(w, a, row0, row1, range, e);
-        case WeightKind::kU4Table: return multiply<WeightKind::kU4Table>(w, a, row0, row1, range, e);
-        case WeightKind::kU8Affine: return multiply<WeightKind::kU8Affine>(w, a, row0, row1, range, e);
-        default: return multiply<WeightKind::kU8Symmetric>(w, a, row0, row1, range, e);
-    }
+    for_kind(w.kind, [&]<WeightKind kKind>() {
+        if constexpr (kKind != WeightKind::kBf16) multiply<kKind>(w, a, row0, row1, range, e);
+    });
 }
 
 }  // namespace penstock::PENSTOCK_ISA
