@@ -1,9 +1,7 @@
 // Matrix products over packed weights: which rows and panels are computed together, tile by tile (gemm_tile.h).
 
-#include "gemm_row8.h"
 #include "gemm_rows.h"
 #include "gemm_tile.h"
-#include "gemm_widened.h"
 #include "parts.h"
 
 namespace penstock::PENSTOCK_ISA {

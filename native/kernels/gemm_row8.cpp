@@ -4,8 +4,6 @@
 // The weights of some panels stay in the first-level cache for all rows of a task. Models that read a text once have few outliers, in
 // a handful of columns: an outlier is a wider integer, whose upper part is multiplied separately.
 
-#include "gemm_row8.h"
-
 #include "parts.h"
 #include "row_scaled.h"
 

@@ -1,11 +1,10 @@
-// Products of kU8Row (gemm_row8.h) by tiles: bytes times bytes, 64 columns an operation. Sums are of integers, so every variant has
+// Products of kU8Row (gemm_row8.cpp) by tiles: bytes times bytes, 64 columns an operation. Sums are of integers, so every variant has
 // the same bits.
 //
 // Weights lie in memory as a tile wants them. Those of two panels stay in the first-level cache for all rows of a task, two tiles of rows
 // at a time.
 
-#include "gemm_row8.h"
-
+#include "parts.h"
 #include "row_scaled.h"
 #include "row_tiles.h"
 

@@ -8,7 +8,6 @@
 // Widening and products want the same ports: together they take at least the sum of their times. A sum's order follows from its columns
 // alone, so a row's bits do not depend on the others.
 
-#include "gemm_row8.h"
 #include "gemm_tile.h"
 #include "parts.h"
 #include "row_tiles.h"

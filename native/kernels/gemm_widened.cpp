@@ -8,8 +8,6 @@
 // Sums wait in memory between pieces. Each is computed by the operations of `quant_tile` in gemm_tile.h, in their order, so a row's
 // bits don't depend on the others.
 
-#include "gemm_widened.h"
-
 #include "gemm_rows.h"
 #include "gemm_tile.h"
 #include "parts.h"

@@ -1,4 +1,4 @@
-// The functions that the kernel files of one variant give to its table (table.cpp).
+// The functions that the kernel files of one variant give to its table (table.cpp) and to each other.
 
 #pragma once
 
@@ -26,6 +26,9 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
           const UpcomingKv& upcoming);
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming);
+// Not in the table: `gemm` calls them for kU8Row and, on Arm, for many rows by quantised weights.
+void gemm_row8(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
+void gemm_widened(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
 void lora_shrink(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next);
 void lora_expand(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);

@@ -5,7 +5,7 @@
 #define PENSTOCK_NEON_I8MM 1
 #endif
 
-// Rows above kFewRows go through gemm_widened.h; a tile of more would not fit the registers.
+// Rows above kFewRows go through gemm_widened.cpp; a tile of more would not fit the registers.
 constexpr int kTileRows = 6, kTilePanels = 1, kFewRows = 3, kFewRowPanels = 1;
 constexpr int kRow8Rows = 4, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
