@@ -1,6 +1,7 @@
 #include "adapters.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -20,11 +21,7 @@ constexpr float kSmallestScale8 = 0x1p-40f;
 int64_t in_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // The smallest bf16 that is no smaller, of a number that is.
-uint16_t bf16_above(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return static_cast<uint16_t>((bits + 0xFFFF) >> 16);
-}
+uint16_t bf16_above(float x) { return static_cast<uint16_t>((std::bit_cast<uint32_t>(x) + 0xFFFF) >> 16); }
 
 // Scale of some numbers of at most that size.
 uint16_t scale_of(float largest) { return bf16_above(std::max(largest / 127.0f, kSmallestScale8)); }

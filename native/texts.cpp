@@ -1,8 +1,8 @@
 #include "texts.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstring>
 
 namespace penstock {
 
@@ -38,11 +38,7 @@ void normalise(const KernelTable& kernels, const float* x, int64_t width, float*
 
 bool is_finite(const float* x, int64_t count) {
     uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, sizeof(bits));
-        largest = std::max(largest, bits & 0x7FFFFFFFu);
-    }
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
     return largest < 0x7F800000u;
 }
 

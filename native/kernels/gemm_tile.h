@@ -49,12 +49,7 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
     }
 }
 
-PENSTOCK_INLINE float widen(uint16_t bf16) {
-    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
+PENSTOCK_INLINE float widen(uint16_t bf16) { return __builtin_bit_cast(float, static_cast<uint32_t>(bf16) << 16); }
 
 PENSTOCK_INLINE int pairs_of(int groups) { return (groups + 1) / 2; }
 

@@ -44,18 +44,11 @@ constexpr int kSmallestExponent = 106, kBrokenScale = 255;  // the exponent as i
 
 // The code of the smallest scale of at least `wanted`, or of the largest.
 PENSTOCK_INLINE uint8_t code_of_scale(float wanted) {
-    int32_t bits;
-    memcpy(&bits, &wanted, sizeof bits);
-    const int32_t code = ((bits + 0xFFFFF) >> 20) - (kSmallestExponent << 3);
+    const int32_t code = ((__builtin_bit_cast(int32_t, wanted) + 0xFFFFF) >> 20) - (kSmallestExponent << 3);
     return static_cast<uint8_t>(code < 0 ? 0 : code < kBrokenScale ? code : kBrokenScale - 1);
 }
 
-PENSTOCK_INLINE float scale_of_code(uint8_t code) {
-    const int32_t bits = (code << 20) + (kSmallestExponent << 23);
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return scale;
-}
+PENSTOCK_INLINE float scale_of_code(uint8_t code) { return __builtin_bit_cast(float, (code << 20) + (kSmallestExponent << 23)); }
 
 PENSTOCK_INLINE vi load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)

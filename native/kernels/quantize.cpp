@@ -18,16 +18,9 @@ constexpr float kSmallestLimit = 1e-15f;
 
 constexpr int32_t kOneBits = 0x3F800000;  // of 1.0f
 
-PENSTOCK_INLINE float float_of_bits(int32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 // Rounded to nearest, and to even between two. Of a finite number.
 PENSTOCK_INLINE uint16_t bf16_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
+    const auto bits = __builtin_bit_cast(uint32_t, x);
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
@@ -196,7 +189,7 @@ struct Row {
         float total = 0.0f;
         for (int i = 0; outlier + i < end; ++i) {
             const int column = outlier[i], group = column / kGroup;
-            const float scale = float_of_bits(kOneBits + (lift[group] - kLiftBits));
+            const float scale = __builtin_bit_cast(float, kOneBits + (lift[group] - kLiftBits));
             rest[i] = value(column) - scale * static_cast<float>(q[column]);
             total += rest[i];
             if (outlier[i + 1] / kGroup == group) continue;

@@ -29,12 +29,7 @@ PENSTOCK_INLINE vf abs(vf a) { PENSTOCK_LANES a.v[i] = fabsf(a.v[i]); return a; 
 PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + kRoundingMagic) - kRoundingMagic; return a; }
 constexpr bool kScaleSaturates = false;
 PENSTOCK_INLINE vf scale2(vf a, vf n) {
-    PENSTOCK_LANES {
-        const int32_t bits = (static_cast<int32_t>(n.v[i]) + 127) << 23;
-        float p;
-        memcpy(&p, &bits, 4);
-        a.v[i] *= p;
-    }
+    PENSTOCK_LANES a.v[i] *= __builtin_bit_cast(float, (static_cast<int32_t>(n.v[i]) + 127) << 23);
     return a;
 }
 PENSTOCK_INLINE vf first(int count, vf a, vf b) { PENSTOCK_LANES a.v[i] = i < count ? a.v[i] : b.v[i]; return a; }
@@ -42,29 +37,17 @@ PENSTOCK_INLINE float widen_f16(uint16_t h) {
     // IEEE half to single: shift the mantissa, then let a float multiplication fix the exponent (subnormals too).
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
     const uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
-    float f;
-    memcpy(&f, &magnitude, 4);
-    f *= 0x1p112f;
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
+    auto bits = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) * 0x1p112f);
     if ((h & 0x7C00u) == 0x7C00u) bits = magnitude | 0x7F800000u;
-    bits |= sign;
-    memcpy(&f, &bits, 4);
-    return f;
+    return __builtin_bit_cast(float, bits | sign);
 }
-PENSTOCK_INLINE float widen_bf16(uint16_t b) {
-    const uint32_t bits = static_cast<uint32_t>(b) << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
+PENSTOCK_INLINE float widen_bf16(uint16_t b) { return __builtin_bit_cast(float, static_cast<uint32_t>(b) << 16); }
 PENSTOCK_INLINE vf load_f16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_f16(p[i]); return r; }
 PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_bf16(p[i]); return r; }
 
 PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
     PENSTOCK_LANES {
-        uint32_t bits;
-        memcpy(&bits, &a.v[i], 4);
+        const auto bits = __builtin_bit_cast(uint32_t, a.v[i]);
         p[i] = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
     }
 }
@@ -165,10 +148,7 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
 PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
     for (int j = 0; j < kSoftmaxVectors; ++j) {
         PENSTOCK_LANES {
-            const float rounded = a[j].v[i] + kRoundingMagic;  // whose low bits are the integer
-            uint32_t bits;
-            memcpy(&bits, &rounded, 4);
-            bits &= 0xFFFF;
+            const uint32_t bits = __builtin_bit_cast(uint32_t, a[j].v[i] + kRoundingMagic) & 0xFFFF;  // the integer
             p[j * kLanes + i] = static_cast<uint8_t>(bits < 255 ? bits : 255);
         }
     }

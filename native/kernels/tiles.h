@@ -69,12 +69,7 @@ class Tiles {
 
 inline float flushed(float x) { return __builtin_fabsf(x) < 1.17549435e-38f ? __builtin_copysignf(0.0f, x) : x; }
 
-inline float wide(uint16_t bf16) {
-    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-}
+inline float wide(uint16_t bf16) { return __builtin_bit_cast(float, static_cast<uint32_t>(bf16) << 16); }
 
 // Traps on what a processor would refuse, so that tests find it without the hardware.
 inline void demand(bool is_allowed) {
