@@ -191,12 +191,14 @@ struct VectorProducts {
 }  // namespace
 
 void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
-    const Scratch scratch = make_scratch(memory, kv.head_dim);
+    Parts parts{memory};
+    const Scratch scratch = make_scratch(parts, kv.format, kv.head_dim, kv.num_latent);
     kv.format == KvFormat::kInt16 ? attend(kv, t, scratch, VectorProducts<Int16Kv>()) : attend(kv, t, scratch, VectorProducts<Int8Kv>());
 }
 
 void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
-    const Scratch scratch = make_scratch(memory, kv.head_dim);
+    Parts parts{memory};
+    const Scratch scratch = make_scratch(parts, kv.format, kv.head_dim, kv.num_latent);
     const Pairs pairs = make_pairs(kv, t, 0, t.num_queries * t.num_heads);
     clear(pairs, kv.value_dim(), scratch.merged);
     for (int begin = pairs.first[0] / kSegment * kSegment; begin <= pairs.last[pairs.count - 1]; begin += kSegment) {
@@ -206,10 +208,12 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
     write_out(kv, t, pairs, scratch.merged);
 }
 
-int64_t attention_partial_floats(int num_pairs, int head_dim) { return partial_floats(num_pairs, head_dim); }
+int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
 int64_t attention_scratch_floats(KvFormat format, int head_dim, int num_latent) {
-    return scratch_floats(format, head_dim, num_latent);
+    Parts parts{nullptr};
+    static_cast<void>(make_scratch(parts, format, head_dim, num_latent));
+    return parts.taken;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -53,48 +53,25 @@ struct Scratch {
     State next;           // of kTaskPairs
 };
 
-constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2;
+PENSTOCK_INLINE State take_state(Parts& memory, int head_dim) {
+    return {memory.take(kStateFloats), memory.take(kStateFloats), memory.take(kTaskPairs * head_dim)};
+}
 
-PENSTOCK_INLINE int64_t partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
-
-PENSTOCK_INLINE int64_t scratch_floats(KvFormat format, int head_dim, int num_latent) {
+PENSTOCK_INLINE Scratch make_scratch(Parts& memory, KvFormat format, int head_dim, int num_latent) {
     const int groups = (head_dim + kGroup - 1) / kGroup, wide = format == KvFormat::kInt4 ? 2 * (head_dim + groups + 1) : 0;
-    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
-           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * groups +
-           kSegment / 4 * (2 * num_latent + wide);
-}
-
-PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
-    const State state{memory, memory + kStateFloats, memory + 2 * kStateFloats};
-    memory += 2 * kStateFloats + kTaskPairs * head_dim;
-    return state;
-}
-
-PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
-    memory += -(reinterpret_cast<uintptr_t>(memory) / sizeof(float)) % kLanes;  // vectors within one line of the cache
     Scratch scratch;
-    scratch.scores = memory;
-    memory += kScoreFloats;
-    scratch.weights = reinterpret_cast<uint8_t*>(memory);
-    memory += kWeightFloats;
-    scratch.value_scales = memory;
-    memory += kSegment;
-    scratch.sizes = memory;
-    memory += kSegment;
-    scratch.factor = memory;
-    memory += kLanes;
-    scratch.q = reinterpret_cast<uint8_t*>(memory);
-    memory += kTaskPairs * head_dim / 2;
-    const int groups = (head_dim + kGroup - 1) / kGroup;
-    scratch.q_scales = memory;
-    memory += kTaskPairs * groups;
-    scratch.q_starts = reinterpret_cast<int32_t*>(memory);
-    memory += kTaskPairs * groups;
-    scratch.odd = reinterpret_cast<uint8_t*>(memory);
-    memory += head_dim;
+    scratch.scores = memory.take(kPairs * kSegment);
+    scratch.weights = reinterpret_cast<uint8_t*>(memory.take(kPairs * kSegment / 2));
+    scratch.value_scales = memory.take(kSegment);
+    scratch.sizes = memory.take(kSegment);
+    scratch.factor = memory.take(kLanes);
+    scratch.q = reinterpret_cast<uint8_t*>(memory.take(kTaskPairs * head_dim / 2));
+    scratch.q_scales = memory.take(kTaskPairs * groups);
+    scratch.q_starts = reinterpret_cast<int32_t*>(memory.take(kTaskPairs * groups));
+    scratch.odd = reinterpret_cast<uint8_t*>(memory.take(head_dim));
     scratch.merged = take_state(memory, head_dim);
     scratch.next = take_state(memory, head_dim);
-    scratch.latents = scratch.wide = reinterpret_cast<uint8_t*>(memory);
+    scratch.latents = scratch.wide = reinterpret_cast<uint8_t*>(memory.take(kSegment / 4 * (2 * num_latent + wide)));
     return scratch;
 }
 

@@ -89,7 +89,7 @@ void find_ahead(const KvLayer& kv, const AttentionTask& t, const Range& range, i
 }
 
 PENSTOCK_INLINE State partial(const AttentionTask& t, int num_pairs, int head_dim, int begin) {
-    float* memory = t.partials + begin / kSegment * partial_floats(num_pairs, head_dim);
+    float* memory = t.partials + begin / kSegment * attention_partial_floats(num_pairs, head_dim);
     return {memory, memory + kStateFloats, memory + 2 * kStateFloats};
 }
 

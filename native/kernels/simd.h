@@ -267,4 +267,17 @@ PENSTOCK_INLINE void for_row_tiles(int row0, int row1, F f) {
     }
 }
 
+PENSTOCK_INLINE int64_t whole(int64_t n, int part) { return (n + part - 1) / part * part; }
+
+// Takes parts of a task's memory, which begins on a cache line, as each part does. Without memory it counts.
+struct Parts {
+    float* memory;
+    int64_t taken = 0;  // floats
+    PENSTOCK_MEMBER float* take(int64_t floats) {
+        float* const part = memory ? memory + taken : nullptr;
+        taken += whole(floats, kLanes);
+        return part;
+    }
+};
+
 }  // namespace penstock::PENSTOCK_ISA

@@ -22,8 +22,6 @@ constexpr float kLargestWeight = 32767.0f, kLargestValue = 2047.0f;
 static_assert(kBlock * 32767LL * 2047LL < (1LL << 31) && kBlock % (kVectors * kLanes) == 0);
 constexpr int kPairBytes = kLanes * 4;  // of sixteen pairs of integers
 
-PENSTOCK_INLINE int64_t whole(int64_t n, int part) { return (n + part - 1) / part * part; }
-
 // Where a task keeps its integers and results. Positions are counted from `begin` on, a multiple of kBlock.
 struct TextScratch {
     uint8_t* keys;      // [count / 16][pairs of columns][16][2]
@@ -226,17 +224,6 @@ void attend_tile(const TextAttentionTask& t, const TextScratch& s, int head, int
     store(sums, div(set1(1.0f), load(sums)));
     sum_values(t, s, weights, from, to, sums, t.out + query * t.q_ld + head * t.head_dim, count);
 }
-
-// Takes parts of the memory, each from a cache line on.
-struct Parts {
-    float* next;
-    int64_t taken = 0;
-    PENSTOCK_MEMBER float* take(int64_t floats) {
-        float* const part = next ? next + taken : nullptr;
-        taken += whole(floats, kLanes);
-        return part;
-    }
-};
 
 // For a task that sees `num_seen` positions of a text of `num_tokens`.
 PENSTOCK_INLINE TextScratch make_text_scratch(Parts& memory, int num_seen, int num_tokens, int head_dim) {
