@@ -1,15 +1,12 @@
 #include "blocks.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
 
-#include "bf16.h"
 #include "codebooks.h"
-#include "f16.h"
 
 namespace penstock {
 
@@ -38,18 +35,6 @@ constexpr int kShift5 = kZero8 - 16;
 uint64_t read_u64(const uint8_t* p) {
     uint64_t x;
     std::memcpy(&x, p, 8);
-    return x;
-}
-
-uint32_t read_u32(const uint8_t* p) {
-    uint32_t x;
-    std::memcpy(&x, p, 4);
-    return x;
-}
-
-uint16_t read_u16(const uint8_t* p) {
-    uint16_t x;
-    std::memcpy(&x, p, 2);
     return x;
 }
 
@@ -531,9 +516,7 @@ int64_t source_bytes(SourceFormat format, int rows, int cols) {
 void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, float* out) {
     if (const int bytes = float_bytes(format); bytes > 0) {
         for (int i = 0; i < cols; ++i, row += bytes) {
-            float value = format == SourceFormat::kF16   ? from_f16(read_u16(row))
-                          : format == SourceFormat::kF32 ? std::bit_cast<float>(read_u32(row))
-                                                         : from_bf16(read_u16(row));
+            float value = read_float(format, row);
             if (std::isnan(value)) value = NAN;
             out[i] = scale * value;
         }

@@ -5,8 +5,12 @@
 
 #pragma once
 
+#include <bit>
 #include <cstdint>
+#include <cstring>
 
+#include "bf16.h"
+#include "f16.h"
 #include "kernels/kernels.h"
 
 namespace penstock {
@@ -62,6 +66,24 @@ struct BlockFormat {
 // Bytes of a number of a format that is not quantised; 0 for the others.
 constexpr int float_bytes(SourceFormat format) {
     return format == SourceFormat::kF32 ? 4 : format == SourceFormat::kF16 || format == SourceFormat::kBf16 ? 2 : 0;
+}
+
+inline uint32_t read_u32(const uint8_t* p) {
+    uint32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+inline uint16_t read_u16(const uint8_t* p) {
+    uint16_t x;
+    std::memcpy(&x, p, 2);
+    return x;
+}
+
+// A number of a format that is not quantised.
+inline float read_float(SourceFormat format, const uint8_t* p) {
+    if (format == SourceFormat::kF32) return std::bit_cast<float>(read_u32(p));
+    return format == SourceFormat::kF16 ? from_f16(read_u16(p)) : from_bf16(read_u16(p));
 }
 
 // The blocks of a quantised format.

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
@@ -20,7 +21,6 @@
 #include <stdexcept>
 
 #include "bf16.h"
-#include "f16.h"
 
 namespace penstock {
 
@@ -70,23 +70,11 @@ bool is_affine(WeightKind kind) { return kind == WeightKind::kU4Affine || kind =
 // The byte of a q that stands for zero, or in a table for the value nearest to it: see `mend_zero`.
 uint8_t zero_byte(WeightKind kind) { return is_nibbles(kind) ? 0x88 : 0x80; }
 
-uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits;
-}
-
-float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
-
 // To the nearest, ties to even; no branches, so that sixteen are converted at once.
 uint16_t to_f16(float x) {
-    const uint32_t size = bits_of(x) & 0x7FFFFFFFu, sign = bits_of(x) >> 16 & 0x8000u;
-    const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - 0x3F000000u;  // the addition rounds to multiples of 2^-24
-    const uint32_t normal = (size + 0xC8000FFFu + (size >> 13 & 1u)) >> 13;   // exponent - 112, and rounding
+    const auto bits = std::bit_cast<uint32_t>(x), size = bits & 0x7FFFFFFFu, sign = bits >> 16 & 0x8000u;
+    const auto subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(size) + 0.5f) - 0x3F000000u;  // rounded to multiples of 2^-24
+    const uint32_t normal = (size + 0xC8000FFFu + (size >> 13 & 1u)) >> 13;                           // exponent - 112, and rounding
     const uint32_t finite = size < 0x38800000u ? subnormal : normal;
     return static_cast<uint16_t>(sign | (size >= 0x47800000u ? 0x7C00u : finite));
 }
@@ -171,18 +159,10 @@ constexpr int kRounded = 256;  // numbers rounded at a time, an even number
 void round_to_bf16(SourceFormat format, const uint8_t* source, int count, uint16_t* out) {
     switch (format) {
         case SourceFormat::kF32:
-            for (int i = 0; i < count; ++i) {
-                float x;
-                std::memcpy(&x, source + 4 * i, 4);
-                out[i] = to_bf16(x);
-            }
+            for (int i = 0; i < count; ++i) out[i] = to_bf16(std::bit_cast<float>(read_u32(source + 4 * i)));
             return;
         case SourceFormat::kF16:
-            for (int i = 0; i < count; ++i) {
-                uint16_t h;
-                std::memcpy(&h, source + 2 * i, 2);
-                out[i] = to_bf16(from_f16(h));
-            }
+            for (int i = 0; i < count; ++i) out[i] = to_bf16(from_f16(read_u16(source + 2 * i)));
             return;
         default: std::memcpy(out, source, static_cast<size_t>(count) * 2);
     }
@@ -206,37 +186,26 @@ void pack_bf16(PackedStorage& packed, const uint8_t* first, int panel) {
     }
 }
 
-// A number of a format that is not quantised.
-float float_at(SourceFormat format, const uint8_t* source, int index) {
-    if (format == SourceFormat::kF32) {
-        float x;
-        std::memcpy(&x, source + 4 * static_cast<int64_t>(index), 4);
-        return x;
-    }
-    uint16_t bits;
-    std::memcpy(&bits, source + 2 * static_cast<int64_t>(index), 2);
-    return format == SourceFormat::kF16 ? from_f16(bits) : from_bf16(bits);
-}
-
 // One panel, each row by its largest weight; false if a weight is no finite number.
 bool pack_rows8(PackedStorage& packed, const uint8_t* first, int panel) {
     const PackedMatrix& w = packed.matrix;
-    const int64_t row_bytes = int64_t{w.cols} * float_bytes(packed.format);
+    const SourceFormat format = packed.format;
+    const int64_t bytes = float_bytes(format);
     uint8_t* const to = packed.quants + int64_t{panel} * w.cols * kPanel;
     bool finite = true;
     for (int lane = 0; lane < kPanel; ++lane) {
         const int row = panel * kPanel + lane;
-        const uint8_t* const source = first + lane * row_bytes;
+        const uint8_t* const source = first + lane * w.cols * bytes;
         float largest = 0.0f;
         for (int col = 0; row < w.rows && col < w.cols; ++col) {
-            const float size = std::fabs(float_at(packed.format, source, col));
+            const float size = std::fabs(read_float(format, source + col * bytes));
             finite &= size < INFINITY;
             largest = std::max(largest, size);
         }
         const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
         int32_t sum = 0;
         for (int col = 0; col < w.cols; ++col) {
-            const float x = inverse > 0.0f && finite ? float_at(packed.format, source, col) * inverse : 0.0f;
+            const float x = inverse > 0.0f && finite ? read_float(format, source + col * bytes) * inverse : 0.0f;
             const auto q = static_cast<int32_t>(std::nearbyint(std::min(127.0f, std::max(-127.0f, x))));
             to[col / 4 * 64 + lane * 4 + col % 4] = static_cast<uint8_t>(q + 128);
             sum += q;
