@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <span>
 
 namespace penstock {
 namespace {
@@ -16,41 +17,32 @@ constexpr auto kBits = [] {  // those of a word, the lowest first
     return bits;
 }();
 
-class Vocabulary {
-   public:
-    Vocabulary(float* logits, int size) : logits_(logits), size_(size) {}
-    bool has(int32_t id) const { return id >= 0 && id < size_; }
-    float& operator[](int32_t id) const { return logits_[id]; }
-    float* begin() const { return logits_; }
-    float* end() const { return logits_ + size_; }
+using Vocabulary = std::span<float>;  // logits by id
 
-   private:
-    float* logits_;
-    int size_;
-};
+bool has(Vocabulary logits, int32_t id) { return id >= 0 && static_cast<size_t>(id) < logits.size(); }
 
 bool ends_with(const int32_t* tokens, int num_tokens, const int32_t* suffix, int length) {
     return length <= num_tokens && std::equal(suffix, suffix + length, tokens + (num_tokens - length));
 }
 
 void ban(Vocabulary logits, int32_t id, std::vector<Candidate>& undo) {
-    if (!logits.has(id)) return;
+    if (!has(logits, id)) return;
     undo.push_back({logits[id], id});
     logits[id] = kNever;
 }
 
 void keep_allowed(Vocabulary logits, const RowSampling& row, SamplerScratch& scratch) {
     scratch.saved.clear();
-    for (int32_t id : row.allowed_ids) scratch.saved.push_back(logits.has(id) ? logits[id] : 0.0f);
+    for (int32_t id : row.allowed_ids) scratch.saved.push_back(has(logits, id) ? logits[id] : 0.0f);
     std::fill(logits.begin(), logits.end(), kNever);
     for (size_t i = 0; i < row.allowed_ids.size(); ++i)
-        if (logits.has(row.allowed_ids[i])) logits[row.allowed_ids[i]] = scratch.saved[i];
+        if (has(logits, row.allowed_ids[i])) logits[row.allowed_ids[i]] = scratch.saved[i];
 }
 
 // Step 2. Bans that would leave nothing are undone.
 void restrict(Vocabulary logits, const RowSampling& row, const uint32_t* mask, const int32_t* tokens, int num_tokens,
               int num_prompt_tokens, SamplerScratch& scratch) {
-    if (mask) apply_mask(logits.begin(), static_cast<int>(logits.end() - logits.begin()), 0, mask);
+    if (mask) apply_mask(logits.data(), static_cast<int>(logits.size()), 0, mask);
     if (row.restricts_ids) keep_allowed(logits, row, scratch);
     std::vector<Candidate>& undo = scratch.candidates;
     undo.clear();
@@ -68,7 +60,7 @@ void restrict(Vocabulary logits, const RowSampling& row, const uint32_t* mask, c
 void count_tokens(Vocabulary logits, const int32_t* tokens, int start, int end, bool is_prompt, SamplerScratch& scratch) {
     for (int i = start; i < end; ++i) {
         const int32_t id = tokens[i];
-        if (!logits.has(id)) continue;
+        if (!has(logits, id)) continue;
         if (scratch.counts[id] == 0) scratch.touched.push_back(id);
         if (is_prompt)
             scratch.counts[id] |= kInPrompt;
@@ -80,8 +72,7 @@ void count_tokens(Vocabulary logits, const int32_t* tokens, int start, int end, 
 // Step 4.
 void penalize(Vocabulary logits, const RowSampling& row, const int32_t* tokens, int num_tokens, int num_prompt_tokens,
               SamplerScratch& scratch) {
-    const size_t vocab_size = logits.end() - logits.begin();
-    if (scratch.counts.size() < vocab_size) scratch.counts.resize(vocab_size, 0);
+    if (scratch.counts.size() < logits.size()) scratch.counts.resize(logits.size(), 0);
     scratch.touched.clear();
     const int start = std::max(0, num_tokens - row.penalty_window);
     if (row.repetition_penalty != 1.0f) count_tokens(logits, tokens, start, num_prompt_tokens, true, scratch);
@@ -122,10 +113,10 @@ bool changes_logits(const RowSampling& row) { return restricts(row) || !row.bias
 
 void change_logits(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
                    int num_tokens, int num_prompt_tokens, SamplerScratch& scratch) {
-    const Vocabulary vocabulary(logits, vocab_size);
+    const Vocabulary vocabulary(logits, static_cast<size_t>(vocab_size));
     if (mask || restricts(row)) restrict(vocabulary, row, mask, tokens, num_tokens, num_prompt_tokens, scratch);
     for (size_t i = 0; i < row.bias_ids.size(); ++i)
-        if (vocabulary.has(row.bias_ids[i])) vocabulary[row.bias_ids[i]] += row.bias_values[i];
+        if (has(vocabulary, row.bias_ids[i])) vocabulary[row.bias_ids[i]] += row.bias_values[i];
     if (row.has_penalties()) penalize(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);
 }
 

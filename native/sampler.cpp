@@ -219,8 +219,8 @@ std::optional<Candidate> end_of_prefix(double target, const WeightOf& weight_of,
 
 // top_n_sigma: -inf for logits further below the largest than `num_sigmas` standard deviations of all. Sums in order of id.
 void keep_near_largest(float* logits, int vocab_size, double num_sigmas) {
-    const auto is_possible = [](float logit) { return logit > -std::numeric_limits<float>::infinity(); };
-    float max = -std::numeric_limits<float>::infinity();
+    const auto is_possible = [](float logit) { return logit > kNever; };
+    float max = kNever;
     double sum = 0.0, squares = 0.0;
     int count = 0;
     for (int i = 0; i < vocab_size; ++i) {
@@ -235,7 +235,7 @@ void keep_near_largest(float* logits, int vocab_size, double num_sigmas) {
     }
     const double least = max - num_sigmas * std::sqrt(squares / count);
     for (int i = 0; i < vocab_size; ++i) {
-        if (logits[i] < least) logits[i] = -std::numeric_limits<float>::infinity();
+        if (logits[i] < least) logits[i] = kNever;
     }
 }
 
@@ -307,14 +307,14 @@ int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t
 
 // Step 1, on logits as the model gave them.
 void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch& scratch, SampleResult& result) {
-    result.logprob = -std::numeric_limits<float>::infinity();
+    result.logprob = kNever;
     result.rank = 1;
     result.num_top = 0;
     const float max = fill_block_max(raw, vocab_size, scratch);
     if (!std::isfinite(max)) return;
     const double log_total = std::log(fill_weights(raw, vocab_size, max, 1.0, kTiny, scratch));
     const auto logprob = [&](float x) { return static_cast<float>((static_cast<double>(x) - max) - log_total); };
-    const float chosen = std::isnan(raw[result.token]) ? -std::numeric_limits<float>::infinity() : raw[result.token];
+    const float chosen = std::isnan(raw[result.token]) ? kNever : raw[result.token];
     int num_likelier = 0;
     for (int i = 0; i < vocab_size; ++i) num_likelier += raw[i] > chosen ? 1 : 0;
     result.logprob = logprob(chosen);
