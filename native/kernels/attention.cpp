@@ -150,50 +150,31 @@ PENSTOCK_TILE_READER(PENSTOCK_INLINE) void copy_odd_values(const KvTiles& tiles,
     for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
 }
 
-// The products that attention_task.h asks for.
-template <typename KvType>
-struct VectorProducts {
-    using Kv = KvType;
-    static constexpr int kPositions = Kv::kPositions;  // whose values are multiplied at once: so many weights are made
-
-    // Keeps the integers of four pairs, 32 columns from `begin` on: of the first two pairs and of the others.
-    static PENSTOCK_MEMBER void lay_out(const Scratch& scratch, int head_dim, int item, int begin, vb first, vb second) {
-        alignas(64) int8_t integers[4][kGroup];
-        store64(reinterpret_cast<uint8_t*>(integers[0]), first);
-        store64(reinterpret_cast<uint8_t*>(integers[2]), second);
-        const int groups = (head_dim + kGroup - 1) / kGroup, block = item / (groups * kPairs), place = item % kPairs;
-        uint8_t* out = scratch.q + block * kPairs * head_dim + begin * kPairs + place * kQueryBytes;
-        for (int d = 0; d < (begin + kGroup <= head_dim ? kGroup : kLanes); d += kLanes) {
-            transpose_fours(out + d * kPairs, kPairs * kQueryBytes, integers[0] + d, kGroup, 0);
-        }
+template <typename Kv>
+void score(const Segment& segment, int at, int count, int from, int end, int head_dim, const Scratch& scratch) {
+    const int groups = (head_dim + kGroup - 1) / kGroup;
+    for (int p = 0; p < count; p += kScorePairs) {
+        with_count<kScorePairs>(count - p, [&]<int kCount>() {
+            const auto run = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
+            const Queries q{integers_of(scratch, at + p, head_dim, kQueryBytes / Kv::kColumns), scratch.q_scales + at * groups + p,
+                            scratch.q_starts + at * groups + p};
+            run(segment, from, end, q, head_dim, scratch.scores + p * kSegment);
+        });
     }
+}
 
-    // scores[pair][16 * tile ...] of the pairs [at, at + count) and the tiles [from, end)
-    PENSTOCK_MEMBER void score(const Segment& segment, int at, int count, int from, int end, int head_dim, const Scratch& scratch) {
-        const int groups = (head_dim + kGroup - 1) / kGroup;
-        for (int p = 0; p < count; p += kScorePairs) {
-            with_count<kScorePairs>(count - p, [&]<int kCount>() {
-                const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
-                const Queries q{integers_of(scratch, at + p, head_dim, kQueryBytes / Kv::kColumns), scratch.q_scales + at * groups + p,
-                                scratch.q_starts + at * groups + p};
-                score(segment, from, end, q, head_dim, scratch.scores + p * kSegment);
-            });
-        }
-    }
-
-    // o[pair] = sum over positions [from, end) of the segment of weight * value, of `count` pairs
-    PENSTOCK_MEMBER void weigh(const Segment& segment, int count, int from, int end, int head_dim, const Scratch& scratch, float* o) {
-        if (!Kv::kIsInt8 && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
-        with_count<kPairs>(count, [&]<int kCount>() { weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, o); });
-    }
-};
+template <typename Kv>
+void weigh(const Segment& segment, int count, int from, int end, int head_dim, const Scratch& scratch, float* o) {
+    if (!Kv::kIsInt8 && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
+    with_count<kPairs>(count, [&]<int kCount>() { weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, o); });
+}
 
 }  // namespace
 
 void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
     Parts parts{memory};
     const Scratch scratch = make_scratch(parts, kv.format, kv.head_dim, kv.num_latent);
-    kv.format == KvFormat::kInt16 ? attend(kv, t, scratch, VectorProducts<Int16Kv>()) : attend(kv, t, scratch, VectorProducts<Int8Kv>());
+    kv.format == KvFormat::kInt16 ? attend<Int16Kv>(kv, t, scratch) : attend<Int8Kv>(kv, t, scratch);
 }
 
 void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {

@@ -44,9 +44,20 @@ void round_to_int16(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, con
     }
 }
 
+// Keeps the integers of four pairs, 32 columns from `begin` on: of the first two pairs and of the others.
+PENSTOCK_INLINE void lay_out(const Scratch& scratch, int head_dim, int item, int begin, vb first, vb second) {
+    alignas(64) int8_t integers[4][kGroup];
+    store64(reinterpret_cast<uint8_t*>(integers[0]), first);
+    store64(reinterpret_cast<uint8_t*>(integers[2]), second);
+    const int groups = (head_dim + kGroup - 1) / kGroup, block = item / (groups * kPairs), place = item % kPairs;
+    uint8_t* out = scratch.q + block * kPairs * head_dim + begin * kPairs + place * kQueryBytes;
+    for (int d = 0; d < (begin + kGroup <= head_dim ? kGroup : kLanes); d += kLanes) {
+        transpose_fours(out + d * kPairs, kPairs * kQueryBytes, integers[0] + d, kGroup, 0);
+    }
+}
+
 // For keys of 8 bits: each group of a query's columns has its own scale, like the keys'. A query with NaN or infinity gets a NaN
-// scale and NaN scores. Four pairs go side by side; Products::lay_out stores their integers.
-template <typename Products>
+// scale and NaN scores. Four pairs go side by side.
 void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, const Scratch& scratch) {
     static_assert(kPairs % 4 == 0);
     const int groups = kv.key_groups(), items = (pairs.count + kPairs - 1) / kPairs * groups * kPairs;
@@ -85,7 +96,7 @@ void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, cons
         }
         const vb first = rounded_i8(values[0], values[1], values[2], values[3]);
         const vb second = rounded_i8(values[4], values[5], values[6], values[7]);
-        Products::lay_out(scratch, kv.head_dim, item, begin, first, second);
+        lay_out(scratch, kv.head_dim, item, begin, first, second);
         alignas(16) int32_t sums[4];
         store_sums_of_four(sums, first, second);
         for (int i = 0; i < 4; ++i) scratch.q_starts[item + i] = -kDotZero * sums[i];

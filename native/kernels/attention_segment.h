@@ -234,18 +234,25 @@ PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, 
     }
 }
 
+// scores[pair][16 * tile ...] of the pairs [at, at + count) and the tiles [from, end)
+template <typename Kv>
+void score(const Segment& segment, int at, int count, int from, int end, int head_dim, const Scratch& scratch);
+
+// o[pair] = sum over positions [from, end) of the segment of weight * value, of `count` pairs
+template <typename Kv>
+void weigh(const Segment& segment, int count, int from, int end, int head_dim, const Scratch& scratch, float* o);
+
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
-template <typename Products>
+template <typename Kv>
 void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, Segment& segment,
-                    const KvLayer& kv, const Scratch& scratch, const State& out, Products& products) {
-    using Kv = typename Products::Kv;
+                    const KvLayer& kv, const Scratch& scratch, const State& out) {
     const int head_dim = kv.head_dim, value_dim = kv.value_dim();
     // Positions are relative to the segment from here on.
     const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment;
-    const int padded = padded_end(end, Products::kPositions);
+    const int padded = padded_end(end, Kv::kPositions);
     const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
     const int num_tiles = (end + kKvTile - 1) / kKvTile;
-    products.score(segment, at, count, from / kKvTile, num_tiles, head_dim, scratch);
+    score<Kv>(segment, at, count, from / kKvTile, num_tiles, head_dim, scratch);
     const int steps = head_dim / Kv::kColumns, key_bytes = kLanes * kQueryBytes;
     KeyFetcher keys{segment.ahead.keys, at == 0 ? from / kKvTile : num_tiles, num_tiles, steps / 2 * key_bytes, steps * key_bytes};
     for (int p = 0, stop = 0; p < count; p = stop) {
@@ -264,7 +271,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
     if constexpr (Kv::kIsInt8) {
         if (segment.narrow) widen_all_values(*segment.narrow, segment, segment.first, segment.end, scratch);
     }
-    products.weigh(segment, count, from, end, value_dim, scratch, out.o + at * value_dim);
+    weigh<Kv>(segment, count, from, end, value_dim, scratch, out.o + at * value_dim);
 }
 
 }  // namespace

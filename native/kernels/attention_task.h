@@ -110,16 +110,15 @@ void rotate_queries(const KvLayer& kv, Pairs& pairs, float* out) {
     }
 }
 
-// Up to kTaskPairs pairs, kPairs at a time within every segment. Products multiplies their integers: see VectorProducts.
-template <typename Products>
-void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch, Products& products) {
-    using Kv = typename Products::Kv;
+// Up to kTaskPairs pairs, kPairs at a time within every segment.
+template <typename Kv>
+void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
     const bool is_rotated = Kv::kIsInt8 && stored.format == KvFormat::kInt4;
     const KvLayer kv = is_rotated ? stored.widened() : stored;  // as it is read
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
     if constexpr (Kv::kIsInt8) {
         if (is_rotated) rotate_queries(kv, pairs, scratch.next.o);
-        round_to_int8<Products>(kv, t, pairs, scratch);
+        round_to_int8(kv, t, pairs, scratch);
     } else {
         round_to_int16(kv, t, pairs, scratch);
     }
@@ -143,18 +142,18 @@ void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, 
         if (kv.num_latent > 0) lay_out_latents<Kv>(kv, segment.tiles, num_tiles, scratch);
         const State state = t.partials ? partial(t, num_pairs, kv.value_dim(), begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment(t, pairs, at, count, begin, segment, kv, scratch, state, products);
+            attend_segment<Kv>(t, pairs, at, count, begin, segment, kv, scratch, state);
             if (!t.partials) merge(pairs, at, count, begin, kv.value_dim(), scratch.merged, state);
         });
     }
     if (!t.partials) write_out(stored, t, pairs, scratch.merged);
 }
 
-template <typename Products>
-void attend(const KvLayer& kv, const AttentionTask& t, const Scratch& scratch, Products&& products) {
+template <typename Kv>
+void attend(const KvLayer& kv, const AttentionTask& t, const Scratch& scratch) {
     const int pairs = t.num_queries * t.num_heads;
     for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
-        attend_some(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch, products);
+        attend_some<Kv>(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch);
     }
 }
 
