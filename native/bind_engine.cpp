@@ -26,6 +26,8 @@ namespace nb = nanobind;
 using nb::literals::operator""_a;
 using namespace penstock;
 
+nb::tuple tuple_of(const SampleResult& result);  // bind_sampler.cpp
+
 namespace {
 
 template <typename T>
@@ -316,12 +318,7 @@ void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<in
     std::memcpy(out.data(), self.logits(), out.size() * sizeof(float));
 }
 
-nb::tuple logprobs(const Engine& self, int index) {
-    const SampleResult& r = self.samples().at(index);
-    std::vector<std::tuple<int, float>> top;
-    for (int i = 0; i < r.num_top; ++i) top.emplace_back(r.top_ids[i], r.top_logprobs[i]);
-    return nb::make_tuple(r.token, r.logprob, r.rank, top);
-}
+nb::tuple logprobs(const Engine& self, int index) { return tuple_of(self.samples().at(index)); }
 
 MemoryNodes mask_of(const std::vector<int>& nodes) {
     MemoryNodes mask = 0;

@@ -20,6 +20,12 @@ namespace nb = nanobind;
 using nb::literals::operator""_a;
 using namespace penstock;
 
+nb::tuple tuple_of(const SampleResult& result) {
+    std::vector<std::pair<int, float>> top;
+    for (int i = 0; i < result.num_top; ++i) top.emplace_back(result.top_ids[i], result.top_logprobs[i]);
+    return nb::make_tuple(result.token, result.logprob, result.rank, top);
+}
+
 namespace {
 
 template <typename T>
@@ -70,9 +76,7 @@ nb::tuple sample(const Vector<float>& logits, const RowSampling& row, const Vect
     SampleResult result;
     sample_row(changed.data(), static_cast<int>(changed.size()), row, mask ? mask->data() : nullptr, tokens.data(),
                num_tokens, num_prompt_tokens, scratch ? *scratch : own, result);
-    std::vector<std::pair<int, float>> top;
-    for (int i = 0; i < result.num_top; ++i) top.emplace_back(result.top_ids[i], result.top_logprobs[i]);
-    return nb::make_tuple(result.token, result.logprob, result.rank, top);
+    return tuple_of(result);
 }
 
 nb::tuple score(const Vector<float>& logits, int token, int num_top) {
@@ -80,9 +84,7 @@ nb::tuple score(const Vector<float>& logits, int token, int num_top) {
     SamplerScratch scratch;
     SampleResult result;
     score_token(logits.data(), static_cast<int>(logits.size()), token, num_top, scratch, result);
-    std::vector<std::pair<int, float>> top;
-    for (int i = 0; i < result.num_top; ++i) top.emplace_back(result.top_ids[i], result.top_logprobs[i]);
-    return nb::make_tuple(result.token, result.logprob, result.rank, top);
+    return tuple_of(result);
 }
 
 }  // namespace
