@@ -29,7 +29,7 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
     }
     int d = 0, group = 0;
     do {  // at least once, or the compiler keeps zeros in memory; so below
-        const int end = d + group_steps < steps ? d + group_steps : steps;
+        const int end = least(d + group_steps, steps);
         vi acc[kTiles][kCount];
         PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
             const vi start = Kv::start(q, group + p);
@@ -114,7 +114,7 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
     for (int at = from; at < whole;) {
         const uint8_t* values = segment.tiles.values[at / kKvTile] + column;
         const uint8_t* ahead = segment.ahead.values[at / kKvTile] + column;
-        for (const int stop = whole - at > kKvTile ? at + kKvTile : whole; at < stop; at += Kv::kPositions) {
+        for (const int stop = least(at + kKvTile, whole); at < stop; at += Kv::kPositions) {
             for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * kValueBytes);
             add_some(values, at);
             values += stride;

@@ -21,7 +21,7 @@ PENSTOCK_INLINE uint8_t* integers_of(const Scratch& scratch, int pair, int head_
 // For keys of 16 bits: one scale, which becomes a part of the factor of the pair's scores.
 void round_to_int16(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, const Scratch& scratch) {
     for (int at = 0; at < pairs.count; at += kLanes) {
-        const int count = pairs.count - at < kLanes ? pairs.count - at : kLanes;
+        const int count = least(pairs.count - at, kLanes);
         alignas(64) float squares[kLanes] = {}, largest[kLanes] = {};
         for (int p = 0; p < count; ++p) {
             const Extent extent = extent_of(pairs.q[at + p], kv.head_dim);
@@ -67,7 +67,7 @@ void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, cons
             const float* x[4];
             for (int i = 0; i < 4; ++i) x[i] = pairs.q[at + i < pairs.count ? at + i : at];
             for (int g = 0; g < groups; ++g) {
-                const int begin = g * kGroup, columns = kv.head_dim - begin < kGroup ? kv.head_dim - begin : kGroup;
+                const int begin = g * kGroup, columns = least(kv.head_dim - begin, kGroup);
                 f((at / kPairs * groups + g) * kPairs + at % kPairs, x, begin, columns > kLanes);
             }
         }

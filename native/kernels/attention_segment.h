@@ -103,7 +103,7 @@ struct KeyFetcher {
     int begin_bytes, end_bytes;
 
     PENSTOCK_MEMBER void fetch(int count) {
-        for (const int stop = at + count < end ? at + count : end; at < stop; ++at) {
+        for (const int stop = least(at + count, end); at < stop; ++at) {
             for (int i = begin_bytes; i < end_bytes; i += 64) prefetch(tiles[at] + i);
         }
     }
@@ -248,7 +248,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
                     const KvLayer& kv, const Scratch& scratch, const State& out) {
     const int head_dim = kv.head_dim, value_dim = kv.value_dim();
     // Positions are relative to the segment from here on.
-    const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment;
+    const int last = pairs.last[at + count - 1] - begin, end = least(last + 1, kSegment);
     const int padded = padded_end(end, Kv::kPositions);
     const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
     const int num_tiles = (end + kKvTile - 1) / kKvTile;
@@ -259,7 +259,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
         const int first = pairs.first[at + p] - begin, position = pairs.last[at + p] - begin;
         while (++stop < count && pairs.last[at + stop] - begin == position) {
         }
-        const Seen seen{first > 0 ? first : 0, position < end ? position + 1 : end};
+        const Seen seen{first > 0 ? first : 0, least(position + 1, end)};
         if (seen.lo < seen.hi) {
             weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, from, padded, scratch, keys, out);
             if (t.next && position < kSegment) fetch_pairs(*t.next, pairs, at + p, stop - p, head_dim);

@@ -29,7 +29,7 @@ int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, Kv
     const int tiles_of_block = kv.block_size / kKvTile, wanted = count + (end - begin + kKvTile - 1) / kKvTile;
     const int32_t* block = t.block_table + begin / kv.block_size;
     int tile = begin % kv.block_size / kKvTile;
-    for (const int stop = wanted < most ? wanted : most; count < stop; ++block, tile = 0) {
+    for (const int stop = least(wanted, most); count < stop; ++block, tile = 0) {
         for (; tile < tiles_of_block && count < stop; ++tile, ++count) {
             tiles.keys[count] = keys + *block * block_stride + tile * key_stride;
             tiles.values[count] = kv.num_latent > 0 ? tiles.keys[count] : values + *block * block_stride + tile * value_stride;
@@ -74,7 +74,7 @@ PENSTOCK_INLINE Range range_of(const AttentionTask& t, int first, int end) {
 
 // The keys and values to fetch while the `count` tiles from `begin` on are read: tiles of the same task, then of the next one.
 void find_ahead(const KvLayer& kv, const AttentionTask& t, const Range& range, int begin, int count, Segment& segment) {
-    const int tiles = (range.end - range.begin + kKvTile - 1) / kKvTile, lead = (tiles < kAhead ? tiles : kAhead) * kKvTile;
+    const int tiles = (range.end - range.begin + kKvTile - 1) / kKvTile, lead = least(tiles, kAhead) * kKvTile;
     int found = find_tiles(kv, t, begin + lead, range.end, segment.ahead, 0, count);
     if (found < count && t.next) {
         const AttentionTask& next = *t.next;
@@ -97,7 +97,7 @@ PENSTOCK_INLINE State partial(const AttentionTask& t, int num_pairs, int head_di
 template <typename F>
 PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
     for (int at = 0; at < pairs.count; at += kPairs) {
-        const int count = pairs.count - at < kPairs ? pairs.count - at : kPairs;
+        const int count = least(pairs.count - at, kPairs);
         if (pairs.last[at + count - 1] >= begin && pairs.first[at] < begin + kSegment) f(at, count);
     }
 }
@@ -128,8 +128,8 @@ void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, 
     for (int begin = range.begin; begin < range.end; begin += kSegment) {
         const int num_tiles = find_tiles(stored, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
         find_ahead(stored, t, range, begin, num_tiles, segment);
-        tell_seen(stored, segment.tiles.keys, segment.tiles.values, pairs.first[0] > begin ? pairs.first[0] - begin : 0,
-                  range.end - begin < kSegment ? range.end - begin : kSegment);
+        const int end = least(range.end - begin, kSegment);
+        tell_seen(stored, segment.tiles.keys, segment.tiles.values, pairs.first[0] > begin ? pairs.first[0] - begin : 0, end);
         if constexpr (Kv::kIsInt8) {
             if (is_rotated) {
                 segment.narrow = &stored;
@@ -137,7 +137,7 @@ void attend_some(const KvLayer& stored, const AttentionTask& t, int first_pair, 
                 segment.end = num_tiles;
                 widen_all_keys(stored, segment.tiles, segment.first, num_tiles, scratch);
             }
-            load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
+            load_value_scales(kv, segment.tiles, end, scratch);
         }
         if (kv.num_latent > 0) lay_out_latents<Kv>(kv, segment.tiles, num_tiles, scratch);
         const State state = t.partials ? partial(t, num_pairs, kv.value_dim(), begin) : scratch.next;
@@ -153,7 +153,7 @@ template <typename Kv>
 void attend(const KvLayer& kv, const AttentionTask& t, const Scratch& scratch) {
     const int pairs = t.num_queries * t.num_heads;
     for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
-        attend_some<Kv>(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch);
+        attend_some<Kv>(kv, t, first_pair, least(pairs - first_pair, kTaskPairs), scratch);
     }
 }
 

@@ -48,7 +48,7 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
     block.merged = kKind != WeightKind::kBf16 && a.cols <= kMergedCols;
     for (int row = row0; row < row1; row += block.kMost) {
         block.row0 = row;
-        block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
+        block.row1 = least(row + block.kMost, row1);
         if constexpr (kKind != WeightKind::kBf16) block.template begin_outliers<Layout<kKind>::kNibbles>(a);
         for_panels<kPanels>(range, [&]<int kPanelsOfTile>(int panel, int next) {
             f.template operator()<kPanelsOfTile>(block, panel, next);

@@ -281,7 +281,7 @@ template <int kPanels, int kRows>
 PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e) {
     for (int p = 0; p < kPanels; ++p) {
         const int column = (panel + p) * kPanel;
-        const int count = channels - column < kPanel ? channels - column : kPanel;
+        const int count = least(channels - column, kPanel);
         for (int r = 0; r < kRows; ++r) {
             vf value = acc[p][r];
             const int64_t at = (row0 + r) * e.ld + column;

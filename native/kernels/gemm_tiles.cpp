@@ -155,7 +155,7 @@ PENSTOCK_INLINE void sum_many(Tiles& tiles, const Panels& panels, const Activati
     alignas(64) uint16_t scratch[kMostPanels][kPieceBlocks * kBlockValues];
     const int64_t stride = 2 * a.bf16_stride;
     for (int begin = 0; begin < panels.blocks; begin += kPieceBlocks) {
-        const int end = begin + kPieceBlocks < panels.blocks ? begin + kPieceBlocks : panels.blocks;
+        const int end = least(begin + kPieceBlocks, panels.blocks);
         const uint16_t* weights[kMostPanels];
         for (int i = 0; i < kMostPanels; ++i) {
             weights[i] = tile_of<kKind>(panels, i, begin, scratch[i]);
@@ -194,7 +194,7 @@ PENSTOCK_INLINE void sum_many(Tiles& tiles, const Panels& panels, const Activati
 // Stores finished sums to e.out, or, given a gate's sums, activation(gate) * sum.
 PENSTOCK_INLINE void finish(const float* sums, const float* gates, ActivationKind kind, int row, int num_rows, int panel, int channels,
                             const Epilogue& e) {
-    const int column = panel * kPanel, count = channels - column < kPanel ? channels - column : kPanel;
+    const int column = panel * kPanel, count = least(channels - column, kPanel);
     for (int r = 0; r < num_rows; ++r) {
         const int64_t at = (row + r) * e.ld + column;
         vf value = load(sums + r * kPanel);
@@ -215,7 +215,7 @@ PENSTOCK_INLINE void for_panels(const PackedMatrix& w, const PackedMatrix* gate,
     Panels panels;
     panels.blocks = w.cols / kBlockCols;
     for (int begin = range.begin; begin < range.end; begin += step) {
-        const int end = begin + step < range.end ? begin + step : range.end, next = end < range.end ? end : range.next;
+        const int end = least(begin + step, range.end), next = end < range.end ? end : range.next;
         for (int i = 0; i < kPanels; ++i) {
             const int panel = begin + i % step;
             const PackedMatrix& of = gate && i < step ? *gate : w;
@@ -253,7 +253,7 @@ PENSTOCK_INLINE void for_rows(const PackedMatrix& w, const PackedMatrix* gate, A
                               PanelRange range, const Epilogue& e) {
     for_kind(w.kind, [&]<WeightKind kKind>() PENSTOCK_LAMBDA {
         for (int row = row0; row < row1; row += kMostRows) {
-            multiply_rows<kKind>(w, gate, kind, a, row, row1 - row < kMostRows ? row1 : row + kMostRows, range, e);
+            multiply_rows<kKind>(w, gate, kind, a, row, least(row + kMostRows, row1), range, e);
         }
     });
 }
@@ -264,7 +264,7 @@ int tile_panels(int rows) { return rows > 2 * kMostTileRows ? kMostPanels : 2; }
 
 int task_rows(int cols) {
     const int rows = kInputBytes / (2 * cols) / (2 * kMostTileRows) * (2 * kMostTileRows);
-    return rows < 2 * kMostTileRows ? 2 * kMostTileRows : rows < kMostRows ? rows : kMostRows;
+    return rows < 2 * kMostTileRows ? 2 * kMostTileRows : least(rows, kMostRows);
 }
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e, const UpcomingKv& upcoming) {

@@ -79,15 +79,15 @@ void multiply_block(const PackedMatrix& w, const Activation& a, const RowBlock<k
     WidenedGroup widened[kPieceGroups];
     const int groups = a.cols / kGroup, rows = block.row1 - block.row0;
     for (int begin = range.begin; begin < range.end; begin += kPanelsTogether) {
-        const int panels = range.end - begin < kPanelsTogether ? range.end - begin : kPanelsTogether;
+        const int panels = least(range.end - begin, kPanelsTogether);
         for (int p = 0; p < panels; ++p) begin_sums<kKind>(panel_of<kKind>(w, begin + p), a, block, sums[p]);
         for (int first = 0; first < groups; first += kPieceGroups) {
-            const int count = groups - first < kPieceGroups ? groups - first : kPieceGroups;
+            const int count = least(groups - first, kPieceGroups);
             input.arrange(a, Layout<kKind>::kSmall ? a.start : a.lift, block.row0, rows, first, count);
             for (int p = 0; p < panels; ++p) {
                 widen<kKind>(panel_of<kKind>(w, begin + p), first, count, widened);
                 for (int row = 0; row < rows; row += kWidenedRows) {
-                    input.multiply(widened, count, row, rows - row < kWidenedRows ? rows - row : kWidenedRows, sums[p] + row);
+                    input.multiply(widened, count, row, least(rows - row, kWidenedRows), sums[p] + row);
                 }
             }
         }
@@ -101,7 +101,7 @@ void multiply(const PackedMatrix& w, const Activation& a, int row0, int row1, Pa
     block.merged = a.cols <= kMergedCols;
     for (int row = row0; row < row1; row += kMostRows) {
         block.row0 = row;
-        block.row1 = row + kMostRows < row1 ? row + kMostRows : row1;
+        block.row1 = least(row + kMostRows, row1);
         block.begin_outliers<Layout<kKind>::kNibbles>(a);
         multiply_block<kKind>(w, a, block, range, e);
     }

@@ -51,7 +51,7 @@ struct Head {
         if (item == 0) {
             for (int d = 0; d < value_dim; d += kLanes) largest = max(largest, bits_of(abs(value(d))));
         } else {
-            const int begin = (item - 1) * kGroup, end = begin + kGroup < head_dim ? begin + kGroup : head_dim;
+            const int begin = (item - 1) * kGroup, end = least(begin + kGroup, head_dim);
             for (int d = begin; d < end; d += kLanes) largest = max(largest, bits_of(abs(key(d))));
         }
         return largest;

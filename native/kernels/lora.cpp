@@ -16,8 +16,6 @@ constexpr int kChunk = 64;                         // bytes of A: of eight ranks
 constexpr int kGroupBytes = kRanks * kGroup;       // of eight ranks
 constexpr int kChunksOfGroup = kGroupBytes / kChunk;
 
-PENSTOCK_INLINE int least(int a, int b) { return a < b ? a : b; }
-
 // The units of one panel of A, and where what is fetched meanwhile lies, or null.
 struct PanelOfA {
     const uint8_t* const* units;

@@ -105,7 +105,7 @@ struct Row {
     PENSTOCK_MEMBER void list_outliers() {
         const vf bound = set1(limit);
         for (int begin = 0; begin < groups; begin += 4 * kLanes) {
-            const int count = groups - begin < 4 * kLanes ? groups - begin : 4 * kLanes;
+            const int count = least(groups - begin, 4 * kLanes);
             uint64_t above = 0;
             for_lanes(count, [&](int g, int some) PENSTOCK_LAMBDA {
                 const vf largest = float_of(load_some(lift + begin + g, some));

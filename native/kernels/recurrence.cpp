@@ -11,8 +11,6 @@ namespace {
 constexpr int kTokensTogether = 16;  // of a convolution: their inputs stay in the first-level cache
 constexpr int kTokensAhead = 2;      // of linear attention, whose inputs are fetched: they lie pages apart
 
-PENSTOCK_INLINE int lanes_of(int columns, int column) { return columns - column < kLanes ? columns - column : kLanes; }
-
 // sums = the state's rows, each times its number of k
 template <int kVectors>
 PENSTOCK_INLINE void sum_rows(const float* const* rows, int count, int column, const float* k, vf (&sums)[kVectors]) {
@@ -65,7 +63,7 @@ void attend(const LinearAttentionTask& task, int column) {
         vf values[kVectors], added[kVectors], out[kVectors];
         PENSTOCK_UNROLL
         for (int j = 0; j < kVectors; ++j) {
-            values[j] = load_some(v + j * kLanes, lanes_of(task.columns, column + j * kLanes));
+            values[j] = load_some(v + j * kLanes, least(kLanes, task.columns - column - j * kLanes));
             added[j] = mul(rate, task.is_delta ? fma(set1(-decay), sums[j], values[j]) : values[j]);
         }
         if (task.is_delta && t + 1 < task.num_tokens) {
@@ -76,7 +74,7 @@ void attend(const LinearAttentionTask& task, int column) {
         PENSTOCK_UNROLL
         for (int j = 0; j < kVectors; ++j) {
             if (task.skip) out[j] = fma(set1(*task.skip), values[j], out[j]);
-            store_some(task.out + t * task.out_ld + column + j * kLanes, out[j], lanes_of(task.columns, column + j * kLanes));
+            store_some(task.out + t * task.out_ld + column + j * kLanes, out[j], least(kLanes, task.columns - column - j * kLanes));
         }
         from = task.to;
     }
@@ -97,11 +95,11 @@ void causal_conv(const CausalConvTask& task) {
     const int before = task.taps - 1;
     for (int i = 0; i < before; ++i) memcpy(seen[i], task.from[i], static_cast<size_t>(task.columns) * sizeof(float));
     for (int first = 0; first < task.num_tokens; first += kTokensTogether) {
-        const int count = task.num_tokens - first < kTokensTogether ? task.num_tokens - first : kTokensTogether;
+        const int count = least(task.num_tokens - first, kTokensTogether);
         const float* const x = task.x + first * task.x_ld;
         for (int t = 0; t < count; ++t) memcpy(seen[before + t], x + t * task.x_ld, static_cast<size_t>(task.columns) * sizeof(float));
         for (int column = 0; column < task.columns; column += kLanes) {
-            const int lanes = lanes_of(task.columns, column);
+            const int lanes = least(kLanes, task.columns - column);
             vf weight[kMostTaps];
             for (int tap = 0; tap <= before; ++tap) weight[tap] = load_some(task.weight + tap * task.weight_ld + column, lanes);
             for (int t = 0; t < count; ++t) {

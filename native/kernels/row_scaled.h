@@ -53,7 +53,7 @@ struct RowScaled {
     int first, count;  // channels
 
     PENSTOCK_MEMBER RowScaled(const PackedMatrix& w, int panel, const Epilogue& e)
-        : first(panel * kPanel), count(w.rows - first < kPanel ? w.rows - first : kPanel) {
+        : first(panel * kPanel), count(least(w.rows - first, kPanel)) {
         scales = load(w.row_scales + first);
         bias = e.bias ? load_some(e.bias + first, count) : set1(0.0f);
         weight_sums = load(w.row_sums + first);

@@ -19,10 +19,7 @@ struct RowTiles {
         count = (row1 - row0 + kMostTileRows - 1) / kMostTileRows;
         rows = (row1 - row0 + count - 1) / count;
     }
-    PENSTOCK_MEMBER int begin(int tile) const {
-        const int row = first + tile * rows, last = end - rows;
-        return row < last ? row : last;
-    }
+    PENSTOCK_MEMBER int begin(int tile) const { return least(first + tile * rows, end - rows); }
     PENSTOCK_MEMBER int skipped(int tile) const { return first + tile * rows - begin(tile); }
 };
 

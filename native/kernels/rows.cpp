@@ -19,7 +19,7 @@ PENSTOCK_INLINE float sum_up(int n, F add_to) {
     }
     for (int p = 0; p < 4; ++p, i += kLanes) {
         if (i >= n) break;
-        part[p] = add_to(part[p], i, n - i < kLanes ? n - i : kLanes);
+        part[p] = add_to(part[p], i, least(n - i, kLanes));
     }
     return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
 }

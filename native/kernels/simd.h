@@ -32,6 +32,8 @@ constexpr int kLanes = 16;
 // 1.5 * 2^23: adding it rounds a float to an integer in its low bits.
 constexpr float kRoundingMagic = 12582912.0f;
 
+PENSTOCK_INLINE int least(int a, int b) { return a < b ? a : b; }
+
 #if defined(__AVX512VNNI__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

@@ -24,7 +24,7 @@ PENSTOCK_INLINE void cap(float* scores, int lo, int hi, float factor, float soft
 // Lanes of [i, i + 16) that are in [lo, hi) from x, the others from `other`.
 PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
     if (i + kLanes > hi) x = first(hi > i ? hi - i : 0, x, other);
-    if (i < lo) x = first(lo - i < kLanes ? lo - i : kLanes, other, x);
+    if (i < lo) x = first(least(lo - i, kLanes), other, x);
     return x;
 }
 

@@ -41,7 +41,7 @@ PENSTOCK_INLINE int first_seen(const TextAttentionTask& t, int query) {
 }
 PENSTOCK_INLINE int end_seen(const TextAttentionTask& t, int query) {
     if (t.is_causal) return query + 1;
-    return t.window > 0 && query + t.window < t.num_tokens ? query + t.window : t.num_tokens;
+    return t.window > 0 ? least(query + t.window, t.num_tokens) : t.num_tokens;
 }
 
 // `count` rows of a head's columns as integers, sixteen rows side by side; the last sixteen end in copies of the last row. A scale is NaN
@@ -52,8 +52,8 @@ void round_rows(const float* x, int64_t ld, int count, int head_dim, float* colu
         vf squares[4], largest[4];  // of every fourth column: one sum alone would wait for each addition before the next
         for (int p = 0; p < 4; ++p) squares[p] = largest[p] = set1(0.0f);
         for (int col = 0; col < head_dim; col += kLanes) {
-            const int cols = head_dim - col < kLanes ? head_dim - col : kLanes;
-            transpose(columns + col * kLanes, x + at * ld + col, ld, count - at < kLanes ? count - at : kLanes, cols);
+            const int cols = least(head_dim - col, kLanes);
+            transpose(columns + col * kLanes, x + at * ld + col, ld, least(count - at, kLanes), cols);
             for (int i = col; i < col + kLanes; i += 4) {  // beyond the last column there are zeros
                 for (int p = 0; p < 4; ++p) {
                     const vf a = load(columns + (i + p) * kLanes);
@@ -80,7 +80,7 @@ void round_values(const TextAttentionTask& t, const TextScratch& s, int end) {
     const int count = end - s.begin;
     const float* const v = t.v + s.begin * t.kv_ld;
     for (int col = 0; col < s.value_cols; col += kLanes) {
-        const int cols = t.head_dim - col < kLanes ? t.head_dim - col : kLanes;
+        const int cols = least(t.head_dim - col, kLanes);
         vf inverse = set1(0.0f);
         if (cols > 0) {
             vf largest = set1(0.0f), zero = set1(0.0f);  // the latter becomes NaN if any value is not finite
@@ -192,7 +192,7 @@ PENSTOCK_INLINE void sum_values(const TextAttentionTask& t, const TextScratch& s
             }
         }
         for (int v = 0; v < kVectors; ++v) {
-            const int first = col + v * kLanes, cols = t.head_dim - first < kLanes ? t.head_dim - first : kLanes;
+            const int first = col + v * kLanes, cols = least(t.head_dim - first, kLanes);
             if (cols <= 0) break;
             const vf scale = load(s.value_scales + first);
             for (int r = 0; r < count; ++r) store_some(out + r * t.q_ld + first, mul(mul(totals[r][v], scale), set1(factors[r])), cols);
@@ -231,7 +231,7 @@ PENSTOCK_INLINE TextScratch make_text_scratch(Parts& memory, int num_seen, int n
     s.count = static_cast<int>(whole(num_seen, kBlock));
     s.pairs = (head_dim + 1) / 2;
     s.value_cols = static_cast<int>(whole(head_dim, kVectors * kLanes));
-    const int64_t rows = whole(num_tokens < kTextQueries ? num_tokens : kTextQueries, kBlock), count = s.count;
+    const int64_t rows = whole(least(num_tokens, kTextQueries), kBlock), count = s.count;
     s.keys = reinterpret_cast<uint8_t*>(memory.take(count * s.pairs));
     s.queries = reinterpret_cast<uint8_t*>(memory.take(rows * s.pairs));
     s.values = reinterpret_cast<uint8_t*>(memory.take(count / 2 * s.value_cols));
@@ -259,7 +259,7 @@ void text_attention(const TextAttentionTask& t, float* memory) {
         round_rows(q, t.q_ld, t.end_query - t.first_query, t.head_dim, s.columns, s.queries, s.query_scales);
         if (t.distances) spread_biases(t, head, s.biases);
         for (int query = t.first_query; query < t.end_query; query += kRows) {
-            attend_tile(t, s, head, query, t.end_query - query < kRows ? t.end_query - query : kRows);
+            attend_tile(t, s, head, query, least(t.end_query - query, kRows));
         }
     }
 }
