@@ -11,8 +11,6 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr float kSmallestLimit = 1e-15f;  // the squares of smaller numbers underflow: such rows are zeros
-
 template <int kPanels, int kRows, typename F>
 PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t row0, int panel, const Epilogue& e, F activate) {
     const int64_t panel_bytes = int64_t{a.cols} * kPanel;

@@ -21,6 +21,7 @@ constexpr int kKeyZero = 128;  // added to an 8-bit key's integer when it is sto
 // the part of it that an int8 can't hold is kept in float32. Otherwise the few very large channels of language models would make their
 // groups coarse. At most cols / ratio^2 values of a row can be outliers.
 constexpr float kOutlierRatio = 6.0f;
+constexpr float kSmallestLimit = 1e-15f;  // smaller limits of outliers and scales of rows count as 0: their squares underflow
 constexpr int32_t kNoColumn = INT32_MAX;  // ends a row's list of outliers
 constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOutlierRatio * kOutlierRatio) + 2; }
 
@@ -33,6 +34,8 @@ constexpr int32_t kLiftBits = 0x4B400000;  // of 1.5 * 2^23
 static_assert(kGroup * 128 * 128 < 1 << 22);  // weights less their zero, and activations
 
 enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5, kU8Row = 6 };
+
+constexpr int32_t kWeightZero = 128;  // of 8 bits
 
 // Most columns of a matrix of kU8Row, so that sums with outliers stay within 32 bits.
 constexpr int kMostRow8Cols = 8192;
@@ -327,14 +330,14 @@ struct KernelTable {
     void (*lora_shrink)(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next);
     // out[r, panels] += h[r] B^T for rows [row0, row1) and panels [begin, end); out is [., ld] and has `channels` columns.
     void (*lora_expand)(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
-    // `scratch` is at least attention_scratch_floats(format, head_dim, num_latent) floats
+    // `scratch` is at least attention_scratch_floats(format, head_dim, num_latent) floats, from a cache line on
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. All pieces have the same first query and num_queries, and
     // at most attention_pairs pairs.
     void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     int64_t (*attention_scratch_floats)(KvFormat format, int head_dim, int num_latent);
     int64_t (*attention_partial_floats)(int num_pairs, int head_dim);
-    // `scratch` is at least text_attention_scratch_floats(num_tokens, head_dim) floats
+    // `scratch` is at least text_attention_scratch_floats(num_tokens, head_dim) floats, from a cache line on
     void (*text_attention)(const TextAttentionTask& task, float* scratch);
     int64_t (*text_attention_scratch_floats)(int num_tokens, int head_dim);
     void (*causal_conv)(const CausalConvTask& task);

@@ -11,7 +11,6 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int32_t kWeightZero = 128;
 constexpr int kChunk = 64;                         // bytes of A: of eight ranks some columns
 constexpr int kGroupBytes = kRanks * kGroup;       // of eight ranks
 constexpr int kChunksOfGroup = kGroupBytes / kChunk;

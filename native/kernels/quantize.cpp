@@ -13,9 +13,6 @@ namespace {
 constexpr int kQuantizeRows = 4;
 constexpr int kColsTogether = 2048;  // rows of more columns would leave the first-level cache between two passes
 
-// Below it the squares underflow, and without their sum every value would be an outlier.
-constexpr float kSmallestLimit = 1e-15f;
-
 constexpr int32_t kOneBits = 0x3F800000;  // of 1.0f
 
 // Rounded to nearest, and to even between two. Of a finite number.

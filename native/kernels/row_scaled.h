@@ -11,8 +11,6 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {  // of the one file that includes this: inline functions of one instruction set must not be linked into another
 
-constexpr int32_t kWeightZero = 128;
-
 // x Phi(x) within 6e-5, without the division that `gelu` needs: Phi(x) - 1/2 as an odd polynomial of degree 17 on [-4.5, 4.5], which is
 // 1/2 at the end. A row's numbers are rounded to 8 bits afterwards. NaN stays NaN.
 PENSTOCK_INLINE vf near_gelu(vf x) {
