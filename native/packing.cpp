@@ -61,12 +61,6 @@ int64_t thread_cpu_ns() {
     return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
 
-bool is_nibbles(WeightKind kind) {
-    return kind == WeightKind::kU4Affine || kind == WeightKind::kU4Symmetric || kind == WeightKind::kU4Table;
-}
-
-bool is_affine(WeightKind kind) { return kind == WeightKind::kU4Affine || kind == WeightKind::kU8Affine; }
-
 // The byte of a q that stands for zero, or in a table for the value nearest to it: see `mend_zero`.
 uint8_t zero_byte(WeightKind kind) { return is_nibbles(kind) ? 0x88 : 0x80; }
 
@@ -78,11 +72,6 @@ uint16_t to_f16(float x) {
     const uint32_t finite = size < 0x38800000u ? subnormal : normal;
     return static_cast<uint16_t>(sign | (size >= 0x47800000u ? 0x7C00u : finite));
 }
-
-int bytes_of_group(WeightKind kind) { return kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup); }
-
-// Of two groups with their scales, and their offsets in the affine kinds: see PackedMatrix.
-int pair_bytes(WeightKind kind) { return 2 * bytes_of_group(kind) + 2 * kPanel * 2 * (is_affine(kind) ? 2 : 1); }
 
 // Where a group of a panel goes.
 struct Target {

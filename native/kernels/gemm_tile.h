@@ -26,13 +26,13 @@ struct Panel {
 template <WeightKind kKind>
 struct Layout {
     static constexpr bool kTable = kKind == WeightKind::kU4Table;
-    static constexpr bool kNibbles = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU4Symmetric || kTable;
-    static constexpr bool kAffine = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU8Affine;
+    static constexpr bool kNibbles = is_nibbles(kKind);
+    static constexpr bool kAffine = is_affine(kKind);
     static constexpr bool kSmall = kNibbles && !kTable;  // every weight is below 16, and the zero point 8
     static constexpr float kZero = kSmall ? 8.0f : 128.0f;
-    static constexpr int kGroupBytes = kPanel * (kNibbles ? kGroup / 2 : kGroup);
+    static constexpr int kGroupBytes = bytes_of_group(kKind);
     static constexpr int kScales = 2 * kGroupBytes, kOffsets = kScales + 2 * kPanel * 2;  // where they begin in a pair of groups
-    static constexpr int kPairBytes = kOffsets + (kAffine ? 2 * kPanel * 2 : 0);
+    static constexpr int kPairBytes = pair_bytes(kKind);
 };
 
 // Calls f.template operator()<kind>().

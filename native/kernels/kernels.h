@@ -37,6 +37,14 @@ enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric 
 
 constexpr int32_t kWeightZero = 128;  // of 8 bits
 
+constexpr bool is_nibbles(WeightKind kind) {
+    return kind == WeightKind::kU4Affine || kind == WeightKind::kU4Symmetric || kind == WeightKind::kU4Table;
+}
+constexpr bool is_affine(WeightKind kind) { return kind == WeightKind::kU4Affine || kind == WeightKind::kU8Affine; }
+// Bytes of a panel's q in a group, and of two groups with their scales and offsets: see PackedMatrix.
+constexpr int bytes_of_group(WeightKind kind) { return kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup); }
+constexpr int pair_bytes(WeightKind kind) { return 2 * bytes_of_group(kind) + 2 * kPanel * 2 * (is_affine(kind) ? 2 : 1); }
+
 // Most columns of a matrix of kU8Row, so that sums with outliers stay within 32 bits.
 constexpr int kMostRow8Cols = 8192;
 
