@@ -10,10 +10,12 @@ import pytest
 
 from penstock.config import Config, ModelConfig, SharingConfig
 from penstock.deploy import folder as folder_module
+from penstock.deploy.adapters import Adapters
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.folder import ModelFolder
 from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
 from penstock.models import catalog
 from penstock.models.catalog import ModelSource
@@ -97,13 +99,29 @@ def test_a_model_with_another_s_name_is_not_taken_in(
     with caplog.at_level(logging.ERROR):
         deployment.look()
     assert deployment.served == (first,)
-    assert "another model, or an adapter, is called 'old' already" in caplog.text
+    assert "another model, adapter or route is called 'old' already" in caplog.text
     (tmp_path / "new.gguf").touch()
     deployment.look()
     assert deployment.names == ("old", "new")
     (tmp_path / "new.gguf").unlink()
     deployment.look()
     assert (deployment.names, deployment.find("new")) == (("old",), None)
+
+
+def test_a_route_hides_neither_a_model_that_comes_nor_an_adapter(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = served_of(ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
+    routes = [Route(name="auto", models=("old",))]
+    deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new, routes=routes)
+    (tmp_path / "auto.gguf").touch()
+    with caplog.at_level(logging.ERROR):
+        deployment.look()
+    assert deployment.served == (first,)
+    assert "another model, adapter or route is called 'auto' already" in caplog.text
+    first.adapters = Adapters(modules={"auto": tmp_path})
+    with pytest.raises(ConfigError, match="An adapter of old is called 'auto', and so is another adapter, a model or a route"):
+        Deployment([first], MemoryBudget(), routes=routes)
 
 
 def test_a_server_of_a_folder_leaves_room_for_those_that_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import adapters as registry_file
 from penstock.deploy.factory import open_executor, start_deployment, start_model
+from penstock.deploy.routes import Route
 from penstock.engine.state import EngineState
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
@@ -315,6 +316,13 @@ async def test_what_can_t_be_loaded_is_refused_by_name(client, folder, body, sta
     assert told[0] == status, told
     assert cause in told[1]
     assert (await client.get("/v1/models/bad")).status_code == 404
+
+
+async def test_an_adapter_can_not_have_the_name_of_a_route_which_would_hide_it(running, folder):
+    async with make_client(running, routes=[Route(name="auto", models=("tiny",))]) as client:
+        told = await change(client, "load", lora_name="auto", lora_path=str(folder / "adapters" / "red"))
+    assert (told[0], "the name of a model or a route" in told[1]) == (400, True), told
+    assert not running.adapters.has("auto")
 
 
 async def test_with_keys_adapters_are_an_admin_s_who_may_load_from_the_folder_alone_too(running, folder, tmp_path):

@@ -77,13 +77,13 @@ class Deployment:
         self._looking = threading.Lock()
         self.memory = memory
         self.clock = clock or WallClock()
-        self._by_name = _names_of(self.served)
-        self.splits = tuple(splits)
-        check_splits(self.splits, self.names)
         self.routes = {route.name: route for route in routes}
         self.upstreams = {upstream.name: upstream for upstream in upstreams}
-        check_routes(routes, self._by_name, self.upstreams)
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
+        self._by_name = self._names_of(self.served)
+        self.splits = tuple(splits)
+        check_splits(self.splits, self.names)
+        check_routes(routes, self._by_name, self.upstreams)
         check_pipelines(pipelines, self._by_name, self.routes, {*self.upstreams})
         self.update: Callable[[], Sequence[str]] | None = None
         """Rereads and applies the configuration, and describes the changes. Blocks, and raises PenstockError. None if this
@@ -97,6 +97,27 @@ class Deployment:
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
         """Models that an admin unloads, with the time at which their remaining requests are ended, or None."""
         self._keeper = threading.Thread(target=self._run_keeper, name="penstock-models", daemon=True)
+
+    def _names_of(self, served: Sequence[ServedModel]) -> dict[str, ServedModel]:
+        """Return the models by their names and aliases. Raises ConfigError if two models or adapters have a name in common."""
+        assert served, "a deployment has at least one model"
+        pairs = [(name, one) for one in served for name in dict.fromkeys(one.names + one.aliases)]
+        refuse_twice([name for name, _ in pairs])
+        found = dict(pairs)
+        taken = {*found, *self.routes, *self.upstreams, *self.pipelines}
+        for owner in served:
+            for adapter in owner.adapters.registered() if owner.adapters is not None else ():
+                if adapter in taken:
+                    raise ConfigError(
+                        f"An adapter of {owner.name} is called {adapter!r}, and so is another adapter, a model or a route.",
+                        remedy="Give it another name in --lora-modules.",
+                    )
+                taken.add(adapter)
+        return found
+
+    def is_taken(self, name: str) -> bool:
+        """Return whether a model, a route, a pipeline or an upstream has this name."""
+        return any(name in names for names in (self._by_name, self.routes, self.upstreams, self.pipelines))
 
     def adapters_of(self, name: str) -> ServedModel | None:
         """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
@@ -167,9 +188,9 @@ class Deployment:
             for served in self.served:
                 served.look()
             for served in self._find_new():
-                taken = [name for name in served.names if name in self._by_name or self.adapters_of(name) is not None]
+                taken = [name for name in served.names if self.is_taken(name) or self.adapters_of(name) is not None]
                 if taken:
-                    _log.error("%s is not served: another model, or an adapter, is called %r already", served.path, taken[0])
+                    _log.error("%s is not served: another model, adapter or route is called %r already", served.path, taken[0])
                     continue
                 served.metrics.tenants = self.default.metrics.tenants  # all models have the same keys
                 self.served += (served,)
@@ -193,7 +214,7 @@ class Deployment:
         Models that are not among them take no new requests, and are closed after their last one. Raises the errors of a load,
         and ConfigError as the constructor. The deployment is then unchanged.
         """
-        by_name = _names_of(served)
+        by_name = self._names_of(served)
         check_splits(splits, [name for one in served for name in one.names])
         with contextlib.ExitStack() as started:
             for one in served:
@@ -524,24 +545,6 @@ class Deployment:
             f"The model {served.name} could not be loaded: {served.failure}",
             retry_after_s=retry_ns / 1e9,
         )
-
-
-def _names_of(served: Sequence[ServedModel]) -> dict[str, ServedModel]:
-    """Return the models by their names and aliases. Raises ConfigError if two models or adapters have a name in common."""
-    assert served, "a deployment has at least one model"
-    pairs = [(name, one) for one in served for name in dict.fromkeys(one.names + one.aliases)]
-    refuse_twice([name for name, _ in pairs])
-    found = dict(pairs)
-    taken = set(found)
-    for owner in served:
-        for adapter in owner.adapters.registered() if owner.adapters is not None else ():
-            if adapter in taken:
-                raise ConfigError(
-                    f"An adapter of {owner.name} is called {adapter!r}, and so is another adapter or a model.",
-                    remedy="Give it another name in --lora-modules.",
-                )
-            taken.add(adapter)
-    return found
 
 
 def refuse_twice(names: Sequence[str]) -> None:

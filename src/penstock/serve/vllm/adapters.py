@@ -51,8 +51,10 @@ class AdaptersEndpoint:
         require_admin(http.scope)
         body = await self._reader.body(data, LoadAdapterBody)
         served, adapters = self._served(body.model)
-        if self._deployment.find(body.lora_name) is not None:
-            raise invalid(f"'lora_name' is {shorten(body.lora_name)!r}, the name of a model. Choose another name.", "lora_name")
+        if self._deployment.is_taken(body.lora_name):
+            raise invalid(
+                f"'lora_name' is {shorten(body.lora_name)!r}, the name of a model or a route. Choose another name.", "lora_name"
+            )
         owner = self._deployment.adapters_of(body.lora_name)
         if owner not in (None, served):
             raise invalid(
