@@ -585,6 +585,29 @@ def test_what_was_wanted_when_a_thread_got_stuck_is_read_by_another_though_nobod
         assert is_there(adapters, refs[0])
 
 
+def test_a_thread_that_was_stuck_when_the_model_left_evicts_nothing_of_the_next(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_of_adapters, "_STUCK_NS", 50_000_000)
+    disk.num_values = 100
+    with registry(disk, tmp_path, "a", "b", clock=WallClock()) as adapters:
+        hung = threading.Event()
+        disk.fault = lambda path: None if path.name == "b" else _wait(hung)
+        refs = [found(adapters, name) for name in "ab"]
+        adapters.want(refs[0])
+        assert disk.began.acquire(timeout=WAIT_S)
+        (stuck,) = adapters._threads
+        adapters.close()
+        adapters.connect(disk.read, disk.pack, max_bytes=disk.num_values * READ_BYTES)
+        adapters.listen(disk.ended.release)
+        adapters.want(refs[1])
+        disk.wait()
+        hung.set()
+        stuck.join(WAIT_S)
+        assert [is_there(adapters, ref) for ref in refs] == [False, True]
+        assert adapters.stats.num_evictions == 0
+
+
 def _wait(event: threading.Event) -> None:
     assert event.wait(WAIT_S)
 

@@ -289,7 +289,7 @@ class Adapters:
         with self._changed:
             self._check_free(name, may_replace=may_replace)
             if self._is_closed:
-                raise Rejected(RejectReason.UNAVAILABLE, f"{path}: the adapter was not loaded: the model leaves.")
+                raise _leaving(path)
             if len(self._asked) >= MAX_ASKED:
                 detail = f"{MAX_ASKED} adapters are being loaded by name already."
                 raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=1.0)
@@ -370,8 +370,7 @@ class Adapters:
                 self._drop_packed(adapter)
         for one in asked.values():
             if one.done.set_running_or_notify_cancel():
-                detail = f"{one.adapter.path}: the adapter was not loaded: the model leaves."
-                one.done.set_exception(Rejected(RejectReason.UNAVAILABLE, detail))
+                one.done.set_exception(_leaving(one.adapter.path))
         until_ns = self._clock.now_ns() + _STUCK_NS
         for thread in threads:
             thread.join(timeout=max(0.0, (until_ns - self._clock.now_ns()) / 1e9))
@@ -626,6 +625,8 @@ class Adapters:
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:
         """Reserve `num_bytes` for reading an adapter's files, and evict adapters for them. Raises ModelError or `Rejected`."""
         with self._changed:
+            if self._reading.get(reading.adapter.number) is not reading:  # the registry was closed meanwhile
+                raise _leaving(path)
             reading.num_bytes = 0
             if num_bytes > self._max_bytes:
                 raise _too_large(path, num_bytes, self._max_bytes)
@@ -634,6 +635,10 @@ class Adapters:
                 raise Rejected(RejectReason.UNAVAILABLE, detail)
             self._make_room(num_bytes)
             reading.num_bytes = num_bytes
+
+
+def _leaving(path: Path) -> Rejected:
+    return Rejected(RejectReason.UNAVAILABLE, f"{path}: the adapter was not loaded: the model leaves.")
 
 
 def _too_large(path: Path, num_bytes: int, max_bytes: int) -> ModelError:
