@@ -1,25 +1,22 @@
 #!/usr/bin/env bash
-# Runs the benchmarks of the GPU backend, part by part, and writes their figures into docs/notes/gpu-figures.md. On the machine
-# with the GPU, which should have nothing else to do. Needs Python with NumPy, torch and triton, and for the comparison transformers.
+# Runs the benchmarks of the GPU backend, part by part: each prints tables for docs/notes/gpu-figures.md. On the machine with the
+# GPU, which should have nothing else to do. Needs Python with NumPy, torch and triton, and for the comparison transformers.
 #
 #   benchmarks/gpu_all.sh [FOLDER]        results go to build/gpu, or FOLDER
 #
 # A part whose result is there, and is not of a self-test, is not measured again: what was cut off goes on with the next call. From
 # the environment: PYTHON (.venv/bin/python, or python3 where that is not there); ONLY, a pattern of the parts' names, such as
 # "step-*"; AGAIN=1, which measures also what is there; MINUTES, after which no other part is begun; ARGS, for every part that runs:
-# "--self-test", or what all of them take, such as ARGS=--no-peer ONLY="serve-*"; PAGE, another one than that. A part that fails
-# is named at the end.
-#
-# The results can be taken to another machine, and reported there: python3 benchmarks/report.py FOLDER/*.txt
+# "--self-test", or what all of them take, such as ARGS=--no-peer ONLY="serve-*". A part that fails is named at the end.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 folder=${1:-build/gpu}
 mkdir -p "$folder"
 "$python" -c 'from penstock import __version__' 2>/dev/null || export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
-results=() failed=() left=()
+failed=() left=()
 
-# has_result FILE: whether it is there, and not of a self-test, which report.py refuses
+# has_result FILE: whether it is there, and not of a self-test
 has_result() {
   [ -f "$1" ] && ! grep -q '"is_self_test": true' "$1"
 }
@@ -45,7 +42,6 @@ run() {
     fi
     ;;
   esac
-  if [ -f "$result" ]; then results+=("$result"); fi
 }
 
 # In the order of what is learned per minute.
@@ -71,10 +67,7 @@ run attention-8b-deterministic gpu_attention.py --models llama-8b --modes determ
 run gemm-8b-deterministic gpu_gemm.py --models llama-8b --modes deterministic
 
 if [ ${#left[@]} -gt 0 ]; then echo "left for the next call: ${left[*]}"; fi
-status=0
-if [ ${#results[@]} -gt 0 ]; then "$python" benchmarks/report.py "${results[@]}" ${PAGE:+--page "$PAGE"} || status=1; fi
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}" >&2
-  status=1
+  exit 1
 fi
-exit $status

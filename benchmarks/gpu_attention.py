@@ -13,22 +13,23 @@ Shares printed during the run use the best peaks so far, those in the JSON objec
     python benchmarks/gpu_attention.py --models llama-8b --kinds bf16 --modes default --block-sizes 16 64
     python benchmarks/gpu_attention.py --self-test        # tiny, on a CPU, in Triton's interpreter: shows that it runs
 
-The last line printed is one JSON object. Without a usable GPU it says why and ends with 1.
+At the end it prints tables, and in the last line one JSON object. Without a usable GPU it says why and ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, use_interpreter
+from gpu_tables import Result, above_the_bound, bound_by, by_model, figure, show
 from gpu_work import Work
+from printed import percent, table
 
 from penstock.types.kv_dtype import KvDtype
 
@@ -289,9 +290,9 @@ class Bench:
 
         half = heads.head_dim // 2
         num_positions = int(step.positions.max()) + 1
-        table = rope_table([1e4 ** (-i / half) for i in range(half)], 1.0, num_positions, q.device)
+        rotation = rope_table([1e4 ** (-i / half) for i in range(half)], 1.0, num_positions, q.device)
         counts = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads}
-        return [partial(rope_q_k_and_write, q, k, v, layer, step, table, **counts) for layer in layers]
+        return [partial(rope_q_k_and_write, q, k, v, layer, step, rotation, **counts) for layer in layers]
 
 
 def run(models: dict[str, Heads], cases: Sequence[Case], args: argparse.Namespace, device: str) -> dict[str, Any]:
@@ -321,6 +322,43 @@ def run(models: dict[str, Heads], cases: Sequence[Case], args: argparse.Namespac
     }
 
 
+def tables(result: Result) -> dict[str, list[str]]:
+    """Return the paragraphs of each model and mode, by title."""
+    found = {}
+    for title, cases in by_model(result["cases"]):
+        rows = [_row(case) for case in cases]
+        head = ["attention of a layer", "keys and values", "us (range)", "GB/s", "TFLOP/s", "bound by"]
+        head += ["share of the bound", "FlashInfer's", "rotate and write"]
+        named = zip(rows, cases, strict=True)
+        shares = [share for row, case in named for share in _shares(" ".join(row[:2]), case)]
+        found[title] = [*above_the_bound(shares), table(head, rows)]
+    return found
+
+
+def _shares(name: str, case: Result) -> list[tuple[str, float]]:
+    """Return (name, share) of all that was measured of a case: also of what stands beside our attention."""
+    measured = [(who, found["share"]) for who, found in case.items() if isinstance(found, Mapping)]
+    return [(name if who == "attention" else f"{name}, {who}", share) for who, share in measured]
+
+
+def _row(case: Result) -> list[str]:
+    counts = ((case["decodes"], 1), (case["prefills"], case["query_len"]))
+    kinds = [f"{rows} x {query_len}" for rows, query_len in counts if rows]
+    ours, writes = case["attention"], case["rotate and write"]
+    flashinfer = (f"{percent(case[who]['share'])} ({who.split()[1]})" for who in case if who.startswith("flashinfer "))
+    return [
+        f"{case['name']}, {' and '.join(kinds)} after {case['context_len']}",
+        f"{case['kind']}, blocks of {case['block_size']}",
+        f"{figure(ours['us'])} ({figure(ours['us_range'][0])} to {figure(ours['us_range'][1])})",
+        figure(ours["gbs"]),
+        figure(ours["tflops"]),
+        bound_by(ours),
+        f"**{percent(ours['share'])}**",
+        ", ".join(flashinfer),
+        f"{figure(writes['us'])} us, {percent(writes['share'])}",
+    ]
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
@@ -338,7 +376,7 @@ def main() -> None:
     else:
         require_gpu()
         result = run({name: MODELS[name] for name in args.models}, CASES, args, "cuda")
-    print(json.dumps(result))
+    show(result, tables(result))
 
 
 if __name__ == "__main__":

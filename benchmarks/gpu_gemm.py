@@ -11,20 +11,21 @@ printed during the run use the best peaks so far, those in the JSON object the b
     python benchmarks/gpu_gemm.py --models llama-8b --kinds int4 --tokens 1 16 64 --modes default
     python benchmarks/gpu_gemm.py --self-test        # tiny, on a CPU, in Triton's interpreter: shows that it runs
 
-The last line printed is one JSON object. Without a usable GPU it says why and ends with 1.
+At the end it prints tables, and in the last line one JSON object. Without a usable GPU it says why and ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, use_interpreter
+from gpu_tables import Result, above_the_bound, bound_by, by_model, figure, show
 from gpu_work import Work
+from printed import percent, table
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +183,34 @@ def run(models: dict[str, tuple[Product, ...]], args: argparse.Namespace, device
     }
 
 
+def tables(result: Result) -> dict[str, list[str]]:
+    """Return the paragraphs of each model and mode, by title."""
+    found = {}
+    for title, products in by_model(result["products"]):
+        shares = (
+            (f"{product['product']} {product['kind']} x {count}", figures["share"])
+            for product in products
+            for count, figures in product["by_tokens"].items()
+        )
+        found[title] = [*above_the_bound(shares), _table(products)]
+    return found
+
+
+def _table(products: Sequence[Result]) -> str:
+    counts = list(products[0]["by_tokens"])
+    rows = []
+    for product in products:
+        by_tokens = product["by_tokens"]
+        shares = [100 * by_tokens[count]["share"] for count in counts]
+        is_bold = [bound_by(by_tokens[count]) != "memory" for count in counts]
+        cells = [f"**{share:.0f}**" if bold else f"{share:.0f}" for share, bold in zip(shares, is_bold, strict=True)]
+        spread = max((figures["us_range"][1] - figures["us_range"][0]) / figures["us"] for figures in by_tokens.values())
+        speeds = [figure(by_tokens[counts[0]]["us"]), figure(by_tokens[counts[-1]]["tflops"])]
+        rows.append([f"{product['product']} {product['kind']}", *cells, *speeds, percent(spread)])
+    ends = [f"us ({counts[0]})", f"TFLOP/s ({counts[-1]})"]
+    return table(["% of the bound", *counts, *ends, "widest spread"], rows)
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
@@ -200,7 +229,7 @@ def main() -> None:
     else:
         require_gpu()
         result = run({name: MODELS[name] for name in args.models}, args, "cuda")
-    print(json.dumps(result))
+    show(result, tables(result))
 
 
 if __name__ == "__main__":

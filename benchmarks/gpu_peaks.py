@@ -3,15 +3,15 @@
     python benchmarks/gpu_peaks.py
     python benchmarks/gpu_peaks.py --self-test       # tiny, on a CPU: shows that it runs
 
-The last line printed is one JSON object: 1e9 bytes per second, read and written ones added, and 1e12 operations per second of a
-bf16 product (a multiply-add is two); best and median of several measurements. Without a usable GPU it says why and ends with 1.
+At the end it prints a paragraph, and in the last line one JSON object: 1e9 bytes per second, read and written ones added, and
+1e12 operations per second of a bf16 product (a multiply-add is two); best and median of several measurements. Without a usable
+GPU it says why and ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import statistics
 import sys
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_tables import show
 from gpu_work import Work
 
 import penstock
@@ -212,7 +213,9 @@ def main() -> None:
     peaks = GpuPeaks(DeviceClock(device))
     for _ in range(SAMPLES):
         peaks.sample()
-    print(json.dumps({"benchmark": "gpu_peaks", **context(device, is_self_test=args.self_test), "peaks": peaks.summary()}))
+    ridge = f"Work with less than {1e3 * max(peaks.tflops) / max(peaks.gbs):.0f} operations per byte is bound by memory."
+    result = {"benchmark": "gpu_peaks", **context(device, is_self_test=args.self_test), "peaks": peaks.summary()}
+    show(result, {"peaks": [ridge]})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ the larger of all operations at the peak of a bf16 product and all bytes (weight
 of a copy, both measured before and after each turn. `share` is the bound over our time. The bound does not apply to the peer,
 which chooses its own rows.
 
-Without a GPU that can be used it says why and ends with 1. The last line printed is one JSON object.
+At the end it prints tables, and in the last line one JSON object. Without a GPU that can be used it says why and ends with 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import argparse
 import gc
 import importlib.metadata
 import importlib.util
-import json
 import statistics
 import sys
 import threading
@@ -40,7 +39,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu, rounded, use_interpreter
 from gpu_shapes import SHAPES, Shape, prompts, random_model, sharegpt_lengths
+from gpu_tables import Result, above_the_bound, figure, show
 from gpu_work import ModelWork, Work
+from printed import percent, table
 
 from penstock.clock import WallClock
 from penstock.deploy.executor import CAPTURE_SECONDS
@@ -345,6 +346,49 @@ def add_bound(report: dict[str, Any], shape: Shape, jobs: Jobs, args: argparse.N
     report["penstock"]["share"] = rounded(seconds / report["penstock"]["seconds"])
 
 
+def tables(result: Result) -> dict[str, list[str]]:
+    """Return the paragraphs of each shape, by title."""
+    parts = {}
+    for name, found in result["shapes"].items():
+        runs = {_contender(who, result): found[who] for who in ("penstock", "transformers") if who in found}
+        head = ["", "output tokens/s (range)", "share of the bound", "ITL, median ms", "ITL, 99 % ms", "s"]
+        head += ["first run: tokens/s, ITL, 99 % ms"]
+        told = [f"{result['requests']} requests of ShareGPT's lengths, at most {result['rows']} at a time."]
+        told += [f"Medians of {result['repeat']}. The bound is {figure(found['bound']['output_tokens_per_s'])} tokens/s."]
+        if "times_transformers" in found:
+            told += [f"**{figure(found['times_transformers'])} times transformers.**"]
+        else:
+            told += [f"Without transformers: {result['no_peer']}."]
+        told_of = "; ".join(f"{who}: {run['attention']}" for who, run in runs.items())
+        told += [f"Attention of {told_of}."]
+        shares = ((who, run["share"]) for who, run in runs.items() if "share" in run)
+        rows = [_row(who, run) for who, run in runs.items()]
+        how = _contender("penstock", result).removeprefix("Penstock, ")
+        parts[f"{name} like {found['like']}, {how}"] = [" ".join(told), *above_the_bound(shares), table(head, rows)]
+    return parts
+
+
+def _contender(who: str, result: Result) -> str:
+    """Return the name with the formats that it computes with."""
+    if who == "transformers":
+        return "transformers, bf16"
+    told = ["Penstock", result["format"], *(["int8 KV"] if result["kv_cache_dtype"] == "int8" else [])]
+    return ", ".join([*told, *(["deterministic"] if result["deterministic"] else [])])
+
+
+def _row(who: str, run: Result) -> list[str]:
+    low, high = run["output_tokens_per_s_range"]
+    return [
+        who,
+        f"{figure(run['output_tokens_per_s'])} ({figure(low)} to {figure(high)})",
+        percent(run["share"]) if "share" in run else "",
+        figure(run["itl_p50_ms"]),
+        figure(run["itl_p99_ms"]),
+        figure(run["seconds"]),
+        f"{figure(run['first']['output_tokens_per_s'])}, {figure(run['first']['itl_p99_ms'])}",
+    ]
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "1.5b", "8b"])
@@ -383,7 +427,8 @@ def main() -> None:
     shapes = {name: compare(SHAPES[name], jobs[name], args, peaks, has_peer=no_peer is None) for name in args.shapes}
     for name, found in shapes.items():
         add_bound(found, SHAPES[name], jobs[name], args, peaks)
-    print(json.dumps(report | {"peaks": peaks.summary(), "shapes": shapes}))
+    report |= {"peaks": peaks.summary(), "shapes": shapes}
+    show(report, tables(report))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ computed as in a server: by FlashInfer where it is installed and a trial finds i
     python benchmarks/gpu_step.py --shapes 8b --format F8_E4M3
     python benchmarks/gpu_step.py --self-test       # tiny, without a GPU in Triton's interpreter: shows that it runs
 
-The last line printed is one JSON object. Without a usable GPU it says why and ends with 1.
+At the end it prints tables, and in the last line one JSON object. Without a usable GPU it says why and ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -32,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, rounded, use_interpreter
 from gpu_shapes import SHAPES, Shape, random_model
+from gpu_tables import Result, above_the_bound, bound_by, figure, show
 from gpu_work import ModelWork
+from printed import percent, table
 from step_shape import StepShape, parse_step
 
 from penstock.models import architectures
@@ -246,6 +247,53 @@ def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, 
     return [about | figures(measured, peaks) for about, measured in found]
 
 
+def tables(result: Result) -> dict[str, list[str]]:
+    """Return the paragraphs of each shape, by title."""
+    found = {}
+    for shape in dict.fromkeys(step["shape"] for step in result["steps"]):
+        steps = [step for step in result["steps"] if step["shape"] == shape]
+        shares = ((f"{step['step']} with {step['depth']} in flight", step["share"]) for step in steps)
+        names = dict.fromkeys((("prompts", "decodes")[step["query_len"] == 1], step["attention"]) for step in steps)
+        told = f"Attention of {', '.join(f'{kind}: {name}' for kind, name in names)}."
+        found[_title(result, steps)] = [told, *above_the_bound(shares), _table(steps)]
+    return found
+
+
+def _title(result: Result, steps: Sequence[Result]) -> str:
+    """Return the steps' shape, format and unusual settings."""
+    samplings = list(dict.fromkeys(step["sampling"] for step in steps))
+    words = [steps[0]["shape"], steps[0]["format"], *(["deterministic"] if result["deterministic"] else [])]
+    words += [] if result["graphs"] else ["no graphs"]
+    return ", ".join([*words, *([] if "greedy" in samplings else samplings)])
+
+
+def _table(steps: Sequence[Result]) -> str:
+    """A line for each step; times on the device are those with the most steps in flight."""
+    depths = sorted({step["depth"] for step in steps})
+    by_step: dict[tuple[str, str], dict[int, Result]] = {}
+    for step in steps:
+        by_step.setdefault((step["step"], step["sampling"]), {})[step["depth"]] = step
+    rows = []
+    for (_, sampling), by_depth in by_step.items():
+        step = by_depth[max(by_depth)]
+        cells = [f"{figure(by_depth[d]['step_ms'])}, {percent(by_depth[d]['gap'])}" if d in by_depth else "" for d in depths]
+        rows.append(
+            [
+                step["step"] if sampling == "greedy" else f"{step['step']}, {sampling}",
+                figure(step["device_ms"]),
+                figure(step["bound_ms"]),
+                bound_by(step),
+                f"**{percent(step['share'])}**",
+                *cells,
+                figure(step["tokens_per_s"]),
+                figure(step["host_ms"]),
+            ]
+        )
+    head = ["rows x tokens @ context", "ms on the GPU", "bound ms", "bound by", "share of the bound"]
+    head += [f"ms a step, gap; {depth} in flight" for depth in depths]
+    return table([*head, f"tokens/s, {depths[-1]} in flight", "ms of the host"], rows)
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "1.5b", "8b"])
@@ -276,7 +324,8 @@ def main() -> None:
     rows = measure_all(options, peaks)
     about = context(options.device, is_self_test=options.self_test)
     about |= {"deterministic": options.deterministic, "graphs": not options.no_graphs, "num_steps": options.num_steps}
-    print(json.dumps({"benchmark": "gpu_step", **about, "peaks": peaks.summary(), "steps": rows}))
+    result = {"benchmark": "gpu_step", **about, "peaks": peaks.summary(), "steps": rows}
+    show(result, tables(result))
 
 
 if __name__ == "__main__":

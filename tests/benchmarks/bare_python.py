@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 ABSENT = ("gguf", "tokenizers", "jinja2", "starlette", "pydantic", "httptools", "msgspec", "prometheus_client")
-ABSENT += ("click", "tqdm", "penstock.backends.native._native")
+ABSENT += ("click", "tqdm", "matplotlib", "penstock.backends.native._native", "penstock._float_text")
 
 
 class Absence(importlib.abc.MetaPathFinder):

@@ -1,4 +1,4 @@
-"""`gpu_all.sh` measures each part once, goes on where it was cut off, and puts nothing into the page that is no measurement."""
+"""`gpu_all.sh` measures each part once, and goes on where it was cut off."""
 
 import json
 import os
@@ -75,20 +75,12 @@ def test_what_is_there_is_not_measured_again(gpu_all, tmp_path):
 
 
 def test_what_a_self_test_left_there_is_measured(gpu_all, tmp_path):
-    """The report refuses it: measured parts would wait for it for ever."""
     results = tmp_path / "results"
     results.mkdir()
     for name, is_self_test in (("peaks", True), ("step-8b", False)):
         (results / f"{name}.txt").write_text(json.dumps({"benchmark": "gpu", "is_self_test": is_self_test}) + "\n")
     names = [name for pattern in ("peaks", "step-8b") for name, *_ in measured_parts(gpu_all(ONLY=pattern).stdout)]
     assert names == ["peaks"]
-
-
-def test_the_report_has_all_results_that_are_there(gpu_all, tmp_path):
-    gpu_all(ONLY="step-8b")
-    last = gpu_all(ONLY="peaks", PAGE="page.md").stdout.splitlines()[-1]
-    files = [str(tmp_path / "results" / name) for name in ("peaks.txt", "step-8b.txt")]
-    assert last == f"benchmarks/report.py {' '.join(files)} --page page.md"
 
 
 def test_after_so_many_minutes_no_part_is_begun(gpu_all, tmp_path):
@@ -107,16 +99,6 @@ def test_a_part_that_fails_has_no_result_and_is_named(gpu_all, tmp_path):
         "gemm-135m.txt",
         "step-135m.txt",
     ]
-
-
-def test_its_self_tests_are_not_reported(gpu_all, self_tested, tmp_path):
-    page = tmp_path / "gpu.md"
-    page.write_text("<!-- begin gpu_peaks -->\nNot measured yet.\n<!-- end gpu_peaks -->\n")
-    self_tested("gpu_peaks")  # or else there is nothing to run it with
-    done = gpu_all(PYTHON=sys.executable, ARGS="--self-test", ONLY="peaks", PAGE=str(page))
-    assert done.returncode == 1
-    assert "peaks.txt: no figures of a GPU: it is of --self-test" in done.stderr
-    assert "Not measured yet." in page.read_text()
 
 
 def test_the_documentation_names_parts_that_there_are(gpu_all):
