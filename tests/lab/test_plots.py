@@ -149,21 +149,6 @@ def test_points_that_an_axis_has_no_place_for_are_left_out(style: str) -> None:
 
 
 @needs_matplotlib
-def test_kinds_have_a_legend_of_their_own_below_all_panels() -> None:
-    series = [
-        Series("", [(1, 1), (100, 100)], "line", kind="the roof"),
-        Series("decode", [(2, 1)], "marks", mark=".", kind="one product"),
-        Series("decode", [(2, 1), (4, 2)], "dashed", kind="the bound"),
-        Series("prefill", [(50, 40)], "both", kind="measured"),
-    ]
-    one = draw("a", [panel(*series, is_log=True), panel(*series[:2], is_log=True)])
-    one.png()
-    (legend,) = one._figure.legends
-    told = [text.get_text() for text in legend.get_texts()]
-    assert told == ["decode", "prefill", "the roof", "one product", "the bound", "measured"]
-
-
-@needs_matplotlib
 def test_an_unknown_style_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="no style 'zigzag'"):
         draw("a", [panel(Series("a", [(1, 1)], "zigzag"))])

@@ -69,10 +69,6 @@ class Series:
     """One of `STYLES`; `both` is a line with marks."""
     intervals: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, drawn as a band; NaN where unknown."""
-    mark: str = ""
-    """One of `MARKS`, or a point `.`. If empty, the mark is chosen by the name."""
-    kind: str = ""
-    """Kind of figure. The legend shows each kind once, for all series that share its style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,6 @@ class Panel:
     y: Axis
     series: Sequence[Series]
     limits: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
 
 
 class Plot:
@@ -127,12 +122,9 @@ def draw(title: str, panels: Sequence[Panel]) -> Plot:
     figure, axes = _begin(title, len(panels))
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series if series.name))
     looks = {name: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
-    kinds = {series.kind: series for panel in panels for series in panel.series if series.kind}
     with _drawing():
         for panel, ax in zip(panels, axes, strict=True):
-            _draw_panel(ax, panel, looks, has_legend=not kinds)
-        if kinds and panels:
-            _draw_legend(figure, looks, kinds, min(PER_ROW, len(panels)))
+            _draw_panel(ax, panel, looks)
     return Plot(figure, title)
 
 
@@ -315,21 +307,12 @@ def _strokes(series: Series, mark: str) -> dict[str, Any]:
         raise ValueError(f"there is no style {series.style!r}")
     return {
         "linestyle": {"marks": "none", "dashed": "--", "dotted": ":"}.get(series.style, "-"),
-        "marker": (series.mark or mark) if series.style in ("marks", "both") else "",
+        "marker": mark if series.style in ("marks", "both") else "",
         "drawstyle": "steps-post" if series.style == "steps" else "default",
     }
 
 
-def _draw_legend(figure: Figure, looks: Mapping[str, tuple[str, str]], kinds: Mapping[str, Series], num_columns: int) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=colour, linewidth=5) for colour, _ in looks.values()]
-    handles += [Line2D([], [], color="#000000", **_strokes(series, "o")) for series in kinds.values()]
-    labels = [_label(name) for name in (*looks, *kinds)]
-    figure.legend(handles, labels, loc="outside lower left", ncols=num_columns, fontsize=7, frameon=False)
-
-
-def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *, has_legend: bool) -> None:
+def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
     handles: dict[str, Artist] = {}
     is_empty = True
     for series in panel.series:
@@ -376,8 +359,8 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *,
             drawn.set_ticks([], minor=True)
             set_limits(*drawn.get_view_interval())
         drawn.set_label_text(_label(axis.label))
-    ax.set_title(_label(panel.title) + (f"\n{_label(panel.note)}" if panel.note else ""), fontsize=9)
-    if has_legend and 1 < len(handles) <= MAX_LEGEND_ENTRIES:
+    ax.set_title(_label(panel.title), fontsize=9)
+    if 1 < len(handles) <= MAX_LEGEND_ENTRIES:
         ax.legend(list(handles.values()), [_label(name) for name in handles], fontsize=7)
 
 
