@@ -20,9 +20,9 @@ from pathlib import Path
 from contenders import CONTENDERS, MODELS, OURS, Setting, prepared
 from peaks import usable_threads
 from peer_setup import Environments
-from peers import ENVIRONMENTS
+from peers import ENVIRONMENTS, compete
 from printed import origin, table
-from processes import Contender, ContenderError
+from processes import Contender
 from sessions import LoadError, running, warm_up
 from workloads import DEFAULT_TRACES, Source, read_tokenizer
 
@@ -73,21 +73,16 @@ def main() -> None:
         for text, num in source.pieces(lengths)
     )
     setting = Setting(Environments(ENVIRONMENTS), gguf, MODELS[args.model], {1: len(jobs)}, jobs)
-    left = list(prepared(args.peers, setting, setup=args.setup))
-    found: dict[str, list[list[tuple[float, float]]]] = {contender.name: [] for contender in left}
-    for turn in range(args.repeat):
-        for contender in left[:: -1 if turn % 2 else 1]:
-            try:
-                found[contender.name].append(measure(contender, warm, jobs, setting.environments.log(f"long-{turn + 1}")))
-            except (ContenderError, LoadError, OSError, ValueError) as error:
-                left.remove(contender)
-                print(f"{contender.name} failed in round {turn + 1}: {error}", flush=True)
-            else:
-                print(contender.name, found[contender.name][-1], file=sys.stderr, flush=True)
+
+    def measure_one(contender: Contender, turn: int) -> list[tuple[float, float]]:
+        times = measure(contender, warm, jobs, setting.environments.log(f"long-{turn + 1}"))
+        print(contender.name, times, file=sys.stderr, flush=True)
+        return times
+
+    found = compete(list(prepared(args.peers, setting, setup=args.setup)), args.repeat, measure_one)
     results = {
-        name: [[[one[idx][part] for one in rounds] for part in (0, 1)] for idx in range(len(jobs))]
+        name: [[[one[idx][part] for one in rounds.values()] for part in (0, 1)] for idx in range(len(jobs))]
         for name, rounds in found.items()
-        if rounds
     }
     ours = results.get(OURS, [[[], []]] * len(jobs))
     columns = [column for job in jobs for column in (f"prompt of {job.num_prompt_tokens}, s", "ms a token")]
