@@ -18,16 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from printed import origin, table
-from processes import Contender, started
+from sessions import serving
 
 MAX_TOKENS = 300
 SHORT_TOKENS = (3, 8, 14, 20, 27)
@@ -168,9 +167,9 @@ def fault_of(call: Mapping[str, Any]) -> str | None:
     return None
 
 
-def ask(port: int, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def ask(address: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return an answer's message and finish reason. A stream's message is assembled from its deltas."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    connection = HTTPConnection(address, timeout=300)
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -204,8 +203,8 @@ def assembled(choices: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
 class Loop:
     """Conversations with one server, and the counts of what came back."""
 
-    def __init__(self, port: int, model: str, kinds: Sequence[str]) -> None:
-        self._port, self._model, self._kinds = port, model, kinds
+    def __init__(self, address: str, model: str, kinds: Sequence[str]) -> None:
+        self._address, self._model, self._kinds = address, model, kinds
         self.num_asked = 0
         self.calls: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
@@ -227,7 +226,7 @@ class Loop:
         self.num_asked += 1
         fields = {"model": self._model, "messages": messages, "tools": tools_for_template(), "tool_choice": choice}
         return ask(
-            self._port,
+            self._address,
             fields | {"max_tokens": max_tokens, "temperature": 0.7, "seed": self.num_asked, "stream": self.is_streamed},
         )
 
@@ -275,11 +274,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--tool-choice", choices=CHOICES, help="of every answer (default: these in turn)")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}"]
-    server = Contender(name="penstock", command=command)
-    with tempfile.TemporaryDirectory() as folder, started(server, Path(folder, "log")) as (_, port):
+    with serving(args.model) as session:
         kinds = CHOICES if args.tool_choice is None else [args.tool_choice]
-        loop, began_s, number = Loop(port, args.model, kinds), time.monotonic(), 0
+        loop, began_s, number = Loop(urlsplit(session.url).netloc, session.model, kinds), time.monotonic(), 0
         while loop.calls.total() < args.calls and number < args.calls:
             loop.converse(TASKS[number % len(TASKS)], args.calls)
             number += 1

@@ -29,19 +29,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from printed import origin, percent, table
-from processes import Contender, started
-from sessions import answered
+from sessions import ServerSession, answered, serving
 from workloads import read_tokenizer
 
 from penstock.lab.prompts import write_prompts
@@ -92,20 +89,15 @@ def texts(args: argparse.Namespace, jobs: Sequence[Job], seed: int) -> Workload:
     return think(write_prompts(workload, read_tokenizer(Path(source.path)), seed=seed), args.tool_seconds, seed)
 
 
-@contextmanager
-def serving(args: argparse.Namespace, *options: str) -> Iterator[str]:
-    """The URL of a server with the options."""
+def server(args: argparse.Namespace, *options: str) -> AbstractContextManager[ServerSession]:
     longest = args.prompt_tokens + args.turns * (args.answer_tokens + args.new_tokens) + 512
-    command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}", "--max-model-len", str(longest)]
-    command += ["--kv-cache-memory", args.kv_cache_memory, *args.options.split(), *options]
-    server = Contender(name="penstock", command=command)
-    with tempfile.TemporaryDirectory() as folder, started(server, Path(folder, "log")) as (_, port):
-        yield f"http://127.0.0.1:{port}"
+    sizes = ("--max-model-len", str(longest), "--kv-cache-memory", args.kv_cache_memory)
+    return serving(args.model, *sizes, *args.options.split(), *options)
 
 
-def play(url: str, workload: Workload, model: str) -> list[Record]:
+def play(session: ServerSession, workload: Workload) -> list[Record]:
     """Send the workload. Raises LoadError if a request fails."""
-    return answered(workload, Target(url=url, model=model, endpoint=Endpoint.CHAT)).records
+    return answered(workload, Target(url=session.url, model=session.model, endpoint=Endpoint.CHAT)).records
 
 
 def prefills_s(url: str, count: int) -> list[float]:
@@ -159,10 +151,10 @@ def summary(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    with serving(args) as url:
-        first = play(url, texts(args, agents(args, 1, 1000), 1), args.model)
-        costs = Costs(first, prefills_s(url, args.turns))
-        records = play(url, texts(args, agents(args, args.agents, 2000), 2), args.model)
+    with server(args) as session:
+        first = play(session, texts(args, agents(args, 1, 1000), 1))
+        costs = Costs(first, prefills_s(session.url, args.turns))
+        records = play(session, texts(args, agents(args, args.agents, 2000), 2))
     later = [record for record in records if record.index % args.turns]
     alone = [ttft_s(record) / costs.turns_s[record.index] for record in first[1:]]
     beside = [ttft_s(record) / costs.beside_s(record, records, args.turns) for record in later]
@@ -182,9 +174,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 def measure_small(args: argparse.Namespace) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, options in (("--kv-rest 0s", ("--kv-rest", "0s")), ("default", ())):
-        with serving(args, *options) as url:
+        with server(args, *options) as session:
             turns = agents(args, args.agents, 2000)
-            records = play(url, texts(args, [*turns, *asides(args)], 2), args.model)
+            records = play(session, texts(args, [*turns, *asides(args)], 2))
         later = [record for record in records if record.index < len(turns) and record.index % args.turns]
         found[name] = round(
             sum(record.num_cached_tokens for record in later) / sum(record.num_prompt_tokens for record in later), 4

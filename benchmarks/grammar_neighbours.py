@@ -17,15 +17,13 @@ import concurrent.futures
 import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
-from processes import Contender
-from sessions import ServerSession, running
+from sessions import serving
 
 NUM_STREAMS = 8
 NUM_TOKENS = 96
@@ -97,12 +95,7 @@ def main() -> None:
     parser.add_argument("--penstock", default=str(Path(sys.executable).with_name("penstock")))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    words = [args.penstock, "serve", "smollm2:135m", "--port", "{port}"]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Contender("penstock", words, health="/ready"), Path(folder) / "log") as session,
-    ):
-        assert isinstance(session, ServerSession)
+    with serving("smollm2:135m", penstock=[args.penstock]) as session:
         streams = Streams(session.url)
         streams.gap_ms([{"structured_outputs": outputs} for outputs in KINDS.values()])  # compiles the grammars
         found = {

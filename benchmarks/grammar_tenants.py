@@ -18,15 +18,13 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
-from processes import Contender
-from sessions import ServerSession, running
+from sessions import serving
 
 NUM_SCHEMAS = 30
 NUM_REGEXES = 20
@@ -89,13 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--penstock", default=str(Path(sys.executable).with_name("penstock")))
     args = parser.parse_args()
-    words = [args.penstock, "serve", "smollm2:135m", "--port", "{port}", "--api-key", "first", "--api-key", "second"]
     regexes = itertools.count()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Contender("penstock", words, health="/ready"), Path(folder) / "log") as session,
-    ):
-        assert isinstance(session, ServerSession)
+    keys = ("--api-key", "first", "--api-key", "second")
+    with serving("smollm2:135m", *keys, penstock=[args.penstock]) as session:
         results = {attack: measure(session.url, attack, regexes) for attack in ATTACKS}
     print(json.dumps({"benchmark": "grammar_tenants", **results}))
 

@@ -22,15 +22,13 @@ import json
 import os
 import random
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from processes import Contender
-from sessions import ServerSession, running
+from sessions import serving
 from usage import resident_bytes
 
 from penstock import machine
@@ -101,9 +99,7 @@ def send(address: str, request: Request) -> int:
 
 
 def measure(command: str, kind: str, num_clients: int, seconds: float) -> dict[str, int]:
-    words = [command, "serve", "--port", "{port}", *SETTINGS]
-    with tempfile.TemporaryDirectory() as folder, running(Contender("penstock", words), Path(folder) / "log") as session:
-        assert isinstance(session, ServerSession)
+    with serving(*SETTINGS, penstock=[command]) as session:
         address, pid = urlsplit(session.url).netloc, session.process.pid
         send(address, completion("hello " * 1500, 2))
         warm_mib = most_mib = resident_bytes(pid) >> 20

@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from printed import origin, spread, table
-from processes import Contender
-from sessions import SERVED_NAME, ServerSession, running
+from sessions import serving
 from usage import OtherLoad
 from workloads import read_tokenizer
 
@@ -60,8 +57,8 @@ class Point:
 class Rounds:
     """The servers and their load, all rounds alike but for the prompts and the arrivals."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self._args, self._folder = args, folder
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
         self._model = resolve(args.model, default_cache_dir()).path
         self._tokenizer = read_tokenizer(self._model)
 
@@ -84,17 +81,11 @@ class Rounds:
         self, nth: int, count: int, *, options: Sequence[str], users: int | None = None, rate: float | None = None
     ) -> tuple[Sent, float]:
         workload = _workload(self._args, self._tokenizer, count, rate=rate, seed=nth)
-        server = Contender("penstock", [*_COMMAND, str(self._model), *_OPTIONS, *options, *self._args.options.split()])
-        with running(server, self._folder / "server.log") as session:
-            assert isinstance(session, ServerSession)
+        with serving(self._model, "--no-prefix-caching", *options, *self._args.options.split()) as session:
             session.replay([replace(job, num_output_tokens=4, arrival_ns=0) for job in workload.jobs[:WARM_UP]], WARM_UP)
             others = OtherLoad()
-            sent = send(workload, Target(url=session.url, model=SERVED_NAME), pace=Pace(concurrency=users))
+            sent = send(workload, Target(url=session.url, model=session.model), pace=Pace(concurrency=users))
             return sent, others.share()
-
-
-_COMMAND = [sys.executable, "-m", "penstock", "serve"]
-_OPTIONS = ["--port", "{port}", "--served-model-name", SERVED_NAME, "--no-prefix-caching"]
 
 
 def _workload(args: argparse.Namespace, tokenizer: Tokenizer, count: int, *, rate: float | None, seed: int) -> Workload:
@@ -130,9 +121,8 @@ def main() -> None:
     parser.add_argument("--output-tokens", default="128")
     parser.add_argument("--options", default="", help="more options of the servers, in one word")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = Rounds(args, Path(folder))
-        points = [point for nth in range(args.rounds) for point in rounds.run(nth)]
+    rounds = Rounds(args)
+    points = [point for nth in range(args.rounds) for point in rounds.run(nth)]
     print(origin(f"target {args.slo_ttft:g} s", "medians of the rounds and their range"))
     head = ["arrivals / capacity", "goodput / capacity", "TTFT p50, s", "TTFT p99, s", "refused"]
     print(table(head, [_row(load, [point for point in points if point.load == load], args) for load in args.loads]))

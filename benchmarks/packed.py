@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from printed import origin, table
-from processes import Contender
-from sessions import SERVED_NAME, ServerSession, running
+from sessions import ServerSession, serving
 from usage import cpu_s
 
 from penstock.backends.native.executor import NativeExecutor
@@ -62,15 +59,6 @@ def step_ms(model: str, num_steps: int) -> tuple[float, float]:
     return least[0], least[1]
 
 
-@contextmanager
-def server(model: str, environ: dict[str, str]) -> Iterator[ServerSession]:
-    command = [sys.executable, "-m", "penstock", "serve", model, "--port", "{port}", "--served-model-name", SERVED_NAME]
-    contender = Contender("penstock", command, health="/ready", environ=environ)
-    with tempfile.NamedTemporaryFile() as log, running(contender, Path(log.name)) as session:
-        assert isinstance(session, ServerSession)
-        yield session
-
-
 def memory_mib(session: ServerSession) -> dict[str, float]:
     lines = Path(f"/proc/{session.process.pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(value.split()[0]) / 1024 for name, value in (line.split(":") for line in lines)}
@@ -92,17 +80,17 @@ def main() -> None:
                 (Path(bare) / name).symlink_to(default_cache_dir() / name)
         for _ in range(args.starts):
             for index, environ in enumerate(({"PENSTOCK_CACHE": bare}, dict[str, str]())):
-                with server(args.model, environ) as session:
+                with serving(args.model, environ=environ) as session:
                     ready[index].append(session.ready_s)
                     used[index].append(cpu_s(session.process.pid))
     rows.append(["ready, s", *(f"{statistics.median(found):.2f}" for found in ready)])
     rows.append(["CPU time until then, s", *(f"{statistics.median(found):.2f}" for found in used)])
     with ExitStack() as stack:
-        first = stack.enter_context(server(args.model, {}))
+        first = stack.enter_context(serving(args.model))
         first.replay([JOB], 1)
         time.sleep(SETTLE_S)
         alone = memory_mib(first)
-        second = stack.enter_context(server(args.model, {}))
+        second = stack.enter_context(serving(args.model))
         second.replay([JOB], 1)
         time.sleep(SETTLE_S)
         both = [memory_mib(one) for one in (first, second)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,6 +115,20 @@ def running(contender: Contender, log: Path) -> Iterator[Session]:
             yield ServerSession(process, start_s, f"http://127.0.0.1:{port}", SERVED_NAME)
         else:
             yield WorkerSession(process, start_s)
+
+
+@contextmanager
+def serving(
+    *words: str | Path,
+    penstock: Sequence[str | Path] = (sys.executable, "-m", "penstock"),
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[ServerSession]:
+    """`penstock serve` with these words, ready, until the end of the block. Its model is called `SERVED_NAME`."""
+    command = [*penstock, "serve", *words, "--port", "{port}", "--served-model-name", SERVED_NAME]
+    contender = Contender("penstock", command, health="/ready", environ=environ or {})
+    with tempfile.TemporaryDirectory() as folder, running(contender, Path(folder) / "log") as session:
+        assert isinstance(session, ServerSession)
+        yield session
 
 
 Session = ServerSession | WorkerSession

@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from processes import Contender, started
+from sessions import serving
 from workloads import read_tokenizer
 
 from penstock.config.components import config_from
@@ -107,12 +107,10 @@ class Run:
 
 
 @contextmanager
-def serving(words: Sequence[str]) -> Iterator[Target]:
+def server(words: Sequence[str]) -> Iterator[Target]:
     """A server that is ready."""
-    command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--port", "{port}", "--log-level", "warning"]
-    server = Contender("penstock", [*command, *SIZES, *words], health="/ready")
-    with tempfile.TemporaryDirectory() as folder, started(server, Path(folder) / "log") as (_, port):
-        yield Target(url=f"http://127.0.0.1:{port}", model=DEFAULT_MODEL)
+    with serving(DEFAULT_MODEL, "--log-level", "warning", *SIZES, *words) as session:
+        yield Target(url=session.url, model=session.model)
 
 
 def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0) -> Figures:
@@ -145,7 +143,7 @@ def measure(
     between = [(MADE_UP_NAME, make_workload(choice), pace) for choice, pace in made_up]
     turns = [turn for name, workload in [*workloads.items()] * repeat for turn in ((name, workload, Pace()), *between)]
     runs: list[Run] = []
-    with serving([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
+    with server([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
         for name, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
             runs.append(Run(name, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
@@ -259,7 +257,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = profile(Path(folder) / "profile.json")
         workloads: dict[str, Workload] = {}
-        with serving(GUESSES) as target:
+        with server(GUESSES) as target:
             for name, at_once in all_at_once.items():
                 capacity = len(at_once.jobs) * 1e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
                 print(f"{name}: capacity {capacity:.2f} requests/s", flush=True)

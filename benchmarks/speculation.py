@@ -24,14 +24,12 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,8 +38,7 @@ from checkable import Chat
 from guessable import MAX_TOKENS, WORKLOADS, chats
 from peaks import context, usable_threads
 from printed import origin, percent, table
-from processes import Contender, started
-from sessions import SERVED_NAME
+from sessions import SERVED_NAME, serving
 from usage import OtherLoad, cpu_ticks, family
 
 from penstock.models.catalog import DEFAULT_MODEL
@@ -149,17 +146,14 @@ def main() -> None:
     parser.add_argument("--draft", metavar="MODEL", help="measure a third server, for which this model guesses, too")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of both servers; the last argument here")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}", "--served-model-name", SERVED_NAME]
     results: list[dict[str, Any]] = []
     others = OtherLoad()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         http = stack.enter_context(httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None)))
         servers = {}
         for side, options in {**SIDES, **({"draft": ("--speculation-model", args.draft)} if args.draft else {})}.items():
-            contender = Contender(side, [*command, *options, *args.options], health="/ready")
-            process, port = stack.enter_context(started(contender, folder / f"{side}.log"))
-            servers[side] = Server(process.pid, f"http://127.0.0.1:{port}", http)
+            session = stack.enter_context(serving(args.model, *options, *args.options))
+            servers[side] = Server(session.process.pid, session.url, http)
             servers[side].run(chats("story", 2), 2)
         for clients in args.clients:
             for name in args.workloads:

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-import tempfile
 import time
 import urllib.request
 from pathlib import Path
 
 from printed import origin, table
-from processes import Contender
-from sessions import SERVED_NAME, ServerSession, running
+from sessions import ServerSession, serving
 from usage import threads_cpu_s
 
 from penstock.lab.workload import Job
@@ -108,12 +105,9 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="for `penstock serve`, after --")
     args = parser.parse_args()
     source = resolve(args.model, default_cache_dir())
-    command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}", "--served-model-name", SERVED_NAME]
-    server = Contender("penstock", [*command, "--kv-cache-memory", str(KV_BYTES), *args.arguments], health="/ready")
     runs = []
     for _ in range(args.repeat):
-        with tempfile.NamedTemporaryFile() as log, running(server, Path(log.name)) as session:
-            assert isinstance(session, ServerSession)
+        with serving(args.model, "--kv-cache-memory", str(KV_BYTES), *args.arguments) as session:
             runs.append(measure(session, source.path.resolve()))
     print(origin(source.name, f"{args.repeat} starts"))
     spread = [(name, sorted(run[name] for run in runs)) for name in runs[0]]

@@ -13,17 +13,13 @@ import argparse
 import json
 import shlex
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-from processes import Contender
-from sessions import SERVED_NAME, ServerSession, running
+from sessions import serving
 from usage import threads_cpu_s
 
 from penstock import machine
@@ -101,14 +97,13 @@ def main() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     made_us = us_per_request(url)
-    command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--served-model-name", SERVED_NAME, "--port", "{port}"]
-    traced = {"off": [*command, *shlex.split(args.off)], "on": [*command, "--otlp-endpoint", url, *shlex.split(args.on)]}
+    traced = {"off": shlex.split(args.off), "on": ["--otlp-endpoint", url, *shlex.split(args.on)]}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in traced}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        sessions = {}
-        for name, words in traced.items():
-            contender = Contender(name, words, health="/ready", environ={"NO_PROXY": "127.0.0.1"})
-            sessions[name] = stack.enter_context(running(contender, Path(folder) / name))
+    with ExitStack() as stack:
+        sessions = {
+            name: stack.enter_context(serving(DEFAULT_MODEL, *words, environ={"NO_PROXY": "127.0.0.1"}))
+            for name, words in traced.items()
+        }
         jobs = [
             Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=TOKENS, prompt=f"{n} {PROMPT * 4}") for n in range(9999)
         ]
@@ -116,7 +111,6 @@ def main() -> None:
         for number in range(args.rounds + 1):  # the first one warms up
             for name in ("off", "on") if number % 2 else ("on", "off"):
                 session = sessions[name]
-                assert isinstance(session, ServerSession)
                 before_s = threads_cpu_s(session.process.pid)
                 sent = session.replay(jobs[first : first + args.requests], CLIENTS)
                 time.sleep(1.0)  # its last spans are sent
