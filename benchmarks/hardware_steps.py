@@ -12,47 +12,23 @@ from __future__ import annotations
 
 import argparse
 
+from gpu_shapes import SHAPES
+
+from penstock.deploy.forecast import assumed_outline
 from penstock.lab.hardware import Hardware, find, known_hardware
-from penstock.lab.sizing import ModelSize, roofline, size_of, speeds
-from penstock.models.architectures import describe
+from penstock.lab.sizing import ModelSize, roofline, speeds
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import spec_of_equal_layers
 from penstock.types.plan import StepShape
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
 DECODE_CONTEXTS = (128, 1024, 8192)
 CHUNK_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CHUNK_CONTEXTS = (0, 4096)
-BYTES_PER_WEIGHT = 2
 
 
 def llama_8b() -> ModelSize:
-    spec = spec_of_equal_layers(
-        architecture="llama",
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14_336,
-        rope_inv_freq=(1.0,) * 64,
-        vocab_size=128_256,
-        hidden_size=4096,
-        norm_eps=1e-5,
-        max_model_len=131_072,
-        tie_word_embeddings=False,
-    )
-    sized = size_of(
-        describe(spec), name="Llama-3.1-8B", kv_dtype=KvDtype.BF16, num_weight_bytes=0, num_read_bytes=0, is_quantised=False
-    )
-    num_bytes = BYTES_PER_WEIGHT * sized.num_parameters
-    return size_of(
-        describe(spec),
-        name="Llama-3.1-8B",
-        kv_dtype=KvDtype.BF16,
-        num_weight_bytes=num_bytes,
-        num_read_bytes=num_bytes - BYTES_PER_WEIGHT * spec.vocab_size * spec.hidden_size,
-        is_quantised=False,
-    )
+    shape = SHAPES["8b"]
+    return assumed_outline(shape.like, shape.spec()).size(KvDtype.BF16)
 
 
 def lines(hardware: Hardware, size: ModelSize) -> list[str]:

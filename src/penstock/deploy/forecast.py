@@ -139,7 +139,7 @@ def read_outline(config: Config, source: ModelSource, compute: Compute) -> Outli
                 f"experts_on_disk is set, and there are no weights of {source.name}.",
                 remedy="Leave out --experts-on-disk, or fetch them.",
             )
-        return _assumed_outline(source.name, read_hf_spec(source.path))
+        return assumed_outline(source.name, read_hf_spec(source.path))
     model = load_model(source, floats=compute.floats)
     if config.model.experts_on_disk:
         check_experts(compute, model)
@@ -168,7 +168,8 @@ def _is_quantised(model: LoadedModel) -> bool:
     return 2 * sum(one.num_bytes for one in matrices if one.format in BLOCKS) > sum(one.num_bytes for one in matrices)
 
 
-def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
+def assumed_outline(name: str, spec: ModelSpec) -> Outline:
+    """Return the outline of a model whose weights are missing, in bf16."""
     from penstock.models.architectures import describe
     from penstock.models.checks import weight_shapes
 
