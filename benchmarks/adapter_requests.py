@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from gpu_shapes import prompts, sharegpt_lengths
+from write_awq import as_bf16, write_tensors
 
 from penstock.config import Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import start_model
@@ -48,18 +49,12 @@ def write_adapters(folder: Path, shapes: dict[str, tuple[int, int]], ranks: list
 
 
 def _write_weights(path: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    header, parts, offset = {}, [], 0
+    rng, tensors = np.random.default_rng(seed), {}
     for module, (num_out, num_in) in shapes.items():
         for half, shape, spread in (("A", (rank, num_in), num_in**-0.5), ("B", (num_out, rank), 0.02)):
             values = rng.standard_normal(shape, np.float32) * np.float32(spread)
-            data = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes()
-            name = f"base_model.model.{module}.lora_{half}.weight"
-            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
-            parts.append(data)
-            offset += len(data)
-    head = json.dumps(header).encode()
-    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts))
+            tensors[f"base_model.model.{module}.lora_{half}.weight"] = "BF16", as_bf16(values)
+    write_tensors(path, tensors)
 
 
 def start(args, **lora):
