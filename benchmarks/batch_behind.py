@@ -27,7 +27,7 @@ import httpx
 from printed import origin, spread, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
-from usage import cpu_s, family
+from usage import cpu_s, family, metric
 from workloads import read_tokenizer
 
 from penstock.lab.client import send
@@ -155,9 +155,7 @@ class Server:
     @staticmethod
     def _batch_tokens(session: ServerSession) -> float:
         """Return the tokens of prompts and answers of the batch so far."""
-        lines = httpx.get(f"{session.url}/metrics", timeout=60).text.splitlines()
-        kinds = ('penstock_job_tokens_total{kind="input"}', 'penstock_job_tokens_total{kind="output"}')
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(kinds))
+        return sum(metric(session.url, f'penstock_job_tokens_total{{kind="{kind}"}}') for kind in ("input", "output"))
 
 
 def _cpu_s(session: ServerSession) -> float:

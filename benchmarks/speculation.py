@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections import deque
@@ -39,7 +38,7 @@ from guessable import MAX_TOKENS, WORKLOADS, chats
 from peaks import context, usable_threads
 from printed import origin, percent, table
 from sessions import SERVED_NAME, serving
-from usage import OtherLoad, cpu_ticks, family
+from usage import OtherLoad, cpu_ticks, family, metric
 
 from penstock.models.catalog import DEFAULT_MODEL
 
@@ -96,11 +95,8 @@ class Server:
         return text
 
     def _counters(self) -> list[float]:
-        page = self.http.get(f"{self.url}/metrics").raise_for_status().text
-        num_tokens, guessed, accepted = (
-            sum(map(float, re.findall(rf"^penstock_{name}_tokens_total\S* (\S+)$", page, re.MULTILINE)))
-            for name in ("generation", "guessed", "accepted")
-        )
+        names = ("generation", "guessed", "accepted")
+        num_tokens, guessed, accepted = (metric(self.url, f"penstock_{name}_tokens_total") for name in names)
         return [num_tokens, time.perf_counter(), sum(map(cpu_ticks, family(self.pid))), guessed, accepted]
 
 

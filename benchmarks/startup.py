@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import urllib.request
 from pathlib import Path
 
 from printed import origin, table
 from sessions import ServerSession, serving
-from usage import threads_cpu_s
+from usage import metric, threads_cpu_s
 
 from penstock.lab.workload import Job
 from penstock.models.cache import default_cache_dir
@@ -62,13 +61,6 @@ def peak_mb(status: str) -> float:
     return next(int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
-def weights_mb(url: str) -> float:
-    """Size of the packed weights. Ask last: the metrics' library takes memory from then on."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        lines = response.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith("penstock_weight_bytes{")).split()[-1]) / 1e6
-
-
 def idle_cpu_percent(pid: int) -> float:
     """Share of one core."""
     time.sleep(IDLE_CHECK_S)
@@ -90,7 +82,7 @@ def measure(session: ServerSession, model: Path) -> dict[str, float]:
     session.replay([job] * STREAMS, STREAMS)
     figures["idle CPU, %"] = idle_cpu_percent(session.process.pid)
     read[f" after {STREAMS} streams"] = resident_mb((folder / "smaps").read_text(), model)
-    figures["weights, MB"] = weights_mb(session.url)
+    figures["weights, MB"] = metric(session.url, "penstock_weight_bytes") / 1e6  # last: from then on, metrics take memory
     held = 0.0 if ".packed" in smaps else figures["weights, MB"]
     for when, found in read.items():
         found["beside"] = found["resident"] - found["KV touched"] - found["file mapped"] - held
