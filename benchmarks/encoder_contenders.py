@@ -24,7 +24,7 @@ import numpy as np
 from contenders import LISTEN, Choices, own_files, packages
 from peaks import usable_threads
 from peer_setup import Environments, make_gguf, make_minilm, make_onnx
-from processes import Contender, ContenderError, read_line, started
+from processes import Contender, ask_worker, started
 from sessions import ANSWER_TIMEOUT_S, SERVED_NAME, answered
 from usage import ProcessGroup
 
@@ -73,14 +73,8 @@ class Library(ProcessGroup):
             return found
 
     def _ask(self, texts: Sequence[str], **options: object) -> list[float]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         order = {"texts": texts, "one_by_one": False, "vectors": None, **options}
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
-        if not (line := read_line(self.process.stdout, ANSWER_TIMEOUT_S)):
-            raise ContenderError("the worker ended")
-        seconds: list[float] = json.loads(line)["seconds"]
+        seconds: list[float] = ask_worker(self.process, order, ANSWER_TIMEOUT_S)["seconds"]
         return seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from usage import MB, size_bytes
 
@@ -113,6 +114,17 @@ def read_line(stream: IO[bytes], timeout_s: float) -> bytes:
             break
         line += piece
     return line
+
+
+def ask_worker(process: subprocess.Popen[bytes], order: object, timeout_s: float) -> Any:
+    """Send a line of JSON to a worker, and return its answer. Raises ContenderError if it ended, or after the timeout."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    process.stdin.flush()
+    if not (line := read_line(process.stdout, timeout_s)):
+        raise ContenderError("the worker ended")
+    return json.loads(line)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,6 @@ One at a time, in a group of processes of its own. Knows no contender by name, a
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from processes import Contender, ContenderError, read_line, started
+from processes import Contender, ask_worker, started
 from usage import ProcessGroup
 
 from penstock.lab.client import SendOptions, send
@@ -52,18 +51,11 @@ class WorkerSession(ProcessGroup):
     """Loaded in process: one line of JSON with the jobs in, one line with the times out, as `drive_openvino.py` describes."""
 
     def replay(self, jobs: Sequence[Job], concurrency: int) -> Sent:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         order = {
             "jobs": [[job.prompt_token_ids or job.prompt, job.num_output_tokens] for job in jobs],
             "concurrency": concurrency,
         }
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
-        line = read_line(self.process.stdout, ANSWER_TIMEOUT_S)
-        if not line:
-            raise ContenderError("the worker ended")
-        answer = json.loads(line)
+        answer = ask_worker(self.process, order, ANSWER_TIMEOUT_S)
         records = [_record(index, reply) for index, reply in enumerate(answer["replies"])]
         for record, job in zip(records, jobs, strict=True):
             if record.num_output_tokens != job.num_output_tokens:
