@@ -83,23 +83,17 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
         if error.argument in {item.key for item in all_settings()}:
             remedy += f" If the setting {error.argument} is meant: in a file it stands above the tables, such as [policy_args]."
         raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=remedy) from error
-    if chosen.priority_preemption and not policies.gate.is_continuous:
-        raise ConfigError(
-            "A static or dynamic batch runs until it has ended, so a higher class can't preempt a request in it.",
-            remedy="Set --batching continuous, or leave --priority-preemption out.",
-        )
-    for flag, name in (("--speculation", chosen.speculation), ("--speculation-model", chosen.speculation_model)):
-        if name not in (None, "off") and not policies.gate.is_continuous:
+    for flag, is_set, why in (
+        ("--priority-preemption", chosen.priority_preemption, "runs until it has ended"),
+        ("--speculation", chosen.speculation not in (None, "off"), "goes on in step, one token at a time"),
+        ("--speculation-model", chosen.speculation_model is not None, "goes on in step, one token at a time"),
+        ("--background-share", chosen.background_share, "has background requests only where no other waits"),
+    ):
+        if is_set and not policies.gate.is_continuous:
             raise ConfigError(
-                f"The rows of a static or dynamic batch go on in step, one token at a time, so {flag} would change nothing.",
+                f"A static or dynamic batch {why}, so {flag} would change nothing.",
                 remedy=f"Set --batching continuous, or leave {flag} out.",
             )
-    if chosen.background_share and not policies.gate.is_continuous:
-        raise ConfigError(
-            "A static or dynamic batch has background requests only where no other waits, so --background-share would change "
-            "nothing.",
-            remedy="Set --batching continuous, or leave --background-share out.",
-        )
     _check_eviction(config.kv, reads_priority=policies.order.reads_priority)
     return PolicyRecipe(make, policies.words, policies.order.reads_priority)
 
