@@ -64,6 +64,9 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     _check_address_space(config, compute, loading)
     model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
     check_model(compute, model)
+    if config.model.experts_on_disk:
+        check_experts(compute, model)
+        check_disk(expert_folder(config), model)
     adapters = adapter_room(config, model)
     weight_bytes = num_memory_bytes(config, model)
     if model.encoder is None:
@@ -341,9 +344,6 @@ def _plan_cache(
     config: Config, compute: Compute, model: LoadedModel, machine: Machine, adapters: sizing.AdapterRoom, weight_bytes: int
 ) -> sizing.KvPlan | None:
     """Return the plan of the KV cache, or None on a GPU, where it is measured once the weights are loaded."""
-    if config.model.experts_on_disk:
-        check_experts(compute, model)
-        check_disk(expert_folder(config), model)
     available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
     if compute.is_on_gpu:
         sizing.check_adapter_room(adapters, available_bytes - sizing.RESERVE_BYTES)
@@ -412,9 +412,6 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
     """
     assert model.encoder is not None
     _check_text_settings(config, model)
-    if config.model.experts_on_disk:
-        check_experts(compute, model)
-        check_disk(expert_folder(config), model)
     asked = config.model.max_model_len
     longest = model.encoder.max_tokens if asked is None else sizing.wanted_len(model.spec, asked)
     rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
