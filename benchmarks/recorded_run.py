@@ -17,6 +17,8 @@ from statistics import fmean
 from time import process_time
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from penstock.lab.cost_model import CostModel
 from penstock.lab.kernel_files import Choice
 from penstock.lab.kernel_import import import_folder
@@ -86,7 +88,7 @@ def main() -> None:
     result: dict[str, Any] = {"requests": len(recorded), "steps": outcome.num_steps, "steps_outside": outcome.num_outside}
     print(f"{'ms':12}{'recorded':>12}{'simulated':>12}{'error':>9}")
     for name, kind in (("TTFT", "ttft"), ("TPOT", "tpot"), ("end to end", "e2e")):
-        for how, figure in (("mean", fmean), ("p99", partial(quantile, 0.99))):
+        for how, figure in (("mean", fmean), ("p99", partial(np.quantile, q=0.99))):
             was, found = (figure([getattr(one, kind) for one in times]) * 1e3 for times in (real, simulated))
             result[f"{kind}_{how}_error"] = round(found / was - 1, 4)
             print(f"{f'{name} {how}':12}{was:12.1f}{found:12.1f}{found / was - 1:+9.1%}")
@@ -161,13 +163,6 @@ def simulation(meta: Mapping[str, Any], cost: CostModel) -> Simulation:
         max_tokens=None,
         depth=2,
     )
-
-
-def quantile(share: float, values: Sequence[float]) -> float:
-    """Return a quantile, interpolated between ranks as numpy does."""
-    ranked, at = sorted(values), share * (len(values) - 1)
-    low = int(at)
-    return ranked[low] + (at - low) * (ranked[min(low + 1, len(ranked) - 1)] - ranked[low])
 
 
 def num_waiting(at: float, times: Sequence[Times]) -> int:
