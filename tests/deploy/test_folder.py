@@ -99,7 +99,7 @@ def test_a_model_with_another_s_name_is_not_taken_in(
     with caplog.at_level(logging.ERROR):
         deployment.look()
     assert deployment.served == (first,)
-    assert "another model, adapter or route is called 'old' already" in caplog.text
+    assert "a model, adapter, route or pipeline has the name 'old'" in caplog.text
     (tmp_path / "new.gguf").touch()
     deployment.look()
     assert deployment.names == ("old", "new")
@@ -118,9 +118,9 @@ def test_a_route_hides_neither_a_model_that_comes_nor_an_adapter(
     with caplog.at_level(logging.ERROR):
         deployment.look()
     assert deployment.served == (first,)
-    assert "another model, adapter or route is called 'auto' already" in caplog.text
+    assert "a model, adapter, route or pipeline has the name 'auto'" in caplog.text
     first.adapters = Adapters(modules={"auto": tmp_path})
-    with pytest.raises(ConfigError, match="An adapter of old is called 'auto', and so is another adapter, a model or a route"):
+    with pytest.raises(ConfigError, match="An adapter of old is called 'auto', as is another adapter, a model"):
         Deployment([first], MemoryBudget(), routes=routes)
 
 

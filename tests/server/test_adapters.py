@@ -321,7 +321,7 @@ async def test_what_can_t_be_loaded_is_refused_by_name(client, folder, body, sta
 async def test_an_adapter_can_not_have_the_name_of_a_route_which_would_hide_it(running, folder):
     async with make_client(running, routes=[Route(name="auto", models=("tiny",))]) as client:
         told = await change(client, "load", lora_name="auto", lora_path=str(folder / "adapters" / "red"))
-    assert (told[0], "the name of a model or a route" in told[1]) == (400, True), told
+    assert (told[0], "the name of a model, route or pipeline" in told[1]) == (400, True), told
     assert not running.adapters.has("auto")
 
 

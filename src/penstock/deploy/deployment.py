@@ -104,20 +104,20 @@ class Deployment:
         pairs = [(name, one) for one in served for name in dict.fromkeys(one.names + one.aliases)]
         refuse_twice([name for name, _ in pairs])
         found = dict(pairs)
-        taken = {*found, *self.routes, *self.upstreams, *self.pipelines}
+        taken = {*found, *self.routes, *self.pipelines}  # requests do not name upstreams
         for owner in served:
             for adapter in owner.adapters.registered() if owner.adapters is not None else ():
                 if adapter in taken:
                     raise ConfigError(
-                        f"An adapter of {owner.name} is called {adapter!r}, and so is another adapter, a model or a route.",
+                        f"An adapter of {owner.name} is called {adapter!r}, as is another adapter, a model, route or pipeline.",
                         remedy="Give it another name in --lora-modules.",
                     )
                 taken.add(adapter)
         return found
 
     def is_taken(self, name: str) -> bool:
-        """Return whether a model, a route, a pipeline or an upstream has this name."""
-        return any(name in names for names in (self._by_name, self.routes, self.upstreams, self.pipelines))
+        """Return whether a model, a route or a pipeline has this name."""
+        return any(name in names for names in (self._by_name, self.routes, self.pipelines))
 
     def adapters_of(self, name: str) -> ServedModel | None:
         """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
@@ -190,7 +190,7 @@ class Deployment:
             for served in self._find_new():
                 taken = [name for name in served.names if self.is_taken(name) or self.adapters_of(name) is not None]
                 if taken:
-                    _log.error("%s is not served: another model, adapter or route is called %r already", served.path, taken[0])
+                    _log.error("%s is not served: a model, adapter, route or pipeline has the name %r", served.path, taken[0])
                     continue
                 served.metrics.tenants = self.default.metrics.tenants  # all models have the same keys
                 self.served += (served,)

@@ -52,9 +52,8 @@ class AdaptersEndpoint:
         body = await self._reader.body(data, LoadAdapterBody)
         served, adapters = self._served(body.model)
         if self._deployment.is_taken(body.lora_name):
-            raise invalid(
-                f"'lora_name' is {shorten(body.lora_name)!r}, the name of a model or a route. Choose another name.", "lora_name"
-            )
+            what = "the name of a model, route or pipeline. Choose another name."
+            raise invalid(f"'lora_name' is {shorten(body.lora_name)!r}, {what}", "lora_name")
         owner = self._deployment.adapters_of(body.lora_name)
         if owner not in (None, served):
             raise invalid(
