@@ -172,7 +172,19 @@ def test_a_partial_folder_does_not_count_while_the_hub_can_not_be_reached(tmp_pa
     assert not source.is_present
 
 
-@pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json")])
+def test_a_folder_without_a_listed_file_does_not_count(tmp_path, monkeypatch):
+    """The library returns it if the hub answers with an error while it looks for the files."""
+    names = ("README.md", "config.json", "model.safetensors", "tokenizer.json")
+    install(monkeypatch, names=names, snapshot_download=lambda *_args, **_named: None)
+    source = resolve("hf:org/repo", tmp_path)
+    write_hf(source.path, TinyLlama())
+    (source.path / "tokenizer.json").unlink()
+    with pytest.raises(DownloadError, match=r"tokenizer\.json of org/repo could not be fetched"):
+        ensure_present(source)
+    assert not source.is_present
+
+
+@pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json"), ("model.safetensors",)])
 def test_a_repository_without_safetensors_does_not_count(tmp_path, monkeypatch, files):
     hub = tmp_path / "upstream"
     hub.mkdir()
@@ -180,7 +192,7 @@ def test_a_repository_without_safetensors_does_not_count(tmp_path, monkeypatch, 
         (hub / name).touch()
     serve(monkeypatch, hub)
     source = resolve("hf:org/repo", tmp_path)
-    with pytest.raises(DownloadError, match=r"has no model\.safetensors.* write hf:org/repo:NAME\.gguf"):
+    with pytest.raises(DownloadError, match=r"has no config\.json with model\.safetensors.* write hf:org/repo:NAME\.gguf"):
         ensure_present(source)
     assert not source.is_present
 

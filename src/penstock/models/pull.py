@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -358,17 +359,23 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
 
     try:
         if ref.file is None:
-            # If the hub can't be reached, this raises, but snapshot_download returns a folder that may be partial.
             names = {file.rfilename for file in huggingface_hub.model_info(ref.repo).siblings or ()}
-            if not names & {"model.safetensors", "model.safetensors.index.json", "adapter_config.json"}:
+            has_model = "config.json" in names and not names.isdisjoint(("model.safetensors", "model.safetensors.index.json"))
+            if not has_model and "adapter_config.json" not in names:
                 raise DownloadError(
-                    f"{ref.repo} on the Hugging Face hub has no model.safetensors.",
+                    f"{ref.repo} on the Hugging Face hub has no config.json with model.safetensors.",
                     remedy=f"Use a repository that has it; for a GGUF file write hf:{ref.repo}:NAME.gguf.",
                 )
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
             for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
                 if not (path / name).is_file():
                     huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
+            # snapshot_download returns what is there if the hub does not answer it.
+            wanted = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _HUB_FILES))
+            if absent := [name for name in wanted if not (path / name).is_file()]:
+                raise DownloadError(
+                    f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.", remedy="Check the network,"
+                )
             (path / COMPLETE_MARKER).touch()
             return
         root = path.parents[len(ref.file.split("/")) - 1]
