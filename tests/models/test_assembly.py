@@ -285,6 +285,9 @@ def test_gguf_files_of_models_that_are_read_from_directories_are_refused_with_th
     for name in ("apertus", "exaone-moe", "jais2", "mamba2", "neo-bert"):
         with pytest.raises(ModelError, match="only Hugging Face directories"):
             architectures.our_name(name, architectures.GGUF_NAMES, Path())
+    for name in ("gptoss", "modernbert"):  # served under another spelling
+        with pytest.raises(ModelError, match=f"architecture {name} is not supported\\. "):
+            architectures.our_name(name, architectures.GGUF_NAMES, Path())
     with pytest.raises(ModelError, match="architecture NeoBERTForTokenClassification is not supported\\. "):
         architectures.our_name("NeoBERTForTokenClassification", architectures.HF_CLASSES, Path())
 

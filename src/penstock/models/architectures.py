@@ -357,7 +357,7 @@ def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
     if (found := known.get(name)) is not None:
         return found
     reason = REFUSED.get(family := _family(name))
-    if known is GGUF_NAMES and family in map(_family, ARCHITECTURES):
+    if known is GGUF_NAMES and family in {_family(ours) for ours in ARCHITECTURES if ours not in known.values()}:
         reason = "its GGUF files are not supported, only Hugging Face directories"
     why = "" if reason is None else f": {reason}"
     raise ModelError(f"{path}: the architecture {name} is not supported{why}.", remedy=_like(name, known))
