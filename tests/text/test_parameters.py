@@ -411,10 +411,11 @@ def test_a_value_is_of_a_type_that_is_allowed(text, types, expected):
         ({"$ref": "#/$defs/e~1f%20g"}, {"string"}),
         ({"$ref": "#/$defs/h/anyOf/0"}, {"null"}),
         ({"$ref": "#"}, {"object"}),
+        ({"$ref": "https://example.org/own#/$defs/a"}, {"array"}),
         ({"$ref": "other.json"}, ANY_TYPE),
     ],
 )
 def test_types_are_those_that_a_schema_allows(schema, expected):
     definitions = {"a": {"type": "array"}, "b": {"$ref": "#/$defs/b"}, "e/f g": {"type": "string"}}
-    root = {"type": "object", "$defs": {**definitions, "h": {"anyOf": [{"type": "null"}]}}}
+    root = {"$id": "https://example.org/own", "type": "object", "$defs": {**definitions, "h": {"anyOf": [{"type": "null"}]}}}
     assert types_of(schema, root, {}) == expected

@@ -408,8 +408,10 @@ def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def referred(schema: Mapping[str, Any], ref: str) -> Any:
-    """Return the part of a schema that a $ref in it names, or None."""
-    return None if (names := _names(ref)) is None else _at(schema, names)
+    """Return the part of a schema that a $ref in it names, or None. The $ref may begin with the schema's own $id."""
+    own_id = schema.get("$id", schema.get("id"))
+    names = _names(ref.removeprefix(own_id) if isinstance(own_id, str) else ref)
+    return None if names is None else _at(schema, names)
 
 
 def _at(schema: Mapping[str, Any], names: Sequence[str]) -> Any:
