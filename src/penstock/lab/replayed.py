@@ -62,6 +62,7 @@ class _Replay:
         self._metrics.tenants = frozenset(tenants)
         self._arrivals: dict[int, Arrival] = {}
         """Id -> arrival of a request that has not ended."""
+        self._background: set[int] = set()
         self._running: dict[int, int] = {}
         """Id of a request that has begun -> its context length after its last row."""
         self._paused: set[int] = set()
@@ -105,7 +106,9 @@ class _Replay:
         )
         self._arrivals[arrival.id] = arrival
         self._journal.on_queued(request, arrival.queued_ns)
-        if not arrival.background:
+        if arrival.background:
+            self._background.add(arrival.id)
+        else:
             self._ids.append(request.request_id)
         if self._has_gate and not self._running:
             self._journal.on_news(PlanNews(arrival.queued_ns, WaitReason.GATE, (), ()))
@@ -144,14 +147,11 @@ class _Replay:
         departure = self._departures.get(number)
         return departure is not None and departure.num_preemptions > 0
 
-    def _is_background(self, number: int) -> bool:
-        return number in self._arrivals and self._arrivals[number].background
-
     def _stats(self, step: StepDone, resting: Sequence[int]) -> StepStats:
         rows = [RowPlan(str(row.id), row.context_len, row.query_len, (), row.samples) for row in step.rows if row.id != NOBODY]
-        background = {row.id for row in step.rows if self._is_background(row.id)}
+        background = {row.id for row in step.rows if row.id in self._background}
         is_apart = all(row.id in background or row.query_len > max(1, row.samples) for row in step.rows)
-        rested = {number for number in resting if is_apart or self._is_background(number)}
+        rested = {number for number in resting if is_apart or number in self._background}
         counts = StepCounts(
             num_rows=len(rows),
             num_tokens=sum(row.query_len for row in step.rows),
