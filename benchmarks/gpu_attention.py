@@ -376,7 +376,7 @@ def main() -> None:
     else:
         require_gpu()
         result = run({name: MODELS[name] for name in args.models}, CASES, args, "cuda")
-    show(result, tables(result))
+    show(result, tables)
 
 
 if __name__ == "__main__":

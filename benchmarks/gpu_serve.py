@@ -428,7 +428,7 @@ def main() -> None:
     for name, found in shapes.items():
         add_bound(found, SHAPES[name], jobs[name], args, peaks)
     report |= {"peaks": peaks.summary(), "shapes": shapes}
-    show(report, tables(report))
+    show(report, tables)
 
 
 if __name__ == "__main__":

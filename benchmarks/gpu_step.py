@@ -325,7 +325,7 @@ def main() -> None:
     about = context(options.device, is_self_test=options.self_test)
     about |= {"deterministic": options.deterministic, "graphs": not options.no_graphs, "num_steps": options.num_steps}
     result = {"benchmark": "gpu_step", **about, "peaks": peaks.summary(), "steps": rows}
-    show(result, tables(result))
+    show(result, tables)
 
 
 if __name__ == "__main__":

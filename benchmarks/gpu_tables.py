@@ -5,7 +5,7 @@ is shown as such.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from printed import percent
@@ -16,11 +16,13 @@ PEAKS = {"copy_gbs": "GB/s copied", "matrix_tflops": "TFLOP/s of bf16 products"}
 VERSIONS = ("torch", "triton", "transformers", "flashinfer")
 
 
-def show(result: Result, parts: Mapping[str, Sequence[str]]) -> None:
-    """Print the paragraphs of each part under its title, and then the JSON object in one line."""
-    for title, paragraphs in parts.items():
-        print(f"\n### {title}, {result['gpu'] or 'no GPU'}", origin(result), *paragraphs, sep="\n\n")
-    print(f"\n{json.dumps(result)}")
+def show(result: Result, tables: Callable[[Result], Mapping[str, Sequence[str]]]) -> None:
+    """Print the paragraphs of each part under its title, and then, in any case, the JSON object in one line."""
+    try:
+        for title, paragraphs in tables(result).items():
+            print(f"\n### {title}, {result['gpu'] or 'no GPU'}", origin(result), *paragraphs, sep="\n\n")
+    finally:
+        print(f"\n{json.dumps(result)}")
 
 
 def origin(result: Result) -> str:

@@ -95,9 +95,10 @@ class Server:
         return text
 
     def _counters(self) -> list[float]:
+        used = [time.perf_counter(), sum(map(cpu_ticks, family(self.pid)))]
         names = ("generation", "guessed", "accepted")
-        num_tokens, guessed, accepted = (metric(self.url, f"penstock_{name}_tokens_total") for name in names)
-        return [num_tokens, time.perf_counter(), sum(map(cpu_ticks, family(self.pid))), guessed, accepted]
+        num_tokens, *guesses = (metric(self.url, f"penstock_{name}_tokens_total") for name in names)
+        return [num_tokens, *used, *guesses]
 
 
 def cpu_ticks_a_token(runs: Sequence[Run]) -> float:
