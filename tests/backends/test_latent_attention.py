@@ -19,7 +19,7 @@ from penstock.config import Config, KvConfig
 from penstock.deploy.resolve import decide, plan_on_cpu
 from penstock.lab.sizing import size_of
 from penstock.models import architectures
-from penstock.models.checks import weight_shapes
+from penstock.models.checks import check_spec, weight_shapes
 from penstock.models.formats import WeightFormat
 from penstock.models.hf import load_hf_directory
 from penstock.models.program import KvShape
@@ -199,8 +199,8 @@ def test_matrices_in_fp8_are_divided_among_weights_with_their_scales(tmp_path: P
 
 def test_texts_are_not_embedded() -> None:
     spec = replace(make_spec("small"), ending=TextEnding(pooling="last"))
-    with pytest.raises(ModelError, match="latent attention is not supported for embeddings"):
-        architectures.describe(spec)
+    with pytest.raises(ModelError, match="models with latent attention are not supported for embeddings"):
+        check_spec(spec, Path("model"))
 
 
 def test_matrices_of_heads_are_finite() -> None:

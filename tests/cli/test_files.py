@@ -97,7 +97,7 @@ def test_the_output_is_checked_before_anything_is_done(words: tuple[str, ...], m
 
 
 def test_a_fit_that_can_not_be_written_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted = Fit(cost=CostModel(), errors={}, left_out={}, num_steps=9)
+    fitted = Fit(cost=CostModel(), left_out={}, num_steps=9)
     with pytest.raises(PenstockError, match="can't be written"):
         profile._save(Path("absent/a.json"), fitted, "profile", "tiny", {}, notes={})
     assert "9 steps" in capsys.readouterr().out
