@@ -1,4 +1,4 @@
-"""What does speculation gain in each server? Every server runs with and without it, alone on the machine, with the same chats.
+"""How much faster is each server with speculation? Each runs with it and without it, alone on the machine, on the same chats.
 
     python benchmarks/speculation_peers.py --setup                  # makes what is missing in build/peers, then measures
     python benchmarks/speculation_peers.py --peers penstock llamacpp --model smollm2 --clients 1 8

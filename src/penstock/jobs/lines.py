@@ -33,7 +33,7 @@ NOT_IN_A_BATCH = ("stream", "background")
 """Fields of a request that a line can't have."""
 ALONE_AFTER, GIVEN_UP_AFTER = 2, 3
 """Failures of the server during a line after which it is asked alone, and after which it is given up. So a line that breaks the
-server does that three times, and its neighbours are answered."""
+server does that three times, and its neighbours in the batch are answered."""
 MAX_ERRORS = 50
 """Most errors of a file that are listed."""
 AT_ONCE = 250
@@ -310,7 +310,10 @@ class Lines:
         return taken
 
     def take_to_ask(self, after: int, most: int, most_bytes: int) -> list[Line]:
-        """Take lines as `take` does. Mark those that are not asked alone as in flight until they are answered or refused."""
+        """Take lines as `take` does, and mark them as in flight until they are answered or refused.
+
+        A line that is asked alone is not marked yet: see `note_alone`.
+        """
         taken = self.take(after, most, most_bytes)
         with self._guard, suppress(sqlite3.OperationalError):  # a full disk: then a failure of the server does not count
             self._base.executemany(
@@ -320,7 +323,7 @@ class Lines:
         return taken
 
     def note_alone(self, place: int) -> None:
-        """Mark a line that is asked alone as in flight. Earlier ones are not any more, even if no answer is written yet."""
+        """Mark a line that is asked alone as in flight, and unmark earlier ones, whose answers may not be written yet."""
         query = "UPDATE asked SET is_under_way = (place = ?) WHERE num_failures >= ?"
         with self._guard, suppress(sqlite3.OperationalError):
             self._base.execute(query, (place, ALONE_AFTER))
