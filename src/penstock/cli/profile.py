@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     "folder",
     type=FOLDER,
     metavar="FOLDER",
-    help="Kernel times that others published: of LLMServingSim or AIConfigurator.",
+    help="Kernel times that others published: of LLMServingSim, Vidur or AIConfigurator.",
 )
 @click.option("--model-config", type=FILE, metavar="FILE", help="With --import, of AIConfigurator: the model's config.json.")
 @click.option("--engine", metavar="NAME/VERSION", help="With AIConfigurator: the engine, such as vllm/0.19.0.")

@@ -45,6 +45,20 @@ USUAL = Choice()
 Point = tuple[float, ...]
 
 
+def num_layers_of(folder: Path, choice: Choice, model: str, known: int | None) -> int:
+    """Return the layers of the model that a folder of one layer's kernels is of. Raises CostFileError for options that such
+    a folder has no use for."""
+    if choice.model_config or choice.engine or (choice.weights, choice.kv) != (USUAL.weights, USUAL.kv):
+        remedy = "Leave out --model-config, --engine, --weights and --kv."
+        raise CostFileError(f"{folder} has tables of one model and engine.", remedy=remedy)
+    if num_layers := choice.num_layers or known:
+        return num_layers
+    raise CostFileError(
+        f"{folder} has kernels of one layer of {model or 'a model'}, and does not say how many layers there are.",
+        remedy="Give their number, as in the model's config.json: --layers N.",
+    )
+
+
 def text_of(path: Path) -> str:
     try:
         return read_text(path, MAX_TABLE_BYTES)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 
-from penstock.lab import aiconfigurator, llmservingsim
+from penstock.lab import aiconfigurator, llmservingsim, vidur
 from penstock.lab.cost_files import CostFileError, SavedCost
 from penstock.lab.kernel_files import USUAL, Choice
 
 READERS: Sequence[tuple[Callable[[Path], bool], Callable[[Path, Choice], SavedCost]]] = (
+    (vidur.is_there, vidur.read),  # before the next, which has an attention.csv, too
     (llmservingsim.is_there, llmservingsim.read),
     (aiconfigurator.is_there, aiconfigurator.read),
 )
@@ -30,7 +31,7 @@ def import_folder(folder: Path, choice: Choice = USUAL) -> SavedCost:
             raise CostFileError(f"{folder} has times or sizes that are too large.", remedy="Copy it again.")
         return saved
     remedy = (
-        "LLMServingSim's folders have dense.csv, attention.csv and per_sequence.csv; AIConfigurator's are systems, such as "
-        "data/h200_sxm."
+        "LLMServingSim's folders have dense.csv, attention.csv and per_sequence.csv, and Vidur's mlp.csv and attention.csv; "
+        "AIConfigurator's are systems, such as data/h200_sxm."
     )
     raise CostFileError(f"{folder} has no tables of kernels that Penstock reads.", remedy=remedy)

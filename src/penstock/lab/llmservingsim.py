@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.lab.cost_files import CostFileError, SavedCost
-from penstock.lab.kernel_files import MAX_POINTS, USUAL, Choice, Point, cost_of, curve_of, filled, rows_of, summed, text_of
+from penstock.lab.kernel_files import (
+    MAX_POINTS,
+    Choice,
+    Point,
+    cost_of,
+    curve_of,
+    filled,
+    num_layers_of,
+    rows_of,
+    summed,
+    text_of,
+)
 from penstock.lab.kernel_tables import Experts, Grid, KernelTables
 
 
@@ -48,19 +59,11 @@ def is_there(folder: Path) -> bool:
 
 
 def read(folder: Path, choice: Choice) -> SavedCost:
-    if choice.model_config or choice.engine or (choice.weights, choice.kv) != (USUAL.weights, USUAL.kv):
-        remedy = "Leave out --model-config, --engine, --weights and --kv."
-        raise CostFileError(f"{folder} has tables of one model and engine.", remedy=remedy)
     meta = _meta(folder, choice.num_gpus)
     model = meta.get("model", "")
     known = SHAPES.get(model)
-    num_layers = choice.num_layers or (known and known.num_layers)
+    num_layers = num_layers_of(folder, choice, model, known and known.num_layers)
     hidden_size = choice.hidden_size or (known and known.hidden_size)
-    if not num_layers:
-        raise CostFileError(
-            f"{folder} has kernels of one layer of {model or 'a model'}, and does not say how many layers there are.",
-            remedy="Give their number, as in the model's config.json: --layers N.",
-        )
     reduce_ns = reduce_token_ns = 0.0
     if choice.num_gpus > 1:
         if not hidden_size or not choice.link_bytes_per_s:
