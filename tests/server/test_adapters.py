@@ -717,6 +717,10 @@ async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_ask
             assert (status, "an adapter of another model" in text) == (400, True), text
             status, text = await change(client, "load", model="tiny", lora_name="other", lora_path=path)
             assert (status, "the name of a model" in text) == (400, True), text
+            status, text = await change(client, "load", lora_name="green", lora_path=path, load_inplace=True)
+            assert (status, deployment.adapters_of("green")) == (200, two), text
+            assert (await change(client, "unload", lora_name="green"))[0] == 200
+            assert deployment.adapters_of("green") is None
     finally:
         deployment.close(10)
         shutil.rmtree(folder / "none")

@@ -27,7 +27,7 @@ LOAD_TIMEOUT_S = 60.0
 
 class LoadAdapterBody(Body):
     model: str | None = None
-    """The adapter's model. The default is the first model served with adapters."""
+    """The adapter's model. The default is the model that has this adapter, else the first served with adapters."""
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
@@ -50,7 +50,7 @@ class AdaptersEndpoint:
         """Load an adapter from its files. After the answer, requests can name the adapter."""
         require_admin(http.scope)
         body = await self._reader.body(data, LoadAdapterBody)
-        served, adapters = self._served(body.model)
+        served, adapters = self._served(body.model, body.lora_name)
         if self._deployment.is_taken(body.lora_name):
             what = "the name of a model, route or pipeline. Choose another name."
             raise invalid(f"'lora_name' is {shorten(body.lora_name)!r}, {what}", "lora_name")
@@ -77,17 +77,18 @@ class AdaptersEndpoint:
         """Forget an adapter. If its files are in the folder of adapters, a request with its name loads it again."""
         require_admin(http.scope)
         body = await self._reader.body(data, UnloadAdapterBody)
-        _, adapters = self._served(body.model)
+        _, adapters = self._served(body.model, body.lora_name)
         if not adapters.unload(body.lora_name):
             message = f"No adapter is called {shorten(body.lora_name)!r}."
             raise ApiError(404, message, code="model_not_found", param="lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    def _served(self, name: str | None) -> tuple[ServedModel, Adapters]:
-        """Return the model of this name, or the first model served with adapters. Raises 404 and 400."""
-        asked = self._deployment.served if name is None else (find_served(name, self._deployment),)
-        for served in asked:
-            if served.adapters is not None:
+    def _served(self, name: str | None, lora_name: str) -> tuple[ServedModel, Adapters]:
+        """Return the model of this name, or else the adapter's, or the first served with adapters. Raises 404 and 400."""
+        deployment = self._deployment
+        default = (deployment.adapters_of(lora_name), *deployment.served)
+        for served in default if name is None else (find_served(name, deployment),):
+            if served is not None and served.adapters is not None:
                 return served, served.adapters
         raise invalid(
             "Nothing is served with adapters: that needs --lora-dir or --lora-modules.", None if name is None else "model"
