@@ -186,12 +186,15 @@ def test_a_bad_chat_template_is_told(penstock: Penstock, tiny_model: Path) -> No
         (["--ssl-certfile", "nowhere"], "There is no file nowhere."),
         (["--ssl-certfile", "blank"], "The TLS files cannot be used"),
         (["--ssl-keyfile", "blank"], "--ssl-certfile is not"),
+        (["--config", "far.toml"], "names the API key 'hr'"),
+        (["--webhook-url", "https://example.org/hook"], "--webhook-url needs --jobs-dir"),
     ],
 )
 def test_keys_and_certificates_are_checked_before_anything_is_fetched(
     penstock: Penstock, tmp_path: Path, arguments: list[str], cause: str
 ) -> None:
     (tmp_path / "blank").write_text("\n")
+    (tmp_path / "far.toml").write_text('[[upstreams]]\nname = "far"\nurl = "http://x"\nnever_keys = ["hr"]\n')
     result = penstock("serve", "--port", "0", *arguments, env={"PIP_NO_INDEX": "1"})
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")

@@ -127,7 +127,8 @@ def test_an_event_outlives_the_server(config: ServerConfig, receiver: Receiver, 
         ({"webhook_secret": "whsec_AAAA"}, "24 bytes or more"),
         ({"webhook_secret": None}, "is not whsec_"),
         ({"webhook_url": "ftp://a"}, "is not the address of a webhook"),
-        ({"jobs_dir": None}, "is not set"),
+        ({"jobs_dir": None}, "--webhook-url needs --jobs-dir"),
+        ({"jobs_dir": None, "webhook_url": None, "batch_hours": "22-6"}, "--batch-hours needs --jobs-dir"),
     ],
 )
 def test_what_can_not_work_is_refused_at_the_start(runtime, tmp_path: Path, more, words: str) -> None:

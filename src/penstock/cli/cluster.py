@@ -57,13 +57,14 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     configs = configs_of(values, words=words, tables=tables)
     config = configs[0]
     set_up_logging(config.log)
-    check_access(config.server, os.environ)
+    routing = routing_of_file()
+    check_access(config.server, os.environ, routing.upstreams)
     warn_of_unknown_variables()
     from penstock.serve.http.listener import bind_socket
     from penstock.serve.server import run_server
 
     with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
-        deployment = _deployment(configs, routing_of_file(), partial(_read_again, given_words()), address, stack)
+        deployment = _deployment(configs, routing, partial(_read_again, given_words()), address, stack)
         code = run_server(deployment, config.server, listener=listener)
     # Exit at once, as `serve` does.
     sys.stdout.flush()

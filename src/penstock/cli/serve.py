@@ -30,6 +30,7 @@ from penstock.cli.options import (
 )
 from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.several import config_of_found, configs_of
+from penstock.config.upstreams import UpstreamConfig
 from penstock.machine import address_space, has_gil, is_free_threaded, return_large_blocks_when_freed, share_one_arena
 from penstock.types.errors import ConfigError
 
@@ -55,7 +56,8 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
     return_large_blocks_when_freed()
     if address_space() is not None:
         share_one_arena()  # before the first thread
-    check_access(config.server, os.environ)
+    routing = routing_of_file()
+    check_access(config.server, os.environ, routing.upstreams)
     raise_open_files_limit()
     connection_limit(config.server)  # raises before the model is loaded
     for one in configs:
@@ -69,7 +71,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
         from penstock.deploy.factory import start_deployment
 
         warn_of_unknown_variables()
-        deployment = start_deployment(configs, partial(config_of_found, values), routing_of_file())
+        deployment = start_deployment(configs, partial(config_of_found, values), routing)
         warn_of_gil()
         try:
             code = server.result().run_server(deployment, config.server, listener=listener)
@@ -114,13 +116,15 @@ def models_in(folder: str | None) -> list[tuple[str, str]]:
     return [(source.name, str(source.path)) for source in found]
 
 
-def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
+def check_access(config: ServerConfig, environ: Mapping[str, str], upstreams: Sequence[UpstreamConfig] = ()) -> None:
     """Raise ConfigError for wrong API keys, origins, certificates, hours or webhooks, before loading a model takes minutes."""
-    from penstock.config.keys import api_keys
+    from penstock.config.keys import api_keys, check_never_keys
     from penstock.serve.http.cors import Cors
 
     Cors(config.allowed_origins)
-    has_keys = bool(api_keys(config))
+    keys = api_keys(config)
+    has_keys = bool(keys)
+    check_never_keys(upstreams, keys)
     for variable, is_given, effect, remedy in (
         ("PENSTOCK_API_KEY", has_keys, "would be open to everyone", "Give a key"),
         ("PENSTOCK_API_KEY_FILE", has_keys, "would be open to everyone", "Name a file"),
@@ -131,7 +135,9 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
             raise ConfigError(f"{variable} is set, but empty: the server {effect}.", remedy=f"{remedy}, or unset it.")
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("--ssl-keyfile is set, but --ssl-certfile is not.", remedy="Set --ssl-certfile as well.")
-    if config.jobs_dir is not None:
+    if config.jobs_dir is None:
+        config.refuse_jobs()
+    else:
         from penstock.serve.jobs.runner import read_hours
         from penstock.serve.jobs.webhooks import key_of
 

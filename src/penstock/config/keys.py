@@ -7,12 +7,13 @@ import re
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.config.components import ServerConfig
+from penstock.config.upstreams import UpstreamConfig
 from penstock.types.errors import ConfigError
 
 MAX_NAMED_KEYS = 1000
@@ -60,6 +61,17 @@ def api_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
             raise ConfigError(f"The key of {name} is also given without its name and limits.", remedy="Give it once.")
         keys += named
     return tuple(keys)
+
+
+def check_never_keys(upstreams: Iterable[UpstreamConfig], keys: Iterable[ApiKey]) -> None:
+    """Raise ConfigError if an upstream's `never_keys` has the name of an unknown key."""
+    names = {key.name for key in keys}
+    for upstream in upstreams:
+        if unknown := {*upstream.never_keys} - names:
+            raise ConfigError(
+                f"The upstream {upstream.name} names the API key {min(unknown)!r}, which the server does not have.",
+                remedy="Correct never_keys, or add the key to the key file.",
+            )
 
 
 def key_paths(config: ServerConfig) -> list[str]:

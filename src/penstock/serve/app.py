@@ -17,7 +17,7 @@ from starlette.routing import Route as StarletteRoute
 from penstock import fast_json
 from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
-from penstock.config.keys import api_keys
+from penstock.config.keys import api_keys, check_never_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.answering import finish_entry
 from penstock.serve.anthropic.routes import API as ANTHROPIC
@@ -63,7 +63,7 @@ from penstock.serve.tracing import Tracer
 from penstock.serve.verdicts import Verdicts
 from penstock.serve.vllm.routes import API as VLLM
 from penstock.serve.waiting import FolderWatch, Waits
-from penstock.types.errors import ConfigError, ModelAway
+from penstock.types.errors import ModelAway
 
 if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
     from penstock.serve.jobs.runner import BatchRunner
@@ -148,8 +148,7 @@ def _noted(deployment: Deployment, request_log: RequestLog | None, tracer: Trace
 
 def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lifetime: Lifetime) -> BatchRunner | None:
     if config.jobs_dir is None:
-        if config.webhook_url is not None:
-            raise ConfigError("--webhook-url needs --jobs-dir, which is not set.", remedy="Set --jobs-dir.")
+        config.refuse_jobs()
         return None
     from penstock.jobs.store import Store
     from penstock.serve.jobs.runner import BatchRunner, read_hours
@@ -184,13 +183,7 @@ def _sender(keys: KeyRing | None, admin_keys: KeyRing | None, name: str) -> Send
 def _upstreams(deployment: Deployment, config: ServerConfig) -> dict[str, Upstream]:
     if not deployment.upstreams:
         return {}
-    names = {key.name for key in api_keys(config)}
-    for upstream in deployment.upstreams.values():
-        if unknown := {*upstream.never_keys} - names:
-            raise ConfigError(
-                f"The upstream {upstream.name} names the API key {min(unknown)!r}, which the server does not have.",
-                remedy="Correct never_keys, or add the key to the key file.",
-            )
+    check_never_keys(deployment.upstreams.values(), api_keys(config))
     import httpx2
 
     from penstock.serve.upstream import Upstream
