@@ -113,6 +113,18 @@ def test_models_that_would_be_read_wrongly_are_refused(tmp_path, trainer, normal
         read_vocab(path)
 
 
+def test_user_defined_runs_of_spaces_are_tokens(tmp_path):
+    """Gemma's files have them."""
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁", 1), ("x", 1), ("▁▁", 4), ("▁▁▁▁", 4)]
+    data = b"".join([field(1, field(1, text.encode()) + field(3, kind)) for text, kind in pieces])
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(data + field(2, field(3, 2)) + field(3, field(3, 0) + field(4, 0)))
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode("    x x  x", add_special_tokens=False)
+    assert ids == [6, 4, 3, 4, 5, 4]
+    assert tokenizer.decode(ids) == "    x x  x"
+
+
 def write_tekken(path, words, **config):
     """Words after the 256 bytes, and three special tokens of ten."""
     texts = [bytes([byte]) for byte in range(256)] + words

@@ -81,6 +81,24 @@ def test_metaspace_files_are_read(tmp_path, sentencepiece_vocab):
     assert tokenizer.decode(tokenizer.encode("the cat", add_special_tokens=False)) == "the cat"
 
 
+def with_added(path, content, **changes):
+    """The file with a token added, or one of its tokens marked as added."""
+    file = json.loads(path.read_text(encoding="utf-8"))
+    vocab = file["model"]["vocab"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    token = {"id": vocab.get(content, len(vocab)), "content": content} | flags | changes
+    others = [other for other in file["added_tokens"] if other["content"] != content]
+    path.write_text(json.dumps(file | {"added_tokens": [*others, token]}), encoding="utf-8")
+    return token["id"]
+
+
+def test_added_tokens_of_space_marks_are_spaces(tmp_path, sentencepiece_vocab):
+    """Gemma's files have them."""
+    path = write(tmp_path / "tokenizer.json", sentencepiece_vocab(add_space_prefix=False), llama_decoder(strip=False))
+    added = with_added(path, "▁" * 4)
+    assert load_tokenizer(path).decode([added]) == "    "
+
+
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path, byte_level_vocab):
     path = write(
         tmp_path / "tokenizer.json",

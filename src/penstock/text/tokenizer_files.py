@@ -18,7 +18,7 @@ from penstock import fast_json
 
 # Types of pieces have the same numbers in SentencePiece and GGUF files.
 from penstock.text.gguf_vocab import CONTROL, NORMAL, RECIPES, UNKNOWN, UNUSED, USER_DEFINED
-from penstock.text.vocabulary import byte_level_alphabet
+from penstock.text.vocabulary import SPACE_MARK, byte_level_alphabet
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
 
@@ -96,6 +96,8 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
         raise _unsupported(path, "it has spaces as suffixes (treat_whitespace_as_suffix)")
     config = _json_object(path.parent / "tokenizer_config.json")
     _add_tokens(path.parent, config, tokens, types)
+    # As in GGUF files, user-defined pieces are text: Gemma's runs of spaces match before spaces become U+2581.
+    tokens = [text.replace(SPACE_MARK, " ") if kind == USER_DEFINED else text for text, kind in zip(tokens, types, strict=True)]
     scores += [0.0] * (len(tokens) - len(scores))
     ends = {
         name: _special_id(trainer.get(field, default))

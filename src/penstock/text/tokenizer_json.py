@@ -53,12 +53,14 @@ def load_backend(
     if eos_token is not None and eos_token_id is None:
         _log.warning("%s: there is no token %r, which tokenizer_config.json calls the eos_token", path, eos_token)
     special = [token_id for token_id in (bos_token_id, eos_token_id) if token_id is not None]
+    spelling = _spelling(steps, path)
     return Backend(
         encoder=encoder,
         vocab_size=encoder.get_vocab_size(with_added_tokens=True),
         piece=_piece_lookup(encoder),
-        spelling=_spelling(steps, path),
-        literal_ids=frozenset(added),
+        spelling=spelling,
+        # The library decodes added tokens as well: Gemma's runs of spaces are added tokens of U+2581.
+        literal_ids=frozenset(i for i, token in added.items() if token.special or spelling is not Spelling.SENTENCEPIECE),
         special_ids=frozenset([*(token_id for token_id, token in added.items() if token.special), *special]),
         silent_ids=frozenset(),
         starts_with_space=any(_strips_a_space(step) for step in steps),
