@@ -99,6 +99,15 @@ def test_added_tokens_of_space_marks_are_spaces(tmp_path, sentencepiece_vocab):
     assert load_tokenizer(path).decode([added]) == "    "
 
 
+def test_added_tokens_have_the_name_in_the_file_even_if_they_are_normalized(tmp_path, sentencepiece_vocab):
+    """transformers adds tokens so. Version 0.23 of the library puts the normalizer's space mark before their names."""
+    path = write(tmp_path / "tokenizer.json", sentencepiece_vocab(), llama_decoder(strip=True))
+    added, end = with_added(path, "<|im_start|>", normalized=True), with_added(path, "</s>", normalized=True, special=True)
+    tokenizer = load_tokenizer(path, special_tokens={"eos_token": "</s>"})
+    assert [tokenizer.token_text(token_id) for token_id in (added, end)] == ["<|im_start|>", "</s>"]
+    assert tokenizer.eos_token_ids == (end,)
+
+
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path, byte_level_vocab):
     path = write(
         tmp_path / "tokenizer.json",

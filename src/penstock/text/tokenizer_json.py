@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def load_backend(
     return Backend(
         encoder=encoder,
         vocab_size=encoder.get_vocab_size(with_added_tokens=True),
-        piece=_piece_lookup(encoder),
+        piece=_piece_lookup(encoder, {token_id: token.content for token_id, token in added.items()}),
         spelling=spelling,
         # The library decodes added tokens as well: Gemma's runs of spaces are added tokens of U+2581.
         literal_ids=frozenset(i for i, token in added.items() if token.special or spelling is not Spelling.SENTENCEPIECE),
@@ -163,9 +163,11 @@ def _check_ends(part: dict[str, Any], path: Path) -> None:
             )
 
 
-def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:
+def _piece_lookup(encoder: tokenizers.Tokenizer, names: Mapping[int, str]) -> Callable[[int], str | None]:
+    """Return a function from a token id to its piece. `names`: of added tokens, which newer libraries return normalised."""
+
     def piece(token_id: int) -> str | None:
-        return encoder.id_to_token(token_id) if token_id >= 0 else None
+        return names.get(token_id) or (encoder.id_to_token(token_id) if token_id >= 0 else None)
 
     return piece
 
