@@ -14,10 +14,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from penstock.models import architectures, formats
 from penstock.models.checks import weight_shapes
-from penstock.models.gguf import load_gguf
+from penstock.models.gguf import load_gguf, read_vocab
 from penstock.models.gguf_file import open_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import WeightFormat
+from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import GatedMlp
 from penstock.types.vocab import GgufVocab
@@ -190,6 +191,23 @@ def test_vocabulary_template_and_special_tokens(tiny):
     assert model.chat_template is not None
     assert "add_generation_prompt" in model.chat_template
     assert load_gguf(tiny).name == "tiny"
+
+
+@pytest.mark.parametrize(("architecture", "line_of_user"), [("phi3", []), ("llama", [8])])
+def test_tokens_of_phi_3_take_the_white_space_behind_them(tmp_path, architecture, line_of_user):
+    """Its template writes a line break behind `<|user|>`, which the model was trained without."""
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>", "▁", "H", "i", "\n"]
+    writer = GGUFWriter(tmp_path / "vocab.gguf", architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types([2, 3, 3, 3, 3, 1, 1, 1, 1])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(read_vocab(open_gguf(tmp_path / "vocab.gguf"), len(tokens)))
+    ids = tokenizer.encode("<|user|>\nHi<|endoftext|>\ni", add_special_tokens=False)
+    assert ids == [3, 5, *line_of_user, 6, 7, 4, 5, 8, 7]
 
 
 def test_tokens_that_end_a_turn_or_a_document_end_a_reply_whatever_the_file_calls_its_eos(tiny):

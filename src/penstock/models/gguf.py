@@ -374,6 +374,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         ),
         add_eos_token=_flag(file, "add_eos_token", default="eos" in ids and model in ("bert", "t5")),
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
+        strips_after_added=is_sentencepiece and file.architecture == "phi3",  # no key says so; llama.cpp looks at the name
         remove_extra_whitespaces=_flag(file, "remove_extra_whitespaces", default=False),
         charsmap=bytes([value & 0xFF for value in file.get_list(_CHARSMAP, int)]),
         lowercase=_flag(file, "normalizer.lowercase", default=True),

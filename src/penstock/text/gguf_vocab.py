@@ -25,6 +25,8 @@ _CUT = ("gpt2", "gemma4")
 """Kinds that split text by a recipe before merging."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Tokens of Phi-3 that leave the white space behind them, as in llama.cpp."""
 
 
 def build_backend(vocab: GgufVocab) -> Backend:
@@ -218,7 +220,9 @@ def _end_ids(vocab: GgufVocab) -> list[int]:
 
 
 def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[AddedToken]:
-    return [AddedToken(vocab.tokens[token_id], normalized=False, special=special) for token_id in ids if vocab.tokens[token_id]]
+    texts = [vocab.tokens[token_id] for token_id in ids if vocab.tokens[token_id]]
+    strips = vocab.strips_after_added
+    return [AddedToken(text, normalized=False, special=special, rstrip=strips and text not in _UNSTRIPPED) for text in texts]
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:

@@ -30,6 +30,7 @@ class GgufVocab:
     add_bos_token: bool
     add_eos_token: bool
     add_space_prefix: bool  # sentencePiece only: put a space before a text, and after a special token
+    strips_after_added: bool = False  # sentencePiece only: special and user-defined tokens take the white space behind them
     remove_extra_whitespaces: bool = False  # sentencePiece only: strip spaces at both ends and collapse runs to one
     charsmap: bytes = b""  # unigram only: SentencePiece's compiled character replacements
     lowercase: bool = True
