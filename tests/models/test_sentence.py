@@ -315,6 +315,15 @@ def test_a_decoder_embeds_if_it_is_asked_to(tmp_path):
         load_hf_directory(path, pooling="mean")
 
 
+def test_a_decoder_beside_modules_that_are_not_computed_still_generates(tmp_path):
+    path = write_encoder(ENCODERS["qwen3_embedding"], tmp_path / "model")
+    write(path, modules=[TRANSFORMER, {"type": "sentence_transformers.cross_encoder.LogitScore", "path": "1_LogitScore"}])
+    with pytest.raises(ModelError, match="of the type LogitScore") as refused:
+        load_hf_directory(path)
+    assert "--task generate" in refused.value.remedy
+    assert load_hf_directory(path, task="generate").spec.ending is None
+
+
 def test_a_dense_module_without_safetensors_is_refused(tmp_path):
     path = write_encoder(ENCODERS["bert_dense"], tmp_path / "model")
     (path / "2_Dense" / "model.safetensors").unlink()

@@ -83,7 +83,8 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
     name = architectures.our_name(hf_class, architectures.HF_CLASSES, config.path)
     architecture = architectures.find(name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
-    files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
+    files = SentenceFiles() if task == "generate" else read_sentence_files(path)
+    head = architecture.hf_head(hf_class, config)
     if hf_class == "HF_ColBERT":
         files = with_colbert(path, config, files)
     if files.pooling == "sparse":

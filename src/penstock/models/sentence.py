@@ -222,5 +222,5 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
 def _unsupported(path: Path, cause: str) -> ModelError:
     return ModelError(
         f"{path}: {cause}, which is not supported.",
-        remedy="Use another embedding model: the vectors of this one would be wrong.",
+        remedy="Use another model: the vectors of this one would be wrong. If it also generates text, add --task generate.",
     )
