@@ -15,7 +15,7 @@ import pytest
 from penstock.models.catalog import resolve
 from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model
-from penstock.models.pull import _HUB_FILES, ensure_present
+from penstock.models.pull import _HUB_FILES, ensure_present, pull
 from penstock.types.errors import DownloadError, ModelError
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf, write_hf
@@ -73,6 +73,47 @@ def test_all_shards_of_the_index_are_fetched(tmp_path, monkeypatch, sharded):
     source = ensure_present(resolve("hf:org/repo", tmp_path))
     assert load_model(source).name == "org/repo"
     assert not (source.path / "model.fp16.safetensors").exists()
+
+
+def test_pull_updates_what_is_present(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    source = pull("hf:org/repo", tmp_path)
+    shards = sorted(source.path.glob("*.safetensors"))
+    shards[0].unlink()
+    shards[1].write_bytes(b"damaged")
+    (sharded / "chat_template.jinja").write_text("corrected")
+    ensure_present(source)
+    assert not shards[0].exists(), "to serve a model that is present asks no hub"
+    assert pull("hf:org/repo", tmp_path) == source
+    assert load_model(source).chat_template == "corrected"
+
+
+def test_pull_without_a_network_keeps_what_is_present(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    (sharded / "m.gguf").touch()
+    for name in ("hf:org/repo", "hf:org/repo:m.gguf"):
+        pull(name, tmp_path)
+    functions = vars(sys.modules["huggingface_hub"])
+
+    def model_info(repo: str) -> None:
+        raise RuntimeError("Name or service not known")
+
+    install(monkeypatch, **functions | {"model_info": model_info})
+    for name in ("hf:org/repo", "hf:org/repo:m.gguf"):
+        source = resolve(name, tmp_path)
+        with pytest.raises(DownloadError, match=f"Name or service not known. {source.path} stays as it is"):
+            pull(name, tmp_path)
+        assert source.is_present
+
+
+def test_an_update_that_is_interrupted_does_not_count(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    source = pull("hf:org/repo", tmp_path)
+    (sharded / "generation_config.json").write_text("{}")
+    next(sharded.glob("*.safetensors")).unlink()
+    with pytest.raises(DownloadError):
+        pull("hf:org/repo", tmp_path)
+    assert not source.is_present, "its files may be of two revisions"
 
 
 def test_a_snapshot_without_a_shard_does_not_count(tmp_path, monkeypatch, sharded):

