@@ -156,6 +156,16 @@ def test_every_file_that_the_loader_looks_for_is_fetched(tmp_path, monkeypatch):
     assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in _HUB_FILES)]
 
 
+def test_an_adapter_comes_with_its_weights(tmp_path, monkeypatch):
+    hub = tmp_path / "upstream"
+    hub.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        (hub / name).touch()
+    serve(monkeypatch, hub)
+    path = ensure_present(resolve("hf:org/lora", tmp_path)).path
+    assert {file.name for file in path.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
 @pytest.mark.parametrize("file", ["m.gguf", "deep/er/m.gguf"])
 def test_one_file(tmp_path, monkeypatch, file):
     def hf_hub_download(repo: str, name: str, *, local_dir: Path) -> None:

@@ -36,7 +36,7 @@ _PIP_OPTIONS = (
     "--progress-bar=off",
 )
 _HUB_FILES = (
-    *("config.json", "generation_config.json", "quantize_config.json", "adapter_config.json"),
+    *("config.json", "generation_config.json", "quantize_config.json", "adapter_config.json", "adapter_model.safetensors"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer.model", "tekken.json", "added_tokens.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
