@@ -211,7 +211,7 @@ def test_tokens_of_phi_3_take_the_white_space_behind_them(tmp_path, architecture
 
 
 def test_tokens_that_end_a_turn_or_a_document_end_a_reply_whatever_the_file_calls_its_eos(tiny):
-    ends = {"<|eot_id|>": 3, "<end_of_turn>": 4, "<｜end▁of▁sentence｜>": 3, "</s>": 1}
+    ends = {"<|eot_id|>": 3, "<|tool_response>": 4, "<｜end▁of▁sentence｜>": 3, "</s>": 1}
     tokens, types = [*vocabulary(), *ends], [3, 3, 3] + [1] * 261 + [*ends.values()]
 
     def rename(writer):
@@ -220,7 +220,7 @@ def test_tokens_that_end_a_turn_or_a_document_end_a_reply_whatever_the_file_call
 
     model = load_gguf(edit(tiny, rename, drop=("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")))
     found = [tokens[4:][token_id] for token_id in model.eos_token_ids[1:]]
-    assert found == ["<|eot_id|>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]  # "</s>" is ordinary text there
+    assert found == ["<|eot_id|>", "<|tool_response>", "<｜end▁of▁sentence｜>"]  # "</s>" is ordinary text there
 
 
 @pytest.mark.parametrize("others", [("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>")])

@@ -43,8 +43,8 @@ _PRE_WITH_BOS = (
 _ENDS = frozenset(
     {
         *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<|endoftext|>"),
-        *("<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "[EOT]", "<turn|>"),
-        *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>", "</s>"),
+        *("<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[", "<eos>", "</s>"),
     }
 )
 """Tokens that end a turn or a document; many files name only one of them as `eos`. Source: `special_eog_ids` of llama.cpp."""
