@@ -387,6 +387,15 @@ def test_missing_shard_is_named(tmp_path):
         load_hf_directory(directory)
 
 
+def test_a_single_file_counts_before_an_older_index(tmp_path):
+    directory = write_hf(tmp_path, TINY, num_shards=2)
+    write_hf(directory, TinyLlama(num_layers=1))
+    assert load_hf_directory(directory).spec.num_layers == 1
+    for shard in directory.glob("model-*"):
+        shard.unlink()
+    assert load_hf_directory(directory).spec.num_layers == 1
+
+
 def test_index_must_not_lead_out_of_the_directory(tmp_path):
     directory = write_hf(tmp_path, TINY, num_shards=2)
     change_config(directory, "model.safetensors.index.json", weight_map={"model.norm.weight": "../../etc/passwd"})

@@ -97,7 +97,12 @@ def json_file(path: Path, data: bytes) -> JsonFile:
 
 
 def read_weight_map(path: Path) -> Mapping[str, str] | None:
-    """Return the directory's file of each tensor, by model.safetensors.index.json, or None without it. Raises ModelError."""
+    """Return the directory's file of each tensor, by model.safetensors.index.json, or None without it. Raises ModelError.
+
+    An index beside model.safetensors does not count, as in transformers: save_pretrained leaves an older one there.
+    """
+    if (path / "model.safetensors").is_file():
+        return None
     index = read_json(path / "model.safetensors.index.json", is_optional=True)
     if not index.values:
         return None
