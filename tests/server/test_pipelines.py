@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from penstock.admission.door import Admission
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.config.pipelines import CheckConfig, PipelineConfig, RerankerConfig
 from penstock.config.routes import AgreementConfig, VerifierConfig
 from penstock.config.sources import read_config_file
@@ -561,6 +561,19 @@ async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, 
         judge.close()
 
 
+async def test_pairs_for_the_reranker_count_towards_no_limit(models, pipeline: Pipeline) -> None:
+    config = replace(pipeline.config, reranker=RerankerConfig(model="judge", candidates=2))
+    limits = AdmissionLimits(tenant_tokens_per_minute=1)  # the first pairs would use it up
+    judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=(), limits=limits)
+    try:
+        async with make_client(*models, judge, pipelines=[replace(pipeline, config=config)]) as client:
+            for _ in range(2):
+                answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+                assert answer.status_code == 200, answer.text
+    finally:
+        judge.close()
+
+
 async def test_a_search_is_not_repeated_while_the_reranker_is_loaded(models, pipeline: Pipeline, monkeypatch) -> None:
     """Else the two could take each other's memory for ever."""
     config = replace(pipeline.config, reranker=RerankerConfig(model="judge", candidates=2))
@@ -585,7 +598,7 @@ async def test_a_search_is_not_repeated_while_the_reranker_is_loaded(models, pip
 
 
 async def test_passages_are_not_scored_before_the_checks_model_is_loaded(models, pipeline: Pipeline, monkeypatch) -> None:
-    """Else they would be scored, and charged to the key, twice."""
+    """Else they would be scored twice."""
     score, check_there, calls = QuestionReader.score, Verdicts.check_there, []
 
     async def noting(self: QuestionReader, *args: object) -> list[float]:

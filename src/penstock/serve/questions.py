@@ -6,6 +6,7 @@ The texts share the encoders' batches with those of other requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -53,9 +54,13 @@ class QuestionReader:
         return result.states
 
     async def score(self, reranker: str, question: str, passages: Sequence[str], data: bytes, http: HttpRequest) -> list[float]:
-        """Return how well each passage answers a body's question. Cancel it if the client leaves. Raises as `embed`."""
+        """Return how well each passage answers a body's question. Cancel it if the client leaves. Raises as `embed`.
+
+        The tenant's limits do not apply: they count the question's embedding or the answers, not the server's pairs.
+        """
         running, encoder = self.reranker(reranker)
-        results = await self._read(running, encoder, [(question, one) for one in passages], b"passages" + data, http)
+        pairs = [(question, one) for one in passages]
+        results = await self._read(running, encoder, pairs, b"passages" + data, http, is_limited=False)
         return [scores(result, encoder.scores)[0] for result in results]
 
     def reranker(self, name: str) -> tuple[RunningModel, EncoderInfo]:
@@ -73,13 +78,20 @@ class QuestionReader:
         return running, encoder
 
     async def _read(
-        self, running: RunningModel, encoder: EncoderInfo, texts: Sequence[TextInput], claimed: bytes, http: HttpRequest
+        self,
+        running: RunningModel,
+        encoder: EncoderInfo,
+        texts: Sequence[TextInput],
+        claimed: bytes,
+        http: HttpRequest,
+        *,
+        is_limited: bool = True,
     ) -> list[TextResult]:
         # A priority is the chosen model's to check.
         terms = read_terms(http.scope, running.clock.now_ns(), self._reader.config, is_priority_scheduled=True)
         call = TextsCall(
             running=running,
-            terms=terms,
+            terms=replace(terms, is_limited=is_limited),
             texts=texts,
             name_of=lambda _: "model",
             truncation=Truncation(encoder.max_tokens),
