@@ -105,6 +105,7 @@ async def test_a_response_keeps_the_request_that_the_client_has_sent(models, pip
     kept: list[Kept] = []
     put = MemoryStore.put
     monkeypatch.setattr(MemoryStore, "put", lambda self, one: (kept.append(one), put(self, one)))
+    monkeypatch.setattr(MemoryStore, "outlives", True)
     headers = {"Content-Type": "application/json", "Idempotency-Key": "a"}
     async with make_client(*models, pipelines=[pipeline]) as client:
         first = await client.post("/v1/responses", content=body, headers=headers)

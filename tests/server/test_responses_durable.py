@@ -92,7 +92,7 @@ def stopped_with(config: ServerConfig, num: int) -> list[str]:
 
 
 def test_as_many_as_may_run_go_on(config: ServerConfig, monkeypatch) -> None:
-    monkeypatch.setattr(store, "MAX_RUNNING", 3)
+    monkeypatch.setattr(store, "MAX_RUNNING", 6)
     ids = stopped_with(config, 3)
     with serving(config) as server:
         assert [ended(server, one)["status"] for one in ids] == ["incomplete"] * 3

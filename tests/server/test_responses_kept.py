@@ -98,17 +98,33 @@ async def test_what_runs_is_not_forgotten():
 
 
 def test_what_runs_fits_into_the_store():
-    store = MemoryStore(10_000, 60, VirtualClock())
+    store = MemoryStore(40_000, 60, VirtualClock())
     running = [keep(store, name, num_bytes=3000, is_running=True) for name in "ab"]
     store.check_room((ME, "new"))
     running.append(keep(store, "c", num_bytes=3000, is_running=True))
-    with pytest.raises(ApiError, match=r"3 responses of .* bytes run in the background"):
+    with pytest.raises(ApiError, match=r"3 responses of this key with .* bytes run in the background"):
         store.check_room((ME, "new"))
     store.delete(running[0])  # it runs until it has heard of that
     with pytest.raises(ApiError, match="3 responses"):
         store.check_room((ME, "new"))
+    for name in "def":
+        store.check_room((YOU, "new"))
+        keep(store, name, YOU, num_bytes=3000, is_running=True)
+    with pytest.raises(ApiError, match="6 responses with"):
+        store.check_room((Owner(key="third", tenant="third"), "new"))
     store.update(running[0].as_of({}, []))
     store.check_room((ME, "new"))
+
+
+def test_one_owners_responses_in_the_background_leave_places_to_others(monkeypatch):
+    monkeypatch.setattr("penstock.serve.responses.store.MAX_RUNNING", 4)
+    store = MemoryStore(1 << 20, 60, VirtualClock())
+    keep(store, "a", is_running=True)
+    store.check_room((ME, "new"))
+    keep(store, "b", is_running=True)
+    with pytest.raises(ApiError, match="2 responses of this key"):
+        store.check_room((ME, "new"))
+    store.check_room((YOU, "new"))
 
 
 async def test_a_conversation_loses_its_beginning_last():

@@ -139,7 +139,8 @@ class ResponsesEndpoint:
     ) -> fast_json.Raw:
         with opened:
             queued: Response = {**question.told, "status": "queued"}
-            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=sent)
+            asked = sent if self._store.outlives else b""
+            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=asked)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 opened.close()

@@ -158,13 +158,19 @@ class MemoryStore:
             self._forget(kept, "it was deleted")
 
     def check_room(self, key: Key) -> None:
-        """Raise 429 if unfinished responses in the background leave no room for this one, unless it is one of them."""
+        """Raise 429 if unfinished responses in the background leave no room for this one, unless it is one of them.
+
+        They may take half of the memory, and those of one owner half of the places and of that memory.
+        """
         if key in self._running:
             return
-        num_bytes = sum([kept.num_bytes for kept in self._running.values()])
-        if len(self._running) >= MAX_RUNNING or num_bytes >= self._max_bytes:
-            running = f"{counted(len(self._running), 'response')} of {num_bytes} bytes"
-            raise overloaded(f"Overloaded: {running} run in the background already.", retry_after_s=5.0)
+        running = [*self._running.values()]
+        own = [kept for kept in running if kept.owner == key[0]]
+        for whose, those, share in (("", running, 1), (" of this key", own, 2)):
+            num_bytes = sum([kept.num_bytes for kept in those])
+            if share * len(those) >= MAX_RUNNING or 2 * share * num_bytes >= self._max_bytes:
+                told = f"{counted(len(those), 'response')}{whose} with {num_bytes} bytes"
+                raise overloaded(f"Overloaded: {told} run in the background already.", retry_after_s=5.0)
 
     def _use(self, kept: Kept) -> None:
         self._used_ns[kept.key] = self._clock.now_ns()
