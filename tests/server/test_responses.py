@@ -316,6 +316,7 @@ async def test_calls_and_their_outputs_come_back():
         {"type": "function_call", "call_id": "c3", "name": "now", "arguments": '{"cu', "status": "incomplete"},
         {"type": "function_call_output", "call_id": "c1", "output": "noon"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sunny"}]},
+        {"type": "function_call_output", "call_id": "c3", "output": "aborted"},
     ]
     runtime = make_runtime(chat_template=TOOLS_TEMPLATE)
     tool_call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
@@ -454,6 +455,7 @@ WRONG = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'user'"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type", "'computer_call' is not supported"),
     ({"input": [{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]}, "input[1].type", "does not compact"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id", "no 'function_call'"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a b", "arguments": "{}"}]}, "input[0].name", "1 to 128"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "["}]}, "input[0].arguments", "JSON text"),
     (

@@ -223,13 +223,15 @@ def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: i
     """Return the items as messages for the chat template. The first `num_before` are not of `input`. Raises 400.
 
     Leading system messages are joined, since templates expect one. Consecutive items of the assistant become one message.
-    Incomplete calls are left out.
+    Incomplete calls are left out, with their outputs.
     """
     messages: list[Message] = []
     of_system = [instructions] if instructions else []
     has_text = False  # whether the last message, an assistant's, has its text
+    is_whole: dict[str, bool] = {}  # by the call's id
     for index, item in enumerate(items, -num_before):
         is_assistant = bool(messages) and messages[-1].role == "assistant"
+        place = f"input[{index}]" if index >= 0 else "previous_response_id"
         match item:
             case MessageItem(role="assistant"):
                 text = _text(item.content, "input", index, "content")
@@ -249,17 +251,21 @@ def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: i
                     messages.append(Message(role="assistant", content="", reasoning=said))
                     has_text = False
             case FunctionCallItem():
-                if item.status == "incomplete":
+                is_whole[item.call_id] = item.status != "incomplete"
+                if not is_whole[item.call_id]:
                     continue
                 if not is_assistant:
                     messages.append(Message(role="assistant", content=""))
                     has_text = False
-                place = f"input[{index}]" if index >= 0 else "previous_response_id"
                 call = past_call(item.call_id, chat_name(item.namespace, item.name), item.arguments, place)
                 messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
             case FunctionOutputItem():
                 text = _text(item.output, "input", index, "output")
-                messages.append(Message(role="tool", content=text, call_id=item.call_id))
+                if item.call_id not in is_whole:
+                    param = f"{place}.call_id"
+                    raise invalid(f"'{param}' is {shorten(item.call_id)!r}, which no 'function_call' before it has.", param)
+                if is_whole[item.call_id]:
+                    messages.append(Message(role="tool", content=text, call_id=item.call_id))
     if of_system:
         messages.insert(0, Message(role="system", content="\n\n".join(of_system)))
     return messages
