@@ -77,6 +77,7 @@ def test_a_response_in_the_background_is_asked_again_under_its_id(config: Server
         found = ended(server, begun["id"])
         assert (found["id"], found["status"]) == (begun["id"], "incomplete")
         assert found["output"][0]["content"] == expected["output"][0]["content"]
+        assert httpx.get(f"{server.url}/v1/requests/{begun['id']}").status_code == 200
     server.runtime.close()
 
 

@@ -179,6 +179,7 @@ async def test_a_background_request_that_is_sent_twice_at_once_runs_once(gate):
         first, second = [answer.json()["id"] for answer in await asyncio.gather(*twice)]
         assert first == second
         assert runtime.num_users == 1
+        assert (await client.get(f"/v1/requests/{first}")).json()["id"] == first.removeprefix("resp_")
         gate.open()
         await until(lambda: not runtime.num_users)
     runtime.close()

@@ -74,14 +74,17 @@ class ResponsesEndpoint:
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse | fast_json.Raw:
         """Answer a list of items (messages, calls, ...) with further items. The response is kept unless `store` is false."""
         body = await self._reader.body(data, ResponsesBody)
+        identity = identity_of(http.scope)
         if body.request_id is not None:
-            identity_of(http.scope).adopt(body.request_id)
+            identity.adopt(body.request_id)
         owner, course = read_owner(http.scope), course_of(http.scope)
         sent = data if course.sent is None else course.sent
         if not body.stream and self._store.keeps and (name := repeated_name(http.scope, sent)) is not None:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return fast_json.Raw((await self._store.get(owner, f"resp_{name}")).response)
             course.response_name = name
+            if body.request_id is None and not identity.is_from_header:
+                identity.request_id = name
         self._check_store(body, (owner, f"resp_{course.response_name}"))
         past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
@@ -183,9 +186,8 @@ class ResponsesEndpoint:
     async def _ask_again(self, kept: Kept) -> None:
         name = kept.response_id.removeprefix("resp_")
         while True:
-            answered = await self._own.ask(
-                kept.owner, "/v1/responses", kept.asked, f"again-{name}", asyncio.Event(), Course(response_name=name)
-            )
+            course = Course(response_name=name)
+            answered = await self._own.ask(kept.owner, "/v1/responses", kept.asked, name, asyncio.Event(), course)
             if answered is None or answered.status not in REFUSALS:
                 break
             await asyncio.sleep(answered.retry_after_s or RETRY_AFTER_S)
