@@ -131,12 +131,15 @@ async def test_tenants_take_turns_when_all_threads_are_busy(pool):
     assert "".join(order) == "cdacdaabbb"
 
 
-async def test_a_tenants_queue_is_bounded_and_others_come_in(pool, held):
+async def test_a_tenants_queue_is_bounded_and_others_come_in(pool, held, monkeypatch):
+    counted = []
+    monkeypatch.setattr(pool, "_count_rejected", lambda *told: counted.append(told))
     begun = await compiling(pool, "a", [held])
     waiting = await compiling(pool, "a", [held] * MAX_GRAMMARS)
     with pytest.raises(Rejected, match="too many grammars") as refusal:
         await pool.compile("a", 1, held)
     assert refusal.value.reason is RejectReason.QUEUE_FULL
+    assert counted == [(RejectReason.QUEUE_FULL, "a")]
     assert refusal.value.retry_after_s
     assert await pool.run(LARGE_SIZE, threading.current_thread) is not threading.current_thread()
     assert await pool.compile("b", 1, threading.current_thread) is not threading.current_thread()

@@ -73,7 +73,7 @@ async def in_daemon(work: Callable[[], _Result]) -> _Result:
 class OffLoop:
     """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 
-    def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
+    def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _tenant: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
         self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
@@ -101,7 +101,7 @@ class OffLoop:
             async with asyncio.timeout(MAX_RENDER_S):
                 return await self._in_turn(self._templates, "conversations", tenant, size, work)
         except TimeoutError:
-            raise self._full("conversations") from None
+            raise self._full("conversations", tenant) from None
 
     async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
         """Compile a grammar in a thread. Tenants take turns. Raises as `run`.
@@ -130,7 +130,7 @@ class OffLoop:
     ) -> _Result:
         job = line.join(tenant, size, work, key)
         if job is None:
-            raise self._full(what)
+            raise self._full(what, tenant)
         try:
             result: _Result = await _result_of(job.done, is_shared=True)
             return result
@@ -140,8 +140,8 @@ class OffLoop:
         finally:
             del job  # breaks a reference cycle, as in `_Line.do`
 
-    def _full(self, what: str) -> Rejected:
-        self._count_rejected(RejectReason.QUEUE_FULL)
+    def _full(self, what: str, tenant: str = "") -> Rejected:
+        self._count_rejected(RejectReason.QUEUE_FULL, tenant)
         return Rejected(RejectReason.QUEUE_FULL, f"too many {what} are being read already", retry_after_s=RETRY_AFTER_S)
 
     def _line(self, size: int) -> _Line:
