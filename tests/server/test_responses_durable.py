@@ -130,6 +130,18 @@ def test_a_deletion_is_on_the_disk_when_it_is_answered(config: ServerConfig, mon
     server.runtime.close()
 
 
+def test_a_server_that_keeps_none_deletes_what_was_kept(config: ServerConfig) -> None:
+    with serving(config) as server:
+        kept = post(server).json()["id"]
+    server.runtime.close()
+    stopped_with(config, 1)
+    assert kept in records(config)
+    with serving(replace(config, response_store_bytes=0)) as server:
+        assert "--response-store 0" in get(server, kept)["error"]["message"]
+        wait_until(lambda: not records(config))
+    server.runtime.close()
+
+
 def records(config: ServerConfig) -> dict[str, bytes]:
     with sqlite3.connect(f"{config.jobs_dir}/jobs.db") as base:
         found = dict(base.execute("SELECT id, record FROM responses"))

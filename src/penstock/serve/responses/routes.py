@@ -13,9 +13,12 @@ from penstock.serve.responses.store import MemoryStore
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    """Return the routes with responses that are kept in memory, and in the folder of jobs if the server has one."""
+    """Return the routes with responses that are kept in memory, and in the folder of jobs if the server has one.
+
+    A store of no bytes deletes what earlier processes kept in the folder.
+    """
     config, disk = parts.config, None
-    if parts.batches is not None and config.response_store_bytes:
+    if parts.batches is not None:
         from penstock.serve.responses.durable import ResponseDisk  # with a database, which few servers need
 
         disk = ResponseDisk(parts.batches.store)
