@@ -172,6 +172,15 @@ async def test_the_name_is_that_of_its_model_where_nothing_is_asked(models, pipe
         assert (await client.post("/tokenize", json={"model": "docs", "prompt": "a"})).status_code == 200
 
 
+async def test_a_count_of_tokens_includes_the_sources(models, pipeline: Pipeline) -> None:
+    body = BODIES["/v1/messages"] | {"model": "docs"}
+    async with make_client(*models, pipelines=[pipeline]) as client:
+        counted = await client.post("/v1/messages/count_tokens", json={key: body[key] for key in ("model", "messages")})
+        answer = await client.post("/v1/messages", json=body)
+    usage = answer.json()["usage"]
+    assert counted.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
 async def test_questions_that_wait_are_searched_for_together(pipeline: Pipeline) -> None:
     calls: list[int] = []
 

@@ -73,6 +73,13 @@ def find_model(name: str | None, deployment: Deployment, scope: Scope) -> Runnin
     return find_allowed(name, deployment, scope)[0].answerer()
 
 
+def check_filled(name: str | None, deployment: Deployment, scope: Scope) -> None:
+    """Raise `PipelineOpen` if this is the name of a pipeline that has not put its sources into the body yet."""
+    pipeline = deployment.pipelines.get(name or "")
+    if pipeline is not None and course_of(scope).filled != pipeline.name:
+        raise PipelineOpen(pipeline)
+
+
 def find_served(name: str | None, deployment: Deployment) -> ServedModel:
     """Return the model of a name, loaded or not. Raises 404. A folder's adapter is found only once a request has used it."""
     served = deployment.find(name) or deployment.adapters_of(name or "")
@@ -247,9 +254,7 @@ class Asked:
         """Check a request and return its call. Also begin to load its adapter. Raises `ApiError` and `Rejected`."""
         course = course_of(self.scope)
         served, adapter = self.find(request.model, request.user)
-        pipeline = self.reader.deployment.pipelines.get(request.model or "")
-        if pipeline is not None and course.filled != pipeline.name:
-            raise PipelineOpen(pipeline)
+        check_filled(request.model, self.reader.deployment, self.scope)
         running = served.answerer()
         if request.model in self.reader.deployment.routes:
             request = replace(request, model=running.name)  # the answer says which model it is of

@@ -14,7 +14,7 @@ from penstock.calls.check import TEMPLATE_EFFORTS, check_conversation, tools_for
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
-from penstock.serve.asking import Asked, Reader, find_model
+from penstock.serve.asking import Asked, Reader, check_filled, find_allowed
 from penstock.serve.bodies import NotYet, check_depth, json_grammar, parse_body, sampling_of
 from penstock.serve.errors import ApiError, invalid, refuse_unknown, shorten
 from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_TOOLS, function_tool, past_call
@@ -97,7 +97,9 @@ def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
 def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel, Conversation]:
     """Return the prompt of a body of `/v1/messages/count_tokens`, and its model. Raises `ApiError` and `Rejected`."""
     body = parse_body(data, CountTokensBody, reader.ignored)
-    running = find_model(body.model, reader.deployment, scope)
+    served, _ = find_allowed(body.model, reader.deployment, scope)
+    check_filled(body.model, reader.deployment, scope)
+    running = served.answerer()
     if running.model.encoder is not None:
         raise invalid(f"{running.name} is an encoder and takes no messages. Choose another model.", "model")
     _reasoning_budget(body, running.dialect)
