@@ -10,8 +10,11 @@ import httpx
 import pytest
 
 from penstock.config import ServerConfig
+from penstock.deploy.running import ServedModel
 from penstock.models.facts import ModelFacts
+from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
+from penstock.serve.cards import ModelCards
 from penstock.text import fim
 from support.deployments import deployment_of
 from support.server.harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
@@ -481,6 +484,15 @@ async def test_requests_share_the_reading_of_a_models_files(runtime):
         for response in await asyncio.gather(*asked):
             assert response.json()["models"][0]["details"]["family"] == "llama"
     assert num_reads == 1
+
+
+async def test_a_models_files_are_read_again_after_a_failure_and_a_load():
+    facts = iter([ModelFacts(), ModelFacts(architecture="old"), ModelFacts(architecture="new")])
+    served = ServedModel(names=("a",), metrics=Metrics("a"), load=None, plan=None, read_facts=lambda: next(facts))
+    cards = ModelCards()
+    assert [(await cards.of(served)).architecture for _ in range(3)] == ["", "old", "old"]
+    served.num_loads += 1
+    assert (await cards.of(served)).architecture == "new"
 
 
 async def test_the_digest_of_a_model_does_not_depend_on_its_folder(runtime):

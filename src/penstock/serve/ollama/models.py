@@ -167,7 +167,7 @@ def _not_done(message: str) -> ApiError:
 def _named(served: ServedModel, name: str, card: ModelFacts) -> OllamaModel:
     """Return the fields that describe a model in all lists.
 
-    The digest covers the model's facts without its path. It is equal on every machine, and needs no reading of weights.
+    The digest covers the model's facts without its path, and needs no reading of weights.
     """
     digest = hashlib.sha256(f"{served.name} {replace(card, path=Path())}".encode()).hexdigest()
     return {"name": name, "model": name, "digest": digest, "details": _details(card)}
