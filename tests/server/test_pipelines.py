@@ -152,6 +152,7 @@ def test_the_question_is_put_where_it_was() -> None:
     assert told == [{"role": "user", "content": "S: (none) Q: q"}, result], "a tool's result is no question"
     assert filled(prompt="q")["prompt"] == "S: (none) Q: q"
     assert filled(prompt="q" * 20_000)["prompt"] == "S: (none) Q: " + "q" * 20_000, "only the search cuts it"
+    assert filled(prompt={"prompt_string": "q"})["prompt"] == {"prompt_string": "S: (none) Q: q"}
     assert filled(prompt=["q"])["prompt"] == ["S: (none) Q: q"]
     assert filled(input=[{"role": "user", "content": "q"}])["input"][0]["content"] == "S: (none) Q: q"
     with pytest.raises(ApiError, match="one question at a time"):

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 MAX_QUESTION_CHARS = 16_384
 """Only so many first characters of a question count: more than an encoder reads."""
 
+TEXT_KEYS = ("text", "content", "prompt_string")
+"""Fields with the text of a part, of a message, and of a prompt of llama.cpp's API."""
+
 
 def texts_in(value: object) -> Iterator[str]:
     """Yield all texts of a body: also keys of objects, numbers, JSON within texts, and the parts of a message as one."""
@@ -49,7 +52,7 @@ def _texts(value: object) -> Iterator[str]:
         yield value
     elif isinstance(value, dict):
         if value.get("type") != "tool_result":  # which Anthropic's API has in a message of the user
-            yield from _texts(value.get("text") or value.get("content"))
+            yield from _texts(next((value[key] for key in TEXT_KEYS if value.get(key)), None))
     elif isinstance(value, list):
         users = [entry for entry in value if isinstance(entry, dict) and entry.get("role") == "user"]
         asked = next((entry for entry in reversed(users) if any(_texts(entry))), None)

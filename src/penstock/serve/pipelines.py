@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from penstock import fast_json
 from penstock.config.pipelines import PipelineConfig
 from penstock.deploy.pipelines import Pipeline
-from penstock.routes.questions import question_in
+from penstock.routes.questions import TEXT_KEYS, question_in
 from penstock.serve.bodies import load_json
 from penstock.serve.course import course_of
 from penstock.serve.errors import invalid, unavailable
@@ -144,7 +144,7 @@ def _replaced(value: Any, text: str) -> Any:
     if isinstance(value, str):
         return text
     if isinstance(value, dict):
-        key = "text" if value.get("text") else "content"
+        key = next(key for key in TEXT_KEYS if value.get(key))
         return value | {key: _replaced(value[key], text)}
     asked = [idx for idx, one in enumerate(value) if question_in([one])]
     users = [idx for idx in asked if isinstance(value[idx], dict) and value[idx].get("role") == "user"]
