@@ -156,6 +156,8 @@ def test_the_question_is_put_where_it_was() -> None:
     assert filled(prompt=["q"])["prompt"] == ["S: (none) Q: q"]
     assert filled(input=[{"role": "user", "content": "q"}])["input"][0]["content"] == "S: (none) Q: q"
     with pytest.raises(ApiError, match="one question at a time"):
+        filled(prompt=[{"prompt_string": "a"}, "b"])
+    with pytest.raises(ApiError, match="one question at a time"):
         filled(prompt=["a", "b"])
 
 

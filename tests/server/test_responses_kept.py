@@ -98,11 +98,11 @@ async def test_what_runs_is_not_forgotten():
 
 
 def test_what_runs_fits_into_the_store():
-    store = MemoryStore(40_000, 60, VirtualClock())
+    store = MemoryStore(20_000, 60, VirtualClock())
     running = [keep(store, name, num_bytes=3000, is_running=True) for name in "ab"]
     store.check_room((ME, "new"))
     running.append(keep(store, "c", num_bytes=3000, is_running=True))
-    with pytest.raises(ApiError, match=r"3 responses of this key with .* bytes run in the background"):
+    with pytest.raises(ApiError, match=r"3 responses of this tenant of .* bytes run in the background"):
         store.check_room((ME, "new"))
     store.delete(running[0])  # it runs until it has heard of that
     with pytest.raises(ApiError, match="3 responses"):
@@ -110,7 +110,7 @@ def test_what_runs_fits_into_the_store():
     for name in "def":
         store.check_room((YOU, "new"))
         keep(store, name, YOU, num_bytes=3000, is_running=True)
-    with pytest.raises(ApiError, match="6 responses with"):
+    with pytest.raises(ApiError, match="6 responses of"):
         store.check_room((Owner(key="third", tenant="third"), "new"))
     store.update(running[0].as_of({}, []))
     store.check_room((ME, "new"))
@@ -122,7 +122,7 @@ def test_one_owners_responses_in_the_background_leave_places_to_others(monkeypat
     keep(store, "a", is_running=True)
     store.check_room((ME, "new"))
     keep(store, "b", is_running=True)
-    with pytest.raises(ApiError, match="2 responses of this key"):
+    with pytest.raises(ApiError, match="2 responses of this tenant"):
         store.check_room((ME, "new"))
     store.check_room((YOU, "new"))
 

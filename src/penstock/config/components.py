@@ -525,7 +525,7 @@ class ServerConfig(Component):
     )
     response_store_bytes: int = size(
         64 << 20,
-        "Memory for kept responses (POST /v1/responses); 0: none is kept.",
+        "Memory for kept responses (POST /v1/responses); 0: none is kept, and those in --jobs-dir are deleted.",
         minimum=0,
     )
     jobs_dir: str | None = path(

@@ -24,10 +24,7 @@ from penstock.serve.waiting import FolderWatch
 
 
 class ModelCards:
-    """Reads the facts of each model's files at first use, and again after a load or a failure.
-
-    A hanging disk blocks one thread for each model.
-    """
+    """Reads the facts of each model's files at first use, and again after a load. A hanging disk blocks one thread for each."""
 
     def __init__(self) -> None:
         self._cards: WeakKeyDictionary[ServedModel, tuple[int, asyncio.Future[ModelFacts]]] = WeakKeyDictionary()
@@ -37,10 +34,7 @@ class ModelCards:
         """Return the facts of a model's files."""
         if served not in self._cards or self._cards[served][0] != served.num_loads:
             self._cards[served] = served.num_loads, asyncio.ensure_future(in_daemon(served.facts))
-        facts = await asyncio.shield(self._cards[served][1])
-        if facts == ModelFacts():
-            self._cards.pop(served, None)
-        return facts
+        return await asyncio.shield(self._cards[served][1])
 
 
 LISTED_AT_ONCE = 128

@@ -132,11 +132,15 @@ def _source(number: int, hit: Hit) -> str:
 def _filled(data: bytes, config: PipelineConfig, hits: Sequence[Hit]) -> bytes:
     body = load_json(data)
     name = next(name for name in FIELDS if body.get(name))
-    if name != "messages" and isinstance(body[name], list) and sum(isinstance(one, str) for one in body[name]) > 1:
+    if name != "messages" and isinstance(body[name], list) and sum(map(_is_prompt, body[name])) > 1:
         raise invalid(f"{config.name} answers one question at a time.", name)
     filled = fill_template(config.template, question_in(body[name], None), hits)
     body[name] = _replaced(body[name], filled)
     return fast_json.dumps(body)
+
+
+def _is_prompt(one: Any) -> bool:
+    return isinstance(one, str) or (isinstance(one, dict) and "prompt_string" in one)
 
 
 def _replaced(value: Any, text: str) -> Any:

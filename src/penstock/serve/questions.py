@@ -56,7 +56,7 @@ class QuestionReader:
     async def score(self, reranker: str, question: str, passages: Sequence[str], data: bytes, http: HttpRequest) -> list[float]:
         """Return how well each passage answers a body's question. Cancel it if the client leaves. Raises as `embed`.
 
-        The tenant's limits do not apply: they count the question's embedding or the answers, not the server's pairs.
+        The tenant's limits apply to the question's embedding and to the answer, not to these pairs.
         """
         running, encoder = self.reranker(reranker)
         pairs = [(question, one) for one in passages]

@@ -80,11 +80,11 @@ class ResponsesEndpoint:
         owner, course = read_owner(http.scope), course_of(http.scope)
         sent = data if course.sent is None else course.sent
         if not body.stream and self._store.keeps and (name := repeated_name(http.scope, sent)) is not None:
+            if body.request_id is None and not identity.is_from_header:
+                identity.request_id = name
             with contextlib.suppress(ApiError):  # it is not known yet
                 return fast_json.Raw((await self._store.get(owner, f"resp_{name}")).response)
             course.response_name = name
-            if body.request_id is None and not identity.is_from_header:
-                identity.request_id = name
         self._check_store(body, (owner, f"resp_{course.response_name}"))
         past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes

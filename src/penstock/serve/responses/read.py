@@ -231,7 +231,6 @@ def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: i
     is_whole: dict[str, bool] = {}  # by the call's id
     for index, item in enumerate(items, -num_before):
         is_assistant = bool(messages) and messages[-1].role == "assistant"
-        place = f"input[{index}]" if index >= 0 else "previous_response_id"
         match item:
             case MessageItem(role="assistant"):
                 text = _text(item.content, "input", index, "content")
@@ -257,14 +256,15 @@ def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: i
                 if not is_assistant:
                     messages.append(Message(role="assistant", content=""))
                     has_text = False
+                place = f"input[{index}]" if index >= 0 else "previous_response_id"
                 call = past_call(item.call_id, chat_name(item.namespace, item.name), item.arguments, place)
                 messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
             case FunctionOutputItem():
                 text = _text(item.output, "input", index, "output")
-                if item.call_id not in is_whole:
-                    param = f"{place}.call_id"
+                if item.call_id not in is_whole and index >= 0:
+                    param = f"input[{index}].call_id"
                     raise invalid(f"'{param}' is {shorten(item.call_id)!r}, which no 'function_call' before it has.", param)
-                if is_whole[item.call_id]:
+                if is_whole.get(item.call_id, True):  # kept ones were not always checked
                     messages.append(Message(role="tool", content=text, call_id=item.call_id))
     if of_system:
         messages.insert(0, Message(role="system", content="\n\n".join(of_system)))

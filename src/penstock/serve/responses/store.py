@@ -7,6 +7,7 @@ are never evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
@@ -160,17 +161,15 @@ class MemoryStore:
     def check_room(self, key: Key) -> None:
         """Raise 429 if unfinished responses in the background leave no room for this one, unless it is one of them.
 
-        They may take half of the memory, and those of one owner half of the places and of that memory.
+        Those of one tenant may take half of it.
         """
         if key in self._running:
             return
-        running = [*self._running.values()]
-        own = [kept for kept in running if kept.owner == key[0]]
-        for whose, those, share in (("", running, 1), (" of this key", own, 2)):
-            num_bytes = sum([kept.num_bytes for kept in those])
-            if share * len(those) >= MAX_RUNNING or 2 * share * num_bytes >= self._max_bytes:
-                told = f"{counted(len(those), 'response')}{whose} with {num_bytes} bytes"
-                raise overloaded(f"Overloaded: {told} run in the background already.", retry_after_s=5.0)
+        running = [(kept.owner, kept.num_bytes) for kept in self._running.values()]
+        _check_room("", running, MAX_RUNNING, self._max_bytes)
+        if key[0].tenant:
+            own = [one for one in running if one[0] == key[0]]
+            _check_room(" of this tenant", own, MAX_RUNNING // 2, self._max_bytes // 2)
 
     def _use(self, kept: Kept) -> None:
         self._used_ns[kept.key] = self._clock.now_ns()
@@ -245,3 +244,10 @@ class MemoryStore:
         message = f"There is no response {shorten(response_id)!r}. {why}"
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
         return ApiError(404, message, code=code, param=param)
+
+
+def _check_room(whose: str, running: Sequence[tuple[Owner, int]], most: int, most_bytes: int) -> None:
+    num_bytes = sum([size for _, size in running])
+    if len(running) >= most or num_bytes >= most_bytes:
+        told = f"{counted(len(running), 'response')}{whose} of {num_bytes} bytes"
+        raise overloaded(f"Overloaded: {told} run in the background already.", retry_after_s=5.0)
