@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.models.catalog import resolve
-from penstock.models.hf import load_hf_directory
+from penstock.models.hf import load_hf_directory, open_weights
 from penstock.models.load import load_model
 from penstock.models.pull import _HUB_FILES, ensure_present, pull
 from penstock.types.errors import DownloadError, ModelError
@@ -86,6 +86,16 @@ def test_pull_updates_what_is_present(tmp_path, monkeypatch, sharded):
     assert not shards[0].exists(), "to serve a model that is present asks no hub"
     assert pull("hf:org/repo", tmp_path) == source
     assert load_model(source).chat_template == "corrected"
+
+
+@pytest.mark.parametrize("num_shards", [(1, 2), (2, 1)])
+def test_an_update_forgets_weights_of_an_older_form(tmp_path, monkeypatch, num_shards):
+    for number, num_layers in zip(num_shards, (2, 1), strict=True):
+        hub = write_hf(tmp_path / f"upstream-{number}", TinyLlama(num_layers=num_layers), num_shards=number)
+        serve(monkeypatch, hub)
+        source = pull("hf:org/repo", tmp_path)
+    assert open_weights(source.path).keys() == open_weights(hub).keys()
+    assert load_model(source).name == "org/repo"
 
 
 def test_pull_without_a_network_keeps_what_is_present(tmp_path, monkeypatch, sharded):

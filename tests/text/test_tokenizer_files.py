@@ -125,6 +125,16 @@ def test_user_defined_runs_of_spaces_are_tokens(tmp_path):
     assert tokenizer.decode(ids) == "    x x  x"
 
 
+@pytest.mark.parametrize("flags", [(1, 0), (0, 1)])
+def test_runs_of_spaces_are_none_where_spaces_are_added_or_removed(tmp_path, flags):
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁", 1), ("x", 1), ("▁x", 1), ("▁▁", 4)]
+    data = b"".join([field(1, field(1, text.encode()) + field(3, kind)) for text, kind in pieces])
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(data + field(2, field(3, 2)) + field(3, field(3, flags[0]) + field(4, flags[1])))
+    tokenizer = load_tokenizer(path)
+    assert 6 not in tokenizer.encode("x  x", add_special_tokens=False)
+
+
 def write_tekken(path, words, **config):
     """Words after the 256 bytes, and three special tokens of ten."""
     texts = [bytes([byte]) for byte in range(256)] + words

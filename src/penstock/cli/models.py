@@ -41,7 +41,10 @@ def _row(listing: ModelListing) -> tuple[str, str, str, str]:
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
 @config_file_option
 def pull(model: str, cache: str | None) -> None:
-    """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. If it is here already, verify or update it."""
+    """Fetch MODEL: a catalogue name, or hf:org/repo[:file].
+
+    One of the catalogue that is here already is verified, one of the hub is updated.
+    """
     from penstock.models import pull as fetching
     from penstock.models.cache import cache_dir
     from penstock.models.pull import TerminalProgress

@@ -373,6 +373,9 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
                 )
             (path / COMPLETE_MARKER).unlink(missing_ok=True)  # until all files are of one revision
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
+            for name in ("model.safetensors", "model.safetensors.index.json"):
+                if name not in names:  # of an older revision; the library leaves it, and it would be read
+                    (path / name).unlink(missing_ok=True)
             wanted = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _HUB_FILES))
             for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
                 if name not in wanted:
@@ -384,7 +387,10 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
             (path / COMPLETE_MARKER).touch()
             return
         root = path.parents[len(ref.file.split("/")) - 1]
-        for file in split_files(path):
+        files = split_files(path)
+        for file in files:
+            if len(files) > 1 and file.is_file():
+                continue  # an interrupted update could leave files of two revisions
             huggingface_hub.hf_hub_download(ref.repo, file.relative_to(root).as_posix(), local_dir=root)
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
         if isinstance(error, ModelError | DownloadError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):

@@ -96,8 +96,11 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
         raise _unsupported(path, "it has spaces as suffixes (treat_whitespace_as_suffix)")
     config = _json_object(path.parent / "tokenizer_config.json")
     _add_tokens(path.parent, config, tokens, types)
-    # As in GGUF files, user-defined pieces are text: Gemma's runs of spaces match before spaces become U+2581.
-    tokens = [text.replace(SPACE_MARK, " ") if kind == USER_DEFINED else text for text, kind in zip(tokens, types, strict=True)]
+    if not (normalizer.get(3, 1) or normalizer.get(4, 1)):
+        # Spaces stay where they are, so user-defined pieces are text, as in GGUF files: Gemma's runs of spaces.
+        tokens = [
+            text.replace(SPACE_MARK, " ") if kind == USER_DEFINED else text for text, kind in zip(tokens, types, strict=True)
+        ]
     scores += [0.0] * (len(tokens) - len(scores))
     ends = {
         name: _special_id(trainer.get(field, default))

@@ -59,8 +59,10 @@ def load_backend(
         vocab_size=encoder.get_vocab_size(with_added_tokens=True),
         piece=_piece_lookup(encoder, {token_id: token.content for token_id, token in added.items()}),
         spelling=spelling,
-        # The library decodes added tokens as well: Gemma's runs of spaces are added tokens of U+2581.
-        literal_ids=frozenset(i for i, token in added.items() if token.special or spelling is not Spelling.SENTENCEPIECE),
+        # Special tokens spell their name. Others are decoded like pieces: Gemma's runs of spaces are added tokens of U+2581.
+        literal_ids=frozenset(
+            token_id for token_id, token in added.items() if token.special or spelling is not Spelling.SENTENCEPIECE
+        ),
         special_ids=frozenset([*(token_id for token_id, token in added.items() if token.special), *special]),
         silent_ids=frozenset(),
         starts_with_space=any(_strips_a_space(step) for step in steps),
