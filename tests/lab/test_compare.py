@@ -137,10 +137,22 @@ def test_loads_are_compared_with_their_like() -> None:
         return result_of(*(run_of(random_records(int(rate), 50), load=Load("rate", rate)) for rate in rates))
 
     found = compared(sweep(1, 2, 3), sweep(2, 3, 4))
-    assert [str(one.load) for one in found.comparisons] == ["rate 2", "rate 3"]
+    assert [one.load for one in found.comparisons] == ["rate 2", "rate 3"]
     assert any("rate 1, rate 4" in note for note in found.notes)
     with pytest.raises(ConfigError, match="no load in common: rate 1 and rate 4"):
         compared(sweep(1), sweep(4))
+
+
+def test_variants_are_compared_with_their_like() -> None:
+    def varied(*names: str) -> Result:
+        return result_of(*(run_of(random_records(len(name), 50), name=name) for name in names))
+
+    found = compared(varied("fcfs", "sjf"), varied("sjf", "fair", "sjf"))
+    assert [(one.load, one.num_runs) for one in found.comparisons] == [("sjf, rate 20", (1, 2))]
+    assert any("fair, rate 20, fcfs, rate 20" in note for note in found.notes)
+    with pytest.raises(ConfigError, match="no load in common: fcfs, rate 20, sjf, rate 20 and rate 20"):
+        compared(varied("fcfs", "sjf"), made(1))
+    assert [one.load for one in compared(varied("rate=20"), made(1)).comparisons] == ["rate 20"]
 
 
 def test_what_else_differs_is_noted() -> None:

@@ -29,6 +29,7 @@ def result() -> Result:
         options=options,
         slos=parse_slos(["ttft=123.456ms", "itl=50ms"]),
         price_per_hour=1.25,
+        name="policy=sjf",
         notes=("The server does not take ignore_eos.",),
         target=AskedTarget(url="http://127.0.0.1:1/v1", model="m", server="penstock 0"),
         begun_at="2026-11-22T10:00:00+00:00",
@@ -46,7 +47,8 @@ def test_what_was_written_is_read(result: Result, tmp_path: Path) -> None:
     for before, after in zip(result.runs, found.runs, strict=True):
         assert all(np.array_equal(getattr(before.samples, name), getattr(after.samples, name)) for name in COLUMNS)
         assert after.figures == before.figures
-        assert (after.workload, after.options, after.seed) == (before.workload, before.options, before.seed)
+        assert (after.name, after.workload) == (before.name, before.workload)
+        assert (after.options, after.seed) == (before.options, before.seed)
         assert (after.load, after.how, after.target) == (before.load, before.how, before.target)
         assert (after.begun_at, after.slos, after.price_per_hour) == (before.begun_at, before.slos, before.price_per_hour)
         assert after.notes == before.notes

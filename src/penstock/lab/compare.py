@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.lab.figures import BUCKET_RATIO, LATENCIES, QUANTILES, make_rates
 from penstock.lab.intervals import LEVEL, Estimate, effective_draws, student_quantile, student_tail
-from penstock.lab.results import Load, Result, Run
+from penstock.lab.results import Result, Run
 from penstock.types.errors import ConfigError
 
 NUM_BLOCKS = 32
@@ -76,7 +76,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    load: Load | None
+    load: str
+    """The load, after the name of the runs where a load has runs of several names."""
     num_runs: tuple[int, int]
     differences: Sequence[Difference]
 
@@ -90,7 +91,7 @@ class Compared:
     def has_tested(self) -> bool:
         return any(difference.change is not None for one in self.comparisons for difference in one.differences)
 
-    def worse(self, by: float) -> list[tuple[Load | None, Difference]]:
+    def worse(self, by: float) -> list[tuple[str, Difference]]:
         """Return figures, with their loads, that are worse beyond noise and by more than the share `by`."""
         return [
             (one.load, difference)
@@ -114,7 +115,7 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
     sides = (_by_load(before), _by_load(after))
     common = [load for load in sides[0] if load in sides[1]]
     if not common:
-        has = [", ".join(sorted(str(load or "no load named") for load in side)) for side in sides]
+        has = [", ".join(sorted(load or "no load named" for load in side)) for side in sides]
         raise ConfigError(f"The results have no load in common: {has[0]} and {has[1]}.", remedy="Run both at the same loads.")
     notes = list(_notes(before, after))
     names = [sorted({run.workload for run in result.runs}) for result in (before, after)]
@@ -123,7 +124,7 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
         if not any_workload:
             raise ConfigError(words, remedy="Run the same workload, or give --any-workload to compare them anyway.")
         notes.append(f"{words} The differences may come from that.")
-    if alone := [str(load) for load in {*sides[0], *sides[1]} if load not in common]:
+    if alone := {*sides[0], *sides[1]} - {*common}:
         notes.append(f"Only one of the results has {', '.join(sorted(alone))}; skipped.")
     comparisons = []
     for load in common:
@@ -135,10 +136,13 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
     return Compared(comparisons=comparisons, notes=notes)
 
 
-def _by_load(result: Result) -> dict[Load | None, list[Run]]:
-    runs: dict[Load | None, list[Run]] = {}
+def _by_load(result: Result) -> dict[str, list[Run]]:
+    loads = {run.load for run in result.runs}
+    has_variants = len({(run.name, run.load) for run in result.runs}) > len(loads)
+    runs: dict[str, list[Run]] = {}
     for run in result.runs:
-        runs.setdefault(run.load, []).append(run)
+        words = [run.name if has_variants else "", str(run.load or "")]
+        runs.setdefault(", ".join(filter(None, words)), []).append(run)
     return runs
 
 

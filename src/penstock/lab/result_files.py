@@ -93,6 +93,7 @@ class _Requests(_Shape):
 
 
 class _Run(_Shape):
+    name: str = ""
     workload: str
     options: dict[str, Any]
     seed: int | None

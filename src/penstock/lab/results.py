@@ -122,6 +122,7 @@ def write_result(result: Result, path: Path) -> None:
 
 def _plain_run(run: Run) -> dict[str, object]:
     return {
+        "name": run.name,
         "workload": run.workload,
         "options": dict(run.options),
         "seed": run.seed,
