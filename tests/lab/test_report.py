@@ -97,6 +97,14 @@ def test_a_sweep_is_one_table_and_details_on_demand() -> None:
     assert as_text(list(sections_of(sweep()))).count("p99.9") == 3
 
 
+def test_a_sweep_says_why_figures_of_its_runs_are_doubtful() -> None:
+    late = [record(i, due_ms=10 * i, lag_ms=80) for i in range(60)]
+    runs = run_of(late, load=Load("rate", 9.0)), run_of(late[:3], load=Load("rate", 5.0), warnings=("Interrupted: a", "b"))
+    text = as_text(list(sections_of(result_of(*runs), every_run=False)))
+    for words in ("! rate 9: The client fell behind", "! rate 5: Interrupted: a", "! rate 5: b"):
+        assert words in text
+
+
 def test_markdown_escapes_what_is_markdown() -> None:
     text = as_markdown(list(sections_of(hostile())))
     assert "<script" not in text.replace("\\<", "")

@@ -31,6 +31,7 @@ def result() -> Result:
         price_per_hour=1.25,
         name="policy=sjf",
         notes=("The server does not take ignore_eos.",),
+        warnings=("Interrupted.",),
         target=AskedTarget(url="http://127.0.0.1:1/v1", model="m", server="penstock 0"),
         begun_at="2026-11-22T10:00:00+00:00",
     )
@@ -51,7 +52,7 @@ def test_what_was_written_is_read(result: Result, tmp_path: Path) -> None:
         assert (after.options, after.seed) == (before.options, before.seed)
         assert (after.load, after.how, after.target) == (before.load, before.how, before.target)
         assert (after.begun_at, after.slos, after.price_per_hour) == (before.begun_at, before.slos, before.price_per_hour)
-        assert after.notes == before.notes
+        assert (after.notes, after.warnings) == (before.notes, before.warnings)
 
 
 def test_the_same_result_gives_the_same_bytes(result: Result, tmp_path: Path) -> None:

@@ -424,7 +424,8 @@ def _run(
         how=asked.how,
         target=asked.target,
         begun_at=begun_at,
-        notes=(*asked.notes, *_notes(sent, workload)),
+        notes=(*asked.notes, *_notes(sent)),
+        warnings=tuple(_warnings(sent, workload)),
         samples=Samples.of(sent.records),
     )
     return run, is_interrupted
@@ -437,7 +438,15 @@ def _with_bar(asked: _Asked, workload: Workload, pace: Pace) -> Sent:
         return asked.send(workload, pace, bar.update)
 
 
-def _notes(sent: Sent, workload: Workload) -> Iterator[str]:
+def _notes(sent: Sent) -> Iterator[str]:
+    if sent.num_warm_up:
+        yield f"{sent.num_warm_up} requests of the warm-up do not count."
+    if sent.client_cpu_s:
+        num_sent, share = len(sent.records) + sent.num_warm_up, sent.client_cpu_s * 1e9 / max(1, sent.duration_ns)
+        yield f"The client took {sent.client_cpu_s * 1e6 / num_sent:.0f} us of CPU time per request, {share:.1%} of a core."
+
+
+def _warnings(sent: Sent, workload: Workload) -> Iterator[str]:
     yield from sent.notes
     num_prompt_tokens = sum(record.num_prompt_tokens for record in sent.records)
     num_cached_tokens = sum(record.num_cached_tokens for record in sent.records)
@@ -448,13 +457,8 @@ def _notes(sent: Sent, workload: Workload) -> Iterator[str]:
             f"{num_cached_tokens / num_prompt_tokens:.0%} of the prompt tokens were in the server's prefix cache. The workload "
             "names no shared prefix: were these prompts sent before? Another --seed makes others."
         )
-    if sent.num_warm_up:
-        yield f"{sent.num_warm_up} requests of the warm-up do not count."
     if sent.unfinished or sent.num_unsent:
         yield (
             f"Interrupted: {len(sent.unfinished)} requests were under way and {sent.num_unsent} not sent. The figures are of "
             "the others, and short requests are over-represented."
         )
-    if sent.client_cpu_s:
-        num_sent, share = len(sent.records) + sent.num_warm_up, sent.client_cpu_s * 1e9 / max(1, sent.duration_ns)
-        yield f"The client took {sent.client_cpu_s * 1e6 / num_sent:.0f} us of CPU time per request, {share:.1%} of a core."

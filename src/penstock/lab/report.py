@@ -87,7 +87,12 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     if shows_runs:
         intervals = f"Below each figure is its 95 % interval, or {UNKNOWN_INTERVAL} if the sample is too small."
     notes.append(f"Latencies count from the intended arrival. {intervals}")
-    yield Section("Benchmark", notes, [_overview(result.runs)] if several else [])
+    warnings = [
+        f"{plots.run_name(run, position)}: {warning}"
+        for position, run in enumerate(result.runs if not shows_runs else ())
+        for warning in (*run.warnings, *run.figures.warnings)
+    ]
+    yield Section("Benchmark", notes, [_overview(result.runs)] if several else [], list(dict.fromkeys(warnings)))
     if not shows_runs:
         return
     for position, run in enumerate(result.runs):
@@ -229,7 +234,7 @@ def _section_of_run(run: Run, title: str) -> Section:
         tables.append(Table(("refused or failed", "requests"), rows))
     if figures.tenants:
         tables.append(_tenant_table(figures))
-    return Section(title, notes, tables, figures.warnings)
+    return Section(title, notes, tables, (*run.warnings, *figures.warnings))
 
 
 def _latency_table(figures: Figures) -> Table:

@@ -104,6 +104,7 @@ class _Run(_Shape):
     slos: list[str]
     price_per_hour: float | None
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     requests: _Requests
 
     @model_validator(mode="after")

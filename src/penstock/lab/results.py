@@ -87,6 +87,8 @@ class Run:
     slos: tuple[Slo, ...] = ()
     price_per_hour: float | None = None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Reasons to doubt the figures. Reports show them also where they show only a table of several runs."""
     samples: Samples
 
     @cached_property
@@ -133,6 +135,7 @@ def _plain_run(run: Run) -> dict[str, object]:
         "slos": [str(slo) for slo in run.slos],
         "price_per_hour": None if run.price_per_hour is None else float(run.price_per_hour),
         "notes": run.notes,
+        "warnings": run.warnings,
         "figures": run.figures,
         "requests": _plain_samples(run.samples),
     }
