@@ -174,6 +174,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
                 begun_at=begun_at,
                 slos=slos,
                 price_per_hour=None if price is None else price * outcome.mean_replicas,
+                warnings=tuple(simulation_report.warnings_of(outcome)),
                 samples=Samples.of(outcome.records),
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -129,6 +129,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
                 slos=slos,
                 price_per_hour=values["price_per_hour"],
                 notes=(_words(outcome, wanted.models),),
+                warnings=tuple(_warnings(outcome)),
                 samples=Samples.of(outcome.records),
             )
         )
@@ -189,6 +190,12 @@ def _words(outcome: RouteOutcome, kinds: Mapping[str, str]) -> str:
     )
 
 
+def _warnings(outcome: RouteOutcome) -> Iterator[str]:
+    if outcome.num_outside:
+        share = outcome.num_outside / outcome.num_steps
+        yield f"OUTSIDE THE FITTED RANGE: {share:.1%} of the steps. Their times are extrapolated."
+
+
 def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str], *, have_one_cost: bool) -> Section:
     from penstock.lab.report import Cell, Section, Table
 
@@ -205,16 +212,9 @@ def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str], *, h
         for one in outcomes
     ]
     head = ("", "large model's share", "begun", "quality", "model time s", "time vs. large alone")
-    warnings = [
-        f"{one.strategy.name}: OUTSIDE THE FITTED RANGE: {one.num_outside / one.num_steps:.1%} of the steps. Their times are "
-        "extrapolated."
-        for one in outcomes
-        if one.num_outside
-    ]
-    if have_one_cost:
-        warnings.append("All models have the same step times. To compare them, give each its own: --cost MODEL=FILE,...")
+    warning = "All models have the same step times. To compare them, give each its own: --cost MODEL=FILE,..."
     notes = [
         "Large model's share: of the answers. Begun: answers that the small model began before the choice was made.",
         "Quality: mean recorded result of the answers. Model time: of all steps on this machine, with embedding.",
     ]
-    return Section("Route", notes, [Table(head, rows)], warnings)
+    return Section("Route", notes, [Table(head, rows)], [warning] if have_one_cost else [])

@@ -28,7 +28,7 @@ class SimulatedRun:
 def section_of(simulated: Sequence[SimulatedRun]) -> Section:
     rows = [_row(one, server, words) for one in simulated for server, words in _shown(one.outcome)]
     head = ("server", "running", "waiting", "KV held", "KV max", "preemptions")
-    return Section("Simulation", [*_notes(simulated)], [Table(head, rows)], [*_warnings(simulated)])
+    return Section("Simulation", [*_notes(simulated)], [Table(head, rows)])
 
 
 def _shown(outcome: Outcome) -> Iterator[tuple[str, str]]:
@@ -98,16 +98,14 @@ def _notes(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"{num_moved} of {len(before)} requests get their first or last token at another time in the second simulation."
 
 
-def _warnings(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
-    for one in simulated:
-        outcome = one.outcome
-        if outcome.num_outside:
-            limits = ", ".join(f"{limit} in {count:,}" for limit, count in sorted(outcome.outside.items()))
-            share, name = outcome.num_outside / outcome.num_steps, f"{one.name}: " if one.name else ""
-            yield (
-                f"{name}OUTSIDE THE FITTED RANGE: {share:.1%} of the steps ({limits}). Their times are extrapolated. "
-                "Fit the cost model to such steps, or do not trust these figures."
-            )
+def warnings_of(outcome: Outcome) -> Iterator[str]:
+    """Yield the reasons to doubt the figures of a simulation, for its `Run`."""
+    if outcome.num_outside:
+        limits = ", ".join(f"{limit} in {count:,}" for limit, count in sorted(outcome.outside.items()))
+        yield (
+            f"OUTSIDE THE FITTED RANGE: {outcome.num_outside / outcome.num_steps:.1%} of the steps ({limits}). Their times are "
+            "extrapolated. Fit the cost model to such steps, or do not trust these figures."
+        )
 
 
 def plots_of(simulated: Sequence[SimulatedRun]) -> Iterator[plots.Plot]:
