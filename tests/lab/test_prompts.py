@@ -111,6 +111,16 @@ def test_a_text_of_the_trace_is_sent_as_it_is_unless_it_is_too_long() -> None:
     assert [one.num_prompt_tokens for one in written.jobs] == [5, 3, 2]
 
 
+def test_a_text_of_the_trace_begins_with_words_of_the_seed_so_that_no_run_finds_it_cached() -> None:
+    made = workload(job(10, text="a b c d e f"), job(10, text="a b c x y z"), job(20, after=0, text="g h"))
+    first, second, third = (texts(write_prompts(made, Words(), seed=seed)) for seed in (0, 1, 2))
+    assert first == ["a b c d e f", "a b c x y z", "g h"]
+    assert not num_shared(second[0].split(), third[0].split())
+    assert num_shared(second[0].split(), second[1].split()) == 7, "what the file's prompts share stays shared"
+    assert [text.partition("a b c")[2] for text in second] == [" d e f", " x y z", ""]
+    assert second[2] == "g h"
+
+
 def test_a_turn_of_a_conversation_is_its_new_message_and_counts_all_before_it() -> None:
     made = workload(job(10, 5), job(22, 5, after=0), job(40, 5, after=1, text="x y z"))
     written = write_prompts(made, Words())

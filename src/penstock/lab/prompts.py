@@ -82,14 +82,17 @@ class _Writer:
         self._prefix_block_tokens = prefix_block_tokens
         self._seed = seed
         self._words, self._tokens_per_word = _cheapest_words(tokenizer) if tokenizer else (WORDS, 1)
+        # A prefix cache with the texts of other seeds must not have these. Seed 0 sends a file's texts as they are.
+        self._opening = "".join(f"{word} " for word in self._draw("opening", 4)) if seed else ""
 
     def write(self, job: Job, idx: int, num_tokens: int) -> tuple[str, int]:
         """Return a text for a job, and its number of tokens.
 
-        The job's own text is cut to at most `num_tokens`. A random text has `num_tokens`, or a few less if tries fail.
+        The job's own text begins with words of the seed, and is cut to at most `num_tokens`. A random text has `num_tokens`, or
+        a few less if tries fail.
         """
         if job.prompt is not None:
-            return self._shortened(job.prompt, num_tokens)
+            return self._shortened(job.prompt if job.after is not None else self._opening + job.prompt, num_tokens)
         # In a later turn, the shared blocks are part of the history.
         blocks = job.prefix if job.after is None else ()
         words: list[str] = []
