@@ -315,6 +315,7 @@ class TestGuard:
             ("gate", answers("decide", lambda view: None), "gate .* returned None from decide, but must return a GateDecision"),
             ("gate", answers("decide", lambda view: GateDecision(1, bucket=5)), r"must return a bucket of the view, \[0\]"),
             ("gate", answers("decide", lambda view: GateDecision(0, view.now_ns)), "must return a wakeup_ns after now"),
+            ("gate", answers("decide", lambda view: GateDecision(0)), "must return a wakeup_ns, since nothing runs"),
             ("gate", answers("decide", lambda view: GateDecision(1, is_batch=True), is_continuous=True), "but must not, since"),
             ("gate", answers("decide", lambda view: GateDecision(view.max_rows + 1, is_batch=True)), "a batch of at most"),
             ("budget", answers("limits", lambda view: None), "budget .* must return StepLimits"),
