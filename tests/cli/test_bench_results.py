@@ -44,11 +44,14 @@ def test_compare_fails_only_where_it_is_worse(files: tuple[str, str]) -> None:
 
 
 def test_a_side_that_answers_nobody_does_not_pass(files: tuple[str, str], tmp_path: Path) -> None:
-    records = random_records(1, 300)
+    records, path = random_records(1, 300), str(tmp_path / "refused.json")
     for record in records:
         record.end, record.first_ns = End.REFUSED, None
     write_result(result_of(run_of(records, seed=1)), tmp_path / "refused.json")
-    refused = called(compare, files[0], str(tmp_path / "refused.json"), "--fail-if-worse", "5%")
+    refused = called(compare, files[0], path, "--fail-if-worse", "5%")
+    assert refused.exit_code == 1
+    assert "requests_per_s (lower by 100 % [100, 100], at rate 20)" in str(refused.exception)
+    refused = called(compare, path, path, "--fail-if-worse", "5%")
     assert refused.exit_code == 1
     assert "too few requests were answered on a side" in str(refused.exception)
 

@@ -204,6 +204,22 @@ def test_a_change_for_the_worse_is_found_for_ci() -> None:
     assert not better.worse(0.0)
 
 
+def test_goodput_that_falls_to_nothing_is_worse() -> None:
+    slos = parse_slos(["ttft=1s"])
+    before, after, few = (
+        result_of(run_of(random_records(1, count, slower=slower), slos=slos))
+        for count, slower in ((400, 1.0), (400, 99.0), (9, 1.0))
+    )
+    found = compared(before, after)
+    goodput = by_name(found)["goodput_per_s"]
+    assert (goodput.after, goodput.words) == (0, "lower by 100 % [100, 100]")
+    assert goodput in [difference for _, difference in found.worse(0.99)]
+    for pair in ((few, after), (after, before)):
+        found = compared(*pair)
+        assert by_name(found)["goodput_per_s"].words == "too few requests to say"
+        assert "goodput_per_s" not in [difference.figure for _, difference in found.worse(0.0)]
+
+
 def test_two_others_are_corrected_for_together() -> None:
     both = compare_results(made(0), [made(1), made(2)])
     alone = compared(made(0), made(1))

@@ -174,9 +174,11 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
         values = [[of_run[name] for of_run in side if name in of_run] for side in found]
         if any(len(side) < len(runs) for side, runs in zip(values, (before, after), strict=True)):
             continue
-        if min(one.value for side in values for one in side) <= 0:
-            continue  # a ratio needs positive values
         if name == "goodput_per_s" and not _has_equal_slos(before, after):
+            continue
+        if min(one.value for side in values for one in side) <= 0:  # a ratio needs positive values
+            if name in RATES and any(one.value for side in values for one in side):
+                yield _beside_zero(name, *values)
             continue
         logs = [[math.log(one.value) for one in side] for side in values]
         means = [math.fsum(side) / len(side) for side in logs]
@@ -191,6 +193,14 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
             spread = replace(spread, error=max(spread.error, math.log(BUCKET_RATIO) / 2))
         named = Difference(figure=name, is_rate=name in RATES, before=math.exp(means[0]), after=math.exp(means[1]), change=None)
         yield named if spread is None else _judged(named, means[1] - means[0], spread)
+
+
+def _beside_zero(name: str, before: Sequence[Estimate], after: Sequence[Estimate]) -> Difference:
+    """Compare rates of which some are 0. A rate that was above 0 for certain, and is 0 in every run now, is worse."""
+    means = [math.fsum(one.value for one in side) / len(side) for side in (before, after)]
+    has_stopped = not means[1] and all(one.low is not None and one.low > 0 for one in before)
+    named = Difference(figure=name, is_rate=True, before=means[0], after=means[1], change=None)
+    return replace(named, change=Estimate(-1.0, -1.0, -1.0), chance=0.0, smallest=0.0) if has_stopped else named
 
 
 def _values_of(run: Run) -> dict[str, Estimate]:
