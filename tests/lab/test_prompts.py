@@ -76,7 +76,7 @@ def test_a_text_has_as_many_tokens_as_its_job_says(tokenizer: Tokenizer, length:
     written = write_prompts(workload(job(length), job(length)), tokenizer)
     for one in written.jobs:
         assert one.num_prompt_tokens == length == len(tokenizer.encode(one.prompt or "", add_special_tokens=False))
-    assert written.name == "w, texts counted by the tokenizer"
+    assert written.name == "w", "as in a simulation, with which a result may be compared"
 
 
 def test_without_a_tokenizer_lengths_are_estimated_and_the_name_says_so() -> None:

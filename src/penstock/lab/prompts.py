@@ -72,8 +72,7 @@ def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int 
         num_new_tokens = max(1, job.num_prompt_tokens - was_history)
         text, count = writer.write(job, idx, num_new_tokens)
         jobs.append(replace(job, prompt=text, num_prompt_tokens=history + count))
-    how = "texts counted by the tokenizer" if tokenizer else "texts of estimated lengths"
-    return replace(workload, jobs=jobs, name=f"{workload.name}, {how}")
+    return replace(workload, jobs=jobs, name=workload.name if tokenizer else f"{workload.name}, texts of estimated lengths")
 
 
 class _Writer:
