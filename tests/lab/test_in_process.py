@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from penstock.lab.driving import drive
-from penstock.lab.in_process import Progress, sender
+from penstock.lab.in_process import Progress, notes_of, sender
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.records import End
 from penstock.lab.workload import Job, Workload
@@ -54,6 +54,12 @@ class Model:
         finally:
             self.num_running -= 1
             self.num_closed += 1
+
+
+@pytest.mark.parametrize("changes", [{"tenant": "a"}, {"priority": 1}, {"deadline_ns": 5 * MS}])
+def test_what_the_model_does_not_know_is_said(changes):
+    assert "tenants, priorities and deadlines" in notes_of(workload(job(), job(**changes)))[0]
+    assert not notes_of(workload(job()))
 
 
 async def test_records_are_as_those_of_http():

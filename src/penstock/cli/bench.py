@@ -35,7 +35,7 @@ from penstock.cli.workload_options import workload_options
 from penstock.config.units import parse_duration
 from penstock.lab.client import SILENCE_S, SendOptions, send
 from penstock.lab.driving import drive
-from penstock.lab.in_process import AskModel, Progress, sender
+from penstock.lab.in_process import AskModel, Progress, notes_of, sender
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.prompts import Tokenizer, counter_of, write_prompts
 from penstock.lab.records import Sent
@@ -293,7 +293,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     from penstock import __version__
     from penstock.lab.results import AskedTarget
 
-    for name in ("url", "api_key", "cafile", "insecure", "extra_body", "stream", "timeout", "returns"):
+    for name in ("url", "api_key", "cafile", "insecure", "extra_body", "stream", "timeout", "returns", "tenants"):
         if _is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
     if values["endpoint"] == Endpoint.EMBEDDINGS:
@@ -303,7 +303,8 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):
 
         def send_all(workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
-            return asyncio.run(drive(workload, sender(ask), pace=pace, warm_up=values["warmup"], on_end=on_end))
+            sent = asyncio.run(drive(workload, sender(ask), pace=pace, warm_up=values["warmup"], on_end=on_end))
+            return replace(sent, notes=notes_of(workload))
 
         target = AskedTarget(model=name, server=f"penstock {__version__}")
         yield _Asked(how="in process", target=target, tokenizer=tokenizer, send=send_all)

@@ -89,6 +89,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     """
     from penstock.config.saved import settings_hash, write_config_file
     from penstock.lab.figures import parse_slos
+    from penstock.lab.in_process import notes_of
     from penstock.lab.prompts import counter_of
     from penstock.lab.transforms import cut
     from penstock.lab.tune import DEFAULT, Objective, verify
@@ -122,7 +123,8 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     if tokenizer is not None:
         tuned = verify(tuned, _real_engine(values, tokenizer, choice.seed))
     print(verdict_lines(tuned))
-    for doubt in simulator.doubts(tuned.best.settings if tuned.best else DEFAULT):
+    unknown = () if tokenizer is None else notes_of(workload)
+    for doubt in (*simulator.doubts(tuned.best.settings if tuned.best else DEFAULT), *unknown):
         print(f"Note: {doubt}")
     if tuned.best is None:
         return

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.lab.driving import SendJob
 from penstock.lab.records import End, Record
-from penstock.lab.workload import Job
+from penstock.lab.workload import Job, Workload
 from penstock.types.errors import PenstockError, counted
 
 
@@ -39,6 +39,13 @@ class AskModel(Protocol):
 def sender(ask: AskModel) -> SendJob:
     """Return a function that sends a job to a model in this process, for `drive`."""
     return partial(_ask, ask)
+
+
+def notes_of(workload: Workload) -> tuple[str, ...]:
+    """Return what the model in this process does not know of the jobs."""
+    if any(job.tenant or job.priority or job.deadline_ns is not None for job in workload.jobs):
+        return ("The engine in this process got all requests without the workload's tenants, priorities and deadlines.",)
+    return ()
 
 
 async def _ask(ask: AskModel, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
