@@ -158,8 +158,9 @@ def test_a_request_attains_when_it_holds_all_slos() -> None:
     assert close(by_mean.attainment.value, 4 / 6), "the mean gap of request 2 is 40 ms"
 
 
-def test_a_request_without_the_time_does_not_hold_its_slo() -> None:
-    goodput = figures_of([Record(index=0, intended_ns=0, sent_ns=0, ended_ns=S)], "ttft=10s").goodput
+@pytest.mark.parametrize("metric", ["ttft", "tpot", "itl"])
+def test_a_request_without_the_time_does_not_hold_its_slo(metric: str) -> None:
+    goodput = figures_of([Record(index=0, intended_ns=0, sent_ns=0, ended_ns=S)], f"{metric}=10s").goodput
     assert goodput is not None
     assert goodput.attainment.value == 0
 

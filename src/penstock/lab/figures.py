@@ -212,7 +212,7 @@ class Samples:
 
     def holds(self, slo: Slo) -> Bools:
         if slo.metric == "itl":
-            return self.is_ok & (self.longest_gap_ns <= slo.limit_ns)
+            return self.is_ok & (self.first_ns >= 0) & (self.longest_gap_ns <= slo.limit_ns)
         values = self.latency_ns(slo.metric)
         has_none = (self.num_output_tokens == 1) if slo.metric == "tpot" else np.zeros(len(self), np.bool_)
         return self.is_ok & (has_none | ((values >= 0) & (values <= slo.limit_ns)))
