@@ -204,6 +204,8 @@ def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
         (("--in-process", "--url", "http://x"), "is for a server"),
         (("--in-process", "--endpoint", "embeddings"), "needs a server"),
         (("--in-process", "--tenants", "a=7,b=1"), "--tenants is for a server"),
+        (("--no-stream", "--cancel-share", "0.5"), "--cancel-share is for streams"),
+        (("--endpoint", "embeddings", "--cancel-share", "0.5"), "--cancel-share is for streams"),
         (("--json", "missing/a.json"), "can't be written"),
         (("--url", "nonsense"), "not the address"),
         (("--workload", "missing.csv"), "missing.csv is neither a file nor the name of a workload"),

@@ -259,6 +259,8 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
     for name in _SETTINGS:  # Settings in the environment or a file may be for other commands.
         if name not in ("model", "cache") and _is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
+    if _is_given("cancel_share") and (values["endpoint"] == Endpoint.EMBEDDINGS or not values["stream"]):
+        raise click.UsageError("--cancel-share is for streams, since clients go away after some tokens: leave it out.")
     raise_open_files_limit()
     target = Target(
         url=values["url"].rstrip("/"),
