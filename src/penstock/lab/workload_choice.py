@@ -68,7 +68,7 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
     `count_tokens` counts the texts of a file; None estimates. `source`: requests that were read already. The order is: read,
     chain turns, divide lengths, add shared prefixes, cap lengths, think times, arrivals, speed, tenants, cancellations.
     """
-    kind = _arrivals_of(choice)
+    kind = arrivals_of(choice)
     if choice.requests is not None and not 1 <= choice.requests <= MAX_REQUESTS:
         raise ConfigError(f"The number of requests is {choice.requests}.", remedy=f"Set it from 1 to {MAX_REQUESTS}.")
     workload = source or (_synthetic(choice) if choice.workload in NAMED else _read(choice, count_tokens))
@@ -179,7 +179,8 @@ _OPTIONS = {
 """Kind of arrivals -> the field that is only for this kind, and its option."""
 
 
-def _arrivals_of(choice: WorkloadChoice) -> str:
+def arrivals_of(choice: WorkloadChoice) -> str:
+    """Return the kind of arrivals that the options set or imply; "" keeps the file's own. Raises ConfigError."""
     given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
