@@ -286,6 +286,7 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--replicas", "2", "--vary", "link-latency-ms=1,50"), "--link-latency-ms has no effect without a link"),
         (("--vary", "link-gbytes-per-s=1,10"), "--link-gbytes-per-s has no effect with one server"),
         (("--router", "prefix"), "no effect with one server"),
+        (("--vary", "kv-cache-dtype=int8,bf16"), "--kv-cache-dtype has no effect with --blocks"),
         (("--replicas", "6..1"), "'6..1' is neither a number from 1 to 1024 nor a range such as 1..6"),
         (("--replicas", "0"), "'0' is neither a number"),
         (("--replicas", "1..6", "--prefill-replicas", "1", "--kv-bytes-per-token", "20000"), "Prefill replicas don't scale"),

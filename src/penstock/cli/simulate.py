@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _NO_EFFECT = (
     *NOT_IN_THE_LAB,
+    "task",
+    "pooling",
     "kv_disk_path",
     "gpu_memory_utilization",
     *(item.key for item in settings_of(BackendConfig) if item.key not in ("device", "steps_in_flight")),
@@ -196,11 +198,14 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
     num_prefill, (least, most) = params["prefill_replicas"], params["replicas"]
     is_varied = not varied.isdisjoint({"replicas", "prefill_replicas"})
     has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))
+    reads_model = params["blocks"] is None or "blocks" in (*varied, params["without"])
+    reads_model = reads_model or (has_link and params["kv_bytes_per_token"] is None)
     for name, has_effect, where, remedy in (
         ("kv_bytes_per_token", has_link, "without a link", "--link-gbytes-per-s"),
         ("link_latency_ms", has_link, "without a link", "--link-gbytes-per-s"),
         ("link_gbytes_per_s", num_prefill or most > 1 or is_varied, "with one server", "--replicas"),
         ("start_s", least < most or "replicas" in varied, "with a fixed number of replicas", "--replicas 1..6"),
+        ("kv_cache_dtype", reads_model, "with --blocks", "--blocks to as many as fit with it"),
         ("router", (num_prefill or most) > 1 or is_varied, "with one server", "--replicas"),
     ):
         if not has_effect and (is_given(name) or name in varied):
