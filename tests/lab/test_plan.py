@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.units import parse_share
 from penstock.lab.arrivals import constant, mean_rate, poisson
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.figures import parse_slos
@@ -110,6 +111,13 @@ def trial(rate: float, stress: float) -> Trial:
         10,
         Estimate(float(stress <= 1)),
     )
+
+
+@pytest.mark.parametrize(("goal", "num_requests", "num_good"), [("99.9%", 1000, 999), ("95%", 1000, 950), ("7%", 100, 7)])
+def test_a_goal_may_be_met_exactly(goal: str, num_requests: int, num_good: int) -> None:
+    made = trial(1.0, 1.0)._replace(num_requests=num_requests, num_good=num_good, goal=parse_share(goal))
+    assert made.holds
+    assert not made._replace(num_good=num_good - 1).holds
 
 
 @functools.cache

@@ -49,7 +49,8 @@ def parse_duration(text: str) -> float:
 
 def parse_share(text: str) -> float:
     """Return 0.01 for `1%`. Raises ValueError."""
-    return _scaled(text, _SHARE_FACTORS, "a share such as 1% or 0.01")
+    number, factor = _split(text, _SHARE_FACTORS, "a share such as 1% or 0.01")
+    return float(number) if factor == 1 else float(f"{number}e-2")  # 99.9% is 0.999, which 99.9 * 0.01 is not
 
 
 def nanoseconds(seconds: float | None) -> int | None:
