@@ -339,6 +339,10 @@ def test_the_timeline_is_exact_in_the_mean_and_bounded() -> None:
     assert waiting == 0
     assert held == pytest.approx((2 * cost((32, 0)) + 3 * cost((1, 32))) / 64 / outcome.duration_ns)
 
+    outcome = simulation().run(of(job, replace(job, arrival_ns=12 * MS)))
+    _, waiting, _ = outcome.timelines["replica 0"].means(outcome.duration_ns)
+    assert waiting == pytest.approx((cost((32, 0)) - 2 * MS) / outcome.duration_ns), "it waits for the end of a step"
+
     timeline = Timeline(10)
     for idx in range(100_000):
         timeline.note(idx * 10 * MS, idx % 3, 0, 0)

@@ -72,18 +72,26 @@ class Timeline:
         self._sums = [0, 0, 0]
         self.max_held = 0
 
+    def add_waiting(self, now_ns: int) -> None:
+        """Count one more waiting request until the next `note`. Not sampled: an idle server's next step takes it at once."""
+        self._pass(now_ns)
+        self._last_waiting += 1
+
     def note(self, now_ns: int, num_running: int, num_waiting: int, num_held: int) -> None:
+        self._pass(now_ns)
+        self._last_running, self._last_waiting, self._last_held = num_running, num_waiting, num_held
+        if num_held > self.max_held:
+            self.max_held = num_held
+        if now_ns >= self._next_ns:
+            self._sample(now_ns)
+
+    def _pass(self, now_ns: int) -> None:
         if (span_ns := now_ns - self._since_ns) > 0:
             sums = self._sums
             sums[0] += self._last_running * span_ns
             sums[1] += self._last_waiting * span_ns
             sums[2] += self._last_held * span_ns
             self._since_ns = now_ns
-        self._last_running, self._last_waiting, self._last_held = num_running, num_waiting, num_held
-        if num_held > self.max_held:
-            self.max_held = num_held
-        if now_ns >= self._next_ns:
-            self._sample(now_ns)
 
     def means(self, until_ns: int) -> tuple[float, float, float]:
         """Return time averages up to `until_ns`: running requests, waiting requests, share of blocks that requests hold."""
@@ -221,6 +229,7 @@ class VirtualServer(NullObserver):
             self._first_tokens[request.request_id] = request
         self._output_lens[request.request_id] = num_output_tokens
         self.num_prompt_tokens += request.num_prompt_tokens
+        self.timeline.add_waiting(now_ns)
 
     def begin(self, request: Request) -> None:
         self.player.put(Add(request))
