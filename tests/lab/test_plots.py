@@ -92,6 +92,17 @@ def test_every_plot_of_a_result_is_drawn(result: Result) -> None:
     assert ("Latency against rate" in [plot.title for plot in drawn]) == (len(result.runs) > 1)
 
 
+def test_variants_at_one_load_are_not_drawn_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "draw", lambda title, panels: title)
+    runs = [run_of([record()], name=f"{rate}, {policy}", load=Load("rate", rate)) for rate in (2, 4) for policy in ("a", "b")]
+    titles = list(plots.plots_of(result_of(*runs)))
+    assert titles == [
+        "Distribution of latencies",
+        *(f"Over time, and by length of the prompt, {run.name}" for run in runs),
+    ]
+    assert "Latency against rate" in list(plots.plots_of(result_of(*runs[::2])))
+
+
 @needs_matplotlib
 def test_a_run_in_which_nothing_ended_well_has_plots() -> None:
     failed = result_of(run_of([record(i, due_ms=i, end=End.FAILED) for i in range(3)]))

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.lab.figures import BUCKET_RATIO, LATENCIES, QUANTILES, make_rates
 from penstock.lab.intervals import LEVEL, Estimate, effective_draws, student_quantile, student_tail
-from penstock.lab.results import Result, Run
+from penstock.lab.results import Result, Run, has_variants
 from penstock.types.errors import ConfigError
 
 NUM_BLOCKS = 32
@@ -137,11 +137,10 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
 
 
 def _by_load(result: Result) -> dict[str, list[Run]]:
-    loads = {run.load for run in result.runs}
-    has_variants = len({(run.name, run.load) for run in result.runs}) > len(loads)
     runs: dict[str, list[Run]] = {}
+    are_named = has_variants(result.runs)
     for run in result.runs:
-        words = [run.name if has_variants else "", str(run.load or "")]
+        words = [run.name if are_named else "", str(run.load or "")]
         runs.setdefault(", ".join(filter(None, words)), []).append(run)
     return runs
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from penstock.lab.figures import NS_PER_MS, Samples, tokens_upto, whole_window
 from penstock.lab.intervals import Estimate, Floats
-from penstock.lab.results import LOAD_UNITS, Result, Run
+from penstock.lab.results import LOAD_UNITS, Result, Run, has_variants
 from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import ConfigError
 
@@ -142,12 +142,12 @@ def plots_of(result: Result) -> Iterator[Plot]:
     kinds = dict.fromkeys(run.load.kind for run in loads if run.load is not None)
     for kind in kinds:
         of_kind = [run for run in loads if run.load is not None and run.load.kind == kind]
-        if len({run.load for run in of_kind}) > 1:
+        if len({run.load for run in of_kind}) > 1 and not has_variants(of_kind):
             yield draw(f"Latency against {kind}", list(latency_by_load(of_kind)))
             yield draw(f"Throughput against {kind}", list(throughput_by_load(of_kind)))
     yield draw("Distribution of latencies", list(latency_distributions(result.runs)))
-    for run in result.runs[:4]:
-        words = f", {run.load}" if run.load is not None and len(result.runs) > 1 else ""
+    for position, run in enumerate(result.runs[:4]):
+        words = f", {run_name(run, position)}" if len(result.runs) > 1 else ""
         panels = [*timeline(run.samples), *ttft_by_prompt(run.samples)]
         yield draw(f"Over time, and by length of the prompt{words}", panels)
 

@@ -96,9 +96,14 @@ class Run:
         return make_figures(self.samples, slos=self.slos, price_per_hour=self.price_per_hour)
 
 
+def has_variants(runs: Sequence[Run]) -> bool:
+    """Return whether a load has runs of several names, which are not repeats of each other."""
+    return len({(run.name, run.load) for run in runs}) > len({run.load for run in runs})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """All runs of one command. Runs with equal loads are repeats."""
+    """All runs of one command. Runs with equal names and loads are repeats."""
 
     runs: Sequence[Run]
     machine: Machine = field(default_factory=this_machine)
