@@ -220,6 +220,13 @@ def test_goodput_that_falls_to_nothing_is_worse() -> None:
         assert "goodput_per_s" not in [difference.figure for _, difference in found.worse(0.0)]
 
 
+def test_rates_of_a_steady_part_are_not_compared_with_those_of_a_whole_run() -> None:
+    both = [made(0, count).runs[0].figures for count in (400, 15)]
+    assert [figures.steady is None for figures in both] == [False, True]
+    found = by_name(compared(made(0, 400), made(0, 15)))["requests_per_s"]
+    assert [found.before, found.after] == pytest.approx([figures.rates.requests_per_s.value for figures in both])
+
+
 def test_two_others_are_corrected_for_together() -> None:
     both = compare_results(made(0), [made(1), made(2)])
     alone = compared(made(0), made(1))

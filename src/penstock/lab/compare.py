@@ -168,7 +168,8 @@ def _has_equal_slos(before: Sequence[Run], after: Sequence[Run]) -> bool:
 def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Difference]:
     has_repeats = min(len(before), len(after)) >= MIN_REPEATS
     paired = [] if has_repeats or not _is_paired(before, after) else list(map(_paired_spreads, before, after))
-    found = [[_values_of(run) for run in side] for side in (before, after)]
+    is_steady = all(run.figures.steady for run in (*before, *after))
+    found = [[_values_of(run, is_steady=is_steady) for run in side] for side in (before, after)]
     for name in dict.fromkeys(name for of_run in found[0] for name in of_run):
         values = [[of_run[name] for of_run in side if name in of_run] for side in found]
         if any(len(side) < len(runs) for side, runs in zip(values, (before, after), strict=True)):
@@ -202,13 +203,14 @@ def _beside_zero(name: str, before: Sequence[Estimate], after: Sequence[Estimate
     return replace(named, change=Estimate(-1.0, -1.0, -1.0), chance=0.0, smallest=0.0) if has_stopped else named
 
 
-def _values_of(run: Run) -> dict[str, Estimate]:
+def _values_of(run: Run, *, is_steady: bool) -> dict[str, Estimate]:
+    """Return the figures of a run by name. `is_steady`: take rates of its steady part, which all compared runs have."""
     figures = run.figures
     found: dict[str, Estimate] = {}
     for name, latency in figures.latency_ms.items():
         found[f"{name} mean"] = latency.mean
         found |= {f"{name} {quantile}": latency.quantiles[quantile] for quantile in COMPARED_QUANTILES}
-    window, rates = figures.steady or (figures.window, figures.rates)
+    window, rates = figures.steady if is_steady and figures.steady else (figures.window, figures.rates)
     found |= {name: getattr(rates, name) for name in rates.__slots__}
     if run.slos:
         found["goodput_per_s"] = make_rates(run.samples, window, run.samples.holds_all(run.slos)).requests_per_s
