@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
-from penstock.config.components import config_from
+from penstock.config.components import ModelConfig, config_from
 from penstock.deploy import build
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import choose_policies
@@ -91,9 +91,10 @@ def test_plans_of_the_native_backend_are_made_again(preset: str, gguf: Path, tmp
 
 def test_the_header_says_what_made_it(gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "r"
-    start_model(config_of(path), resolve(str(gguf), gguf.parent)).close(10)
+    config = replace(config_of(path), model=ModelConfig(served_model_names=("chat",)))
+    start_model(config, resolve(str(gguf), gguf.parent)).close(10)
     header = open_recording(path).header
-    assert header.model == "tiny"
+    assert header.model == "tiny", "as in a fit of its steps, whatever it is called here"
     assert header.machine["cpus"] >= 1
     assert header.settings["max_num_seqs"] == 8
     assert header.settings["kv_cache_memory"] == 1 << 18

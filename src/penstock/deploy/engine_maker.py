@@ -98,7 +98,7 @@ class EngineMaker:
         with ExitStack() as opened:
             if blueprint.open_recorder is not None:
                 backend = blueprint.compute.options.backend
-                self._recorder = blueprint.open_recorder(blueprint.name, backend, executor, self.clock)
+                self._recorder = blueprint.open_recorder(blueprint.loading.source.name, backend, executor, self.clock)
                 opened.callback(self._recorder.close)
             if blueprint.open_kv_events is not None:
                 kv_events = blueprint.open_kv_events()

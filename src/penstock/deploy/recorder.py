@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.obs.recording import Recorder
 
     OpenRecorder = Callable[[str, str | None, Executor, Clock], Recorder]
-    """Takes a model's name, backend and executor and the clock, and begins its recording."""
+    """Takes a model's own name, backend and executor and the clock, and begins its recording."""
 
 NOT_RECORDED = "not recorded"
 
