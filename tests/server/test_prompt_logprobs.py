@@ -178,6 +178,18 @@ async def test_an_answer_tells_of_so_many_tokens_at_most(client, monkeypatch):
     assert response.json()["error"]["param"] == "prompt_logprobs"
 
 
+@pytest.mark.parametrize("fields", [{}, {"use_beam_search": True}])
+async def test_each_choice_counts_as_it_shows_its_prompt(client, monkeypatch, fields):
+    monkeypatch.setattr(prompts, "MAX_SCORED", 4 * len(PROMPT))
+    body = {"prompt": PROMPT, "prompt_logprobs": 1, "max_tokens": 1, **fields}
+    await ask(client, **body, n=2)
+    response = await client.post("/v1/completions", json=body | {"n": 3})
+    assert response.status_code == 400
+    assert "in 3 choices" in response.json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 1, "max_tokens": 1, "n": 3}
+    assert (await client.post(CHAT_URL, json=chat)).status_code == 200, "a chat shows its prompt once"
+
+
 async def test_a_stream_which_the_event_loop_writes_tells_of_fewer(client):
     long = {"prompt": "a" * 1000, "echo": True, "logprobs": 20, "max_tokens": 1}
     assert (await client.post("/v1/completions", json=long)).status_code == 200

@@ -233,12 +233,14 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
     num_top = call.sampling.prompt_logprobs
     if num_top is None:
         return
-    num_entries = num_prompt_tokens * (1 + num_top) * (call.request.n if each_scores(call) else 1)
+    num_choices = 1 if isinstance(call.prompts, Conversation) else call.request.n  # a chat shows its prompt once
+    num_entries = num_prompt_tokens * (1 + num_top) * num_choices
     limit, kind = (MAX_SCORED_IN_STREAM, "a stream") if call.answer.is_streamed else (MAX_SCORED, "one answer")
     if num_entries > limit:
         raise wrong(
-            f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities; at "
-            f"most {limit} fit into {kind}. Ask for fewer alternatives, send fewer prompts at once, or do not stream.",
+            f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities in "
+            f"{counted(num_choices, 'choice')}; at most {limit} fit into {kind}. Ask for fewer alternatives or choices, send "
+            "fewer prompts at once, or do not stream.",
             call.request.names("logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"),
         )
 
