@@ -4,7 +4,7 @@ import pytest
 
 from penstock.text import fim
 from support.server.completions import TOKENIZER, ask, oracle
-from support.server.harness import SPECIAL_TOKENS
+from support.server.harness import SPECIAL_TOKENS, VOCAB_SIZE, make_client, make_runtime
 
 END, BEGIN, TURN = SPECIAL_TOKENS
 
@@ -49,6 +49,17 @@ async def test_a_model_without_such_tokens_is_named(client):
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "suffix")
     assert "toy has no tokens for filling in the middle" in error["message"]
+
+
+@pytest.mark.usefixtures("_has_fim")
+@pytest.mark.parametrize("prompt", ["a", [5]])
+async def test_a_token_that_the_model_lacks_is_refused(prompt):
+    runtime = make_runtime(vocab_size=VOCAB_SIZE - 1)
+    async with make_client(runtime) as client:
+        response = await client.post("/v1/completions", json={"prompt": prompt, "suffix": "~"})
+    runtime.close()
+    assert response.status_code == 400
+    assert "contains '~'" in response.json()["error"]["message"]
 
 
 @pytest.mark.usefixtures("_has_fim")

@@ -136,6 +136,7 @@ def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
 def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple[int, ...]:
     """Return the prompt's tokens, truncated as the client asked. With `fim`, they include the text after the gap."""
     running = call.running
+    token_ids: Sequence[int]
     if isinstance(prompt, MixedPrompt):
         return mixed_ids(prompt, running, adds_special_tokens=call.request.adds_special_tokens)
     if isinstance(prompt, InfillPrompt):
@@ -144,10 +145,11 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
     elif fim is not None:
         check_text_size(call.request.suffix, running, call.request.names("suffix"))
         if isinstance(prompt, TokenPrompt):
-            return tuple(fim.token_ids(prompt.token_ids, call.request.suffix, running.tokenizer))
+            token_ids = fim.token_ids(prompt.token_ids, call.request.suffix, running.tokenizer)
+            check_encoded(token_ids, running, call.request.names("suffix"))
+            return tuple(token_ids)
         prompt = TextPrompt(fim.text(prompt.text, call.request.suffix), prompt.param)
     max_model_len, keep = running.model.capacity.max_model_len, call.request.truncate_prompt_tokens
-    token_ids: Sequence[int]
     if isinstance(prompt, TokenPrompt):
         token_ids = prompt.token_ids
     else:
