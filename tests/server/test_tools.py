@@ -460,6 +460,27 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "call"),
+    [
+        (CHAT, "tool_calls", {"id": "c", "function": {"name": "now", "arguments": "{}"}}),
+        ("/v2/chat", "tool_calls", {"id": "c", "function": {"name": "now", "arguments": "{}"}}),
+        ("/api/chat", "tool_calls", {"function": {"name": "now", "arguments": {}}}),
+        ("/v1/messages", "content", {"type": "tool_use", "id": "c", "name": "now", "input": {}}),
+    ],
+)
+async def test_a_model_s_many_calls_can_be_sent_back(path, field, call):
+    """Nothing limits how often a model repeats a call."""
+    user = {"role": "user", "content": "a"}
+    body = {"model": "toy", "messages": [user, {"role": "assistant", field: [call] * 200}, user]}
+    body |= {"max_tokens": 9} if path == "/v1/messages" else {}
+    runtime = says("Yes.", chat_template="{{ messages | length }}")
+    async with make_client(runtime) as client:
+        response = await client.post(path, json=body)
+    runtime.close()
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
 async def test_errors_name_the_field(body, param):
     check(await ask("", expects=400, **body), 400, "invalid_request_error", param=param)

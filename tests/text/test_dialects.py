@@ -213,6 +213,14 @@ def test_templates_that_take_one_call_get_a_message_for_each():
     assert [len(one.get("tool_calls", ())) for one in told] == [3, 0, 0, 0, 0]
 
 
+def test_calls_with_equal_ids_have_each_result_once():
+    calls = tuple(PastCall("c", "now", {}) for _ in range(3))
+    results = [Message(role="tool", call_id="c", content=f"r{idx}") for idx in range(3)]
+    told, _ = for_template([Message(role="assistant", calls=calls), *results], [TOOL], find_dialect(LLAMA))
+    assert [one["content"] for one in told if one["role"] == "tool"] == ["r0", "r1", "r2"]
+    assert [len(one["tool_calls"]) for one in told if one["role"] == "assistant"] == [1, 1, 1]
+
+
 def test_ids_have_the_form_of_the_template_and_results_the_name_of_their_tool():
     text = rendered(MISTRAL)
     call_id = text.partition('"id": "')[2][:9]

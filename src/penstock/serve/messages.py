@@ -16,9 +16,9 @@ from penstock.serve.errors import invalid, refuse_unknown, shorten
 from penstock.text.dialects import Message, PastCall
 
 MAX_MESSAGES = 2**12
-"""Most messages in one body. Validating them blocks the process for 10 us each."""
+"""Most messages in one body, and calls in one message. Validating them blocks the process for 10 us each."""
 MAX_TOOLS = 128
-"""OpenAI's limit of tools. Also limits the calls in one message."""
+"""OpenAI's limit of tools."""
 MAX_CALL_ID_CHARS = 256
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
@@ -68,7 +68,7 @@ class ToolCallBody(Body):
 
 
 ToolBodies = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolCallBodies = Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolCallBodies = Annotated[list[ToolCallBody], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def read_tools(tools: Sequence[ToolBody]) -> list[FunctionTool]:

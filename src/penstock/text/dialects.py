@@ -417,11 +417,14 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     for at, (is_result, group) in enumerate(groups):
         calls = groups[at - 1][1][-1].calls if is_result and at else ()
         if len(calls) > 1:
-            results = {call.call_id: [result for result in group if result.call_id == call.call_id] for call in calls}
-            changed += results[calls[0].call_id]
-            for call in calls[1:]:
-                changed += [Message(role="assistant", calls=(call,)), *results[call.call_id]]
-            changed += [result for result in group if result.call_id not in results]
+            results: dict[str, list[Message]] = {call.call_id: [] for call in calls}
+            of_no_call: list[Message] = []
+            for result in group:
+                results.get(result.call_id, of_no_call).append(result)
+            changed += results.pop(calls[0].call_id)
+            for call in calls[1:]:  # whose ids may be equal
+                changed += [Message(role="assistant", calls=(call,)), *results.pop(call.call_id, [])]
+            changed += of_no_call
             continue
         is_answered = at + 1 < len(groups)
         for nth, message in enumerate(group, 1):

@@ -17,7 +17,7 @@ from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
 from penstock.serve.asking import Asked, Reader, check_filled, find_allowed
 from penstock.serve.bodies import NotYet, check_depth, json_grammar, parse_body, sampling_of
 from penstock.serve.errors import ApiError, invalid, refuse_unknown, shorten
-from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_TOOLS, function_tool, past_call
+from penstock.serve.messages import MAX_CALL_ID_CHARS, MAX_MESSAGES, function_tool, past_call
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
@@ -228,8 +228,8 @@ class _Messages:
         if not isinstance(block.get("input"), dict):
             raise invalid(f"'{at}.input' must be an object.", f"{at}.input")
         call = past_call(call_id, name, block["input"], at, field="input")
-        if len(self._calls) == MAX_TOOLS:
-            raise invalid(f"'{at}' is too many: a turn has at most {MAX_TOOLS} blocks of the type 'tool_use'.", at)
+        if len(self._calls) == MAX_MESSAGES:
+            raise invalid(f"'{at}' is too many: a turn has at most {MAX_MESSAGES} blocks of the type 'tool_use'.", at)
         self._call_ids.add(call_id)
         self._calls.append(call)
 

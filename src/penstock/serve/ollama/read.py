@@ -32,7 +32,7 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import is_admin
-from penstock.serve.messages import MAX_MESSAGES, MAX_TOOLS, CallId, ToolBodies, ToolBody, past_call, read_tools
+from penstock.serve.messages import MAX_MESSAGES, CallId, ToolBodies, ToolBody, past_call, read_tools
 from penstock.serve.ollama.write import OllamaWriter
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message, PastCall
@@ -130,7 +130,7 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tool_name: CallId | None = None
     """The name of the tool with this result."""
     tool_call_id: CallId | None = None
