@@ -344,6 +344,19 @@ async def test_an_effort_of_none_ends_the_block_of_a_template_without_a_switch()
     assert (high["message"]["reasoning_content"], high["message"]["content"]) == ("Hm.", "Yes.")
 
 
+async def test_reasoning_may_be_limited_in_an_answer_without_an_end():
+    always = CHAT_TEMPLATE.replace("{{ suffix }}", "<think>\n{# </think> #}")
+    end = "\n</think>"
+    for limit in ({"reasoning_effort": "none"}, {"thinking_budget": 0}):
+        choice = await ask("a" * len(end) + "Hm.", chat_template=always, tools=[], ignore_eos=True, max_tokens=20, **limit)
+        assert choice["message"]["content"] == "Hm."
+        assert choice["finish_reason"] == "length"
+        refused = await ask("", chat_template=always, tools=[], allowed_token_ids=[70], expects=400, **limit)
+        [name] = limit
+        error = check(refused, 400, "invalid_request_error", param="allowed_token_ids")
+        assert f"'allowed_token_ids' and '{name}' exclude" in error["message"]
+
+
 async def test_an_effort_has_no_effect_on_a_model_that_does_not_reason():
     choices = [await ask("Yes.", **fields) for fields in ({}, {"reasoning_effort": "high"}, {"reasoning_effort": "max"})]
     assert choices[0] == choices[1] == choices[2]

@@ -71,8 +71,11 @@ def make_call(
         told = tools_for_template(request.tools, names)
         tools, grammar = _tool_use(request, dialect)
         budget = _reasoning_budget(request, dialect)
-        if tools is not None or budget is not None:
-            _check_combinations(request, names("tools" if tools is not None else "max_reasoning_tokens"))
+        if tools is not None:
+            _check_combinations(request, names("tools"))
+        elif budget is not None:
+            limit = "reasoning_effort" if request.max_reasoning_tokens is None else "max_reasoning_tokens"
+            _check_combinations(request, names(limit), may_be_endless=True)
         variables = {**_reasoning_variables(request, dialect), **conversation.variables}
         prompts = replace(conversation, variables=variables, tools=told if tools is not None else ())
         if (tools is not None or dialect.reasoning is not None) and running.has_special_marks:
@@ -232,12 +235,12 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         raise wrong(detail, param)
 
 
-def _check_combinations(request: GenerationRequest, asked_by: str) -> None:
+def _check_combinations(request: GenerationRequest, asked_by: str, *, may_be_endless: bool = False) -> None:
     """Raise `Rejected` for fields that do not work with the field `asked_by`: a grammar, tools or a limit of reasoning."""
     for field, is_given, reason in (
         ("use_beam_search", request.beams is not None, "a search follows no grammar"),
         ("allowed_token_ids", request.allowed_token_ids is not None, "both say which tokens may come"),
-        ("ignore_eos", request.ignore_eos, "a complete answer must be able to end"),
+        ("ignore_eos", request.ignore_eos and not may_be_endless, "a complete answer must be able to end"),
     ):
         if is_given:
             raise _invalid(request.names, (field,), f"and '{asked_by}' exclude each other, as {reason}: leave one of them out")
