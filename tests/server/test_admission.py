@@ -88,6 +88,18 @@ async def test_choices_and_beams_take_their_prompt_from_the_tenants_tokens_once(
         runtime.close()
 
 
+async def test_a_truncated_prompt_counts_as_what_is_left_of_it():
+    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=400))
+    try:
+        async with make_client(runtime) as client:
+            for prompt in ("a" * 4000, ["a" * 1500] * 2):
+                body = {"prompt": prompt, "truncate_prompt_tokens": 50, "max_tokens": 4, "ignore_eos": True}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert runtime.admission.lengths.prompt_tokens(400) == 100, "nothing is learned from what was cut"
+    finally:
+        runtime.close()
+
+
 @pytest.mark.parametrize("trusts", [False, True])
 async def test_with_keys_the_tenant_header_counts_only_if_it_is_trusted(trusts):
     runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))

@@ -573,7 +573,7 @@ async def test_editors_are_answered(client):
 
 
 @pytest.mark.usefixtures("_has_fim")
-async def test_files_stand_before_the_hole_as_far_as_there_is_room(client, monkeypatch):
+async def test_files_stand_before_the_hole_as_far_as_there_is_room(runtime, client, monkeypatch):
     async def prompt(*files):
         return (await ask(client, "/infill", input_extra=[{"text": text, "filename": "f"} for text in files]))["prompt"]
 
@@ -586,6 +586,7 @@ async def test_files_stand_before_the_hole_as_far_as_there_is_room(client, monke
     assert await prompt("x" * 1500, "y" * 1000, "z" * 900) == f"^repository\n~f\n{'y' * 1000}~f\n{'z' * 900}~file\n{hole}"
     assert await prompt("x" * 3000) == hole
     assert await prompt("x" * 2_000_000, "y") == f"^repository\n~f\ny~file\n{hole}"
+    assert runtime.admission.lengths.prompt_tokens(400) == 100, "nothing is learned from files that may be left out"
 
 
 async def test_a_model_that_fills_nothing_is_named(client):

@@ -89,6 +89,14 @@ async def test_long_texts_are_tokenised_few_at_once(serve, encoded):
     assert [[len(text) for text in piece] for piece in encoded] == [[40_000], [40_000], [40_000, 5]]
 
 
+async def test_texts_that_are_cut_teach_nothing_about_the_length_of_others():
+    runtime = make_text_runtime(encoder=EMBEDDER)
+    async with make_client(runtime) as client:
+        await client.post("/v1/embeddings", json={"input": "a" * 40_000, "truncate_prompt_tokens": 8})
+        assert runtime.admission.lengths.prompt_tokens(400) == 100
+    runtime.close()
+
+
 async def test_all_pairs_together_have_a_limit_of_tokens(serve, monkeypatch):
     monkeypatch.setattr(tokens, "MAX_TOKENS", 1000)
     body = {"query": "q" * 90, "documents": ["a"] * 11}

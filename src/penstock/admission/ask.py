@@ -45,6 +45,10 @@ class Ask(Conditions):
     num_requests: int = 1
     num_chars: int = 0
     num_token_ids: int = 0
+    max_prompt_tokens: int | None = None
+    """Longer prompts are truncated, to this many tokens all together. None: they are not truncated."""
+    leaves_out_files: bool = False
+    """Files before the prompt are left out if they do not fit."""
     max_new_tokens: int | None = None
     """Limit of each choice. None: the rest of the context."""
     min_new_tokens: int = 1

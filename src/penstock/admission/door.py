@@ -138,8 +138,10 @@ class Admission:
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
         view = place.view
-        if not view.ask.num_token_ids:
-            self.lengths.on_prompt(view.ask.num_chars, sum([_num_prompt_tokens(request) for request in requests]))
+        num_tokens, most = sum([_num_prompt_tokens(request) for request in requests]), view.ask.max_prompt_tokens
+        is_whole = not view.ask.leaves_out_files and (most is None or max(num_tokens, view.num_prompt_tokens) < most)
+        if is_whole and not view.ask.num_token_ids:
+            self.lengths.on_prompt(view.ask.num_chars, num_tokens)
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
@@ -226,6 +228,8 @@ class Admission:
         # A longer prompt is refused or cut once its tokens are counted, whatever the load.
         computed_share = self.lengths.computed_share
         most = ask.num_requests * self._max_model_len
+        if ask.max_prompt_tokens is not None:
+            most = min(most, ask.max_prompt_tokens)
         num_prompt_tokens = min(ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars), most)
         num_new_tokens = self.lengths.new_tokens(ask.min_new_tokens, ask.max_new_tokens)
         num_ahead = load.num_waiting + self._num_entering

@@ -97,6 +97,7 @@ def ask_of(terms: Terms, claim: bytes) -> Ask:
 def _ask(call: Call) -> Ask:
     """Return what admission must know of a call that is not tokenised yet, so its size is in characters."""
     terms, sampling, prompts = call.terms, call.sampling, call.prompts
+    keep, max_model_len = call.request.truncate_prompt_tokens, call.running.model.capacity.max_model_len
     if isinstance(prompts, Conversation):
         num_prompts, num_token_ids = 1, 0
         num_chars = sum([message.num_chars for message in prompts.messages]) + sum([len(str(tool)) for tool in prompts.tools])
@@ -113,6 +114,8 @@ def _ask(call: Call) -> Ask:
         num_requests=num_prompts * call.request.n,
         num_chars=num_chars,
         num_token_ids=num_token_ids,
+        max_prompt_tokens=None if keep is None else num_prompts * (keep if keep > 0 else max_model_len),
+        leaves_out_files=not isinstance(prompts, Conversation) and isinstance(prompts[0], InfillPrompt),
         max_new_tokens=max_tokens,
         min_new_tokens=max_tokens if is_endless and max_tokens is not None else max(1, sampling.min_tokens),
         adapter=call.adapter,

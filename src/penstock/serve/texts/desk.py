@@ -58,8 +58,10 @@ async def run(
         with at_the_door(running, ask) as place:
             found = await running.off_loop.run(work_size(call), partial(tokenise, call))
             if not ask.num_token_ids:
-                num_chars = sum([_size(text) for text in call.texts])
-                running.admission.lengths.on_prompt(num_chars, sum([text.num_tokens for text in found]))
+                cut, pairs = call.truncation, zip(call.texts, found, strict=True)
+                whole = [(text, one) for text, one in pairs if cut is None or one.num_tokens < cut.max_tokens]
+                num_chars = sum([_size(text) for text, _ in whole])
+                running.admission.lengths.on_prompt(num_chars, sum([one.num_tokens for _, one in whole]))
             texts = RunningTexts(call, desk, found, place)
             on_open(texts)
             if in_flight is not None:
@@ -221,6 +223,7 @@ def _ask(call: TextsCall) -> Ask:
         num_requests=len(texts),
         num_chars=sum([_size(text) for text in texts]) - num_token_ids,
         num_token_ids=num_token_ids,
+        max_prompt_tokens=None if call.truncation is None else len(texts) * call.truncation.max_tokens,
         max_new_tokens=1,
         min_new_tokens=1,
     )
