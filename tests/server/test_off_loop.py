@@ -311,10 +311,10 @@ async def slow_templates(*keys):
         server.runtime.chat_template = template
         line = server.runtime.off_loop._templates
 
-        def post(key, path, content):
+        def post(key, path, content, **headers):
             body = {"messages": [{"role": "user", "content": content}]}
             body |= {"max_tokens": 1} if path == CHAT else {}
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            headers |= {"Authorization": f"Bearer {key}"} if key else {}
             return asyncio.create_task(client.post(path, json=body, headers=headers))
 
         try:
@@ -354,6 +354,19 @@ async def test_the_conversation_of_a_client_that_leaves_is_not_rendered(path):
         template.may_go_on.set()
         assert [(await task).status_code for task in (first, staying)] == [200] * 2
         assert template.rendered == ["slow", "stays"]
+
+
+@pytest.mark.parametrize("header", ["X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms"])
+async def test_who_may_not_wait_so_long_is_told_while_others_conversations_are_rendered(header):
+    async with slow_templates() as (_, template, line, post):
+        first = post(None, CHAT, "slow")
+        await until(lambda: template.rendered)
+        error = check(await post(None, CHAT, "late", **{header: "150"}), 408, "deadline_exceeded")
+        assert "prompt was not read within the 150 ms" in error["message"]
+        assert not num_waiting(line)
+        template.may_go_on.set()
+        assert (await first).status_code == 200
+    assert template.rendered == ["slow"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])

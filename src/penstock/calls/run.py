@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.admission.ask import Ask, Conditions
 from penstock.admission.door import Place
@@ -28,6 +28,8 @@ from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
     from penstock.text.answer_matcher import AnswerPlan
+
+_Result = TypeVar("_Result")
 
 _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
 """Most characters of compiled grammars, summed over choices, to copy on the event loop: 0.1 ms."""
@@ -51,7 +53,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     # Before any wait, so that `--seed` gives calls seeds in the order of their arrival.
     seed = seed_of(call)
     with at_the_door(running, _ask(call)) as place, in_flight.arriving(Arrival.of(call)) as arrival:
-        tokenised, form = await _tokenised(call)
+        tokenised, form = await _in_time(_tokenised(call), "prompt was not read", running, call.terms)
         matchers, grammar_wait_ns = None, 0
         if call.sampling.follows_grammar:
             num_requests = len(tokenised.prompts) * call.request.n
@@ -205,7 +207,8 @@ async def _matchers(
         is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
         if is_small and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers
-        return await _in_time(_matchers_compiled(number, grammar, plan, running, terms.owner.tenant), running, terms)
+        compiling = _matchers_compiled(number, grammar, plan, running, terms.owner.tenant)
+        return await _in_time(compiling, "grammar was not compiled", running, terms)
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
@@ -213,20 +216,18 @@ async def _matchers(
         raise wrong(f"{subject} is refused. {rejected.detail}", grammar.param) from rejected
 
 
-async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
-    """Return the matchers, or raise `Rejected` at the first time limit. A compilation that nobody awaits is not started."""
+async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel, terms: Terms) -> _Result:
+    """Return the result of the work, or raise `Rejected` at the first time limit. Work that nobody awaits is not started."""
     if not terms.time_limits:
-        return await compiling
+        return await work
     limit_ns, reason = min(terms.time_limits)
     try:
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
-            return await compiling
+            return await work
     except TimeoutError:
         running.metrics.count_rejected(reason, terms.owner.tenant)
         allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
-        detail = (
-            f"Its grammar was not compiled within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
-        )
+        detail = f"Its {failure} within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
         raise Rejected(reason, detail) from None
 
 
