@@ -166,7 +166,8 @@ class AnswerWriter(Writer):
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         answer = {
             **self._answer_head(self.kind),
-            "choices": [self._choice(index, record) for index, record in enumerate(records)],
+            # One by one: log-probabilities take many times the memory of their JSON.
+            "choices": [fast_json.Raw(fast_json.dumps(self._choice(*one))) for one in enumerate(records)],
             "usage": self._usage(),
         }
         if self._timings is not None:
