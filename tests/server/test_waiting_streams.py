@@ -82,16 +82,16 @@ async def test_running_out_of_time_in_the_queue_is_the_streams_last_event(name: 
         async with (
             httpx.AsyncClient(base_url=server.url, timeout=20) as client,
             client.stream(
-                "POST", path, json=question | {"stream": True}, headers={"X-First-Token-Timeout-Ms": "5"}
+                "POST", path, json=question | {"stream": True}, headers={"X-First-Token-Timeout-Ms": "5000"}
             ) as response,
         ):
             assert response.status_code == 200
             await until(lambda: server.runtime.engine.load().num_running == 1)
-            clock.advance(6_000_000)
+            clock.advance(6_000_000_000)
             gate.open()
             data = await response.aread()
     end = data.index(ERRORS[name])
-    assert b"No token was generated within 5 ms (X-First-Token-Timeout-Ms" in data[end:]
+    assert b"No token was generated within 5000 ms (X-First-Token-Timeout-Ms" in data[end:]
     assert b"\n" not in data[end:].split(b"data: ")[-1].strip(), "nothing comes after it"
 
 
