@@ -135,9 +135,8 @@ def check_access(config: ServerConfig, environ: Mapping[str, str], upstreams: Se
             raise ConfigError(f"{variable} is set, but empty: the server {effect}.", remedy=f"{remedy}, or unset it.")
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("--ssl-keyfile is set, but --ssl-certfile is not.", remedy="Set --ssl-certfile as well.")
-    if config.jobs_dir is None:
-        config.refuse_jobs()
-    else:
+    config.check_jobs()
+    if config.jobs_dir is not None:
         from penstock.serve.jobs.runner import read_hours
         from penstock.serve.jobs.webhooks import key_of
 

@@ -589,10 +589,10 @@ class ServerConfig(Component):
     kv_events_topic: str | None = setting(None, "Topic of these messages.", default_doc="an empty one")
     shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)
 
-    def refuse_jobs(self) -> None:
-        """Raise ConfigError for settings that need `jobs_dir`, which is not set."""
+    def check_jobs(self) -> None:
+        """Raise ConfigError for settings that need `jobs_dir`, if it is not set."""
         for name, value in (("--webhook-url", self.webhook_url), ("--batch-hours", self.batch_hours)):
-            if value is not None:
+            if value is not None and self.jobs_dir is None:
                 raise ConfigError(f"{name} needs --jobs-dir, which is not set.", remedy="Set --jobs-dir.")
 
 

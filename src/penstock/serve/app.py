@@ -147,8 +147,8 @@ def _noted(deployment: Deployment, request_log: RequestLog | None, tracer: Trace
 
 
 def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lifetime: Lifetime) -> BatchRunner | None:
+    config.check_jobs()
     if config.jobs_dir is None:
-        config.refuse_jobs()
         return None
     from penstock.jobs.store import Store
     from penstock.serve.jobs.runner import BatchRunner, read_hours

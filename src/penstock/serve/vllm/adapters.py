@@ -86,9 +86,9 @@ class AdaptersEndpoint:
     def _served(self, name: str | None, lora_name: str) -> tuple[ServedModel, Adapters]:
         """Return the model of this name, or else the adapter's, or the first served with adapters. Raises 404 and 400."""
         deployment = self._deployment
-        default = (deployment.adapters_of(lora_name), *deployment.served)
-        for served in default if name is None else (find_served(name, deployment),):
-            if served is not None and served.adapters is not None:
+        owner = deployment.adapters_of(lora_name) if name is None else find_served(name, deployment)
+        for served in deployment.served if owner is None else (owner,):
+            if served.adapters is not None:
                 return served, served.adapters
         raise invalid(
             "Nothing is served with adapters: that needs --lora-dir or --lora-modules.", None if name is None else "model"
