@@ -10,7 +10,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.core_lock import Abandoned
-from penstock.engine.following import BROKEN
+from penstock.engine.following import BROKEN, Following
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.stepper import Stepper
@@ -19,10 +19,12 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request
 from penstock.testing.driver import STEP_NS
+from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Abort, Add
-from penstock.types.plan import Capacity
+from penstock.types.plan import Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request
+from support.answering import PLAIN
 from support.hash_matcher import HashMatcher
 
 SMALL = Capacity(num_blocks=25, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
@@ -430,3 +432,18 @@ def test_time_that_tells_events_is_counted_once():
     stepper.turn([Abort("b")])
     assert parts[1]["schedule"] == 0
     assert sum(one["output"] for one in parts) == clock.now_ns()
+
+
+def test_a_guess_that_the_grammar_forbids_is_no_failure_of_the_grammar():
+    """It would be compiled again for the next request."""
+    grammars, wanted = Grammars(PLAIN, vocab_size=PLAIN.vocab_size), Grammar(GrammarKind.REGEX, "[ab]+c")
+    matcher, following = grammars.matcher(wanted), Following()
+    following.add(make_request("a", 3, matcher=matcher))
+    guesses = tuple(PLAIN.encode("abxa", add_special_tokens=False))
+    plan = StepPlan(0, 0, (), (RowPlan("a", 3, 5, (), 5),), (), guesses={"a": guesses})
+    mask = following.masks(plan, VirtualClock())["a"]
+    size = len(matcher.mask())
+    masks = [mask[at : at + size] for at in range(0, len(mask), size)]
+    assert len(masks) == 5
+    assert masks[0] != masks[1] == masks[2] == masks[3] == masks[4]
+    assert grammars.known(wanted) is not None

@@ -143,8 +143,11 @@ def _mask_of(matcher: Matcher, guesses: Sequence[int]) -> bytes | None:
     masks = [matcher.mask()]
     if guesses:
         trying = matcher.copy()
-        with suppress(GrammarFailure):  # a guess is not allowed, so those after it do not count
+        with suppress(GrammarFailure):  # the guesses after the failure do not count
             for token_id in guesses:
+                mask = masks[-1]
+                if mask is not None and not mask[token_id // 8] >> token_id % 8 & 1:
+                    break  # it can't be sampled; the matcher would take it for a failure of the grammar
                 trying.accept((token_id,))
                 masks.append(trying.mask())
         masks += masks[-1:] * (len(guesses) + 1 - len(masks))
