@@ -20,6 +20,7 @@ from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request, RequestStatus
 from support.half_right import HalfRight
+from support.hash_matcher import HashMatcher
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 MAX_PROMPT = 30
@@ -354,6 +355,15 @@ def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guess
         assert counter(order, tenant) == num_given
     assert not order._decoding
     assert not order._serving
+
+
+def test_a_tenant_is_charged_for_tokens_that_a_grammar_forces() -> None:
+    capacity, model, order = Capacity(100, 4, 4, 64, 60), HashModel(vocab_size=90), FairShares()
+    request = make_request("a", 3, max_tokens=16, tenant="a", matcher=HashMatcher(model.vocab_size, num_forced=7))
+    executor = HashExecutor(capacity, model=model)
+    run_to_completion(make_core(capacity, make_policies(order=order)), executor, Add(request))
+    assert executor.num_steps < 16
+    assert counter(order, "a") == INPUT_WEIGHT * 3 + OUTPUT_WEIGHT * 16
 
 
 def test_what_is_computed_again_is_not_charged() -> None:

@@ -565,6 +565,8 @@ class Scheduler:
         forced, reason, stop_reason = progress.force(request, token_ids)
         outcome.counts.forced[request.request_id] = len(forced)
         outcome.counts.num_sampled_tokens += len(forced)
+        if not request.background:
+            self._policies.order.gained(request, len(forced))
         if reason is None:
             self._running.resend(request)
         else:

@@ -157,7 +157,7 @@ class Order(Protocol):
         del rows, requests, last_step, num_decodes
 
     def gained(self, request: Request, num_tokens: int) -> None:
-        """Note that a step gave a request so many tokens more than one, since its guesses were right."""
+        """Note that a step gave a request so many tokens more than one: right guesses, or tokens that its grammar forces."""
         del request, num_tokens
 
 
