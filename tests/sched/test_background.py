@@ -335,6 +335,20 @@ class DearDecodes(Budget):
         return StepLimits(view.max_step_tokens, fill_tokens=8, decode_tokens=4.0)
 
 
+class CheapDecodes(Budget):
+    def limits(self, view: BudgetView) -> StepLimits:
+        return StepLimits(view.max_step_tokens, decode_tokens=0.1)
+
+
+def test_decodes_that_cost_little_do_not_exceed_the_step() -> None:
+    driver = make_driver(*[line(idx) for idx in range(7)], budget=CheapDecodes(), max_rows=8, max_step_tokens=8)
+    while driver.core.num_running < 7 or len(driver.turn().rows) < 7:
+        driver.turn()
+    plan = driver.turn(Add(person(0, prompt=6)))
+    assert (rows_of(plan, "person"), plan.num_tokens) == ({"person-0"}, 8)
+    finish(driver)
+
+
 def test_a_beam_search_of_the_background_ends_though_not_all_its_beams_decode_in_one_step() -> None:
     """Beams that have their token wait for the others, and use up no row."""
     search = [line(0, max_tokens=6) for _ in range(4)]

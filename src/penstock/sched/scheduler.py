@@ -403,7 +403,8 @@ class Scheduler:
             # Background requests do not use up the other resources, or return them when they are preempted.
             counts.waits_for = WaitReason.NOTHING
         for fewer in (sitting_out, sitting_out_alone, ()):
-            most = max(0 if draft.rows else 1, int(num_left / limits.decode_tokens))
+            most = min(int(num_left / limits.decode_tokens), self.capacity.max_step_tokens - num_before)
+            most = max(0 if draft.rows else 1, most)
             self._extending.decodes(draft, running, fewer, most=most)
             while not draft.rows and len(left := self._running.of_class(background=True)) < len(running):
                 running = left  # the first was preempted for the next
