@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.clock import VirtualClock, WallClock
+from penstock.deploy import deployment
 from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS
@@ -279,10 +280,11 @@ def test_a_model_that_is_idle_leaves() -> None:
     assert (world.states, world.closed) == ("---", [("a", 0)])
 
 
-@pytest.mark.parametrize(("idle_ns", "leaves_after_ns"), [(60 * SECOND, 60 * SECOND), (0, 0), (-1, None)])
+@pytest.mark.parametrize(("idle_ns", "leaves_after_ns"), [(60 * SECOND, 60 * SECOND), (0, FIRST_USE_NS), (-1, None)])
 def test_a_model_may_be_kept_for_another_time_than_its_setting_says(idle_ns: int, leaves_after_ns: int | None) -> None:
     world = World(idle_unload_ns=5 * SECOND)
     world.loaded("a")
+    world.clock.advance(4 * SECOND)
     world.deployment.keep(world.of["a"], idle_ns)
     due_ns = world.deployment.tend()
     if leaves_after_ns is None:
@@ -291,12 +293,12 @@ def test_a_model_may_be_kept_for_another_time_than_its_setting_says(idle_ns: int
         world.deployment.tend()
         assert world.states == "L--"
         return
-    if leaves_after_ns:
-        assert world.states == "L--"
-        assert due_ns is not None
-        world.clock.advance_to(due_ns)
-        assert world.deployment.tend() is None
+    assert world.states == "L--"
+    assert due_ns == world.clock.now_ns() + leaves_after_ns, "the time begins with the request that sets it"
+    world.clock.advance_to(due_ns)
+    assert world.deployment.tend() is None
     assert world.states == "---"
+    world.deployment.keep(world.of["a"], idle_ns)
     world.loaded("a")
     due_ns = world.deployment.tend()
     assert due_ns == world.clock.now_ns() + 5 * SECOND, "it counted until the model had left"
@@ -311,7 +313,10 @@ def test_a_model_without_the_setting_stays_whatever_a_request_says() -> None:
     assert world.states == "L--"
 
 
-def test_a_model_that_was_loaded_on_request_leaves_when_it_is_idle_though_nobody_asks_anything_more() -> None:
+def test_a_model_that_was_loaded_on_request_leaves_when_it_is_idle_though_nobody_asks_anything_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployment, "FIRST_USE_NS", 0)
     world = World(idle_unload_ns=SECOND // 20)
     has_closed = threading.Event()
     world.on_closed = has_closed.set

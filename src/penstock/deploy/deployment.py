@@ -24,7 +24,7 @@ from penstock.config.units import format_size
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.pipelines import Pipeline, check_pipelines
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.room import leavers, room_at_ns
+from penstock.deploy.room import FIRST_USE_NS, leavers, room_at_ns
 from penstock.deploy.routes import Route, check_routes
 from penstock.deploy.running import ModelState, RunningModel, ServedModel, Sources, UnloadReason
 from penstock.deploy.splits import Split, check_splits, part_of
@@ -291,11 +291,12 @@ class Deployment:
     def keep(self, served: ServedModel, idle_ns: int) -> None:
         """Replace the idle time after which the loaded model is unloaded, until it is unloaded. Below 0: never unload it.
 
-        Has no effect on a model without `idle_unload_ns`.
+        The time begins now. Has no effect on a model without `idle_unload_ns`, or one that is not loaded.
         """
-        with self._changed:
+        with contextlib.suppress(ModelAway), served.answerer().using():
             served.kept_idle_ns = idle_ns
-            self._notify()
+            with self._changed:
+                self._notify()
 
     def drain(self) -> None:
         """Refuse new requests, and let running ones end."""
@@ -384,9 +385,10 @@ class Deployment:
             running = served.running
             unload_ns = served.unload_after_ns
             if served.state is ModelState.LOADED and running is not None and unload_ns is not None:
+                unload_ns = max(unload_ns, FIRST_USE_NS)
                 idle_ns = running.used_ns + unload_ns
                 if running.num_users:
-                    due_ns += [now_ns + unload_ns] if unload_ns else []  # if it is 0, the last user wakes the keeper
+                    due_ns.append(now_ns + unload_ns)
                 elif idle_ns > now_ns:
                     due_ns.append(idle_ns)
                 else:
@@ -529,7 +531,7 @@ class Deployment:
 
     def _on_unused(self, served: ServedModel) -> None:
         """Wake the keeper after a model's last request, if the keeper waits for that to unload it."""
-        if self._wanted or served.state is ModelState.LEAVING or served.unload_after_ns == 0:
+        if self._wanted or served.state is ModelState.LEAVING:
             with self._changed:
                 self._notify()
 

@@ -17,7 +17,7 @@ MAX_STAY_NS = 60_000_000_000
 LOADS_PER_STAY = 10
 """Between these limits, a model in use stays this many times as long as its load took."""
 FIRST_USE_NS = 2_000_000_000
-"""Time for the waiting requests to begin to use a newly loaded model."""
+"""Time for the waiting requests to begin to use a newly loaded model, and least time without users before it is unloaded."""
 
 
 def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> int:
