@@ -9,9 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from penstock.admission.door import AdmissionLimits
 from penstock.cli import batch as command
+from penstock.cli import serve
+from penstock.cli.main import cli
+from penstock.deploy import factory
 from penstock.jobs.store import Store
 from penstock.testing import HashExecutor
 from penstock.types.errors import PenstockError
@@ -52,6 +56,21 @@ async def test_each_line_is_answered_or_failed(source: Path, tmp_path: Path) -> 
     right = answered(tmp_path / "job", ended.output_file)
     assert right == {str(number): 200 for number in range(20) if number != 7}
     assert answered(tmp_path / "job", ended.error_file) == {"7": 404}
+
+
+def test_models_and_routes_are_those_that_a_server_would_have(source: Path, tmp_path: Path, monkeypatch) -> None:
+    def start(configs, *, routing) -> None:
+        found.extend([config.model.model for config in configs] + [route.name for route in routing.routes])
+        raise PenstockError("that is enough")
+
+    found: list[str] = []
+    (tmp_path / "notes.gguf").touch()
+    (tmp_path / "penstock.toml").write_text("[[routes]]\nname = 'auto'\nfallback = ['notes', 'in']\n")
+    monkeypatch.setattr(factory, "start_deployment", start)
+    monkeypatch.setattr(serve, "set_up_logging", lambda _config: None)
+    words = ["batch", "run", str(source), "--models-dir", str(tmp_path), "--config", str(tmp_path / "penstock.toml")]
+    CliRunner().invoke(cli, words)
+    assert found == [str(tmp_path / "notes.gguf"), "auto"]
 
 
 async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) -> None:

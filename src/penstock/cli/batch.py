@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.files import check_folder, sha256_of
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, warn_of_unknown_variables
+from penstock.cli.options import (
+    EPILOG,
+    GroupedCommand,
+    config_options,
+    models_argument,
+    routing_of_file,
+    warn_of_unknown_variables,
+)
 from penstock.types.errors import PenstockError, counted
 from penstock.types.request import Owner
 
@@ -55,7 +62,7 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
     Requests with a common prefix run one after another, so the answers come in another order. Lines that could not be
     answered are in OUT.errors.jsonl. If the command is interrupted, run it again to resume.
     """
-    from penstock.cli.serve import set_up_logging
+    from penstock.cli.serve import models_in, set_up_logging
     from penstock.config.several import configs_of
     from penstock.deploy.factory import start_deployment
 
@@ -68,10 +75,10 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
             _check_free(path)
         if not any(values[key] for key in ("preset", "batching", "budget", "budget_args")):
             values["preset"] = "offline"
-        configs = configs_of(values, words=words, tables=tables)
+        configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
         set_up_logging(configs[0].log)
         warn_of_unknown_variables()
-        deployment = start_deployment(configs)
+        deployment = start_deployment(configs, routing=routing_of_file())
         try:
             ended = asyncio.run(_run(deployment, file, folder))
         except KeyboardInterrupt:
@@ -178,7 +185,8 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
             bar.update(ended.num_completed + ended.num_failed - bar.n)
         return ended
     finally:
-        for end in (*app.state.lifetime.stops, *app.state.lifetime.closes):
+        ends = [upstream.close for upstream in app.state.upstreams]
+        for end in (*app.state.lifetime.stops, *app.state.lifetime.closes, *ends):
             await end()
 
 
