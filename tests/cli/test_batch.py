@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sqlite3
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +92,41 @@ async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) 
     assert "Going on where the last run ended." in capsys.readouterr().err
     assert answered(folder, ended.output_file).keys() | answered(folder, ended.error_file).keys() == {*map(str, range(20))}
     assert ended.num_completed + ended.num_failed == len((folder / "files" / ended.output_file).read_text().splitlines()) + 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_asked_to_end_is_interrupted(source: Path, tmp_path: Path, number) -> None:
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    runtime = make_runtime(GatedExecutor())
+    lines, marks = tmp_path / "job" / "lines", list[bool]()
+
+    async def end_soon() -> None:
+        running = asyncio.ensure_future(command._run(deployment_of(runtime), source, tmp_path / "job"))
+        while not marks:
+            await asyncio.sleep(0.01)
+            marks.extend(under_way(lines))
+        assert all(marks), "they are under way"
+        os.kill(os.getpid(), number)
+        await running
+
+    try:
+        command._hear_ends_as_interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(end_soon())
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+    runtime.close()
+    assert not any(under_way(lines))
+
+
+def under_way(folder: Path) -> list[bool]:
+    """Return, for each line that was asked, whether a killed process would count as failing at it."""
+    with suppress(sqlite3.Error, ValueError):
+        [path] = folder.glob("batch_*[0-9a-f]")
+        with closing(sqlite3.connect(path)) as base:
+            return [bool(one) for (one,) in base.execute("SELECT is_under_way FROM asked")]
+    return []
 
 
 @pytest.mark.parametrize("num_moved", [0, 1, 2])

@@ -6,6 +6,7 @@ The requests run as a batch of a server without a port. Its folder, OUT.job, is 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sqlite3
 import sys
 import time
@@ -80,6 +81,7 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
         warn_of_unknown_variables()
         deployment = start_deployment(configs, routing=routing_of_file())
         try:
+            _hear_ends_as_interrupts()
             ended = asyncio.run(_run(deployment, file, folder))
         except KeyboardInterrupt:
             click.echo(f"Interrupted. Answers so far are in {folder}: run the same command again to go on.", err=True)
@@ -98,6 +100,13 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
     )
     if ended.num_failed:
         raise PenstockError(f"{counted(ended.num_failed, 'line')} failed.", remedy=f"See {errors}.")
+
+
+def _hear_ends_as_interrupts() -> None:
+    """Let SIGTERM and SIGHUP interrupt the run as Ctrl-C does, so that no line counts as one that the server failed at."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def _check_free(path: Path) -> None:
