@@ -76,7 +76,7 @@ def test_models_and_routes_are_those_that_a_server_would_have(source: Path, tmp_
     assert found == [str(tmp_path / "notes.gguf"), "auto"]
 
 
-async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) -> None:
+async def test_an_interrupted_run_goes_on_also_elsewhere(source: Path, tmp_path: Path, capsys) -> None:
     folder, executor = tmp_path / "job", GatedExecutor(replace(CAPACITY, max_rows=2))
     runtime = make_runtime(executor, limits=AdmissionLimits(max_queue=4))
     running = asyncio.create_task(command._run(deployment_of(runtime), source, folder))
@@ -88,6 +88,7 @@ async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) 
     with pytest.raises(asyncio.CancelledError):
         await running
     runtime.close()
+    source, folder = source.rename(tmp_path / "moved.jsonl"), folder.rename(tmp_path / "moved.job")
     ended = await answer(source, folder)
     assert "Going on where the last run ended." in capsys.readouterr().err
     assert answered(folder, ended.output_file).keys() | answered(folder, ended.error_file).keys() == {*map(str, range(20))}

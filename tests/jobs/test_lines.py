@@ -355,9 +355,9 @@ def test_a_reader_and_a_writer_may_be_different_threads(tmp_path):
 
 def test_lines_that_can_not_be_opened_leave_nothing_open(tmp_path):
     prepared(tmp_path, line())
-    (tmp_path / "in").unlink()
+    (tmp_path / "out").mkdir()
     before = open_files()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(IsADirectoryError):
         opened(tmp_path)
     assert open_files() == before
     (tmp_path / "base").write_bytes(b"no database" * 1000)

@@ -791,6 +791,16 @@ def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):
     assert len(told) == 3
 
 
+def test_a_batch_whose_file_was_deleted_fails(tmp_path, gate):
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(300))
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+    (tmp_path / "files" / batch.input_file_id).unlink()
+    with serving(tmp_path) as server, server.client() as client:
+        batch = ended(client, batch)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "file_not_found")
+
+
 def test_lines_that_are_broken_fail_the_batch(tmp_path, gate):
     with serving(tmp_path, gate) as server, server.client() as client:
         batch = begun(client, lines_of(300))

@@ -209,6 +209,8 @@ def _batch_of(file: Path, store: Store, models: str) -> tuple[Batch, bool]:
                 f"{store.folder} was begun with {begun}, and this is {models}.", remedy="Name the same, or remove it."
             )
         click.echo("Going on where the last run ended.", err=True)
+        store.content(known.input_file).unlink(missing_ok=True)
+        store.content(known.input_file).symlink_to(file.absolute())  # both may have been moved since
         return known, False
     now_s, file_id = int(time.time()), new_id("file-")
     store.content(file_id).symlink_to(file.absolute())

@@ -92,8 +92,7 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
     `urls`: paths that the lines may request. `CACHE_KIB` limits the memory, however many lines there are. Raises BadLines,
     Stopped, OSError and sqlite3.Error, and leaves no database then.
     """
-    if not source.exists():
-        raise BadLines([_error(None, "file_not_found", "The file is gone.")])
+    _check_there(source)
     new, unsorted = path.with_name(f"{path.name}-new"), path.with_name(f"{path.name}-unsorted")
     remove(path.parent.glob(f"{path.name}*"))
     try:
@@ -110,6 +109,12 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
     finally:
         remove((new, unsorted))
     return num_lines
+
+
+def _check_there(source: Path) -> None:
+    """Raise BadLines if the file of a batch was deleted."""
+    if not source.exists():
+        raise BadLines([_error(None, "file_not_found", "The file is gone.")])
 
 
 def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator[_Row]) -> int:
@@ -261,6 +266,7 @@ class Lines:
     """The lines of a batch that was prepared. Any thread may call its methods, which raise sqlite3.Error and OSError."""
 
     def __init__(self, path: Path, source: Path, output: Path, errors: Path) -> None:
+        _check_there(source)
         self._guard = threading.Lock()
         with ExitStack() as opened:
             self._base = opened.enter_context(closing(sqlite3.connect(path, check_same_thread=False, isolation_level=None)))
