@@ -19,6 +19,7 @@ from penstock.cli import batch as command
 from penstock.cli import serve
 from penstock.cli.main import cli
 from penstock.deploy import factory
+from penstock.deploy.running import ModelState
 from penstock.jobs.store import Store
 from penstock.testing import HashExecutor
 from penstock.types.errors import PenstockError
@@ -184,6 +185,22 @@ async def test_a_run_ends_if_its_engine_can_not_go_on(source: Path, tmp_path: Pa
     runtime = make_runtime(Broken(CAPACITY, model=PRINTABLE_MODEL))
     with pytest.raises(PenstockError, match="engine has failed"):
         await command._run(deployment_of(runtime), source, tmp_path / "job")
+    runtime.close()
+
+
+async def test_a_model_that_can_not_be_loaded_is_named(source: Path, tmp_path: Path, capsys) -> None:
+    runtime = make_runtime()
+    deployment = deployment_of(runtime)
+    [served] = deployment.served
+    served.state, served.failure, served.failed_ns = ModelState.FAILED, "it is broken", deployment.clock.now_ns()
+    running, told = asyncio.create_task(command._run(deployment, source, tmp_path / "job")), ""
+    while "it is broken" not in told:
+        await asyncio.sleep(0.05)
+        told += capsys.readouterr().err
+    assert "Lines are refused, and asked again." in told
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     runtime.close()
 
 

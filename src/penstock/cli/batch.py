@@ -177,9 +177,13 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
             batches.start()
             if is_new:
                 batch = await batches.create(batch)
+        told = ""
         with tqdm(desc="Lines", bar_format=_FORMAT, mininterval=0.1 if sys.stderr.isatty() else 60.0) as bar:
             while batches.is_running(batch):
                 now = batches.current(batch)
+                if now.errors and now.errors[0]["message"] != told:
+                    told = now.errors[0]["message"]
+                    tqdm.write(told, file=sys.stderr)
                 bar.total = now.num_lines or None
                 if (ends_s := batches.ends_s(batch)) is not None:
                     bar.set_postfix_str(time.strftime("ends %a %H:%M", time.localtime(ends_s)), refresh=False)
