@@ -62,6 +62,12 @@ async def test_each_line_is_answered_or_failed(source: Path, tmp_path: Path) -> 
     assert answered(tmp_path / "job", ended.error_file) == {"7": 404}
 
 
+async def test_a_line_may_have_any_size(source: Path, tmp_path: Path) -> None:
+    source.write_text(source.read_text().replace('"Say 3",', '"Say 3",' + " " * (5 << 20)))
+    ended = await answer(source, tmp_path / "job")
+    assert (ended.status, ended.num_completed) == ("completed", 19)
+
+
 def test_models_and_routes_are_those_that_a_server_would_have(source: Path, tmp_path: Path, monkeypatch) -> None:
     def start(configs, *, routing) -> None:
         found.extend([config.model.model for config in configs] + [route.name for route in routing.routes])

@@ -168,7 +168,7 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
     from penstock.engine.state import EngineState
     from penstock.serve.app import create_app
 
-    config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, page=False)
+    config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, max_body_bytes=MAX_BYTES, page=False)
     app = create_app(deployment, config)
     batches: BatchRunner = app.state.batches
     try:
