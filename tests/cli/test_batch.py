@@ -48,6 +48,10 @@ async def answer(source: Path, folder: Path):
         runtime.close()
 
 
+def renamed(path: Path, name: str) -> Path:
+    return path.rename(path.with_name(name))
+
+
 def answered(folder: Path, file_id: str) -> dict[str, int]:
     lines = map(json.loads, (folder / "files" / file_id).read_text().splitlines())
     return {line["custom_id"]: line["response"]["status_code"] for line in lines}
@@ -62,9 +66,9 @@ async def test_each_line_is_answered_or_failed(source: Path, tmp_path: Path) -> 
     assert answered(tmp_path / "job", ended.error_file) == {"7": 404}
 
 
-async def test_a_line_may_have_any_size(source: Path, tmp_path: Path) -> None:
+def test_a_line_may_have_any_size(source: Path, tmp_path: Path) -> None:
     source.write_text(source.read_text().replace('"Say 3",', '"Say 3",' + " " * (5 << 20)))
-    ended = await answer(source, tmp_path / "job")
+    ended = asyncio.run(answer(source, tmp_path / "job"))
     assert (ended.status, ended.num_completed) == ("completed", 19)
 
 
@@ -95,7 +99,7 @@ async def test_an_interrupted_run_goes_on_also_elsewhere(source: Path, tmp_path:
     with pytest.raises(asyncio.CancelledError):
         await running
     runtime.close()
-    source, folder = source.rename(tmp_path / "moved.jsonl"), folder.rename(tmp_path / "moved.job")
+    source, folder = renamed(source, "moved.jsonl"), renamed(folder, "moved.job")
     ended = await answer(source, folder)
     assert "Going on where the last run ended." in capsys.readouterr().err
     assert answered(folder, ended.output_file).keys() | answered(folder, ended.error_file).keys() == {*map(str, range(20))}
