@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from penstock.engine.thread import ENGINE_FAILED
+from penstock.jobs import store as store_module
 from penstock.jobs.lines import Lines, Progress
 from penstock.jobs.store import Batch, Store
 from penstock.serve.jobs import runner as module
@@ -306,6 +307,23 @@ def test_a_cancel_while_a_batch_ends_changes_nothing(jobs, client, monkeypatch, 
     assert (batch.status, batch.cancelling_at) == ("completed", None)
     assert jobs.batches.store.unfinished() == []
     assert counted(client, batch) == once(3)
+
+
+def test_a_batch_that_has_ended_on_the_disk_is_told_so_at_once(jobs, client, monkeypatch):
+    """Webhooks read the end there, and their clients ask for it."""
+    may_end, remove = threading.Event(), store_module.remove
+
+    def wait(paths):
+        assert may_end.wait(20)
+        remove(paths)
+
+    monkeypatch.setattr(store_module, "remove", wait)
+    batch = begun(client, lines_of(3))
+    wait_until(lambda: not jobs.batches.store.unfinished())
+    assert jobs.batches._running
+    told = client.batches.retrieve(batch.id)
+    assert (told.status, told.output_file_id is None) == ("completed", False)
+    may_end.set()
 
 
 # who runs when

@@ -233,7 +233,7 @@ class BatchRunner:
     def current(self, batch: Batch) -> Batch:
         """Return a batch with its progress so far."""
         running = self._running.get(batch.id)
-        return batch if running is None else running.now
+        return batch if running is None or batch.is_ended else running.now
 
     def is_running(self, batch: Batch) -> bool:
         return batch.id in self._running
