@@ -754,7 +754,7 @@ def waiting(client, server) -> tuple[openai.types.FileObject, openai.types.Batch
     wait_until(lambda: not running.under_way and not running.answers)
     told = client.batches.retrieve(batch.id)
     assert (told.status, told.errors.data[0].code) == ("in_progress", "no_room")
-    assert f"{ROOM} are kept (--jobs-bytes). Delete some." in told.errors.data[0].message
+    assert f"{ROOM} are kept (--jobs-bytes). Delete files or message batches." in told.errors.data[0].message
     assert server.batches.store.num_bytes(running.batch.owner) >= ROOM
     assert told.request_counts.completed < 150, "no more lines are asked"
     return other, batch

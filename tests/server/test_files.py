@@ -104,7 +104,7 @@ def test_other_purposes_are_refused(client):
 
 def test_a_key_has_a_quota(client):
     first = client.files.create(file=("a", b"x" * 900_000), purpose="batch")
-    with pytest.raises(openai.APIStatusError, match="Delete some") as refused:
+    with pytest.raises(openai.APIStatusError, match="Delete files") as refused:
         client.files.create(file=("b", b"x" * 200_000), purpose="batch")
     assert refused.value.status_code == 413
     with pytest.raises(openai.APIStatusError, match="--jobs-bytes") as refused:

@@ -40,6 +40,7 @@ MAX_ENDED = 10_000
 MAX_EVENTS = 10_000
 """Most events that wait to be delivered. The oldest are dropped for new ones."""
 
+_MAKE_ROOM = "Delete files or message batches."
 _ANOTHER = "Name another folder (--jobs-dir, --output)."
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -273,7 +274,7 @@ class Store:
     def _check_number(self, owner: Owner) -> None:
         num, _ = self._sums(owner)
         if num >= MAX_FILES:
-            raise NoRoom(f"There are {num} files already. Delete some.")
+            raise NoRoom(f"There are {num} files already. {_MAKE_ROOM}")
 
     def _sums(self, owner: Owner) -> tuple[int, int]:
         """Return number and bytes of the files of an owner's key."""
@@ -291,14 +292,14 @@ class Store:
     def check_room(self, owner: Owner) -> None:
         """Raise NoRoom if the files of an owner's key have `max_bytes` or more."""
         if (found := self.num_bytes(owner)) >= self.max_bytes:
-            raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). Delete some.")
+            raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). {_MAKE_ROOM}")
 
     def claim(self, owner: Owner, num_bytes: int) -> None:
         """Reserve room for bytes that are being uploaded, until `release`. Raises NoRoom."""
         with self._guard:
             if (found := self.num_bytes(owner) + num_bytes) > self.max_bytes:
                 most = f"at most {self.max_bytes} are kept (--jobs-bytes)"
-                raise NoRoom(f"The files would have {found} bytes; {most}. Delete some.")
+                raise NoRoom(f"The files would have {found} bytes; {most}. {_MAKE_ROOM}")
             self._uploading[owner[0]] = self._uploading.get(owner[0], 0) + num_bytes
 
     def release(self, owner: Owner, num_bytes: int) -> None:
