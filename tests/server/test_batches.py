@@ -406,22 +406,24 @@ def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answer
 
 
 def test_a_line_that_is_asked_alone_fails_alone_with_the_server(tmp_path, monkeypatch, gate):
-    def books() -> closing[sqlite3.Connection]:
+    def books(batch) -> closing[sqlite3.Connection]:
         return closing(sqlite3.connect(tmp_path / "lines" / batch.id))
 
-    def num_marked() -> int:
+    def num_marked(batch) -> int:
         """Lines that fail if the process dies now."""
-        with books() as base:
+        with books(batch) as base:
             return base.execute("SELECT count(*) FROM asked WHERE is_under_way").fetchone()[0]
 
     with serving(tmp_path, gate) as server, server.client() as client:
-        batch = begun(client, lines_of(20))
-        wait_until(lambda: server.batches._turns._under_way.total() == 20)
-    with books() as base, base:
-        base.execute("UPDATE asked SET num_failures = ?", (module.ALONE_AFTER,))
+        batches = [begun(client, lines_of(20)) for _ in "ab"]
+        wait_until(lambda: server.batches._turns._under_way.total() == 40)
+    for batch in batches:
+        with books(batch) as base, base:
+            base.execute("UPDATE asked SET num_failures = ?", (module.ALONE_AFTER,))
     with serving(tmp_path, GatedExecutor()) as server:
-        wait_until(lambda: server.batches._turns._under_way.total() == 1)
-        wait_until(lambda: num_marked() == 1)
+        wait_until(lambda: server.batches._alone._waiters)
+        wait_until(lambda: sum(map(num_marked, batches)) == 1)
+        assert server.batches._turns._under_way.total() == 1
 
 
 def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):

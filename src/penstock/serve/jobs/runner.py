@@ -153,6 +153,8 @@ class BatchRunner:
         self._now = now
         self._running: dict[str, _Running] = {}
         self._turns = _Turns(deployment)
+        self._alone = asyncio.Lock()
+        """Held while a line is asked that may break the server: one at a time, so that none fails with another."""
         self._lines = {"completed": 0, "failed": 0}
         self._tokens = {"input": 0, "cached": 0, "output": 0}
         self._closing = asyncio.Event()
@@ -433,10 +435,11 @@ class BatchRunner:
                 await asyncio.wait(running.under_way)
             await self._wait_for_hours()
             await running.has_room.wait()
-            await self._turns.take(running)
-            asking = _start(running.under_way, self._ask(running, lines, line))
-            if is_alone:
-                await asyncio.wait([asking])
+            async with self._alone if is_alone else contextlib.nullcontext():
+                await self._turns.take(running)
+                asking = _start(running.under_way, self._ask(running, lines, line))
+                if is_alone:
+                    await asyncio.wait([asking])
 
     async def _to_ask(self, running: _Running, lines: Lines) -> AsyncIterator[Line]:
         """Yield lines in their order and, between some of them and the next, those to be asked again."""
