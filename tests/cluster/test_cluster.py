@@ -817,6 +817,17 @@ def test_refusals_of_engines_that_fail_do_not_go_round_for_ever(pool) -> None:
         assert post(made, PROMPTS[0]).status_code == 500
 
 
+def test_a_request_that_a_replica_refused_goes_to_another_although_the_first_one_holds_its_prefix(pool) -> None:
+    with cluster(num_replicas=3) as made:
+        wait_until(lambda: made.fleet.num_replicas == 3)
+        prompt = "x" * 400
+        assert text_of(made, prompt) == oracle(prompt)
+        [holder] = [one.replica for one in made.replicas.values() if num_answers(one.running)]
+        holder._take = partial(refuse, holder)
+        assert text_of(made, prompt) == oracle(prompt)
+        assert made.fleet.num_moved["lost"] == 1
+
+
 def refuse(replica: Replica, submit: Submit) -> None:
     for work in submit.works:
         request = request_of(work, submit.prompt_token_ids, 0)

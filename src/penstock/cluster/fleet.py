@@ -79,7 +79,7 @@ PATIENCE_NS = 60_000_000_000
 START_PATIENCE_NS = 600_000_000_000
 """The same if a `Scaler` starts replicas."""
 MAX_LOSSES = 3
-"""After this many consecutive replicas failed while computing a request, the request is ended, because it may be the cause."""
+"""After this many consecutive replicas failed while they had a request, the request is ended, because it may be the cause."""
 LOST, ANSWER = "lost", "answer"
 """Reasons for a move. LOST: the replica died or refused. ANSWER: decode runs on another replica than prefill."""
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
@@ -475,7 +475,7 @@ class Fleet:
         assert self._dispatcher is not None, "it has joined"
         flights = list(replica.flights.values())
         for flight in flights:
-            flight.count_loss(f"it was lost: {cause}")
+            flight.count_loss(replica.name, f"it was lost: {cause}")
             self._detach(flight)
         self._dispatcher.leave(replica.number)
         del self._by_number[replica.number]
@@ -541,6 +541,8 @@ class Fleet:
         if dispatcher is None or len(unready) == len(self._by_number):
             self._scale()
             return
+        failed = {name for flight in group for name in flight.failed_at}
+        tried = unready.union(number for number, replica in self._by_number.items() if replica.name in failed)
         self._num_sent += 1
         try:
             choice = dispatcher.choose(
@@ -551,7 +553,7 @@ class Fleet:
                 now_ns=now_ns,
                 num_new_tokens=self._num_new_tokens(first),
                 num_adapter_blocks=self._num_adapter_blocks(first),
-                but_not=unready,
+                but_not=unready if len(tried) == len(self._by_number) else tried,
             )
         except PenstockError as error:
             _log.error("%s", error)
@@ -666,7 +668,7 @@ class Fleet:
         for flight in flights:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
-            elif flight.num_losses >= MAX_LOSSES:
+            elif len(flight.failed_at) >= MAX_LOSSES:
                 self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas failed with it, the last one: {flight.last_loss}")
             elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
@@ -731,7 +733,7 @@ class Fleet:
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
                 if chunk.reject_reason == RejectReason.UNAVAILABLE:
-                    flight.count_loss(chunk.detail)
+                    flight.count_loss(replica.name, chunk.detail)
                 self._detach(flight)
                 moving.append(flight)
                 continue

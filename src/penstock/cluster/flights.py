@@ -51,8 +51,8 @@ class Flight:
     """When the wait for a replica began; 0 while the request has one."""
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
-    num_losses: int = 0
-    """Consecutive replicas that failed while computing the request (see `PROGRESS`)."""
+    failed_at: list[str] = field(default_factory=list)
+    """Names of the replicas that failed with the request in a row (see `PROGRESS`)."""
     num_tokens_at_loss: int = 0
     """Generated tokens at the last of these losses."""
     last_loss: str = ""
@@ -71,11 +71,11 @@ class Flight:
         adapter = self.request.adapter
         return adapter is None or bool(adapter.fingerprint)
 
-    def count_loss(self, why: str) -> None:
+    def count_loss(self, name: str, why: str) -> None:
         num_tokens = len(self.request.output_token_ids)
         if num_tokens - self.num_tokens_at_loss >= PROGRESS:
-            self.num_losses = 0
-        self.num_losses += 1
+            self.failed_at.clear()
+        self.failed_at.append(name)
         self.num_tokens_at_loss, self.last_loss = num_tokens, why
 
     def note(self, chunk: OutputChunk) -> int | None:
