@@ -17,6 +17,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.schema import ApplicationStatus
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.config import Config
 from penstock.machine import settle_on_node
@@ -120,7 +121,9 @@ class Crew:
         self._app, least = f"{PREFIX}{next(_numbers)}", config.cluster.replicas
         self._is_stopped = threading.Event()
         self.first = max(1, least)
-        self._target = ray.remote(Target).options(name=self._app, namespace=PREFIX, num_cpus=0).remote(self.first)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # it must not be lost alone
+        options = {"name": self._app, "namespace": PREFIX, "num_cpus": 0, "scheduling_strategy": here}
+        self._target = ray.remote(Target).options(**options).remote(self.first)
         policy = AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"app": self._app, "first": self.first})
         deployment = serve.deployment(
             PenstockReplica,
