@@ -94,12 +94,12 @@ class Target:
 class AsWanted:
     """An autoscaling policy that returns the number in `Target`. It must not block: Serve's controller calls it."""
 
-    def __init__(self, app: str, first: int) -> None:
-        self._app, self._num = app, first
+    def __init__(self, app: str) -> None:
+        self._app = app
+        self._num: int | None = None
         self._answer: Any = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        del context
         try:
             if self._answer is None:
                 self._answer = ray.get_actor(self._app, namespace=PREFIX).get.remote()
@@ -108,7 +108,8 @@ class AsWanted:
                 self._num = ray.get(answer)
         except (ValueError, ray.exceptions.RayError):  # the front has ended
             self._answer = None
-        return self._num, {}
+        # A controller that Ray has restarted makes a new policy: until it has an answer, the number stays as it is.
+        return context.target_num_replicas if self._num is None else self._num, {}
 
 
 _numbers = itertools.count()
@@ -124,7 +125,7 @@ class Crew:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # it must not be lost alone
         options = {"name": self._app, "namespace": PREFIX, "num_cpus": 0, "scheduling_strategy": here}
         self._target = ray.remote(Target).options(**options).remote(self.first)
-        policy = AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"app": self._app, "first": self.first})
+        policy = AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"app": self._app})
         deployment = serve.deployment(
             PenstockReplica,
             autoscaling_config=AutoscalingConfig(
