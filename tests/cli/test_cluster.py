@@ -101,6 +101,12 @@ def test_settings_of_a_file_and_of_the_environment_are_read_or_refused(tmp_path,
         check(config)
 
 
+def test_pods_may_drain_before_they_are_killed() -> None:
+    _, ray, _ = render("--shutdown-timeout", "2m")
+    pods = [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]
+    assert [pod["template"]["spec"]["terminationGracePeriodSeconds"] for pod in pods] == [135, 135]
+
+
 def test_services_of_the_namespace_are_no_settings() -> None:
     """Kubernetes would set PENSTOCK_PORT for a service called penstock."""
     _, ray, _ = render()

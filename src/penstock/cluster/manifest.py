@@ -6,6 +6,7 @@ The head's container starts Ray with the command that KubeRay gives it, and the 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 from penstock.cluster.front import check
@@ -133,6 +134,7 @@ def _pod(config: Config, pods: Pods, *, is_head: bool) -> str:
 """
     return f"""\
 enableServiceLinks: false
+terminationGracePeriodSeconds: {math.ceil(config.server.shutdown_timeout_s) + 15}
 initContainers:
 - name: weights
   image: {image}
