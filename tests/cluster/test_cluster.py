@@ -404,6 +404,14 @@ def test_choices_beams_and_scores() -> None:
             assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
+def test_the_scores_of_a_prompt_are_sent_once() -> None:
+    with cluster(num_replicas=1) as made:
+        take, sent = made.fleet._take_report, []
+        made.fleet._take_report = lambda replica, report: (sent.extend(report.scores), take(replica, report))
+        scores = ask(made, "abcdef", prompt_logprobs=1, max_tokens=4)["choices"][0]["prompt_logprobs"]
+        assert (len(scores), len(sent)) == (6, 1)
+
+
 def test_texts_are_embedded(pool) -> None:
     body = {"input": [f"the text number {number}" for number in range(30)]}
     alone = make_text_runtime()

@@ -377,7 +377,8 @@ class Replica:
             for chunk in chunks
             if (request := requests.get(chunk.request_id)) is not None
             and request.sampling.prompt_logprobs is not None
-            and chunk.first_token_ns is not None
+            and chunk.token_ids
+            and chunk.num_generated_tokens == len(chunk.token_ids)
         }
         if self._link is not None:
             now_ns = running.clock.now_ns()
