@@ -542,7 +542,8 @@ class Fleet:
             self._scale()
             return
         failed = {name for flight in group for name in flight.failed_at}
-        tried = unready.union(number for number, replica in self._by_number.items() if replica.name in failed)
+        others = self._by_number.items() if failed else ()
+        tried = unready.union(number for number, replica in others if replica.name in failed)
         self._num_sent += 1
         try:
             choice = dispatcher.choose(

@@ -23,7 +23,7 @@ def test_depths_are_those_of_a_plain_search(seed: int) -> None:
     num_replicas = rng.randint(1, 9)
     stem = [rng.getrandbits(64) for _ in range(rng.randint(0, 40))]
     prompts = [stem[: rng.randint(0, len(stem))] + [rng.getrandbits(64) for _ in range(rng.randint(0, 40))] for _ in range(12)]
-    holdings, held = Holdings(), [set[int]() for _ in range(num_replicas)]
+    holdings, held = Holdings(1), [set[int]() for _ in range(num_replicas)]
     for number, of_one in enumerate(held):
         for prompt in rng.sample(prompts, 4):
             names = prompt[: rng.randint(0, len(prompt))]
@@ -34,7 +34,7 @@ def test_depths_are_those_of_a_plain_search(seed: int) -> None:
 
 
 def test_blocks_that_a_replica_lost_are_not_held() -> None:
-    holdings = Holdings()
+    holdings = Holdings(1)
     for number in (0, 1):
         holdings.hear(number, NAMES, [])
     holdings.hear(0, [], NAMES[10:])
@@ -46,9 +46,9 @@ def test_blocks_that_a_replica_lost_are_not_held() -> None:
 
 
 def test_a_prompt_that_was_sent_is_expected_until_it_is_computed() -> None:
-    holdings = Holdings()
+    holdings = Holdings(1)
     holdings.hear(1, NAMES[:5], [])
-    holdings.expect("one", 1, NAMES[5:20])
+    holdings.expect("one", 1, NAMES[:20], 5)
     assert holdings.depths(NAMES, 2) == [0, 20]
     holdings.hear(1, NAMES[5:20], [])
     holdings.settle("one")
@@ -58,8 +58,8 @@ def test_a_prompt_that_was_sent_is_expected_until_it_is_computed() -> None:
 
 
 def test_a_prompt_that_ends_without_a_token_is_not_expected_any_more() -> None:
-    holdings = Holdings()
-    holdings.expect("one", 0, NAMES)
+    holdings = Holdings(1)
+    holdings.expect("one", 0, NAMES, 0)
     holdings.settle("one")
     assert holdings.depths(NAMES, 1) == [0]
     holdings.settle("one")
@@ -67,9 +67,9 @@ def test_a_prompt_that_ends_without_a_token_is_not_expected_any_more() -> None:
 
 
 def test_of_two_that_compute_a_block_the_last_is_expected() -> None:
-    holdings = Holdings()
-    holdings.expect("one", 0, NAMES)
-    holdings.expect("two", 1, NAMES)
+    holdings = Holdings(1)
+    holdings.expect("one", 0, NAMES, 0)
+    holdings.expect("two", 1, NAMES, 0)
     assert holdings.depths(NAMES, 2) == [0, 40]
     holdings.settle("one")
     assert holdings.depths(NAMES, 2) == [0, 40]
@@ -78,19 +78,19 @@ def test_of_two_that_compute_a_block_the_last_is_expected() -> None:
 
 
 @pytest.mark.parametrize(("num_holders", "at_most"), [(0, 2), (1, 15), (5, 60)])
-def test_a_long_prompt_takes_few_lookups(num_holders: int, at_most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_takes_few_lookups(num_holders: int, at_most: int) -> None:
     """A thousand blocks and a hundred replicas. Each holder has a longer beginning than the last."""
     names, looked_up = list(range(1_000)), list[int]()
-    find = Holdings._holders
 
-    def note(holdings: Holdings, name: int) -> int:
-        looked_up.append(name)
-        return find(holdings, name)
+    class Noting(dict[int, int]):
+        def get(self, name: int, default: int = 0) -> int:
+            looked_up.append(name)
+            return super().get(name, default)
 
-    monkeypatch.setattr(Holdings, "_holders", note)
-    holdings = Holdings()
+    holdings = Holdings(1)
     for number in range(num_holders):
         holdings.hear(10 * number, names[: 150 * (number + 1)], [])
+    holdings._held = Noting(holdings._held)
     depths = holdings.depths(names, 100)
     assert sorted(depths)[100 - num_holders :] == [150 * (number + 1) for number in range(num_holders)]
     assert len(looked_up) <= at_most

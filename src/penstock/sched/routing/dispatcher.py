@@ -52,7 +52,7 @@ class Dispatcher:
         self._split = None if slo_itl_ns is None or not has_prefix_caching else Split(slo_itl_ns)
         self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
-        self._ledger, self._holdings = Ledger(), Holdings()
+        self._ledger, self._holdings = Ledger(), Holdings(block_size)
         self._givers: set[int] = set()
         self._adapters: Recent[bytes, int] = Recent(MAX_ADAPTERS)
         """Fingerprint of an adapter -> bit set of the replicas that were sent a request with it. They may have evicted it: a
@@ -117,12 +117,12 @@ class Dispatcher:
             numbers = [number for number in numbers if number not in but_not]
         if num_answering := self._num_answering(numbers):
             numbers = numbers[num_answering:]
+        depths = all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
         if len(numbers) < len(work):
             loads, work = [loads[number] for number in numbers], [work[number] for number in numbers]
-        all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
-        depths = [all_depths[number] for number in numbers]
-        held = [depth * self._block_size for depth in depths]
-        prefix = names[deepest - 1] if (deepest := max(depths)) else 0
+            depths = [all_depths[number] for number in numbers]
+        held: Sequence[int] = depths
+        prefix = names[deepest // self._block_size - 1] if (deepest := max(depths)) else 0
         if request.adapter is not None:
             holders = self._adapters.get(request.adapter.fingerprint) or 0
             num_tokens = num_adapter_blocks * self._block_size
@@ -140,24 +140,22 @@ class Dispatcher:
             names=names,
         )
         chosen = self._ask(arrival, loads)
-        number, ahead = numbers[chosen], arrival.work
-        source, num_source_blocks = self._source_of(request, names, all_depths, number)
-        num_source_tokens = num_source_blocks * self._block_size
-        num_held_tokens = depths[chosen] * self._block_size
+        number, ahead, num_held_tokens = numbers[chosen], arrival.work, depths[chosen]
+        source, num_source_tokens = self._source_of(request, names, all_depths, number)
         choice = Choice(number, num_held_tokens, ahead[chosen], min(ahead), source, num_source_tokens)
         num_to_compute = request.num_prompt_tokens - max(num_held_tokens, num_source_tokens)
         self._ledger.send(request.request_id, number, num_to_compute, num_new_tokens, background=request.background)
-        self._holdings.expect(request.request_id, number, names[depths[chosen] :])
+        self._holdings.expect(request.request_id, number, names, num_held_tokens)
         if request.adapter is not None:
             self._adapters.put(request.adapter.fingerprint, holders | 1 << number)
         return choice
 
     def _source_of(self, request: Request, names: Sequence[int], depths: Sequence[int], chosen: int) -> tuple[int | None, int]:
-        """Return (replica, number of blocks) from which to copy more of a prompt than the chosen one holds, or (None, 0).
+        """Return (replica, number of tokens) from which to copy more of a prompt than the chosen one holds, or (None, 0).
 
-        `depths`: how many blocks each replica holds, or will hold, by its number.
+        `depths`: how many tokens each replica holds, or will hold, by its number.
         """
-        least = depths[chosen] + -(-MIN_FETCHED_TOKENS // self._block_size)
+        least = depths[chosen] + MIN_FETCHED_TOKENS
         if chosen not in self._givers or request.sampling.prompt_logprobs is not None or max(depths) < least:
             return None, 0
         deeper = sorted([number for number in self._givers if depths[number] >= least], key=depths.__getitem__, reverse=True)
