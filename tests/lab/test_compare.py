@@ -148,22 +148,25 @@ def test_variants_are_compared_with_their_like() -> None:
         return result_of(*(run_of(random_records(len(name), 50), name=name) for name in names))
 
     found = compared(varied("fcfs", "sjf"), varied("sjf", "fair", "sjf"))
-    assert [(one.load, one.num_runs) for one in found.comparisons] == [("sjf, rate 20", (1, 2))]
-    assert any("fair, rate 20, fcfs, rate 20" in note for note in found.notes)
-    with pytest.raises(ConfigError, match="no load in common: fcfs, rate 20, sjf, rate 20 and rate 20"):
+    assert [(one.load, one.num_runs) for one in found.comparisons] == [("sjf at rate 20", (1, 2))]
+    assert any("fair at rate 20, fcfs at rate 20" in note for note in found.notes)
+    with pytest.raises(ConfigError, match="no variant and load in common: fcfs at rate 20, sjf at rate 20 and rate 20"):
         compared(varied("fcfs", "sjf"), made(1))
     assert [one.load for one in compared(varied("rate=20"), made(1)).comparisons] == ["rate 20"]
+    assert [one.load for one in compared(varied("sjf"), varied("fcfs", "sjf")).comparisons] == ["sjf at rate 20"]
 
 
 def test_what_else_differs_is_noted() -> None:
     bad = [*random_records(0, 50), record(50, due_ms=9, end=End.FAILED)]
-    other = result_of(run_of(bad, target=AskedTarget(model="large"), how="simulated"))
+    other = result_of(run_of(bad, target=AskedTarget(model="large"), how="simulated", warnings=("Interrupted.",)))
     other = replace(other, machine=replace(other.machine, num_cpus=4))
     notes = " ".join(compared(made(0), other).notes)
     assert "The machines differ" in notes
     assert "The models differ" in notes
     assert "One side is http, the other simulated" in notes
     assert "1 requests were refused or failed" in notes
+    assert "Figures of the second result are doubtful" in notes
+    assert "first result" not in notes
 
 
 def test_goodput_is_compared_where_both_have_slos() -> None:
@@ -214,15 +217,43 @@ def test_goodput_that_falls_to_nothing_is_worse() -> None:
     goodput = by_name(found)["goodput_per_s"]
     assert (goodput.after, goodput.words) == (0, "lower by 100 % [100, 100]")
     assert goodput in [difference for _, difference in found.worse(0.99)]
-    for pair in ((few, after), (after, before)):
+    none_of_few = result_of(run_of(random_records(1, 9, slower=99.0), slos=slos))
+    for pair in ((few, after), (after, before), (before, none_of_few)):
         found = compared(*pair)
-        assert by_name(found)["goodput_per_s"].words == "too few requests to say"
+        assert by_name(found)["goodput_per_s"].words == "not compared, since one side is 0"
         assert "goodput_per_s" not in [difference.figure for _, difference in found.worse(0.0)]
+
+
+def test_goodput_of_short_repeats_that_falls_to_nothing_is_worse() -> None:
+    slos = parse_slos(["ttft=1s"])
+
+    def runs(*slower: float) -> Result:
+        return result_of(*(run_of(random_records(seed, 12, slower=one), slos=slos) for seed, one in enumerate(slower)))
+
+    before = runs(1.0, 1.0, 1.0)
+    assert by_name(compared(before, runs(99.0, 99.0, 99.0)))["goodput_per_s"].is_more_than_noise
+    mixed = by_name(compared(before, runs(99.0, 99.0, 1.0)))["goodput_per_s"]
+    assert mixed.words == "too few requests to say"
+
+
+def test_a_few_good_requests_less_may_be_noise() -> None:
+    slos = parse_slos(["ttft=1s"])
+    some = [record(i, due_ms=50 * i, ttft_ms=5 if i % 100 == 50 else 2000) for i in range(400)]
+    none = [record(i, due_ms=50 * i, ttft_ms=2000) for i in range(400)]
+
+    def goodput(count: int) -> Difference:
+        sides = [result_of(*(run_of(records[:count], slos=slos) for _ in range(3))) for records in (some, none)]
+        return by_name(compared(*sides))["goodput_per_s"]
+
+    assert goodput(400).is_more_than_noise, "12 requests"
+    assert goodput(100).words == "no difference that these runs could show", "3 requests"
 
 
 def test_rates_of_a_steady_part_are_not_compared_with_those_of_a_whole_run() -> None:
     both = [made(0, count).runs[0].figures for count in (400, 15)]
     assert [figures.steady is None for figures in both] == [False, True]
+    assert any("rates are those of whole runs" in note for note in compared(made(0, 400), made(0, 15)).notes)
+    assert not any("whole runs" in note for note in compared(made(0, 15), made(0, 15)).notes)
     found = by_name(compared(made(0, 400), made(0, 15)))["requests_per_s"]
     assert [found.before, found.after] == pytest.approx([figures.rates.requests_per_s.value for figures in both])
 

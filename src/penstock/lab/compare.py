@@ -60,6 +60,8 @@ class Difference:
 
     @property
     def words(self) -> str:
+        if self.change is None and not self.before * self.after:
+            return "not compared, since one side is 0"
         if self.change is None or self.change.low is None or self.change.high is None:
             return "too few requests to say"
         verbs = ("higher", "lower") if self.is_rate else ("slower", "faster")
@@ -77,7 +79,7 @@ class Difference:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     load: str
-    """The load, after the name of the runs where a load has runs of several names."""
+    """The load, after the name of the runs where a load has runs of several names on a side."""
     num_runs: tuple[int, int]
     differences: Sequence[Difference]
 
@@ -112,11 +114,14 @@ def compare_results(before: Result, afters: Sequence[Result], *, any_workload: b
 
 
 def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
-    sides = (_by_load(before), _by_load(after))
+    are_named = has_variants(before.runs) or has_variants(after.runs)
+    sides = (_by_load(before, are_named=are_named), _by_load(after, are_named=are_named))
     common = [load for load in sides[0] if load in sides[1]]
     if not common:
         has = [", ".join(sorted(load or "no load named" for load in side)) for side in sides]
-        raise ConfigError(f"The results have no load in common: {has[0]} and {has[1]}.", remedy="Run both at the same loads.")
+        what = "variant and load" if are_named else "load"
+        remedy = "Run both at the same loads, and with the same --vary, if any."
+        raise ConfigError(f"The results have no {what} in common: {has[0]} and {has[1]}.", remedy=remedy)
     notes = list(_notes(before, after))
     names = [sorted({run.workload for run in result.runs}) for result in (before, after)]
     if names[0] != names[1]:
@@ -131,17 +136,18 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
         pair = (sides[0][load], sides[1][load])
         differences = list(_differences(*pair))
         comparisons.append(Comparison(load=load, num_runs=(len(pair[0]), len(pair[1])), differences=differences))
+    if any(len({run.figures.steady is None for side in sides for run in side[load]}) > 1 for load in common):
+        notes.append("Where only some runs have a steady part, rates are those of whole runs, with ramp-up and drain.")
     if any(min(one.num_runs) < MIN_REPEATS for one in comparisons):
         notes.append(f"With fewer than {MIN_REPEATS} runs on a side, the intervals do not include variation between runs.")
     return Compared(comparisons=comparisons, notes=notes)
 
 
-def _by_load(result: Result) -> dict[str, list[Run]]:
+def _by_load(result: Result, *, are_named: bool) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {}
-    are_named = has_variants(result.runs)
     for run in result.runs:
         words = [run.name if are_named else "", str(run.load or "")]
-        runs.setdefault(", ".join(filter(None, words)), []).append(run)
+        runs.setdefault(" at ".join(filter(None, words)), []).append(run)
     return runs
 
 
@@ -159,6 +165,8 @@ def _notes(before: Result, after: Result) -> Iterator[str]:
         num_bad = sum(run.figures.num_by_end["refused"] + run.figures.num_by_end["failed"] for run in result.runs)
         if num_bad:
             yield f"In the {name} result, {num_bad} requests were refused or failed. Latencies cover only the others."
+        if any(run.warnings for run in result.runs):
+            yield f"Figures of the {name} result are doubtful: `penstock bench report` says why."
 
 
 def _has_equal_slos(before: Sequence[Run], after: Sequence[Run]) -> bool:
@@ -178,7 +186,7 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
             continue
         if min(one.value for side in values for one in side) <= 0:  # a ratio needs positive values
             if name in RATES and any(one.value for side in values for one in side):
-                yield _beside_zero(name, *values)
+                yield _beside_zero(name, (before, after), values, has_repeats=has_repeats)
             continue
         logs = [[math.log(one.value) for one in side] for side in values]
         means = [math.fsum(side) / len(side) for side in logs]
@@ -195,12 +203,19 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
         yield named if spread is None else _judged(named, means[1] - means[0], spread)
 
 
-def _beside_zero(name: str, before: Sequence[Estimate], after: Sequence[Estimate]) -> Difference:
-    """Compare rates of which some are 0. A rate that was above 0 for certain, and is 0 in every run now, is worse."""
-    means = [math.fsum(one.value for one in side) / len(side) for side in (before, after)]
-    has_stopped = not means[1] and all(one.low is not None and one.low > 0 for one in before)
+def _beside_zero(
+    name: str, runs: Sequence[Sequence[Run]], values: Sequence[Sequence[Estimate]], *, has_repeats: bool
+) -> Difference:
+    """Compare rates of which some are 0. Only a fall from surely above 0 to 0, with at least as many requests, is tested."""
+    means = [math.fsum(one.value for one in side) / len(side) for side in values]
     named = Difference(figure=name, is_rate=True, before=means[0], after=means[1], change=None)
-    return replace(named, change=Estimate(-1.0, -1.0, -1.0), chance=0.0, smallest=0.0) if has_stopped else named
+    was_above = all(one.value > 0 if has_repeats else (one.low or 0) > 0 for one in values[0])
+    num_before, num_after = (sum(len(run.samples) for run in side) for side in runs)
+    if means[1] or not was_above or num_after < num_before:
+        return named
+    num_good = sum(int(run.samples.holds_all(run.slos if name == "goodput_per_s" else ()).sum()) for run in runs[0])
+    # If the sides are equal, each good request is at least as likely to be on the other one.
+    return replace(named, change=Estimate(-1.0, -1.0, -1.0), chance=2.0 ** (1 - num_good))
 
 
 def _values_of(run: Run, *, is_steady: bool) -> dict[str, Estimate]:
