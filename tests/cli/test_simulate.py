@@ -226,8 +226,19 @@ def test_an_option_is_compared_by_its_flag_or_its_name_in_results(simulate: Simu
 
 
 def test_blocks_are_compared_with_those_of_the_model(simulate: Simulate, tiny_model: Path) -> None:
-    out = simulate(str(tiny_model), *SMALL, "--max-model-len", "512", "--without", "blocks")
+    words = ("--max-model-len", "512", "--kv-cache-dtype", "bf16", "--without", "--blocks")
+    out = simulate(str(tiny_model), *SMALL, *words)
     assert len(re.findall(r"[\d,]+ KV blocks of 16 tokens", out)) == 2
+
+
+def test_seeds_are_repeats(simulate: Simulate, tmp_path: Path) -> None:
+    simulate(*SMALL, "--vary", "policy=fcfs,sjf", "--vary", "seed=1,2,3", "--json", "r.json")
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [(run["name"], run["seed"]) for run in runs] == [
+        (f"policy={name}", n) for name in ("fcfs", "sjf") for n in (1, 2, 3)
+    ]
+    simulate(*SMALL, "--vary", "--seed=1,2", "--json", "r.json")
+    assert [run["name"] for run in json.loads((tmp_path / "r.json").read_text())["runs"]] == ["", ""]
 
 
 def test_replicas_that_scale_are_reported(simulate: Simulate) -> None:
@@ -286,7 +297,9 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--replicas", "2", "--vary", "link-latency-ms=1,50"), "--link-latency-ms has no effect without a link"),
         (("--vary", "link-gbytes-per-s=1,10"), "--link-gbytes-per-s has no effect with one server"),
         (("--router", "prefix"), "no effect with one server"),
+        (("--kv-cache-dtype", "int8"), "Leave one of them out; --blocks may be as many as fit"),
         (("--vary", "kv-cache-dtype=int8,bf16"), "--kv-cache-dtype has no effect with --blocks"),
+        (("--vary", "kv-cache-dtype=int8,bf16", "--vary", "blocks=9"), "--kv-cache-dtype has no effect with --blocks"),
         (("--replicas", "6..1"), "'6..1' is neither a number from 1 to 1024 nor a range such as 1..6"),
         (("--replicas", "0"), "'0' is neither a number"),
         (("--replicas", "1..6", "--prefill-replicas", "1", "--kv-bytes-per-token", "20000"), "Prefill replicas don't scale"),

@@ -148,7 +148,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     simulated: list[simulation_report.SimulatedRun] = []
     workload_of = cache(make_workload)  # memory and time: most variants have the same requests
     sides = _sides(context, vary, without)
-    _check_model([values | changes for _, changes in sides])
+    _check_model(values, [changes for _, changes in sides])
     for name, changes in sides:
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
@@ -198,14 +198,11 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
     num_prefill, (least, most) = params["prefill_replicas"], params["replicas"]
     is_varied = not varied.isdisjoint({"replicas", "prefill_replicas"})
     has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))
-    reads_model = params["blocks"] is None or "blocks" in (*varied, params["without"])
-    reads_model = reads_model or (has_link and params["kv_bytes_per_token"] is None)
     for name, has_effect, where, remedy in (
         ("kv_bytes_per_token", has_link, "without a link", "--link-gbytes-per-s"),
         ("link_latency_ms", has_link, "without a link", "--link-gbytes-per-s"),
         ("link_gbytes_per_s", num_prefill or most > 1 or is_varied, "with one server", "--replicas"),
         ("start_s", least < most or "replicas" in varied, "with a fixed number of replicas", "--replicas 1..6"),
-        ("kv_cache_dtype", reads_model, "with --blocks", "--blocks to as many as fit with it"),
         ("router", (num_prefill or most) > 1 or is_varied, "with one server", "--replicas"),
     ):
         if not has_effect and (is_given(name) or name in varied):
@@ -217,13 +214,17 @@ def _has_link(asked: Mapping[str, Any]) -> bool:
     return bool(asked["prefill_replicas"] or asked["link_gbytes_per_s"])
 
 
-def _check_model(variants: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if a model is given, and no variant reads its files."""
-    if (is_given("model") or is_given("model_word")) and all(
-        asked["blocks"] is not None and (asked["kv_bytes_per_token"] is not None or not _has_link(asked)) for asked in variants
-    ):
+def _check_model(values: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if a model, or the type of its KV cache, is given, and no variant reads its files."""
+    for asked in ({**values, **changed} for changed in changes):
+        if asked["blocks"] is None or (asked["kv_bytes_per_token"] is None and _has_link(asked)):
+            return
+    if is_given("model") or is_given("model_word"):
         remedy = "Leave out the model, and set --max-model-len to its longest context."
         raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)
+    if is_given("kv_cache_dtype") or any("kv_cache_dtype" in changed for changed in changes):
+        remedy = "Leave one of them out; --blocks may be as many as fit with that type."
+        raise ConfigError("--kv-cache-dtype has no effect with --blocks.", remedy=remedy)
 
 
 def _check_load(choice: WorkloadChoice, users: int | None) -> None:
@@ -242,9 +243,15 @@ def _check_load(choice: WorkloadChoice, users: int | None) -> None:
 
 
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Return (title, changed options) of each run to compare. Raises ConfigError."""
+    """Return (title, changed options) of each run to compare. Runs with different seeds are repeats. Raises ConfigError."""
     if without is None:
-        return [(title(one), dict(_changed(context, name, text) for name, text in one.items())) for one in combinations(vary)]
+        return [
+            (
+                title({name: text for name, text in one.items() if name != "seed"}),
+                dict(_changed(context, name, text) for name, text in one.items()),
+            )
+            for one in combinations(vary)
+        ]
     if vary:
         raise ConfigError("--vary and --without both say what is compared.", remedy="Leave one of them out.")
     name = without.removeprefix("--").replace("-", "_")
