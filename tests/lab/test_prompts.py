@@ -79,13 +79,13 @@ def test_a_text_has_as_many_tokens_as_its_job_says(tokenizer: Tokenizer, length:
     assert written.name == "w", "as in a simulation, with which a result may be compared"
 
 
-def test_without_a_tokenizer_lengths_are_estimated_and_the_name_says_so() -> None:
+def test_without_a_tokenizer_lengths_are_estimated() -> None:
     written = write_prompts(workload(job(50), job(3, text="x" * 100), job(10, text="y" * 41)), None)
     assert [one.num_prompt_tokens for one in written.jobs] == [50, 3, 10]
     made_up, *own = texts(written)
     assert len(made_up.split()) == 50
     assert own == ["x" * 12, "y" * 41]
-    assert written.name == "w, texts of estimated lengths"
+    assert written.name == "w"
 
 
 def test_equal_blocks_have_equal_texts_and_other_prompts_share_none() -> None:
@@ -112,13 +112,16 @@ def test_a_text_of_the_trace_is_sent_as_it_is_unless_it_is_too_long() -> None:
 
 
 def test_a_text_of_the_trace_begins_with_words_of_the_seed_so_that_no_run_finds_it_cached() -> None:
-    made = workload(job(10, text="a b c d e f"), job(10, text="a b c x y z"), job(20, after=0, text="g h"))
+    made = workload(job(6, text="a b c d e f"), job(6, text="a b c x y z"), job(20, after=0, text="g h"))
     first, second, third = (texts(write_prompts(made, Words(), seed=seed)) for seed in (0, 1, 2))
     assert first == ["a b c d e f", "a b c x y z", "g h"]
     assert not num_shared(second[0].split(), third[0].split())
     assert num_shared(second[0].split(), second[1].split()) == 7, "what the file's prompts share stays shared"
     assert [text.partition("a b c")[2] for text in second] == [" d e f", " x y z", ""]
     assert second[2] == "g h"
+    assert [one.num_prompt_tokens for one in write_prompts(made, Words(), seed=1).jobs] == [10, 10, 10 + 5 + 2]
+    [long] = write_prompts(workload(job(6, text="a b c d e f g")), Words(), seed=1).jobs
+    assert (long.num_prompt_tokens, (long.prompt or "").split()[4:]) == (6, ["a", "b"]), "a limit stays one"
 
 
 def test_a_turn_of_a_conversation_is_its_new_message_and_counts_all_before_it() -> None:

@@ -1,7 +1,7 @@
 """Writes the text of each prompt: the text in the trace, if any, else random common words.
 
 With a tokenizer, a text has the number of tokens that its job asks for, or the job is changed to match. Without one, lengths
-are estimated, and the workload's name says so. Equal blocks of a prefix get equal texts; other prompts share no block.
+are estimated. Equal blocks of a prefix get equal texts; other prompts share no block.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int 
         num_new_tokens = max(1, job.num_prompt_tokens - was_history)
         text, count = writer.write(job, idx, num_new_tokens)
         jobs.append(replace(job, prompt=text, num_prompt_tokens=history + count))
-    return replace(workload, jobs=jobs, name=workload.name if tokenizer else f"{workload.name}, texts of estimated lengths")
+    return replace(workload, jobs=jobs)
 
 
 class _Writer:
@@ -87,11 +87,15 @@ class _Writer:
     def write(self, job: Job, idx: int, num_tokens: int) -> tuple[str, int]:
         """Return a text for a job, and its number of tokens.
 
-        The job's own text begins with words of the seed, and is cut to at most `num_tokens`. A random text has `num_tokens`, or
-        a few less if tries fail.
+        The job's own text is cut to at most `num_tokens`; words of the seed before it make a whole one longer. A random text
+        has `num_tokens`, or a few less if tries fail.
         """
         if job.prompt is not None:
-            return self._shortened(job.prompt if job.after is not None else self._opening + job.prompt, num_tokens)
+            text, count = self._shortened(job.prompt, num_tokens)
+            if not self._opening or job.after is not None:
+                return text, count
+            num_more = len(self._opening) if text == job.prompt else 0  # a token has at least one character
+            return self._shortened(self._opening + text, num_tokens + num_more)
         # In a later turn, the shared blocks are part of the history.
         blocks = job.prefix if job.after is None else ()
         words: list[str] = []
