@@ -84,12 +84,15 @@ def test_the_best_runs_on_the_real_engine_beside_the_default(
     tune_some: Tune, tiny_model: Path, tmp_path: Path, cost: Path
 ) -> None:
     """A tiny model's steps take no time, so it is open whether the settings help; if they do not, there is no file."""
-    some = ("--requests", "108", "--speed", "20", "--max-tokens", "20", "--verify")
+    some = ("--requests", "108", "--speed", "20", "--max-tokens", "20", "--tenants", "2", "--verify")
     done = tune_some(tiny_model, *TIGHT, *some, "--cost", cost, "--output", "tuned.toml")
     assert done.exit_code == 0, done.output
     _, verified = done.stdout.split("On the real engine")
     assert re.search(r"slo_itl|max_num_batched_tokens|long_prefill", verified)
-    assert ("keep the default" in verified) != (tmp_path / "tuned.toml").exists()
+    assert ("keep the default" in verified) != (path := tmp_path / "tuned.toml").exists()
+    doubt = "The engine in this process got all requests without the workload's tenants"
+    assert f"Note: {doubt}" in verified
+    assert not path.exists() or f"# {doubt}" in path.read_text()
 
 
 def test_the_real_engine_has_the_settings_that_are_written(

@@ -123,7 +123,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     if tokenizer is not None:
         tuned = verify(tuned, _real_engine(values, tokenizer, choice.seed))
     print(verdict_lines(tuned))
-    unknown = () if tokenizer is None else notes_of(workload)
+    unknown = notes_of(workload) if tuned.verified else ()
     for doubt in (*simulator.doubts(tuned.best.settings if tuned.best else DEFAULT), *unknown):
         print(f"Note: {doubt}")
     if tuned.best is None:
@@ -131,7 +131,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     config = _config(values, tuned.best.settings)
     print(f"The hash of these settings is {settings_hash(config)}, as penstock_settings_info shows it in /metrics.")
     if output is not None:
-        write_text(output, write_config_file(config, notes(tuned)))
+        write_text(output, write_config_file(config, [*notes(tuned), *unknown]))
         print(f"Written: penstock serve --config {output}")
 
 
