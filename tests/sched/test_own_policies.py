@@ -203,6 +203,10 @@ class TestDefaults:
         assert (gate.is_continuous, gate.may_plan_ahead, gate.bucket_of(make_request("a", 3))) == (False, False, 0)
         assert gate.max_running(Capacity(9, 4, max_rows=8, max_step_tokens=64, max_model_len=32)) == 4
 
+    def test_a_gate_may_close_without_a_time_while_a_request_runs(self):
+        gate = answers("decide", lambda view: GateDecision(0 if view.num_running + view.num_joining else 1))
+        assert run(make_policies(gate=gate)) == run(make_policies())
+
     def test_a_gate_that_is_continuous_takes_all_rows_and_beams(self):
         class Open:
             is_continuous = True
@@ -315,7 +319,11 @@ class TestGuard:
             ("gate", answers("decide", lambda view: None), "gate .* returned None from decide, but must return a GateDecision"),
             ("gate", answers("decide", lambda view: GateDecision(1, bucket=5)), r"must return a bucket of the view, \[0\]"),
             ("gate", answers("decide", lambda view: GateDecision(0, view.now_ns)), "must return a wakeup_ns after now"),
-            ("gate", answers("decide", lambda view: GateDecision(0)), "must return a wakeup_ns, since nothing runs"),
+            (
+                "gate",
+                answers("decide", lambda view: GateDecision(0)),
+                "a wakeup_ns, since no request of these runs",
+            ),
             ("gate", answers("decide", lambda view: GateDecision(1, is_batch=True), is_continuous=True), "but must not, since"),
             ("gate", answers("decide", lambda view: GateDecision(view.max_rows + 1, is_batch=True)), "a batch of at most"),
             ("budget", answers("limits", lambda view: None), "budget .* must return StepLimits"),

@@ -225,7 +225,7 @@ def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | Non
     if concurrency is None:
         return [Load("rate", rate) for rate in rates or ()] or [None]
     if rates or arrivals_of(choice) not in ("", "closed"):
-        raise click.UsageError("--concurrency is a closed loop, and other options say when requests come: leave them out.")
+        raise click.UsageError("--concurrency is a closed loop: leave it out, or --rate, --arrivals, --stages and the like.")
     if values["max_concurrency"] is not None:
         raise click.UsageError("--max-concurrency is for an open loop: leave it out, or --concurrency.")
     return [Load("concurrency", users) for users in concurrency]

@@ -58,7 +58,7 @@ class ServerSettings:
 
 
 class Timeline:
-    """A server's running and waiting requests and KV blocks over time: exact means, and samples for plots.
+    """A server's running and waiting requests and KV blocks over time: exact means, and for plots samples as steps are planned.
 
     At `MAX_SAMPLES`, every other sample is dropped and the sampling interval doubles.
     """

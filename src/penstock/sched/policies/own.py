@@ -275,7 +275,7 @@ def _check_decision(answer: Any, view: GateView) -> str:
         return "a GateDecision"
     if answer.max_admissions < 1:
         if answer.wakeup_ns is None and not view.num_running + view.num_joining:
-            return "a wakeup_ns, since nothing runs and the gate might never be called again"
+            return "a wakeup_ns, since no request of these runs and the gate might never be called again"
         is_late = answer.wakeup_ns is not None and answer.wakeup_ns <= view.now_ns
         return f"a wakeup_ns after now ({view.now_ns}), or None" if is_late else ""
     buckets = [bucket.bucket for bucket in view.buckets]
