@@ -324,3 +324,15 @@ def test_answers_that_begin_free_need_one_compilation_however_many_they_are(plan
     grammars.prepare(grammar, plan, number)
     matchers = grammars.known(grammar, plan, number)
     assert (matchers is not None and len(matchers) == number) == begins_free
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if BY_NAME[name].unmarked])
+def test_a_beginning_that_is_no_call_leaves_the_grammar_compiled(name):
+    grammars = Grammars(PLAIN, vocab_size=PLAIN.vocab_size)
+    grammar, plan = auto(name)
+    matcher = grammars.matcher(grammar, plan)
+    for char in '{"name": "get':
+        say(matcher, PLAIN, char)
+    matcher.accept((across(PLAIN, '":'),))  # after the name, more than its end
+    assert matcher.mask() is None
+    assert grammars.known(grammar, plan) is not None

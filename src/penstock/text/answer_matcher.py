@@ -201,6 +201,8 @@ class AnswerMatcher:
     def _follow(self, ids: Sequence[int]) -> None:
         assert self._grammar is not None
         inner = self._grammar.matcher()
+        if not inner.may_accept(ids):  # a guess, or a call's name with more text; `accept` would blame the grammar
+            raise GrammarFailure("The answer's tokens begin no call.", remedy="Ask again.")
         inner.accept(ids)
         inner.mask()
         self._inner, self._state = inner, _State.FOLLOWING

@@ -342,6 +342,9 @@ class GrammarMatcher:
         """Forced tokens still to come, or None if not computed yet. They are computed once, so that accepting some of them does
         not change the others."""
 
+    def may_accept(self, token_ids: Sequence[int]) -> bool:
+        return self._inner.validate_tokens(list(token_ids)) == len(token_ids)
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by sampled tokens. After an end token, further end tokens are ignored, and others raise."""
         self._mask, self._is_first = None, False
