@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 KIND, OWNER = "command", Owner()
 MAX_WINDOW_S = 10 * 365 * 24 * 3600
-MAX_BYTES = 1 << 60
+MAX_BYTES, MAX_LINE_BYTES = 1 << 60, 1 << 30
 _LOOKED_EACH_S = 0.2
 _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 """Format of the bar without tqdm's estimate, which follows the last second although requests differ in length."""
@@ -104,9 +104,15 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
 
 def _hear_ends_as_interrupts() -> None:
     """Let SIGTERM and SIGHUP interrupt the run as Ctrl-C does, so that no line counts as one that the server failed at."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
-            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # `nohup`
+
+    def interrupt(*_: object) -> None:
+        for number in ends:  # both may come, and a second interrupt would break off the end
+            signal.signal(number, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGINT)
+
+    for number in ends:
+        signal.signal(number, interrupt)
 
 
 def _check_free(path: Path) -> None:
@@ -168,7 +174,7 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
     from penstock.engine.state import EngineState
     from penstock.serve.app import create_app
 
-    config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, max_body_bytes=MAX_BYTES, page=False)
+    config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, max_body_bytes=MAX_LINE_BYTES, page=False)
     app = create_app(deployment, config)
     batches: BatchRunner = app.state.batches
     try:
@@ -177,13 +183,13 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
             batches.start()
             if is_new:
                 batch = await batches.create(batch)
-        told = ""
+        told = set[str]()
         with tqdm(desc="Lines", bar_format=_FORMAT, mininterval=0.1 if sys.stderr.isatty() else 60.0) as bar:
             while batches.is_running(batch):
                 now = batches.current(batch)
-                if now.errors and now.errors[0]["message"] != told:
-                    told = now.errors[0]["message"]
-                    tqdm.write(told, file=sys.stderr)
+                if now.errors and (message := now.errors[0]["message"]) not in told:
+                    told.add(message)
+                    tqdm.write(message, file=sys.stderr)
                 bar.total = now.num_lines or None
                 if (ends_s := batches.ends_s(batch)) is not None:
                     bar.set_postfix_str(time.strftime("ends %a %H:%M", time.localtime(ends_s)), refresh=False)

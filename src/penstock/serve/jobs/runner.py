@@ -154,7 +154,7 @@ class BatchRunner:
         self._running: dict[str, _Running] = {}
         self._turns = _Turns(deployment)
         self._alone = asyncio.Lock()
-        """Held while a line is asked that may break the server: one at a time, so that none fails with another."""
+        """Held while a line is asked that may break the server, so that two such lines do not fail together."""
         self._lines = {"completed": 0, "failed": 0}
         self._tokens = {"input": 0, "cached": 0, "output": 0}
         self._closing = asyncio.Event()
