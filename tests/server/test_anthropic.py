@@ -285,6 +285,18 @@ async def test_tools_calls_and_results_are_in_the_prompt():
     assert "<tools>" not in await prompt_of(messages=turns, tools=[WEATHER], tool_choice={"type": "none"})
 
 
+async def test_a_deferred_tool_is_shown_once_a_result_refers_to_it():
+    search, now = WEATHER | {"name": "search"}, NOW | {"defer_loading": True}
+    turns = [*HI, {"role": "assistant", "content": [ROME | {"name": "search"}]}]
+    turns += [{"role": "user", "content": [RESULT | {"content": [{"type": "tool_reference", "tool_name": "now"}]}]}]
+    before = await prompt_of(messages=HI, tools=[search, now])
+    assert '"name": "search"' in before
+    assert '"name": "now"' not in before
+    after = await prompt_of(messages=turns, tools=[search, now])
+    assert '"name": "now"' in after
+    assert "<|turn|>tool: The tool now can be called now.<|end|>" in after
+
+
 async def test_calls_are_blocks_after_the_text():
     answer = await ask(f"Let me see.\n{CALL}\n{CALL_NOW}", **TOOLS)
     assert answer["stop_reason"] == "tool_use"
@@ -349,6 +361,8 @@ async def test_thinking_is_a_block_of_its_own():
     assert thought["signature"]
     assert text == {"type": "text", "text": "Done."}
     assert (await ask(THOUGHT, chat_template=THINKING_TEMPLATE, thinking={"type": "adaptive"}))["content"] == [thought, text]
+    told = await ask(THOUGHT, chat_template=THINKING_TEMPLATE, thinking={"type": "adaptive", "display": "updates"})
+    assert told["content"] == [thought, text]
     hidden = await ask(THOUGHT, chat_template=THINKING_TEMPLATE, thinking=thinking | {"display": "omitted"})
     assert hidden["content"] == [text]
     again = [*HI, {"role": "assistant", "content": [thought, text]}, *HI]
@@ -440,7 +454,14 @@ REFUSED = [
     ({"tools": [{"name": "a"}]}, "'tools[0].input_schema'"),
     ({"tools": [{"name": "a", "input_schema": {"type": "string"}}]}, "'tools[0].input_schema'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}, "'web_search_20250305'"),
-    ({"tools": [NOW | {"defer_loading": True}]}, "'tools[0].defer_loading'"),
+    (
+        {"tools": [WEATHER, NOW | {"defer_loading": True}], "tool_choice": {"type": "tool", "name": "now"}},
+        "'tool_choice.name' is 'now'",
+    ),
+    (
+        {"messages": [*assistant(ROME)["messages"], *user(RESULT | {"content": [{"type": "tool_reference"}]})["messages"]]},
+        "'messages[2].content[0].content[0].tool_name'",
+    ),
     ({"tools": [NOW], "tool_choice": {"type": "tool", "name": "no"}}, "'tool_choice.name'"),
     ({"tools": [NOW], "tool_choice": {"type": "tool"}}, "'tool_choice.name'"),
     ({"tools": [NOW], "tool_choice": {"type": "any", "name": "now"}}, "'tool_choice.name'"),

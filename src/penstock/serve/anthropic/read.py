@@ -12,7 +12,7 @@ from starlette.types import Scope
 from penstock.calls.call import Call, ChatRequest, Conversation, FunctionTool, Names, ToolChoice
 from penstock.calls.check import TEMPLATE_EFFORTS, check_conversation, tools_for_template
 from penstock.deploy.running import RunningModel
-from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
+from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
 from penstock.serve.asking import Asked, Reader, check_filled, find_allowed
 from penstock.serve.bodies import NotYet, check_depth, json_grammar, parse_body, sampling_of
@@ -35,6 +35,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "text": frozenset({"text"}),
         "tool_use": frozenset({"id", "name", "input"}),
         "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
+        "tool_reference": frozenset({"tool_name"}),
         "thinking": frozenset({"thinking", "signature"}),
     }
 )
@@ -50,6 +51,7 @@ _HINTS: Mapping[str, NotYet] = MappingProxyType(
 _IN_ROLE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "system": frozenset({"text"}),
+        "result": frozenset({"text", "tool_reference"}),
         "user": frozenset({"text", "tool_result"}),
         "assistant": frozenset({"text", "tool_use", "thinking"}),
     }
@@ -141,12 +143,28 @@ def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
 def _tools(body: CountTokensBody) -> list[FunctionTool]:
     return [
         function_tool(one.name, one.description, one.input_schema, is_strict=one.strict, at=f"tools[{index}].input_schema")
-        for index, one in enumerate(body.tools or ())
+        for index, one in _shown(body)
     ]
 
 
+def _shown(body: CountTokensBody) -> list[tuple[int, ClientTool]]:
+    """Return the tools that the model sees, by index. A deferred one is seen once a result refers to it, as of a search."""
+    tools = list(enumerate(body.tools or ()))
+    if any(tool.defer_loading for _, tool in tools):
+        parts = [
+            part for message in body.messages for block in _dicts(message.content) for part in _dicts(block.get("content"))
+        ]
+        found = {str(part.get("tool_name")) for part in parts if part.get("type") == "tool_reference"}
+        tools = [(index, tool) for index, tool in tools if not tool.defer_loading or tool.name in found]
+    return tools
+
+
+def _dicts(blocks: Any) -> list[dict[str, Any]]:
+    return [block for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
+
+
 def _tool_choice(body: CountTokensBody) -> ToolChoice:
-    choice, names = body.tool_choice, [tool.name for tool in body.tools or ()]
+    choice, names = body.tool_choice, [tool.name for _, tool in _shown(body)]
     if choice is None:
         return ToolChoice()
     if choice.type in ("any", "tool") and not names:
@@ -244,8 +262,8 @@ class _Messages:
         if content is None or content == []:
             content = ""
         elif isinstance(content, list):
-            blocks = _checked(content, "system", f"{at}.content")
-            content = "\n".join([_string(one, "text", place) for place, one in blocks])
+            blocks = _checked(content, "result", f"{at}.content")
+            content = "\n".join([_result_text(one, place) for place, one in blocks])
         elif not isinstance(content, str):
             raise invalid(f"'{at}.content' must be a string, or a list of text blocks.", f"{at}.content")
         self._end_turn()
@@ -291,6 +309,12 @@ def _check_kind(kind: Any, role: str, param: str) -> None:
     known = ", ".join(f"'{one}'" for one in sorted(_IN_ROLE[role]))
     told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
     raise invalid(f"'{param}'{told} is not supported here: it must be one of {known}.", param)
+
+
+def _result_text(block: Mapping[str, Any], at: str) -> str:
+    if block["type"] == "tool_reference":
+        return f"The tool {_string(block, 'tool_name', at)} can be called now."
+    return _string(block, "text", at)
 
 
 def _string(block: Mapping[str, Any], name: str, at: str) -> str:

@@ -42,7 +42,7 @@ class MessageBody(Body):
     """A string, or a list of blocks."""
 
 
-@has_not_yet('allowed_callers=[]|["direct"] defer_loading=false input_examples=[]')
+@has_not_yet('allowed_callers=[]|["direct"] input_examples=[]')
 class ClientTool(Body):
     """A tool that the client runs."""
 
@@ -52,6 +52,8 @@ class ClientTool(Body):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     """True refuses a schema that can't be enforced. Otherwise such a tool accepts any object."""
+    defer_loading: bool | None = None
+    """True leaves the tool out of the prompt until a tool's result has a `tool_reference` to it."""
     eager_input_streaming: Unread = None
     """No effect: input is always streamed as the model writes it."""
     cache_control: Unread = None
@@ -68,7 +70,7 @@ class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """The end of the reasoning is forced after this many tokens."""
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None
     """`omitted` leaves the reasoning out of the answer. Otherwise the answer shows it in full."""
 
 
