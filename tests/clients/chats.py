@@ -13,7 +13,7 @@ import sys
 from support.clients.checks import run
 
 MODEL, KEY = "smollm2:135m", "none"
-ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Where is the Eiffel Tower?"}]}
 PROMPT = "The capital of France is"
 WEATHER = {
     "type": "function",
@@ -34,10 +34,10 @@ def with_cohere(url: str) -> None:
     import cohere
 
     client = cohere.ClientV2(api_key=KEY, base_url=url)
-    answer = client.chat(**ASK, max_tokens=20, temperature=0)
+    answer = client.chat(**ASK, max_tokens=40, temperature=0)
     assert "Paris" in answer.message.content[0].text
     assert answer.finish_reason == "COMPLETE"
-    events = list(client.chat_stream(**ASK, max_tokens=20, temperature=0))
+    events = list(client.chat_stream(**ASK, max_tokens=40, temperature=0))
     pieces = [event.delta.message.content.text for event in events if event.type == "content-delta"]
     assert "".join(pieces) == answer.message.content[0].text
     assert events[-1].delta.usage.tokens.output_tokens == answer.usage.tokens.output_tokens
