@@ -138,10 +138,10 @@ class Admission:
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
         view = place.view
-        num_tokens, most = sum([_num_prompt_tokens(request) for request in requests]), view.ask.max_prompt_tokens
-        is_whole = not view.ask.leaves_out_files and (most is None or max(num_tokens, view.num_prompt_tokens) < most)
-        if is_whole and not view.ask.num_token_ids:
-            self.lengths.on_prompt(view.ask.num_chars, num_tokens)
+        if not (view.ask.num_token_ids or view.ask.leaves_out_files):
+            num_tokens, most = sum([_num_prompt_tokens(request) for request in requests]), view.ask.max_prompt_tokens
+            if most is None or max(num_tokens, view.num_prompt_tokens) < most:  # nothing was cut off
+                self.lengths.on_prompt(view.ask.num_chars, num_tokens)
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:

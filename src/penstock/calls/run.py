@@ -117,7 +117,7 @@ def _ask(call: Call) -> Ask:
         num_chars=num_chars,
         num_token_ids=num_token_ids,
         max_prompt_tokens=None if keep is None else num_prompts * (keep if keep > 0 else max_model_len),
-        leaves_out_files=not isinstance(prompts, Conversation) and isinstance(prompts[0], InfillPrompt),
+        leaves_out_files=isinstance(prompts, Sequence) and isinstance(prompts[0], InfillPrompt) and bool(prompts[0].files),
         max_new_tokens=max_tokens,
         min_new_tokens=max_tokens if is_endless and max_tokens is not None else max(1, sampling.min_tokens),
         adapter=call.adapter,

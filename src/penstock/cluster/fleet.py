@@ -83,8 +83,6 @@ MAX_LOSSES = 3
 LOST, ANSWER = "lost", "answer"
 """Reasons for a move. LOST: the replica died or refused. ANSWER: decode runs on another replica than prefill."""
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
-_SUMMED = tuple(name for name in EngineLoad._fields if name.startswith("num_"))
-"""Fields of the replicas' loads that are added up."""
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
 """Reject reasons that concern only the replica, so the request moves to another one."""
 
@@ -499,11 +497,18 @@ class Fleet:
             capacity = self.model.capacity
             num_blocks = capacity.num_blocks - 1
             loads = [EngineLoad(num_blocks_total=num_blocks, num_blocks_free=num_blocks, num_rows_free=capacity.max_rows)]
-        columns = dict(zip(EngineLoad._fields, zip(*(loads or [EngineLoad()]), strict=True), strict=True))
-        waits_for = columns["waits_for"]
+        waits_for = [load.waits_for for load in loads]
         self._pool = EngineLoad(
-            waits_for=WaitReason.NOTHING if WaitReason.NOTHING in waits_for else waits_for[0],
-            **{name: sum(columns[name]) for name in _SUMMED},
+            num_running=sum([load.num_running for load in loads]),
+            num_waiting=sum([load.num_waiting for load in loads]),
+            waits_for=WaitReason.NOTHING if WaitReason.NOTHING in waits_for or not waits_for else waits_for[0],
+            num_blocks_total=sum([load.num_blocks_total for load in loads]),
+            num_blocks_free=sum([load.num_blocks_free for load in loads]),
+            num_blocks_cached=sum([load.num_blocks_cached for load in loads]),
+            num_blocks_shared=sum([load.num_blocks_shared for load in loads]),
+            num_rows_free=sum([load.num_rows_free for load in loads]),
+            num_background=sum([load.num_background for load in loads]),
+            num_blocks_background=sum([load.num_blocks_background for load in loads]),
         )
 
     # Requests: sent, moved, ended.

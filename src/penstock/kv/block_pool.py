@@ -1,8 +1,8 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-`allocate` takes blocks in this order: those without content, those that only background requests have held, the oldest
-without a group, the oldest of the group that the eviction policy names. Blocks of conversations, and blocks that a later
-request found, rest: they count as freed `rest_ns` later.
+`allocate` takes blocks without content first. Then come those that only background requests have held, then the oldest
+without a group, and last the oldest of the group that the eviction policy names. Blocks of conversations, and blocks that a
+later request found, rest: they count as freed `rest_ns` later.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Difference:
 
     @property
     def words(self) -> str:
-        if self.change is None and not self.before * self.after:
+        if self.change is None and 0 in (self.before, self.after):
             return "not compared, since one side is 0"
         if self.change is None or self.change.low is None or self.change.high is None:
             return "too few requests to say"
@@ -79,7 +79,7 @@ class Difference:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     load: str
-    """The load, after the name of the runs where a load has runs of several names on a side."""
+    """The load. If a result has several variants at a load, the variant's name precedes it."""
     num_runs: tuple[int, int]
     differences: Sequence[Difference]
 
@@ -206,7 +206,10 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
 def _beside_zero(
     name: str, runs: Sequence[Sequence[Run]], values: Sequence[Sequence[Estimate]], *, has_repeats: bool
 ) -> Difference:
-    """Compare rates of which some are 0. Only a fall from surely above 0 to 0, with at least as many requests, is tested."""
+    """Compare rates that include a 0. A fall to 0 is tested if the rates before are surely above 0.
+
+    The runs after it must have at least as many requests: few of them may have had bad luck.
+    """
     means = [math.fsum(one.value for one in side) / len(side) for side in values]
     named = Difference(figure=name, is_rate=True, before=means[0], after=means[1], change=None)
     was_above = all(one.value > 0 if has_repeats else (one.low or 0) > 0 for one in values[0])

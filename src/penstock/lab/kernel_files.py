@@ -46,8 +46,10 @@ Point = tuple[float, ...]
 
 
 def num_layers_of(folder: Path, choice: Choice, model: str, known: int | None) -> int:
-    """Return the layers of the model that a folder of one layer's kernels is of. Raises CostFileError for options that such
-    a folder has no use for."""
+    """Return how many layers a model has, for tables of one layer's kernels. `known`: their number, if the model is known.
+
+    Raises CostFileError if nobody says it, and for options of tables by operation.
+    """
     if choice.model_config or choice.engine or (choice.weights, choice.kv) != (USUAL.weights, USUAL.kv):
         remedy = "Leave out --model-config, --engine, --weights and --kv."
         raise CostFileError(f"{folder} has tables of one model and engine.", remedy=remedy)

@@ -43,9 +43,9 @@ class Holdings:
     def settle(self, request_id: str) -> None:
         """Stop expecting a request's blocks. After its first token or its end its replica has reported them. Idempotent."""
         replica, names = self._expected.pop(request_id, (0, ()))
-        coming, get, bit = self._coming, self._coming.get, 1 << replica
+        coming, bit = self._coming, 1 << replica
         for name in names:
-            if get(name) == bit:
+            if coming.get(name) == bit:
                 del coming[name]
 
     def depths(self, names: Sequence[int], num_replicas: int) -> list[int]:
