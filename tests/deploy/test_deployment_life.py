@@ -17,11 +17,20 @@ from penstock.clock import VirtualClock, WallClock
 from penstock.deploy import deployment
 from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS
+from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS, PEOPLE_STAY_NS
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.state import EngineState
 from penstock.obs.metrics import Metrics
-from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
+from penstock.types.errors import (
+    ConfigError,
+    ModelAway,
+    ModelError,
+    NotEnoughMemory,
+    PenstockError,
+    PutOff,
+    Rejected,
+    RejectReason,
+)
 from penstock.types.stats import EngineLoad
 
 SECOND = 1_000_000_000
@@ -187,6 +196,61 @@ def test_a_model_that_was_just_loaded_is_not_unloaded_before_those_who_waited_co
         pass
     world.deployment.tend()
     assert world.states == "-L-", "it was used, and is not any more"
+
+
+def test_background_requests_unload_no_model_that_people_used_lately() -> None:
+    world = World(budget_bytes=1)
+    (a,) = world.loaded("a")
+    load = EngineLoad(num_running=1)
+    cast(Any, a.engine).load = lambda: load
+    refused = world.deployment.want(world.of["b"], is_background=True)
+    world.deployment.tend()
+    with pytest.raises(Rejected, match="no room for b beside the models that people use"):
+        refused.result(0)
+    load = EngineLoad(served_ns=world.clock.now_ns())
+    world.clock.advance(PEOPLE_STAY_NS - 1)
+    refused = world.deployment.want(world.of["b"], is_background=True)
+    world.deployment.tend()
+    assert (world.states, type(refused.exception(0))) == ("L--", PutOff), "the next may be asked soon"
+    world.clock.advance(1)
+    loaded = world.deployment.want(world.of["b"], is_background=True)
+    world.deployment.tend()
+    assert (world.states, loaded.done()) == ("-L-", True)
+
+
+def test_models_of_background_requests_take_turns() -> None:
+    world = World(budget_bytes=1)
+    a = world.deployment.want(world.of["a"], is_background=True)
+    world.deployment.tend()
+    with a.result(0).using():
+        b = world.deployment.want(world.of["b"], is_background=True)
+        due_ns = world.deployment.tend()
+        assert (world.states, b.done(), due_ns) == ("L--", False, world.of["a"].loaded_ns + MIN_STAY_NS)
+        world.clock.advance_to(due_ns or 0)
+        world.deployment.tend()
+    world.deployment.tend()
+    assert (world.states, b.done()) == ("-L-", True)
+
+
+def test_a_load_for_background_requests_becomes_that_of_a_person_who_joins_them() -> None:
+    world = World(budget_bytes=1)
+    (a,) = world.loaded("a")
+    cast(Any, a.engine).load = lambda: EngineLoad(served_ns=world.clock.now_ns())
+    one = world.deployment.want(world.of["b"], is_background=True)
+    (other,) = world.want("b")
+    world.deployment.tend()
+    assert world.states == "-L-"
+    assert one.result(0) is other.result(0)
+
+
+def test_background_requests_without_room_hold_up_no_model_that_fits() -> None:
+    world = World(budget_bytes=3)
+    world.sizes |= {"a": 2, "b": 2}
+    (a,) = world.loaded("a")
+    cast(Any, a.engine).load = lambda: EngineLoad(num_waiting=1)
+    b, c = [world.deployment.want(world.of[name], is_background=True) for name in "bc"]
+    world.deployment.tend()
+    assert (world.states, type(b.exception(0)), c.done()) == ("L-L", PutOff, True)
 
 
 def test_three_models_in_use_take_turns_in_room_for_two() -> None:

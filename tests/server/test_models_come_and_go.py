@@ -26,6 +26,7 @@ from penstock.deploy.running import ModelState, ServedModel
 from penstock.models.facts import ModelFacts
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
+from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.waiting import FolderWatch
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
@@ -223,6 +224,24 @@ async def test_a_client_that_leaves_waits_no_more_and_the_load_goes_on():
         await until(lambda: not world.of["a"].num_waiting)
         world.may_load.set()
         await until(lambda: world.of["a"].state is ModelState.LOADED)
+
+
+async def test_a_line_of_a_batch_takes_no_model_from_those_who_use_it():
+    async with serving() as world:
+        assert (await world.client.post("/v1/completions", json=ASK | {"model": "a"})).status_code == 200
+        world.deployment.routes["auto"] = Route(name="auto", models=("b", "a"))
+        app = create_app(world.deployment, ServerConfig())
+
+        async def as_line(scope, receive, send):
+            await app({**scope, COURSE_KEY: Course(is_background=True)}, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(as_line), base_url="http://toy", timeout=60) as lines:
+            refused = await lines.post("/v1/completions", json=ASK | {"model": "b"})
+            not_by_another = await lines.post("/v1/completions", json=ASK | {"model": "auto"})
+        assert not_by_another.status_code == 503
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "60"), refused.text
+        assert "There is no room for b beside the models that people use." in refused.text
+        assert world.num_loads == 1
 
 
 async def test_a_request_that_may_not_wait_so_long_is_told_when_to_come_back():

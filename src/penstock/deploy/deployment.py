@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from penstock.types.errors import (
     NotEnoughFreeMemory,
     NotEnoughMemory,
     PenstockError,
+    PutOff,
     Rejected,
     RejectReason,
 )
@@ -47,8 +49,19 @@ _log = logging.getLogger(__name__)
 
 RETRY_NS = 10_000_000_000
 """Time after a failed load in which requests for the model are refused."""
+PUT_OFF_S = 60.0
+"""Time until background requests try again after they found no room beside the models that people use."""
 TEND_AGAIN_NS = 1_000_000_000
 """Time until the keeper tries again after an unexpected error."""
+
+
+@dataclass(slots=True)
+class _Wish:
+    """A load that requests wait for."""
+
+    future: Future[RunningModel]
+    is_background: bool
+    """Only background requests wait for it."""
 
 
 class Deployment:
@@ -92,7 +105,7 @@ class Deployment:
         """Guards the next four fields, and wakes the keeper."""
         self._has_changed = False
         self.is_closing = False
-        self._wanted: dict[ServedModel, Future[RunningModel]] = {}
+        self._wanted: dict[ServedModel, _Wish] = {}
         """Models to load, in the order of the requests."""
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
         """Models that an admin unloads, with the time at which their remaining requests are ended, or None."""
@@ -240,8 +253,11 @@ class Deployment:
         """Return the model that answers a request. If the name is split, `tenant` and `unit` choose among several models."""
         return self.find(part_of(self.splits, self.default.name if name is None else name, tenant, unit))
 
-    def want(self, served: ServedModel) -> Future[RunningModel]:
-        """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`."""
+    def want(self, served: ServedModel, *, is_background: bool = False) -> Future[RunningModel]:
+        """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`.
+
+        For background requests, it fails with `PutOff` if there is no room beside the models that people use.
+        """
         with self._changed:
             if served not in self.served:
                 served = self._by_name.get(served.name, served)
@@ -255,9 +271,10 @@ class Deployment:
                     loaded: Future[RunningModel] = Future()
                     loaded.set_result(served.answerer())
                     return loaded
-            future = self._wanted.setdefault(served, Future())
+            wish = self._wanted.setdefault(served, _Wish(Future(), is_background))
+            wish.is_background &= is_background
             self._notify()
-            return future
+            return wish.future
 
     def expected_wait_s(self, served: ServedModel) -> float:
         """Return the expected seconds until the model is loaded: earlier loads, unloading others for room, and its own load.
@@ -305,8 +322,8 @@ class Deployment:
             wanted, self._wanted = self._wanted, {}
             unwanted, self._unwanted = self._unwanted, {}
             self._notify()
-        for future in wanted.values():
-            future.set_exception(_shutting_down())
+        for wish in wanted.values():
+            wish.future.set_exception(_shutting_down())
         for gone, _ in unwanted.values():
             gone.set_exception(_shutting_down())
         for running in self.running:
@@ -399,13 +416,15 @@ class Deployment:
     def _load_wanted(self) -> int | None:
         """Load the models that requests wait for, and unload others to make room. Return when to try again, or None.
 
-        The first model in line gets room first. A later one can be loaded earlier if both will fit.
+        The first model in line gets room first. A later one can be loaded earlier if both will fit, or if only background
+        requests wait for the first.
         """
         with self._changed:
-            wanted = list(self._wanted)
+            wanted = [(served, wish.is_background) for served, wish in self._wanted.items()]
+        due_ns = list[int]()
         room_bytes: int | None = None
         """Bytes left after all pending unloads and the loads of earlier models in line."""
-        for served in wanted:
+        for served, is_background in wanted:
             if served.state is ModelState.LOADED:  # it was unloaded, or broke, since this pass began
                 continue
             try:
@@ -414,9 +433,15 @@ class Deployment:
                 room_bytes = self.memory.left_bytes() + sum(leaving) if room_bytes is None else room_bytes
                 room_bytes -= share.num_bytes
                 if room_bytes < 0:
-                    chosen = leavers(-room_bytes, self.served, self.clock.now_ns())
+                    chosen = leavers(-room_bytes, self.served, self.clock.now_ns(), for_background=is_background)
                     if not isinstance(chosen, tuple):
-                        return chosen
+                        due_ns += [] if chosen is None else [chosen]
+                        if not is_background:
+                            break
+                        if chosen is None:
+                            self._put_off(served)
+                        room_bytes += share.num_bytes
+                        continue
                     room_bytes += self._make_room(served, chosen)
                 if share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING:
                     self._load(served)
@@ -425,7 +450,7 @@ class Deployment:
                     continue
                 self._fail(served, error)
                 return self.clock.now_ns()  # recompute the free memory before planning the others
-        return None
+        return min(due_ns, default=None)
 
     def _plan(self, served: ServedModel) -> MemoryShare:
         """Return the memory that a model will take. Raises NotEnoughMemory if it can never fit, and the errors of `plan`."""
@@ -465,10 +490,12 @@ class Deployment:
         self._set_loaded(served, running, self.clock.now_ns() - began_ns)
         _log.info("%s was loaded in %.1f s", served.name, served.load_ns / 1e9)
         with self._changed:
-            future = self._wanted.pop(served, None)
+            wish = self._wanted.pop(served, None)
             self._notify()  # the next pass computes when to unload the model if idle
-        if future is not None:
-            future.set_result(running)
+        if wish is None or not wish.is_background:
+            served.people_ns = served.loaded_ns
+        if wish is not None:
+            wish.future.set_result(running)
         if self.is_closing:
             running.engine.drain()  # `close` may have missed it
             running.close()
@@ -491,9 +518,20 @@ class Deployment:
         served.share = None
         served.num_load_failures += 1
         with self._changed:
-            future = self._wanted.pop(served, None)
-        if future is not None:
-            future.set_exception(self._refusal(served) or _shutting_down())
+            wish = self._wanted.pop(served, None)
+        if wish is not None:
+            wish.future.set_exception(self._refusal(served) or _shutting_down())
+
+    def _put_off(self, served: ServedModel) -> None:
+        """Refuse the background requests that wait for a model, unless others have joined them."""
+        with self._changed:
+            wish = self._wanted.get(served)
+            if wish is None or not wish.is_background:
+                return
+            del self._wanted[served]
+        _log.info("%s is not loaded for background requests: others use the models in its place", served.name)
+        detail = f"There is no room for {served.name} beside the models that people use."
+        wish.future.set_exception(PutOff(RejectReason.UNAVAILABLE, detail, retry_after_s=PUT_OFF_S))
 
     def _begin_unload(self, served: ServedModel, reason: UnloadReason) -> None:
         assert served.running is not None

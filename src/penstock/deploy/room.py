@@ -1,7 +1,8 @@
 """Chooses which models to unload when another model needs the memory. Time is passed in.
 
 Models without requests are unloaded first, the least recently used one before others. A model with requests stays loaded for
-much longer than its load took, so that the server does not spend its time on loading.
+much longer than its load took, so that the server does not spend its time on loading. Background requests unload no model that
+others use or have used lately.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.deploy.running import ModelState, ServedModel
+from penstock.types.stats import EngineLoad
 
 MIN_STAY_NS = 10_000_000_000
 """Least time that a model in use stays loaded."""
@@ -18,6 +20,8 @@ LOADS_PER_STAY = 10
 """Between these limits, a model in use stays this many times as long as its load took."""
 FIRST_USE_NS = 2_000_000_000
 """Time for the waiting requests to begin to use a newly loaded model, and least time without users before it is unloaded."""
+PEOPLE_STAY_NS = 300_000_000_000
+"""After a request that is not of the background, a model stays this long before background requests may unload it."""
 
 
 def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> int:
@@ -30,12 +34,14 @@ def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -
     return at_ns
 
 
-def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> tuple[ServedModel, ...] | int | None:
-    """Return the models to unload, in order, to free `lacking_bytes` (> 0).
+def leavers(
+    lacking_bytes: int, served: Iterable[ServedModel], now_ns: int, *, for_background: bool = False
+) -> tuple[ServedModel, ...] | int | None:
+    """Return the models to unload, in order, to free `lacking_bytes` (> 0). `for_background`: for background requests alone.
 
     If not enough can be unloaded yet, return when to call again, or None if waiting does not help.
     """
-    stays = _stays(served)
+    stays = _stays([one for one in served if not (for_background and _serves_people(one, now_ns))])
     chosen: list[ServedModel] = []
     num_bytes = 0
     for one in sorted([one for one, until_ns in stays.items() if until_ns <= now_ns], key=_last_use):
@@ -63,6 +69,12 @@ def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
         else:
             stays[one] = 0 if running.num_uses else one.loaded_ns + FIRST_USE_NS
     return stays
+
+
+def _serves_people(one: ServedModel, now_ns: int) -> bool:
+    """Return whether the model has requests other than background ones, or had some or was loaded within `PEOPLE_STAY_NS`."""
+    load = EngineLoad() if one.running is None else one.running.engine.load()
+    return bool(load.num_running or load.num_waiting) or now_ns - max(load.served_ns, one.people_ns) < PEOPLE_STAY_NS
 
 
 def _last_use(one: ServedModel) -> tuple[bool, int, str]:

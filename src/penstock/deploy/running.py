@@ -26,6 +26,7 @@ from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
+from penstock.types.stats import EngineLoad
 
 if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
     from penstock.admission.door import Admission
@@ -256,6 +257,8 @@ class ServedModel:
     failure: str = ""
     failed_ns: int = 0
     loaded_ns: int = 0
+    people_ns: int = EngineLoad().served_ns
+    """Time of the last load that was not for background requests alone."""
     load_ns: int = 0
     """Duration of the last load; 0: unknown."""
     num_loads: int = 0

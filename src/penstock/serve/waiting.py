@@ -36,7 +36,7 @@ from penstock.serve.routed import Routed
 from penstock.serve.terms import read_owner, read_terms
 from penstock.serve.trials import Unsure
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
+from penstock.types.errors import ConfigError, ModelAway, NameUnknown, PutOff, Rejected, RejectReason
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
@@ -191,7 +191,7 @@ class Waits:
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Choose a route's next model for a request that one of its models refused. Return whether there is one."""
         routed = course_of(http.scope).routed
-        if routed is None or not routed.rest:
+        if routed is None or not routed.rest or isinstance(error, PutOff):
             return False
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
         is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
@@ -250,7 +250,8 @@ class Waits:
         unix_time_s = self._deployment.sources.unix_time_s
         arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=course.waits, model=served.name)
         with self._in_flight.arriving(arrival):
-            await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
+            loading = _loaded(self._deployment, served, limit_ns, len(data), is_background=course.is_background)
+            await unless_gone(http, loading)
         self._count_wait("model", asked_ns, http)
         served.metrics.count_model_wait(clock.now_ns() - asked_ns)
 
@@ -305,7 +306,9 @@ class _AdapterLooks:
             return await in_daemon(partial(look_up, name, self._deployment))
 
 
-async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:
+async def _loaded(
+    deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int, *, is_background: bool
+) -> RunningModel:
     """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
 
     Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
@@ -314,7 +317,7 @@ async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, nu
         detail = f"{served.num_waiting} requests are already waiting for {served.name} to be loaded"
         raise _refused(served, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
-    future = deployment.want(served)  # load it even if this request can't wait so long
+    future = deployment.want(served, is_background=is_background)  # load it even if this request can't wait so long
     expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
     if expected_s > patience_s:
         raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)

@@ -114,6 +114,10 @@ class Rejected(PenstockError):
         self.retry_after_s = retry_after_s
 
 
+class PutOff(Rejected):
+    """A background request that is to come again when there is room for its model. No other model answers in its place."""
+
+
 def wrong(detail: str, param: str | None = None) -> Rejected:
     """Return the error for an invalid request, or for its field `param`."""
     return Rejected(RejectReason.INVALID, detail, param=param)
