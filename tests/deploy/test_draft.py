@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.config import Backend, BackendConfig, Config, KvConfig, Load, ModelConfig, SchedulerConfig, SharingConfig
 from penstock.deploy import factory
 from penstock.deploy.draft import open_draft
-from penstock.deploy.factory import start_model
+from penstock.deploy.factory import start_deployment, start_model
 from penstock.deploy.resolve import resolve as resolve_blueprint
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.engine.draft_model import DraftModel
@@ -24,7 +24,7 @@ from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
 from penstock.sched.guessing import Guessing
 from penstock.testing.builders import make_request
-from penstock.types.errors import ConfigError, ExecutorFailure, NotEnoughMemory
+from penstock.types.errors import ConfigError, ExecutorFailure, ModelError, NotEnoughMemory
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason
 from support.executors import executor_class
@@ -57,6 +57,12 @@ def config(small: Path | str | None, backend: str = Backend.NATIVE, **scheduler:
 
 def start(large: Path, config: Config, resources: Resources | None = None) -> Any:
     return start_model(config, resolve(str(large), large.parent), resources)
+
+
+def test_a_missing_small_model_fails_the_start_though_its_model_is_loaded_later(large: Path) -> None:
+    wanted = replace(config("nosuch.gguf"), model=ModelConfig(model=str(large)), sharing=SharingConfig(load_on=Load.REQUEST))
+    with pytest.raises(ModelError, match=r"nosuch\.gguf: there is no such file"):
+        start_deployment([wanted])
 
 
 def answers(running: Any) -> list[Any]:

@@ -318,6 +318,16 @@ async def test_what_can_t_be_loaded_is_refused_by_name(client, folder, body, sta
     assert (await client.get("/v1/models/bad")).status_code == 404
 
 
+async def test_a_model_without_adapters_is_named(running):
+    plain = make_runtime(served_names=("plain",))
+    try:
+        async with make_client(running, plain) as client:
+            told = await change(client, "unload", model="plain", lora_name="red")
+    finally:
+        plain.close()
+    assert (told[0], "plain is not served with adapters" in told[1]) == (400, True), told
+
+
 async def test_an_adapter_can_not_have_the_name_of_a_route_which_would_hide_it(running, folder):
     async with make_client(running, routes=[Route(name="auto", models=("tiny",))]) as client:
         told = await change(client, "load", lora_name="auto", lora_path=str(folder / "adapters" / "red"))

@@ -22,12 +22,12 @@ from typing import Protocol
 from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.front import check, serve_replicas, without_splits
-from penstock.config import Config, ModelConfig, ServerConfig
+from penstock.config import Config, ServerConfig
 from penstock.config.routing import Routing
 from penstock.config.setting import settings_of
 from penstock.config.units import nanoseconds
 from penstock.deploy.deployment import Deployment, refuse_twice
-from penstock.deploy.factory import locate
+from penstock.deploy.factory import locate, locate_draft
 from penstock.deploy.pipelines import check_pipelines, open_pipelines
 from penstock.deploy.resolve import aliases, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, Resources
@@ -248,8 +248,8 @@ def _splits(members: Sequence[Member], configs: Sequence[Config]) -> list[Split]
 def _paths_of(config: Config, source: ModelSource) -> Iterator[Path]:
     """Yield the paths of a model's own files, and of those that its settings name."""
     yield source.path
-    if (draft := config.scheduler.speculation_model) is not None:
-        yield locate(Config(model=ModelConfig(model=draft, cache_dir=config.model.cache_dir))).path
+    if (draft := locate_draft(config)) is not None:
+        yield draft.path
     named = [Path(adapter.path) for adapter in config.lora.merged]
     named += [expand_home(config.model.generation_config) / generation.FILE]
     if (template := config.model.chat_template) is not None and "{" not in template:  # else it is the template's text

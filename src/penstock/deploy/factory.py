@@ -64,6 +64,12 @@ def locate(config: Config) -> ModelSource:
     return source
 
 
+def locate_draft(config: Config) -> ModelSource | None:
+    """Return where the small model of --speculation-model is, after a download if needed; None without one."""
+    name = config.scheduler.speculation_model
+    return None if name is None else locate(Config(model=ModelConfig(model=name, cache_dir=config.model.cache_dir)))
+
+
 def start_deployment(
     configs: Sequence[Config],
     config_of_found: Callable[[str, str], Config] | None = None,
@@ -79,6 +85,8 @@ def start_deployment(
     memory, routing = MemoryBudget(limit_bytes=configs[0].sharing.memory_bytes), routing or Routing()
     resources = Resources(memory, num_models=_num_at_once(configs))
     sources = [locate(config) for config in configs]
+    for config in configs:
+        locate_draft(config)  # now, not in the thread that loads models: a download would hold up all of them
     served = [serve_model(config, source, resources) for config, source in zip(configs, sources, strict=True)]
     routes = open_routes(routing.routes)
     named = {name: source for one, source in zip(served, sources, strict=True) for name in (*one.names, *one.aliases)}

@@ -90,6 +90,6 @@ class AdaptersEndpoint:
         for served in deployment.served if owner is None else (owner,):
             if served.adapters is not None:
                 return served, served.adapters
-        raise invalid(
-            "Nothing is served with adapters: that needs --lora-dir or --lora-modules.", None if name is None else "model"
-        )
+        what = "Nothing is served" if owner is None else f"{owner.name} is not served"
+        message = f"{what} with adapters: that needs --lora-dir or --lora-modules."
+        raise invalid(message, None if name is None else "model")
