@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -145,6 +146,11 @@ def test_what_does_not_come_is_computed(case: str, rigs: tuple[Rig, Rig], monkey
     settled(taker.engine)
     silent.close()
     server.close()
+
+
+@pytest.mark.parametrize("state", [{"has_state": True}, {"num_state_blocks": 2}])
+def test_blocks_of_a_model_with_a_recurrent_state_are_not_copied(state: dict[str, int]) -> None:
+    assert Rig(capacity=replace(CAPACITY, **state)).engine.blocks.memory is None
 
 
 def test_a_giver_who_does_not_know_the_secret_is_not_believed(rigs: tuple[Rig, Rig]) -> None:

@@ -36,8 +36,8 @@ class Blocks:
     def __init__(self, scheduler: Scheduler, memory: BlockMemory | None, core_lock: CoreLock, wake: Callable[[], None]) -> None:
         """`wake` wakes the engine: requests may wait for blocks that are released."""
         kv = scheduler.kv
-        # Not with a tier, which publishes blocks before their contents are written.
-        self.memory = memory if kv.prefix.shares_parts and kv.tier is None else None
+        # Not with a tier, which publishes blocks before their contents are written. Not with states: no hit ends without one.
+        self.memory = memory if kv.prefix.shares_parts and kv.tier is None and not kv.num_state_blocks else None
         """None: these blocks can't be exchanged, or the engine has ended."""
         self.block_size = kv.block_size
         self._scheduler, self._exchange, self._core_lock, self._wake = scheduler, kv.exchange, core_lock, wake
