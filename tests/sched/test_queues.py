@@ -107,20 +107,20 @@ class TestWaitingQueue:
 
     def test_a_bucket_tells_how_many_wait_and_since_when(self) -> None:
         queue = make_queue(bucket_len=10)
-        for name, num_tokens, arrival_ns in (("long", 25, 1), ("a", 3, 4), ("b", 9, 2)):
-            queue.push(make_request(name, num_tokens, arrival_ns=arrival_ns), 5)
-        assert queue.views() == (BucketView(0, 2, oldest_ns=4), BucketView(2, 1, oldest_ns=1))
+        for name, num_tokens, arrival_ns, queued_ns in (("long", 25, 3, 4), ("a", 3, 2, 5), ("b", 9, 1, 6)):
+            queue.push(make_request(name, num_tokens, arrival_ns=arrival_ns), queued_ns)
+        assert queue.views() == (BucketView(0, 2, oldest_ns=5), BucketView(2, 1, oldest_ns=4)), "a list's texts arrive early"
         first = queue.peek(0)
         assert first is not None
         assert first.request_id == "b", "who is next is the order's business, who is oldest is not"
         queue.remove(first)
-        assert queue.views() == (BucketView(0, 1, oldest_ns=4), BucketView(2, 1, oldest_ns=1))
+        assert queue.views() == (BucketView(0, 1, oldest_ns=5), BucketView(2, 1, oldest_ns=4))
         assert len(queue) == 2
 
     def test_the_called_join_in_order_after_the_preempted(self) -> None:
         queue = make_queue(bucket_len=10)
         for idx, num_tokens in enumerate((3, 12, 4, 5)):
-            queue.push(make_request(f"r{idx}", num_tokens, arrival_ns=idx), 5)
+            queue.push(make_request(f"r{idx}", num_tokens, arrival_ns=idx), idx)
         assert [request.request_id for request in queue.call(0, 2, 5)] == ["r0", "r2"]
         preempted = make_request("preempted", 15, arrival_ns=9)
         queue.push_preempted(preempted)

@@ -155,20 +155,21 @@ class Bucket(Lanes):
     def __init__(self, index: int, order: Order) -> None:
         super().__init__(order)
         self.index = index
-        self._arrivals: OrderedDict[str, int] = OrderedDict()
-        """Request id -> arrival. A plain dict would scan the entries deleted before its first."""
+        self._queued: OrderedDict[str, int] = OrderedDict()
+        """Request id -> when it was queued: the texts of a long list are, piece by piece, long after they arrived. A plain
+        dict would scan the entries deleted before its first."""
 
     def view(self) -> BucketView:
-        return BucketView(self.index, len(self), next(iter(self._arrivals.values())))
+        return BucketView(self.index, len(self), next(iter(self._queued.values())))
 
     def _put(self, request: Request, now_ns: int) -> None:
         super()._put(request, now_ns)
-        self._arrivals[request.request_id] = request.arrival_ns
+        self._queued[request.request_id] = now_ns
 
     def _take(self, request: Request) -> bool:
         is_here = super()._take(request)
         if is_here:
-            del self._arrivals[request.request_id]
+            del self._queued[request.request_id]
         return is_here
 
 
