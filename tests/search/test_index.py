@@ -286,6 +286,10 @@ def test_headings_are_those_of_markdown_and_not_in_code() -> None:
     assert passages_of("# no heading\nmake", "a.txt") == [("", "# no heading\nmake")]
     assert passages_of("# Ask\n## Why?\n## How?\nSo.") == [("", "Ask > Why?"), ("Ask > How?", "So.")]
     assert passages_of("```\n# open") == [("", "```\n# open")]
+    nested = "````\n```sh\n# no heading\n```\n# nor this\n````"
+    assert passages_of(f"# A\n{nested}\n## B\nmore") == [("A", nested), ("A > B", "more")]
+    assert passages_of("```\n```sh\n# no heading\n```\n# A\nmore") == [("", "```\n```sh\n# no heading\n```"), ("A", "more")]
+    assert passages_of("```code``` in a line\n# A\nmore") == [("", "```code``` in a line"), ("A", "more")]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 MAX_BYTES = {".txt": 64 << 20, ".md": 64 << 20, ".rst": 64 << 20, ".html": 8 << 20, ".htm": 8 << 20, ".pdf": 64 << 20}
 """Kinds of files, and their largest size."""
-_FENCE = re.compile(r"\s{0,3}(```|~~~)")
+_FENCE = re.compile(r"\s{0,3}(`{3,}+(?!.*`)|~{3,})(.*)")
 _HEADING = re.compile(r"(#{1,6})\s(.*)")
 _UNSEEN = frozenset({"script", "style", "template", "title", "nav", "noscript"})
 _INLINE = frozenset(
@@ -77,8 +77,10 @@ def _markdown(text: str) -> Iterator[Block]:
     fence = ""
     for line in [*text.split("\n"), ""]:
         marks = _FENCE.match(line)
-        if marks and (not fence or marks.group(1) == fence):
-            fence = "" if fence else marks.group(1)
+        if marks and not fence:
+            fence = marks.group(1)
+        elif marks and marks.group(1).startswith(fence) and not marks.group(2).strip():
+            fence = ""
         heading = None if fence else _HEADING.match(line)
         if (heading or not line.strip()) and not fence:
             if part := "\n".join(lines).strip():
