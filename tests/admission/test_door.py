@@ -528,9 +528,10 @@ class TestExpectations:
         """The expected time is that of the first. Others of a long list may wait for as many ends."""
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        place = door.decide(Ask(num_token_ids=20, num_requests=2), make_load(8, 3, 0), now_ns)
-        requests = [make_request(name, 10, arrival_ns=now_ns) for name in "ab"]
-        door.enter(place, requests, now_ns)
+        place = door.decide(Ask(num_token_ids=20, num_requests=3), make_load(8, 3, 0), now_ns)
+        requests = [make_request(name, 10, arrival_ns=now_ns) for name in "abc"]
+        door.enter(place, requests[:2], now_ns)
+        door.enter_more(place, requests[2:], now_ns, is_first=False)
         door.leave(place)
         for idx, request in enumerate(requests):
             request.first_token_ns = now_ns + (1 + 2 * idx) * place.view.ttft_ns

@@ -27,7 +27,7 @@ async def test_only_the_scope_makes_a_request_background(monkeypatch, path, body
     monkeypatch.setattr(
         runtime.admission,
         "enter_more",
-        lambda place, requests, now_ns: (entered.extend(requests), enter_more(place, requests, now_ns)),
+        lambda place, requests, now_ns, **kw: (entered.extend(requests), enter_more(place, requests, now_ns, **kw)),
     )
     app = create_app(deployment_of(runtime), ServerConfig(ignore_unknown_parameters=True))
 

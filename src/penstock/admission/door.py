@@ -144,9 +144,9 @@ class Admission:
                 self.lengths.on_prompt(view.ask.num_chars, num_tokens)
         self.enter_more(place, requests, now_ns)
 
-    def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """Count some of an admitted call's requests before they are submitted. The caller reports text lengths to
-        `lengths.on_prompt`."""
+    def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int, *, is_first: bool = True) -> None:
+        """Count some of an admitted call's requests before they are submitted. `is_first`: the call's first is one of them.
+        The caller reports text lengths to `lengths.on_prompt`."""
         view = place.view
         if view.ask.background:
             return
@@ -154,7 +154,7 @@ class Admission:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
             num_prompt_tokens = _num_prompt_tokens(request)
             num_prefill_tokens = round(self.lengths.computed_share * num_prompt_tokens)
-            expected_ttft_ns = 0 if idx else view.ttft_ns + now_ns - request.arrival_ns
+            expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns if is_first and not idx else 0
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
             entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
             if request.adapter is not None:

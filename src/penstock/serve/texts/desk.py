@@ -164,7 +164,8 @@ class RunningTexts:
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Report requests to admission before they are submitted."""
-        self.running.admission.enter_more(self._place, requests, self.running.clock.now_ns())
+        is_first = self._num_requests == len(requests)
+        self.running.admission.enter_more(self._place, requests, self.running.clock.now_ns(), is_first=is_first)
 
     def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
         """Store the encoder's output for a text. `chunk` is None if the output was cached."""
