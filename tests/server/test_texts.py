@@ -160,6 +160,7 @@ def test_two_thousand_texts_come_back_in_order(post):
         ),
         ({"input": ["a", "b" * 300]}, "input[1]", "ask for truncation"),
         ({"input": [list(range(3, 200))]}, "input[0]", "197 tokens"),
+        ({"input": ["a", *range(3, 200)]}, "input", "; 'input' has"),
         ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
         ({"input": "a", "dimensions": 5}, "dimensions", "1 to 4"),
         ({"input": [[1, 99999]]}, "input[0][1]", "check_embedding_ctx_length=False"),

@@ -211,7 +211,7 @@ def read_text(value: Any, param: str) -> str:
 
 def name_in(param: str, value: object) -> Callable[[int], str]:
     """Return a function from the index of a text to its place in the body. `value` is the text, or a list of texts."""
-    is_list = isinstance(value, list) and not (value and type(value[0]) is int)
+    is_list = isinstance(value, list) and not any(type(item) is int for item in value)
     return (lambda index: f"{param}[{index}]") if is_list else (lambda _: param)
 
 
