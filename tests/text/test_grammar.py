@@ -179,7 +179,7 @@ def test_every_end_token_ends_an_answer_and_nothing_else_follows(grammars, token
             matcher = grammars.matcher(regex("the|then"))
             matcher.accept(spell(tokenizer, text))
             matcher.accept((end_id,))
-            assert allowed_ids(matcher) == [tokenizer.eos_token_ids[0]]
+            assert allowed_ids(matcher) == sorted(tokenizer.eos_token_ids)
 
 
 def spell(tokenizer, text):
@@ -701,6 +701,16 @@ def test_a_sampled_token_that_the_tokenizer_would_not_write_leaves_the_rest_to_i
 def test_the_tokenizer_s_own_end_is_forced_behind_a_complete_answer(grammars, tokenizer):
     assert forced_after(grammars, regex("the"), spell(tokenizer, "the")) == tokenizer.eos_token_ids[:1]
     assert forced_after(grammars, regex("the(n)?"), spell(tokenizer, "the")) == ()
+
+
+def test_the_end_is_forced_once(grammars, tokenizer):
+    matcher = grammars.matcher(regex("the"))
+    matcher.accept(spell(tokenizer, "the"))
+    matcher.accept(matcher.forced())
+    assert matcher.forced() == matcher.copy().forced() == ()
+    assert allowed_ids(matcher) == sorted(tokenizer.eos_token_ids)
+    matcher.accept(tokenizer.eos_token_ids[:1])
+    assert matcher.forced() == ()
 
 
 def test_forced_text_that_looks_like_a_special_token_is_spelled(grammars, tokenizer):

@@ -49,7 +49,7 @@ class GrammarTokens:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._end_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
+        self.end_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
         self._lock = threading.Lock()
         self._all = np.packbits(np.arange((vocab_size + 31) // 32 * 32) < vocab_size, bitorder="little")
         self._across: dict[str, Mapping[str, list[int]]] = {}
@@ -68,16 +68,16 @@ class GrammarTokens:
     def _build(self) -> tuple[LLTokenizer, NDArray[np.uint8]]:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        if not self._end_ids:
+        if not self.end_ids:
             raise wrong(
                 "This model has no end token, so an answer that follows a grammar could not end. Ask without one.",
             )
         tokens = [self._bytes_of(token_id) for token_id in range(self._vocab_size)]
         usable = np.zeros((self._vocab_size + 31) // 32 * 32, np.bool_)
         usable[: self._vocab_size] = [bool(token) for token in tokens]
-        usable[list(self._end_ids)] = True
+        usable[list(self.end_ids)] = True
         cutter = _Vocabulary(tokens, self.end_id, self._tokenizer, WeakMethod(self.cut_greedily))
-        vocabulary = LLTokenizer(TokenizerWrapper(cutter), eos_token=list(self._end_ids), slices=list(PIECES))
+        vocabulary = LLTokenizer(TokenizerWrapper(cutter), eos_token=list(self.end_ids), slices=list(PIECES))
         return vocabulary, np.packbits(usable, bitorder="little")
 
     def cut_greedily(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class GrammarTokens:
     @property
     def end_id(self) -> int:
         """Id of the token that ends a complete answer."""
-        return self._end_ids[0]
+        return self.end_ids[0]
 
     def spell(self, text: str) -> str:
         """Return Lark for a text: quoted strings, and special tokens by their ids, such as `<[151657]>`."""
@@ -133,7 +133,7 @@ class GrammarTokens:
         for bar in barred:
             mask &= ~np.frombuffer(bar, np.uint8)
         if not may_end:
-            for token_id in self._end_ids:
+            for token_id in self.end_ids:
                 mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
         return mask.tobytes()
 
@@ -353,7 +353,7 @@ class GrammarMatcher:
                 raise self._compiled.failure(self._inner)
             if self._forced and self._forced.popleft() == token_id and self._forced:
                 continue
-            self._forced = None
+            self._forced = deque() if token_id in self._compiled.tokens.end_ids else None
 
     def copy(self) -> GrammarMatcher:
         other = GrammarMatcher(self._inner.deep_copy(), self._compiled)
