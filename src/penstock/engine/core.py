@@ -338,7 +338,7 @@ def next_limit(request: Request) -> tuple[int, RejectReason] | None:
 
 
 def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestStats:
-    assert request.finish_reason is not None, "told at its end"
+    assert request.finish_reason is not None, "reported only at its end"
     return RequestStats(
         request_id=request.request_id,
         tenant=request.tenant,

@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 BROKEN = "the server could not compute which tokens the grammar allows; its log has the cause"
 BEHIND = " in the background"
-"""Appended to the tenant of background requests: their masks take no time from its other requests."""
+"""Appended to the tenant of background requests: the time for their masks is not charged to its other requests."""
 
 
 class Following:

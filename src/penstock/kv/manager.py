@@ -155,7 +155,7 @@ class KVManager:
             table.state = tuple(self._take(self.num_state_blocks))
             self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
             return tuple(table.block_ids)
-        # That a preempted request finds its own blocks does not show that others will.
+        # A preempted request that finds its own blocks again does not show that others will use them.
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
         for block_id in (*hit.held, *hit.state):  # first, since the allocations below could take these blocks
             self.pool.hold(block_id, rests=rests)
@@ -422,7 +422,7 @@ class KVManager:
     def _take(self, count: int, *, spills: bool = True) -> list[int]:
         """Allocate blocks. `spills`: the tier gets the lost contents before the next step. False for blocks filled earlier."""
         pool, tier = self.pool, self.tier if spills else None
-        # Blocks without content are taken first, then those of background requests. Neither is worth a slot.
+        # Blocks without content are taken first, then those of background requests. Neither is worth storing in the tier.
         num_lost = 0 if tier is None else pool.num_available - pool.num_cached + pool.group_size(BACKGROUND)
         taken = pool.allocate(count)
         if tier is not None:

@@ -13,7 +13,7 @@ from penstock.kv.block_table import TOKEN_BYTES, BlockTable, pack, token_slice
 from penstock.types.request import Request
 
 MIN_SAVED_BLOCKS = 4
-"""A state is saved at least so many blocks after the one before: fewer tokens are not worth its memory."""
+"""Least distance between two saved states, in blocks: a state is not worth its memory for fewer tokens."""
 
 
 class SavedStates:

@@ -33,9 +33,9 @@ class Running:
         self.num_background = 0
         self._protects_one = policies.background_share > 0 and max_rows > 1
         self._protected: Request | None = None
-        """The background request that waiting ones can't preempt, so that the background's share of the time has one to run."""
+        """A background request that waiting requests can't preempt. It uses the background's share of the time."""
         self._others_go_first = False
-        """The protected request left. Others that wait for a row, memory or an adapter's place go before the next one."""
+        """The protected request left. Requests that wait for a row, memory or an adapter join before the next is protected."""
         self.prefill_ns_per_token = 0.0
         """From steps without decodes; 0.0 before the first."""
         self._kv = kv
@@ -95,7 +95,7 @@ class Running:
 
     @property
     def yielding(self) -> Sequence[Request]:
-        """The running requests that any other may preempt: background requests, except the protected one."""
+        """Return the running requests that all others may preempt: background requests, except the protected one."""
         found, kept = self.of_class(background=True), self._protected_members
         return [request for request in found if request not in kept] if kept else found
 

@@ -143,7 +143,7 @@ class Route:
 
     @property
     def body_types(self) -> Sequence[Any]:
-        """The types of the union that `body` is, or `body` itself."""
+        """Return the types of the body: the members of a union, or the one type."""
         return () if self.body is None else get_args(self.body) or (self.body,)
 
 
@@ -177,5 +177,5 @@ class Api:
     stream_end: str = ""
     """The data of a stream's last event, if it is not JSON."""
     takes_any_type: bool = False
-    """Read bodies at the paths of `wording` as JSON, whatever their content type: users send them by plain `curl -d`."""
+    """Read bodies at the paths of `wording` as JSON, whatever their content type: plain `curl -d` sends another."""
     refused: Sequence[Refused] = ()

@@ -89,7 +89,7 @@ def find_served(name: str | None, deployment: Deployment) -> ServedModel:
 
 
 def allows(scope: Scope, *names: str) -> bool:
-    """Return whether the request's key allows one of these names themselves."""
+    """Return whether the request's key lists one of these names."""
     key = key_of(scope)
     return key is None or key.models is None or not {*names}.isdisjoint(key.models)
 

@@ -30,7 +30,7 @@ class Course:
     """The state of one request. The event loop writes it, and threads may read it."""
 
     is_background: bool = False
-    """A line of a batch, which the server itself asks."""
+    """A line of a batch, sent by the server itself."""
     response_name: str | None = None
     """The part after `resp_` of the response's id, if the request may be a repetition: the server repeats it after a restart,
     the client by `Idempotency-Key`."""
