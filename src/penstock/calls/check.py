@@ -68,7 +68,7 @@ def make_call(
     if isinstance(request, ChatRequest):
         max_tokens, conversation = request.max_tokens, request.conversation
         check_conversation(conversation, names)
-        told = tools_for_template(request.tools, names)
+        described = tools_for_template(request.tools, names)
         tools, grammar = _tool_use(request, dialect)
         budget = _reasoning_budget(request, dialect)
         if tools is not None:
@@ -77,7 +77,7 @@ def make_call(
             limit = "reasoning_effort" if request.max_reasoning_tokens is None else "max_reasoning_tokens"
             _check_combinations(request, names(limit), may_be_endless=True)
         variables = {**_reasoning_variables(request, dialect), **conversation.variables}
-        prompts = replace(conversation, variables=variables, tools=told if tools is not None else ())
+        prompts = replace(conversation, variables=variables, tools=described if tools is not None else ())
         if (tools is not None or dialect.reasoning is not None) and running.has_special_marks:
             sampling = replace(sampling, skip_special_tokens=False)  # the writer removes all but marks
     else:
@@ -292,7 +292,7 @@ def check_conversation(conversation: Conversation, names: Names) -> None:
 
 def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
     """Return the tools as chat templates take them (Hugging Face's form). Raises `Rejected` for wrong or repeated names."""
-    told: list[Mapping[str, Any]] = []
+    described: list[Mapping[str, Any]] = []
     found: set[str] = set()
     for index, tool in enumerate(tools):
         if not TOOL_NAME.fullmatch(tool.name):
@@ -303,8 +303,8 @@ def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Map
         if (tool.parameters or {}).get("type", "object") != "object":
             raise _invalid(names, ("tools", index, "parameters"), "must describe an object")
         fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        told.append({"type": "function", "function": {name: value for name, value in fields.items() if value is not None}})
-    return tuple(told)
+        described.append({"type": "function", "function": {name: value for name, value in fields.items() if value is not None}})
+    return tuple(described)
 
 
 def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | None, Grammar | None]:

@@ -65,9 +65,9 @@ def render_here(conversation: Conversation, running: RunningModel) -> TextPrompt
     now = template.now()
 
     def write(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        told, own = for_template(messages, tools, running.dialect)
+        rendered, own = for_template(messages, tools, running.dialect)
         return template.render(
-            told,
+            rendered,
             now,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,

@@ -181,13 +181,13 @@ class EngineMaker:
             self._draft = open_draft(small, seat_of(blueprint, self._resources), self.tokenizer.vocab_size, self.clock)
         scheduler = Scheduler(
             executor.capacity,
-            self.blueprint.policies.make(),
-            enable_prefix_caching=self.blueprint.has_prefix_caching,
+            blueprint.policies.make(),
+            enable_prefix_caching=blueprint.has_prefix_caching,
             tier=build_tier(self._stores[-1]),
-            most_step_ns=partial(self._resources.most_step_ns, self.blueprint.name),
-            others_serve=partial(self._resources.others_serve, self.blueprint.name),
+            most_step_ns=partial(self._resources.most_step_ns, blueprint.name),
+            others_serve=partial(self._resources.others_serve, blueprint.name),
             adapters=self.adapters,
-            max_adapters=self.blueprint.lora.max_loras,
+            max_adapters=blueprint.lora.max_loras,
             drafter=self._draft,
         )
         journal = ObserverGroup(journals) if len(journals) > 1 else next(iter(journals), None)

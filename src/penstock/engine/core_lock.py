@@ -32,13 +32,13 @@ class CoreLock:
         self._clock = clock
         self._lock = threading.Lock()
         self._readers = threading.Lock()
-        self._are_wanted = False
+        self._has_waiting_reader = False
         self._inside_since_ns: int | None = None
         """When the engine thread entered the executor; None outside."""
         self._is_abandoned = False
 
     def __enter__(self) -> None:
-        if self._are_wanted:  # Steps of microseconds would otherwise follow each other so closely that no reader gets in.
+        if self._has_waiting_reader:  # Steps of microseconds would else follow each other so closely that no reader gets in.
             with self._readers:
                 pass
         self._lock.acquire()
@@ -70,9 +70,9 @@ class CoreLock:
         if not self._readers.acquire(timeout=READ_TIMEOUT_S):
             raise TimeoutError("another reader holds the core lock")
         try:
-            self._are_wanted = True
+            self._has_waiting_reader = True
             has_lock = self._lock.acquire(timeout=READ_TIMEOUT_S)
-            self._are_wanted = False
+            self._has_waiting_reader = False
             if not has_lock:
                 raise TimeoutError("the engine thread holds the core lock")
             try:

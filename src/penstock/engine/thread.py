@@ -166,7 +166,7 @@ class Engine:
         if self._thread.is_alive():
             _logger.error("step %s did not come back; the executor stays open", self._step_ids())
             return False
-        self._close_executor()
+        self._close_parts()
         self._stepper.close()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
@@ -228,7 +228,7 @@ class Engine:
             self._stop()
         except Abandoned:
             _logger.warning("the step that did not come back has come back; its executor is freed")
-            self._close_executor()
+            self._close_parts()
         except BaseException as error:  # A dead thread must not leave anyone waiting, whatever killed it.
             self._fail(error)
 
@@ -264,7 +264,7 @@ class Engine:
 
     # The end.
 
-    def _close_executor(self) -> None:
+    def _close_parts(self) -> None:
         self.blocks.close()
         if self._transfers is not None:
             self._transfers.close()

@@ -26,7 +26,7 @@ TAIL = bytes(HASH_BYTES)
 MAX_CHILDREN = 8
 """Blocks compared with a prompt: the newest with the same parent and first token."""
 MAX_REMEMBERED = 1024
-"""First blocks and conversations remembered. Evicted blocks: eight times as many."""
+"""Most first blocks and most conversations remembered. The limit for evicted blocks is eight times as high."""
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
 MAX_MARKS = 4
@@ -197,7 +197,7 @@ class PrefixCache:
         # Hashes are chained: if two are equal, so are all before them.
         return bisect_left(range(min(len(own), len(others))), True, key=lambda idx: own[idx] != others[idx])
 
-    def _num_common(self, one: Request, other: Request) -> int:
+    def _num_common_tokens(self, one: Request, other: Request) -> int:
         """Return how many tokens at the beginning of two requests are equal. At least one of each is not counted."""
         for request in (one, other):
             self._tables[request.request_id].hash_blocks(request, request.num_tokens // self._block_size, self._block_size)
@@ -310,7 +310,7 @@ class PrefixCache:
     def _mark_for_save(self, leader: Request, request: Request) -> bool:
         """Have the state saved where the leader's common prefix with a request ends. Return False if that is not worth it."""
         assert self._states is not None, "asked for a model with states"
-        table, position = self._tables[leader.request_id], self._num_common(request, leader)
+        table, position = self._tables[leader.request_id], self._num_common_tokens(request, leader)
         if position - table.saved_at < self._states.min_gap or (len(table.marks) >= MAX_MARKS and position not in table.marks):
             return False
         table.marks.add(position)

@@ -40,7 +40,7 @@ from penstock.types.stats import PlanNews, StepCounts, WaitReason
 MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
 MAX_RESENT_BIASES = 1024
-"""Requests with more logit biases get no forced tokens: these would send the request again in full, with its biases."""
+"""Requests with more logit biases get no forced tokens: forcing a token sends the whole request again, with its biases."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,9 @@ class Scheduler:
         self.groups = Groups(capacity.block_size)
         self._running = Running(self.kv, policies, self._queues, self.groups, capacity, max_rows=self.max_rows)
         self._has_drafter = drafter is not None
-        self._guessing = Guessing(policies.guesser, self.kv, capacity, drafter) if self._may_guess else None
+        has_source = policies.guesser.is_on or drafter is not None
+        can_guess = has_source and capacity.checks_guesses and policies.gate.is_continuous
+        self._guessing = Guessing(policies.guesser, self.kv, capacity, drafter) if can_guess else None
         self._padding = Padding(capacity, self._running.release)
         self.adapters = Adapters(self.kv, self._running, self._queues, adapters, max_adapters)
         self._joining, self._background_joining = [
@@ -129,11 +131,6 @@ class Scheduler:
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
-
-    @property
-    def _may_guess(self) -> bool:
-        has_source = self._policies.guesser.is_on or self._has_drafter
-        return has_source and self.capacity.checks_guesses and self._policies.gate.is_continuous
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         """Return when the gate, other models or pending adapter loads require the next `schedule`, or None."""
@@ -190,40 +187,41 @@ class Scheduler:
     # requests come and go
 
     def add(self, request: Request, now_ns: int) -> Rejected | None:
+        """Queue a request. Return why it is refused, or None."""
         rejected = refusal(request, self.capacity) or self._refuse_beams(request)
-        if rejected is None:
-            progress.limit(request, max_total_tokens(request, self.capacity))
-            if request.adapter is not None:
-                rejected = self.adapters.refusal(request) or self.adapters.want(request.adapter)
-        if rejected is None:
-            if request.predicted_new_tokens is None and not request.background:
-                request.predicted_new_tokens = self._policies.predictor.predict(request)
-            first = request if request.sampling.beams is None else self.groups.add(request)
-            if first is not None:
-                self._queues.of(first).push(first, now_ns)
-            self._num_requests += 1
-            self._num_background += request.background
-        return rejected
+        if rejected is not None:
+            return rejected
+        progress.limit(request, max_total_tokens(request, self.capacity))
+        if request.adapter is not None:
+            rejected = self.adapters.refusal(request) or self.adapters.want(request.adapter)
+            if rejected is not None:
+                return rejected
+        if request.predicted_new_tokens is None and not request.background:
+            request.predicted_new_tokens = self._policies.predictor.predict(request)
+        first = request if request.sampling.beams is None else self.groups.add(request)
+        if first is not None:
+            self._queues.of(first).push(first, now_ns)
+        self._num_requests += 1
+        self._num_background += request.background
+        return None
 
     def _refuse_beams(self, request: Request) -> Rejected | None:
         beams = request.sampling.beams
         if beams is None:
             return None
+        detail = ""
         if self.capacity.num_state_blocks:
             detail = "Beam search is not available: this model has a recurrent state, which beams can't share."
-            return Rejected(RejectReason.INVALID, detail)
-        if not self._is_continuous:
+        elif not self._is_continuous:
             detail = "Beam search needs --batching continuous: its rows come and go, and a static or dynamic batch is fixed."
-            return Rejected(RejectReason.INVALID, detail)
-        if beams.width > self.max_rows:
+        elif beams.width > self.max_rows:
             detail = (
                 f"A beam search of width {beams.width} needs as many rows, but at most {self.max_rows} run at once. "
                 f"Ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
             )
-            return Rejected(RejectReason.INVALID, detail)
-        if self.groups.is_broken(request):
-            return Rejected(RejectReason.INVALID, "Another request of this beam search ended before this one arrived.")
-        return None
+        elif self.groups.is_broken(request):
+            detail = "Another request of this beam search ended before this one arrived."
+        return Rejected(RejectReason.INVALID, detail) if detail else None
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -256,7 +254,7 @@ class Scheduler:
         self.kv.fence(request.request_id, self._flights[-1].step_id)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
-        """Return waiting requests to refuse, with reasons: the adapter was not loaded in time, or does not fit beside them."""
+        """Return waiting requests to refuse, with reasons: the adapter failed, loads too long, or does not fit beside them."""
         return self.adapters.refused(now_ns) if self._queues.has_aside else ()
 
     # schedule
@@ -549,7 +547,7 @@ class Scheduler:
             self._padding.fail(failures)
         if grouped:
             for answer in self._beams.choose(now_ns):
-                self._tell(answer, outcome, now_ns)
+                self._end_beam(answer, outcome, now_ns)
         return outcome
 
     def max_forced(self, request_id: str) -> int:
@@ -610,7 +608,7 @@ class Scheduler:
             event = TokenEvent(member.request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail)
             outcome.events.append(event)
 
-    def _tell(self, answer: Answer, outcome: StepOutcome, now_ns: int) -> None:
+    def _end_beam(self, answer: Answer, outcome: StepOutcome, now_ns: int) -> None:
         request, token_ids = answer.request, answer.token_ids
         progress.replace_output(request, token_ids)
         num_cached = request.num_cached_tokens

@@ -70,7 +70,7 @@ async def open_call(
     if course.routed is None or course.routed.ensemble is None:
         call, more = await made(http.scope)
         _note_model(call, http)
-        opened = await begin(call, in_flight, http)
+        opened = await _run_until_kept(call, in_flight, http)
     else:
         opened, call, more = await _of_ensemble(made, course.routed, course.routed.ensemble, in_flight, http)
     await _check(call, opened, http)
@@ -145,7 +145,7 @@ async def _of_ensemble(
     _note_model(call, http)
     if not is_one_answer(call):
         course.routed = replace(routed, model=first, why="not one answer alone")
-        return await begin(call, in_flight, http), call, more
+        return await _run_until_kept(call, in_flight, http), call, more
     opened: dict[str, RunningCall] = {}
     texts: dict[str, str] = {}
 
@@ -201,7 +201,7 @@ def _ends_all(error: ApiError | Rejected | ModelAway) -> bool:
     return isinstance(error, Rejected) and error.reason in TENANT_REASONS
 
 
-async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
+async def _run_until_kept(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
     """Run a call, and wait until its route has decided to keep the answer. Raises `ApiError`, `Rejected` and `Unsure`."""
     opened = await unless_gone(http, run(call, in_flight))
     note_call(http.scope, in_flight, opened)
