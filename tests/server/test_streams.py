@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock import fast_json
-from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
+from penstock.engine.bridge import MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.http.connection import MIN_BYTES_PER_CHECK, Exchange
 from support.server.harness import GatedExecutor, LiveServer, running, until
 from support.server.waits import set_waits
@@ -127,7 +127,7 @@ async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched
             await until(lambda: server.runtime.engine.load().num_running == 0)
             largest_event = max(map(len, watched.pieces))
             assert max(watched.num_buffered_bytes) <= largest_event + len(b"fffff\r\n\r\n")
-            assert max(watched.num_chunks) <= _MERGE_ABOVE_CHUNKS
+            assert max(watched.num_chunks) <= MERGE_ABOVE_CHUNKS
             num_written_while_unread = sum(map(len, watched.pieces))
             answer = await asyncio.wait_for(read_answer(unread), 20)
     said = [token for event in events(answer.decode()) for token in event["choices"][0]["logprobs"]["tokens"]]

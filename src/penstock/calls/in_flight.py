@@ -19,7 +19,7 @@ from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import RunningModel
-from penstock.engine.bridge import Stream, merge_chunks
+from penstock.engine.bridge import MERGE_ABOVE_CHUNKS, Stream, merge_chunks
 from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
 from penstock.obs.explain.explanation import (
@@ -44,8 +44,6 @@ _MAX_LOOKED_AT = 1000
 """Most ended calls searched for those of one owner."""
 _LEAST_TOLD_NS = 1_000_000
 """Explanations leave out shorter times for which an answer was held back."""
-_MERGE_ABOVE_CHUNKS = 64
-"""Mean number of chunks per choice above which `_hold` merges them. Merging at each step would copy all tokens each time."""
 
 
 class Chosen(NamedTuple):
@@ -229,7 +227,9 @@ class RunningCall:
 
     async def begin(self, num_tokens: int) -> list[OutputChunk]:
         """Wait until each choice has `num_tokens` tokens or has ended. Return the chunks, as `next_chunks` will again."""
-        return await self._hold(lambda chunk: not _goes_on(chunk, num_tokens), lambda _: False)
+        return await self._hold(
+            lambda chunk: chunk.finish_reason is not None or chunk.num_generated_tokens >= num_tokens, lambda _: False
+        )
 
     async def whole(self, is_enough: Callable[[Sequence[OutputChunk]], bool] = lambda _: False) -> list[OutputChunk]:
         """Wait until all choices have ended, and return them in order. `next_chunks` returns them again.
@@ -249,7 +249,7 @@ class RunningCall:
         while going and (chunks := await self.stream.next_chunks()):
             self._count(chunks)
             begun += chunks
-            if len(begun) > _MERGE_ABOVE_CHUNKS * len(self.engine_ids):
+            if len(begun) > MERGE_ABOVE_CHUNKS * len(self.engine_ids):
                 begun = merge_chunks(begun)
             if done := [chunk.request_id for chunk in chunks if is_done(chunk)]:
                 going.difference_update(done)
@@ -477,10 +477,6 @@ class InFlight:
         if len(self._landed) > landed.journal.max_ended:
             oldest = self._landed.popleft()
             _take(self._landed_of, oldest.terms.request_id, oldest)
-
-
-def _goes_on(chunk: OutputChunk, num_tokens: int) -> bool:
-    return chunk.finish_reason is None and chunk.num_generated_tokens < num_tokens
 
 
 def _put(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:

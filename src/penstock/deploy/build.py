@@ -22,7 +22,7 @@ from penstock.deploy.start_log import log_kv, log_model
 from penstock.deploy.tiers import open_host_memory, open_store
 
 if TYPE_CHECKING:
-    from penstock.deploy.adapters import AdapterReader, Adapters
+    from penstock.deploy.adapters import AdapterReader
     from penstock.deploy.running import ModelInfo, RunningModel
     from penstock.engine.ports import BlockStore, Executor
     from penstock.models.adapter import AdapterPacker
@@ -79,7 +79,9 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
             model.spec.vocab_size,
         )
     if maker.adapters is not None:
-        _connect(maker.adapters, blueprint.lora.max_lora_rank, model, executor, blueprint.adapters.num_bytes)
+        packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
+        read = adapter_reader(blueprint.lora.max_lora_rank, model)
+        maker.adapters.connect(read, packer, max_bytes=blueprint.adapters.num_bytes)
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # only of backends that convert weights
     template = None if chat_template is None else chat_template.source
     info = _model_info(blueprint, model, executor, template)
@@ -122,14 +124,11 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         return running
 
 
-def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Executor, max_bytes: int) -> None:
-    """Connect the registry of adapters to this model, without keeping a reference to the model's weights."""
-    packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
-    adapters.connect(adapter_reader(max_rank, model), packer, max_bytes=max_bytes)
-
-
 def adapter_reader(max_rank: int, model: LoadedModel) -> AdapterReader:
-    """Return a function that reads an adapter, and raises ModelError for one that the model can't have."""
+    """Return a function that reads an adapter, and raises ModelError for one that the model can't have.
+
+    The function does not keep the model's weights alive.
+    """
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 

@@ -28,8 +28,9 @@ from penstock.types.stats import EngineLoad
 
 _log = logging.getLogger(__name__)
 
-_MERGE_ABOVE_CHUNKS = 64
-"""A reader that lags further behind gets its chunks merged, so that it needs little more memory than its output."""
+MERGE_ABOVE_CHUNKS = 64
+"""Chunks are merged above this mean number per request, so that a reader that lags behind needs little more memory than its
+output. Merging at each step would copy all tokens each time."""
 
 
 class EnginePort(Protocol):
@@ -193,7 +194,7 @@ class Stream:
         self._chunks: list[OutputChunk] = []
         self._waiter: asyncio.Future[None] | None = None
         self._is_cancelled = False
-        self._merge_above = _MERGE_ABOVE_CHUNKS * len(request_ids)
+        self._merge_above = MERGE_ABOVE_CHUNKS * len(request_ids)
 
     @property
     def is_cancelled(self) -> bool:

@@ -185,7 +185,7 @@ class _Stream:
         """Return the chunk of one event. It has a finish reason if the event or its text ends the request."""
         is_first = self._detokenizer is None
         if is_first:
-            self._open()
+            self._begin()
         text, num_shown, end = self._read(event)
         chunk = OutputChunk(
             event.request_id,
@@ -204,10 +204,8 @@ class _Stream:
             chunk.finish_reason, chunk.stop_reason = FinishReason.STOP, end
         elif end is not None:
             chunk.finish_reason, chunk.stop_reason = end, None
-        if is_first:
-            self._tell_times(chunk)
-        if chunk.finish_reason is not None:
-            self._close(chunk)
+        if is_first or chunk.finish_reason is not None:
+            self._add_facts(chunk)
         return chunk
 
     def fail(self, event: TokenEvent) -> OutputChunk:
@@ -217,10 +215,10 @@ class _Stream:
     def error(self, detail: str, at_ns: int) -> OutputChunk:
         chunk = OutputChunk(self._request.request_id, "", (), (), at_ns, num_generated_tokens=self._num_generated)
         chunk.finish_reason, chunk.detail = FinishReason.ERROR, detail
-        self._close(chunk)
+        self._add_facts(chunk)
         return chunk
 
-    def _open(self) -> None:
+    def _begin(self) -> None:
         # Not in __init__: a failure here must end this request only.
         sampling = self._request.sampling
         self._detokenizer = self._make_detokenizer(sampling.skip_special_tokens)
@@ -235,12 +233,11 @@ class _Stream:
         if self.before:
             self._read(TokenEvent(self._request.request_id, self.before, 0))
 
-    def _close(self, chunk: OutputChunk) -> None:
-        chunk.num_cached_tokens = self._request.num_cached_tokens
-        self._tell_times(chunk)
-
-    def _tell_times(self, chunk: OutputChunk) -> None:
-        chunk.first_scheduled_ns, chunk.first_token_ns = self._request.first_scheduled_ns, self._request.first_token_ns
+    def _add_facts(self, chunk: OutputChunk) -> None:
+        """Add what only first and last chunks have."""
+        request = self._request
+        chunk.num_cached_tokens = request.num_cached_tokens
+        chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
 
     def _read(self, event: TokenEvent) -> tuple[str, int, _End]:
         """Return (new text, number of the event's tokens that count, how the text ended the request)."""

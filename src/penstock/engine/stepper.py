@@ -61,7 +61,7 @@ class Stepper:
         self._core = core
         self._executor = executor
         self._clock = clock
-        self._tell = tell
+        self._report = tell
         self._transfers = transfers
         self._poll_aborts = poll_aborts
         self._collect = collect or executor.collect
@@ -179,11 +179,11 @@ class Stepper:
         (events, now_ns), self._unreported = self._unreported, ([], 0)
         if events:
             began_ns = self._clock.now_ns()
-            self._tell(events, now_ns)
+            self._report(events, now_ns)
             self._output_ns += self._clock.now_ns() - began_ns
 
     def close(self) -> None:
-        self._tell = _tell_nobody
+        self._report = lambda _events, _now_ns: None
 
     def forget(self) -> None:
         """Drop the steps in flight without their results, after the executor failed."""
@@ -200,7 +200,3 @@ class Stepper:
             assert flight.ticket is not None, "it was submitted"
             self._executor.restrict(flight.ticket, self._core.following.masks(flight.plan, self._clock))
             flight.awaits_masks = False
-
-
-def _tell_nobody(_events: list[TokenEvent], _now_ns: int) -> None:
-    pass

@@ -60,7 +60,8 @@ class ChatTemplate:
         Raises `ConfigError` if the template is not valid Jinja2, with the line, or reaches a limit when it is compiled.
         """
         self.source = source
-        self._now = now
+        self.now = now
+        """The template's clock."""
         self._max_s = max_s
         self._max_memory_bytes = max_memory_bytes
         self._max_chars = max_chars
@@ -95,10 +96,6 @@ class ChatTemplate:
             return _cut_at_mark(self._render(marked, now, variables, add_generation_prompt=False), last["content"])
         return self._render(messages, now, variables, add_generation_prompt=add_generation_prompt)
 
-    def now(self) -> datetime:
-        """Return the time by the template's clock."""
-        return self._now()
-
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -115,7 +112,7 @@ class ChatTemplate:
             | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         )
         try:
-            question = json.dumps({"variables": given, "now": (now or self._now()).isoformat()}).encode()
+            question = json.dumps({"variables": given, "now": (now or self.now()).isoformat()}).encode()
         except RecursionError as error:
             raise wrong("The messages are nested too deeply for the chat template.", "messages") from error
         with self._lock:
