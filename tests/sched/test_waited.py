@@ -38,7 +38,7 @@ def test_the_budget_is_asked_though_all_rows_sit_out() -> None:
     scheduler = Scheduler(CAPACITY, make_policies(budget=budget))
     scheduler.add(make_request("one", 2, max_tokens=40), 0)
     for now_ns in range(1, 7):
-        plan = scheduler.schedule(now_ns, sitting_out={"one"})
+        plan = scheduler.schedule(now_ns, ({"one"}, ()))
         assert plan is not None
         assert len(plan.rows) == 1
         tokens = {row.request_id: (7,) for row in plan.rows}

@@ -110,7 +110,7 @@ class EngineCore:
         """Return the plan of the next step. Return None if there is nothing to compute, or a step in flight must be finished
         first."""
         turns = self.following.turns
-        plan = self.scheduler.schedule(now_ns, turns.sitting_out, turns.sitting_out_alone)
+        plan = self.scheduler.schedule(now_ns, (turns.sitting_out, turns.sitting_out_alone, ()))
         news = self.scheduler.news
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for

@@ -41,6 +41,8 @@ MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
 MAX_RESENT_BIASES = 1024
 """Requests with more logit biases get no forced tokens: forcing a token sends the whole request again, with its biases."""
+ALL_RUN: Sequence[Collection[str]] = ((),)
+"""The attempts of `schedule` if no request must sit out."""
 
 
 @dataclass(slots=True)
@@ -259,13 +261,11 @@ class Scheduler:
 
     # schedule
 
-    def schedule(
-        self, now_ns: int, sitting_out: Collection[str] = (), sitting_out_alone: Collection[str] = ()
-    ) -> StepPlan | None:
+    def schedule(self, now_ns: int, attempts: Sequence[Collection[str]] = ALL_RUN) -> StepPlan | None:
         """Return the plan of the next step. Return None if there is nothing to compute, or a step in flight must be committed
         first.
 
-        Requests in `sitting_out` get no row if others have one. Those in `sitting_out_alone` get one only if no request has.
+        `attempts` are sets of requests that get no row, the last one empty. The next is tried if no request got a row.
         """
         self._share.pass_time(now_ns, has_work=self._has_background)
         if self._yields_until_ns is not None:
@@ -274,7 +274,7 @@ class Scheduler:
         if self._yields_until_ns is not None:
             self.news = PlanNews(now_ns, WaitReason.NOTHING, (), ())
             return None
-        plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
+        plan = self._schedule(now_ns, attempts if self._is_continuous else ALL_RUN)
         if self.adapters.seen:
             self.adapters.forget_seen()
         return plan
@@ -288,27 +288,27 @@ class Scheduler:
             return False
         return self._num_requests == self._num_background and self._others_serve(now_ns)
 
-    def _schedule(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
+    def _schedule(self, now_ns: int, attempts: Sequence[Collection[str]]) -> StepPlan | None:
         if not self._flights:
-            return self._plan(now_ns, sitting_out, sitting_out_alone)
+            return self._plan(now_ns, attempts)
         assert len(self._flights) == 1, "two steps are in flight"
         if not self._needs_preemption and self._ahead.begin():
             try:
                 if not self._joining.must_preempt(now_ns):
-                    return self._plan(now_ns, sitting_out, sitting_out_alone)
+                    return self._plan(now_ns, attempts)
             finally:
                 self._ahead.end()
         self.news = PlanNews(now_ns, self.news.waits_for, (), ())
         return None
 
-    def _plan(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
+    def _plan(self, now_ns: int, attempts: Sequence[Collection[str]]) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._queues.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
         draft, fills = self._begin_draft(now_ns), self._is_continuous and self._has_background
         self._joining.wakeup_ns = self._background_joining.wakeup_ns = None
         if fills and self._share.is_owed:
-            self._fill(draft, sitting_out, sitting_out_alone)
+            self._fill(draft, attempts)
             others = self._running.of_class(background=False)
             draft.counts.rested = [*draft.counts.rested, *[request.request_id for request in others]]
             if not draft.rows:  # without the blocks and rows promised to background requests
@@ -316,11 +316,11 @@ class Scheduler:
             elif len(self._queues.waiting):
                 draft.counts.waits_for = draft.counts.waited_for or WaitReason.TOKENS
         if not draft.rows:
-            self._serve(draft, self._joining_batch, sitting_out, sitting_out_alone)
+            self._serve(draft, self._joining_batch, attempts)
             if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
                 self._running.protect_next()
             if fills:
-                self._fill(draft, sitting_out, sitting_out_alone)
+                self._fill(draft, attempts)
         self._needs_preemption = draft.needs_preemption
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
@@ -351,9 +351,7 @@ class Scheduler:
         is_next = not len(self._running) and not len(self._queues.waiting)
         return self._background_joining if is_under_way or is_next else self._joining
 
-    def _serve(
-        self, draft: StepDraft, joining: Joining, sitting_out: Collection[str], sitting_out_alone: Collection[str]
-    ) -> None:
+    def _serve(self, draft: StepDraft, joining: Joining, attempts: Sequence[Collection[str]]) -> None:
         """Plan the rows of one class of requests, and ask the budget for the tokens of their prompts."""
         counts, running = draft.counts, self._running.of_class(background=joining.is_background)
         draft.gate = joining.ask_gate(draft.now_ns)
@@ -363,14 +361,14 @@ class Scheduler:
             if draft.rows:
                 return
             running = self._running.of_class(background=joining.is_background)
-        prefills = self._extending.decodes(draft, running, sitting_out)
+        prefills = self._extending.decodes(draft, running, attempts[0])
         if len(prefills) > 1:
             prefills = joining.rank(prefills, draft.now_ns)
         if draft.rows or prefills or counts.sat_out or len(joining.waiting):
             draft.limits = self._ask_budget(counts, prefills)
         if not is_alone and (prefills or len(joining.waiting)):  # else there is nothing to share out, as in most steps
             self._share_out(draft, joining, prefills)
-        for fewer in (sitting_out_alone, ()):
+        for fewer in attempts[1:]:
             if counts.sat_out and not draft.rows:  # no other request has a row
                 self._extending.decodes(draft, running, fewer)
 
@@ -384,7 +382,7 @@ class Scheduler:
             with_rows = {row.request_id for row in draft.rows}
             draft.counts.rested = [request.request_id for request in running if request.request_id not in with_rows]
 
-    def _fill(self, draft: StepDraft, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> None:
+    def _fill(self, draft: StepDraft, attempts: Sequence[Collection[str]]) -> None:
         """Plan rows of background requests with the tokens that other requests left, up to the budget's `fill_tokens`."""
         counts, running = draft.counts, self._running.of_class(background=True)
         num_before, waits_for, sat_out, rested = counts.num_tokens, counts.waits_for, counts.sat_out, counts.rested
@@ -400,7 +398,7 @@ class Scheduler:
         if waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.LOADING):
             # Background requests do not use up the other resources, or return them when they are preempted.
             counts.waits_for = WaitReason.NOTHING
-        for fewer in (sitting_out, sitting_out_alone, ()):
+        for fewer in attempts:
             most = min(int(num_left / limits.decode_tokens), self.capacity.max_step_tokens - num_before)
             most = max(0 if draft.rows else 1, most)
             self._extending.decodes(draft, running, fewer, most=most)
