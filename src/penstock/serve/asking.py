@@ -193,15 +193,15 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     for served, adapters in owners:
         if (adapter := adapters.known(name or "")) is not None:
             return served, adapter
-    looked_up = course.looked_up
-    if looked_up is not None and looked_up[1] is not None and looked_up[1][0] not in there:
-        looked_up = None  # its model was replaced or removed since
-    if looked_up is not None and looked_up[0] == name:
-        if looked_up[1] is not None:
-            return looked_up[1]
-    elif any(adapters.may_find(name or "") for _, adapters in owners):
+    searched, found = course.looked_up or (None, None)
+    if found is not None and found[0] not in there:  # its model was replaced or removed since
+        searched = None
+    is_searched = searched is not None and searched == name
+    if is_searched and found is not None:
+        return found
+    if not is_searched and any(adapters.may_find(name or "") for _, adapters in owners):
         raise NameUnknown(name or "")
-    raise _not_found(name, deployment, is_no_adapter=looked_up is not None and looked_up[0] == name)
+    raise _not_found(name, deployment, is_no_adapter=is_searched)
 
 
 def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool = False) -> ApiError:
