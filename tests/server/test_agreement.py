@@ -20,7 +20,7 @@ from penstock.deploy.routes import Route
 from penstock.engine.ports import OutputChunk
 from penstock.routes.prices import Bill, Price
 from penstock.serve import answering
-from penstock.serve.routed import Routed
+from penstock.serve.course import Routed
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import HashModel
 from penstock.types.request import FinishReason

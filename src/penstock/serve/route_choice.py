@@ -15,11 +15,10 @@ from penstock.deploy.routes import Learned, Route
 from penstock.routes.questions import texts_in
 from penstock.serve.asking import models_of, visible_names
 from penstock.serve.bodies import load_json
-from penstock.serve.course import course_of
+from penstock.serve.course import Routed, course_of
 from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import model_not_found, stays_here, unavailable
 from penstock.serve.questions import QuestionReader
-from penstock.serve.routed import Routed
 from penstock.serve.terms import claim_of
 from penstock.serve.trials import Agreement, FirstTokens, Odds, Trial, Verification
 from penstock.serve.verdicts import Verdicts

@@ -26,13 +26,12 @@ from penstock.deploy.off_loop import in_daemon
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.obs.trace_context import Span
 from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
-from penstock.serve.course import course_of
+from penstock.serve.course import Routed, course_of
 from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, TENANT_REASONS, ApiError, shorten, status_of, unavailable
 from penstock.serve.http.checks import JsonEndpoint, add_header, identity_of, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.pipelines import PipelineFiller
 from penstock.serve.route_choice import RouteChooser
-from penstock.serve.routed import Routed
 from penstock.serve.terms import read_owner, read_terms
 from penstock.serve.trials import Unsure
 from penstock.types.adapter import AdapterRef
