@@ -209,7 +209,9 @@ def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(penstock: Pe
     assert "PENSTOCK_API_KEY is set, but empty" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["PENSTOCK_API_KEY_FILE", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_SSL_CERTFILE"])
+@pytest.mark.parametrize(
+    "name", ["PENSTOCK_API_KEY_FILE", "PENSTOCK_API_KEYS_FILE", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_SSL_CERTFILE"]
+)
 def test_a_variable_for_a_file_of_keys_or_a_certificate_is_not_empty(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is set, but empty"):
         check_access(ServerConfig(), {name: ""})

@@ -11,8 +11,10 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget
+from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve.http.checks import KeyRing
@@ -241,6 +243,17 @@ def test_a_new_file_counts_at_once_and_a_bad_one_not_at_all(file, monkeypatch, c
         wait_until(lambda: caplog.text.count("stays in force") == 2)
         assert status(server, "bob") == 200
     assert "secret" not in caplog.text
+
+
+def test_a_new_file_without_a_key_whose_requests_must_stay_here_is_not_used(file, monkeypatch, caplog):
+    set_waits(monkeypatch, watch_every_s=0.02)
+    stays_here = UpstreamConfig(name="far", url="http://localhost:1/v1", model="m", never_keys=("alice",))
+    more = {"upstreams": [stays_here], "routes": [Route(name="auto", models=("far", "toy"))]}
+    with running(config=config(write(file)), more=more) as server:
+        file.write_text(file.read_text().replace('name = "alice"', 'name = "alice-2"'))
+        wait_until(lambda: "stays in force" in caplog.text)
+        assert "names the API key 'alice', which the server does not have" in caplog.text
+        assert status(server, "alice") == 200
 
 
 def test_a_hangup_reads_keys_and_limits_again(file, monkeypatch):

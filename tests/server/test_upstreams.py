@@ -298,6 +298,8 @@ async def test_keys_limits_hold_there_too(near, tmp_path: Path) -> None:
         assert [one.status_code for one in found] == [200, 200, 429]
         assert "2 requests per minute" in found[2].text
         assert len(server.asked) == 2
+        metrics = (await client.get("/metrics", headers={"Authorization": "Bearer the-key-of-a"})).text
+        assert 'upstream_requests_total{result="refused",upstream="far"} 1.0' in metrics
 
 
 async def test_a_stream_costs_its_key_tokens_whether_the_server_counts_them_or_not(near, tmp_path: Path) -> None:

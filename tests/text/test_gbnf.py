@@ -47,6 +47,7 @@ ws    ::= [ \t\n]*
         ('root ::= x{2,3} y{2,} z{1}\nx ::= "a"|\ny::=[0-9] z ::= "\\x21"', ["aa12!", "12!"], ["1!", "aaaa12!"]),
         ('root ::= (a-rule | b_rule)*\na-rule ::= "\\u00e9\\U0001F600"\nb_rule ::= "/\\"\\n"', ["", 'é😀/"\n'], ["é"]),
         ("root ::= .*", ["", "a\nb"], []),
+        ('root ::= -id-kv 2fa\n-id-kv ::= "a"\n2fa ::= "b"', ["ab"], ["a"]),  # so llama.cpp names a property `_id`
     ],
 )
 def test_answers_are_those_that_the_rules_have(source, answers, others):

@@ -14,7 +14,7 @@ from penstock.admission.ask import Ask, DoorView, Refusal
 from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
 from penstock.admission.tenants import Account, Demand, Tenants
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
-from penstock.types.errors import Rejected, RejectReason, counted
+from penstock.types.errors import TENANT_REASONS, Rejected, RejectReason, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
@@ -117,8 +117,6 @@ class Admission:
         if ask.background:
             return Place(self._view(ask, load, now_ns, is_expected=True), None)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
-        if promise is None:
-            self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
         is_limited = ask.is_limited and (self._has_tenant_limits or ask.limits is not None)
         refusal = (
@@ -128,6 +126,8 @@ class Admission:
             or check_queue_delay(view, self.margin.factor)
             or (check_kv_headroom(view, self.limits.kv_headroom) if self.limits.kv_headroom else None)
         )
+        if promise is None and (refusal is None or refusal.reason not in TENANT_REASONS):
+            self.on_call(now_ns)
         if refusal is not None:
             raise self._rejected(refusal, view, promise)
         if promise is not None:

@@ -128,6 +128,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str], upstreams: Se
     for variable, is_given, effect, remedy in (
         ("PENSTOCK_API_KEY", has_keys, "would be open to everyone", "Give a key"),
         ("PENSTOCK_API_KEY_FILE", has_keys, "would be open to everyone", "Name a file"),
+        ("PENSTOCK_API_KEYS_FILE", has_keys, "would be open to everyone", "Name a file"),
         ("PENSTOCK_ADMIN_API_KEY", bool(config.admin_api_keys), "would have no admin key", "Give a key"),
         ("PENSTOCK_SSL_CERTFILE", bool(config.ssl_certfile), "would speak plain HTTP", "Name a file"),
     ):

@@ -25,13 +25,13 @@ from penstock.serve.asking import Asked, PipelineOpen, Reader
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.course import COURSE_KEY, Routed, course_of
 from penstock.serve.ensembles import Ensemble
-from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST, TENANT_REASONS, ApiError, status_of
+from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST, ApiError, status_of
 from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, unless_gone
 from penstock.serve.http.entries import Entry, entry_of, note_model
 from penstock.serve.streams import NewWriter, respond
 from penstock.serve.terms import read_owner
 from penstock.serve.trials import is_one_answer, said_in, whole_answer
-from penstock.types.errors import ModelAway, Rejected
+from penstock.types.errors import TENANT_REASONS, ModelAway, Rejected
 
 _T = TypeVar("_T")
 

@@ -24,8 +24,6 @@ STATUS_CLIENT_CLOSED_REQUEST = 499
 
 BUSY_STATUSES = (429, 502, 503, 504)
 """Statuses of a busy or failing server: a batch retries the line, and a route tries its next model."""
-TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
-"""Refusals because of the client's own limits. A route then tries no other model."""
 
 NO_RETRY = {"x-should-retry": "false"}
 """Header that stops OpenAI's and Anthropic's clients from retrying where another try would not change the answer."""

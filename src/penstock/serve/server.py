@@ -27,7 +27,7 @@ from typing import Any
 import penstock
 from penstock import fast_json
 from penstock.config import ServerConfig
-from penstock.config.keys import ApiKey, api_keys, exposed_paths, key_paths
+from penstock.config.keys import ApiKey, api_keys, check_never_keys, exposed_paths, key_paths
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
@@ -162,8 +162,13 @@ class Server:
             read = partial(server_context, config.ssl_certfile, config.ssl_keyfile)
             found.append(Watched("the TLS certificate", paths, read=read, use=self.acceptor.use_tls))
         if paths := key_paths(config):
-            found.append(Watched("the file of API keys", paths, read=partial(api_keys, config), use=self._use_keys))
+            found.append(Watched("the file of API keys", paths, read=self._read_keys, use=self._use_keys))
         return found
+
+    def _read_keys(self) -> Sequence[ApiKey]:
+        keys = api_keys(self._config)
+        check_never_keys(self._deployment.upstreams.values(), keys)
+        return keys
 
     def _use_keys(self, keys: Sequence[ApiKey]) -> None:
         assert self._keys is not None  # a server without keys has no file of them

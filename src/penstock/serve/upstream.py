@@ -151,10 +151,12 @@ class Upstream:
         if terms.background:  # lines of batches leave half of the places to others
             most = max(1, most // 2)
         if self._is_draining:
+            self.results["refused"] += 1
             raise unavailable("The server is shutting down.")
         num_tokens = question.num_prompt_tokens + question.num_new_tokens
         demand = Demand(terms.owner.tenant, terms.limits, 1, num_tokens, began_ns)
         if terms.limits is not None and (refusal := self._tenants.refusal(demand)) is not None:
+            self.results["refused"] += 1
             wait_s = None if refusal.wait_ns is None else refusal.wait_ns / 1e9
             raise Rejected(refusal.reason, refusal.detail, retry_after_s=wait_s)
         if self._num_open >= most:

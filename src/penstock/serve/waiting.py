@@ -27,7 +27,7 @@ from penstock.deploy.running import RunningModel, ServedModel
 from penstock.obs.trace_context import Span
 from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
 from penstock.serve.course import Routed, course_of
-from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, TENANT_REASONS, ApiError, shorten, status_of, unavailable
+from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, ApiError, shorten, status_of, unavailable
 from penstock.serve.http.checks import JsonEndpoint, add_header, identity_of, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.pipelines import PipelineFiller
@@ -35,7 +35,7 @@ from penstock.serve.route_choice import RouteChooser
 from penstock.serve.terms import read_owner, read_terms
 from penstock.serve.trials import Unsure
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import ConfigError, ModelAway, NameUnknown, PutOff, Rejected, RejectReason
+from penstock.types.errors import TENANT_REASONS, ConfigError, ModelAway, NameUnknown, PutOff, Rejected, RejectReason
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream

@@ -35,7 +35,7 @@ MAX_PASSES = 32
 MAX_TERMINAL_DEPTH = 150
 """Most rules nested in a terminal: llguidance recurses for each."""
 
-_NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 _NOTATION = re.compile(rf"(?m)^[ \t]*{_NAME}[ \t]*::=")
 _TOKEN = re.compile(
     rf"""(?P<space>(?:\s|\#[^\n]*)+)

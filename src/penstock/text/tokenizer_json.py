@@ -121,9 +121,9 @@ def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
 def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
     steps, pending = [], [part] if part else []
     while pending:
-        step = pending.pop(0)
+        step = pending.pop()
         if members in step:
-            pending = [*step[members], *pending]
+            pending += reversed(step[members])
         else:
             steps.append(step)
     return steps

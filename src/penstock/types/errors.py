@@ -93,6 +93,10 @@ class RejectReason(StrEnum):
         return self in (RejectReason.DEADLINE, RejectReason.QUEUE_TIMEOUT, RejectReason.FIRST_TOKEN_TIMEOUT)
 
 
+TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
+"""Refusals because of the client's own limits, however much of the server is free."""
+
+
 class Rejected(PenstockError):
     """A request refused before it produced anything: the user's error, or no capacity."""
 
