@@ -529,7 +529,6 @@ class Deployment:
             if wish is None or not wish.is_background:
                 return
             del self._wanted[served]
-        _log.info("%s is not loaded for background requests: others use the models in its place", served.name)
         detail = f"There is no room for {served.name} beside the models that people use."
         wish.future.set_exception(PutOff(RejectReason.UNAVAILABLE, detail, retry_after_s=PUT_OFF_S))
 
