@@ -347,7 +347,7 @@ def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int, guess
     if sit_out:
         schedule, turn = core.scheduler.schedule, count()
         names = [one.request_id for one in requests if one.tenant == "a"]
-        core.scheduler.schedule = lambda now_ns, *_: schedule(now_ns, names if next(turn) % 3 else ())
+        core.scheduler.schedule = lambda now_ns, *_: schedule(now_ns, (names if next(turn) % 3 else (), (), ()))
     run_to_completion(core, HashExecutor(capacity, depth=depth), *map(Add, requests))
     for tenant in "abc":
         own = [request for request in requests if request.tenant == tenant]
