@@ -122,6 +122,7 @@ def test_a_run_that_is_asked_to_end_is_interrupted(source: Path, tmp_path: Path,
         await running
 
     try:
+        signal.signal(number, signal.SIG_DFL)  # these tests may run under `nohup`, whose programs ignore SIGHUP
         command._hear_ends_as_interrupts()
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(end_soon())
