@@ -205,7 +205,7 @@ def test_background_requests_unload_no_model_that_people_used_lately() -> None:
     cast(Any, a.engine).load = lambda: load
     refused = world.deployment.want(world.of["b"], is_background=True)
     world.deployment.tend()
-    with pytest.raises(Rejected, match="no room for b beside the models that people use"):
+    with pytest.raises(Rejected, match="b can't be loaded while other models"):
         refused.result(0)
     load = EngineLoad(served_ns=world.clock.now_ns())
     world.clock.advance(PEOPLE_STAY_NS - 1)

@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.jobs import store
+from penstock.serve.errors import ApiError
 from penstock.serve.jobs import files as module
+from penstock.serve.jobs.form import Form
 from penstock.types.request import Owner
 from support.failing_disk import open_files
 from support.server.harness import make_client, make_runtime, wait_until
 from support.server.jobs import begun, impatient, line, serving
+from support.work_time import thread_s
 
 FILES = "/v1/files"
 BOUNDARY = "XyZ"
@@ -248,6 +251,16 @@ def test_a_broken_form_is_refused_and_leaves_nothing(jobs, client, data, at_once
 def test_another_type_of_body_is_refused(jobs, client, kind):
     answer = httpx.post(f"{jobs.url}{FILES}", content=form(PURPOSE, FILE), headers={"Content-Type": kind.encode("latin-1")})
     assert (answer.status_code, "form" in answer.text) == (400, True)
+
+
+def test_a_long_content_type_takes_no_long_time():
+    """Within the limit for headers. The standard library takes seconds for all of it."""
+
+    def read():
+        with pytest.raises(ApiError):
+            Form('multipart/form-data; boundary="' + 60_000 * ";")
+
+    assert thread_s(read) < 0.5
 
 
 @pytest.mark.parametrize(

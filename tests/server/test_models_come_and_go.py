@@ -240,7 +240,7 @@ async def test_a_line_of_a_batch_takes_no_model_from_those_who_use_it():
             not_by_another = await lines.post("/v1/completions", json=ASK | {"model": "auto"})
         assert not_by_another.status_code == 503
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "60"), refused.text
-        assert "There is no room for b beside the models that people use." in refused.text
+        assert "b can't be loaded while other models, which people use, need the memory." in refused.text
         assert world.num_loads == 1
 
 

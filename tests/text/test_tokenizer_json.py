@@ -11,6 +11,7 @@ from penstock.text.chat import ChatTemplate
 from penstock.text.gguf_vocab import build_backend
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError, Rejected, RejectReason
+from support.work_time import growth
 
 TEXTS = ["the cat and the hat 12345", "  été 👍  ", "<|start|>the<think>x<|end|>", "東京 banana cabana", ""]
 
@@ -31,6 +32,16 @@ def llama_decoder(*, strip: bool):
 @pytest.fixture
 def byte_level_file(tmp_path, byte_level_vocab):
     return write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel())
+
+
+def test_nested_steps_take_linear_time(byte_level_vocab, tmp_path):
+    def load(count):
+        steps = {"type": "Sequence", "normalizers": count * [{"type": "Sequence", "normalizers": []}]}
+        load_tokenizer(
+            write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), normalizer=steps), eos_token_ids=(0,)
+        )
+
+    assert growth(load, 10_000) < 9
 
 
 def test_byte_level_file_gives_the_same_tokens_and_texts_as_the_vocabulary(byte_level_file, byte_level_vocab):

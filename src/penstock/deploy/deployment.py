@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 RETRY_NS = 10_000_000_000
 """Time after a failed load in which requests for the model are refused."""
 PUT_OFF_S = 60.0
-"""Time until background requests try again after they found no room beside the models that people use."""
+"""Time until background requests try again to have their model loaded."""
 TEND_AGAIN_NS = 1_000_000_000
 """Time until the keeper tries again after an unexpected error."""
 
@@ -256,7 +256,7 @@ class Deployment:
     def want(self, served: ServedModel, *, is_background: bool = False) -> Future[RunningModel]:
         """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`.
 
-        For background requests, it fails with `PutOff` if there is no room beside the models that people use.
+        A load for background requests alone fails with `PutOff` rather than unload a model that people use.
         """
         with self._changed:
             if served not in self.served:
@@ -435,11 +435,12 @@ class Deployment:
                 if room_bytes < 0:
                     chosen = leavers(-room_bytes, self.served, self.clock.now_ns(), for_background=is_background)
                     if not isinstance(chosen, tuple):
-                        due_ns += [] if chosen is None else [chosen]
+                        if chosen is not None:
+                            due_ns.append(chosen)
+                        elif is_background:
+                            self._put_off(served)
                         if not is_background:
                             break
-                        if chosen is None:
-                            self._put_off(served)
                         room_bytes += share.num_bytes
                         continue
                     room_bytes += self._make_room(served, chosen)
@@ -529,7 +530,7 @@ class Deployment:
             if wish is None or not wish.is_background:
                 return
             del self._wanted[served]
-        detail = f"There is no room for {served.name} beside the models that people use."
+        detail = f"{served.name} can't be loaded while other models, which people use, need the memory."
         wish.future.set_exception(PutOff(RejectReason.UNAVAILABLE, detail, retry_after_s=PUT_OFF_S))
 
     def _begin_unload(self, served: ServedModel, reason: UnloadReason) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.deploy.running import ModelState, ServedModel
-from penstock.types.stats import EngineLoad
+from penstock.sched.background import serve_people
 
 MIN_STAY_NS = 10_000_000_000
 """Least time that a model in use stays loaded."""
@@ -72,9 +72,9 @@ def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
 
 
 def _serves_people(one: ServedModel, now_ns: int) -> bool:
-    """Return whether the model has requests other than background ones, or had some or was loaded within `PEOPLE_STAY_NS`."""
-    load = EngineLoad() if one.running is None else one.running.engine.load()
-    return bool(load.num_running or load.num_waiting) or now_ns - max(load.served_ns, one.people_ns) < PEOPLE_STAY_NS
+    """Return whether people use the model, or have used it or had it loaded within `PEOPLE_STAY_NS`."""
+    loads = [] if one.running is None else [one.running.engine.load()]
+    return now_ns - one.people_ns < PEOPLE_STAY_NS or serve_people(loads, now_ns, within_ns=PEOPLE_STAY_NS)
 
 
 def _last_use(one: ServedModel) -> tuple[bool, int, str]:

@@ -353,6 +353,7 @@ class GrammarMatcher:
                 raise self._compiled.failure(self._inner)
             if self._forced and self._forced.popleft() == token_id and self._forced:
                 continue
+            # After the end nothing is forced: the inner matcher would force the end again and again.
             self._forced = deque() if token_id in self._compiled.tokens.end_ids else None
 
     def copy(self) -> GrammarMatcher:
