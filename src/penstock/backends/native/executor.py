@@ -147,7 +147,7 @@ class NativeExecutor:
         )
         self._placed: dict[int, tuple[int, ...]] = {}  # adapter number -> block ids
         self._engine.settle()
-        self._rows = RowTable(
+        self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,
             block_size=block_size,
             max_rows=max_rows,
@@ -175,6 +175,12 @@ class NativeExecutor:
         if self._opened is None:
             raise ValueError("the executor is closed")
         return self._opened
+
+    @property
+    def _rows(self) -> RowTable:
+        if self._opened_rows is None:
+            raise ValueError("the executor is closed")
+        return self._opened_rows
 
     @property
     def depth(self) -> int:
@@ -415,7 +421,7 @@ class NativeExecutor:
         self._flight = None
         if self._opened is not None:
             self._opened.abandon_step()
-        self._opened = self._kv_file = None
+        self._opened = self._opened_rows = self._kv_file = None
 
 
 def _sizes(shape: KvShape) -> tuple[int, int, int]:
