@@ -23,6 +23,7 @@ from penstock.serve.server import Server
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.server.errors import check
+from support.server.files import put
 from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until, wait_until
 from support.server.waits import set_waits
 
@@ -231,12 +232,12 @@ def test_a_new_file_counts_at_once_and_a_bad_one_not_at_all(file, monkeypatch, c
     set_waits(monkeypatch, watch_every_s=0.02)
     with running(config=config(write(file))) as server:
         assert (status(server, "alice"), status(server, "bob")) == (200, 401)
-        file.write_text(FILE)
+        put(file, FILE)
         wait_until(lambda: status(server, "bob") == 200)
-        file.write_text("[[keys]]\n")
+        put(file, "[[keys]]\n")
         wait_until(lambda: "stays in force" in caplog.text)
         assert (status(server, "alice"), status(server, "bob")) == (200, 200)
-        file.write_text(FILE[FILE.rindex("\n[[keys]]") :])
+        put(file, FILE[FILE.rindex("\n[[keys]]") :])
         wait_until(lambda: status(server, "alice") == 401)
         assert status(server, "bob") == 200
         file.unlink()
@@ -250,7 +251,7 @@ def test_a_new_file_without_a_key_whose_requests_must_stay_here_is_not_used(file
     stays_here = UpstreamConfig(name="far", url="http://localhost:1/v1", model="m", never_keys=("alice",))
     more = {"upstreams": [stays_here], "routes": [Route(name="auto", models=("far", "toy"))]}
     with running(config=config(write(file)), more=more) as server:
-        file.write_text(file.read_text().replace('name = "alice"', 'name = "alice-2"'))
+        put(file, file.read_text().replace('name = "alice"', 'name = "alice-2"'))
         wait_until(lambda: "stays in force" in caplog.text)
         assert "names the API key 'alice', which the server does not have" in caplog.text
         assert status(server, "alice") == 200

@@ -22,6 +22,7 @@ from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.http.tls import server_context
 from penstock.types.errors import ConfigError, PenstockError
+from support.server.files import put
 from support.server.harness import running, wait_until
 from support.server.waits import set_waits
 
@@ -83,7 +84,7 @@ def test_files_that_do_not_belong_together_leave_the_old_ones_in_force(tmp_path,
     key, paper = make_certificate(tmp_path)
     with serving(key, paper) as server:
         old = text_of(paper)
-        Path(paper).write_text("no certificate\n")
+        put(Path(paper), "no certificate\n")
         wait_until(lambda: "stays in force" in caplog.text)
         assert presented(server) == old
         assert caplog.text.count("stays in force") == 1
