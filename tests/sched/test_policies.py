@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, StepLimits, VictimView, loads_back
 from penstock.sched.policies.budgets import DecodeFirst, HoldLatency, WholePrompts
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
 from penstock.sched.policies.reserves import FirstChunk, NoEvict, PredictedOutput, Watermark, WholePrompt
 from penstock.sched.policies.victims import VICTIMS, Cheapest, LatestArrived, LeastComputed, LowestPriority
+from penstock.sched.step_builder import StepBuilder
 from penstock.testing import make_request
 from penstock.types.errors import ConfigError
 from penstock.types.request import Request
@@ -39,36 +39,36 @@ def budget_view(**fields: int) -> BudgetView:
     return BudgetView(**(values | fields), last_step=None)
 
 
-def draft(limits: StepLimits, **counts: int) -> StepDraft:
-    return StepDraft(0, limits, GateDecision(0), counts=StepCounts(**counts))
+def step(limits: StepLimits, **counts: int) -> StepBuilder:
+    return StepBuilder(0, limits, GateDecision(0), counts=StepCounts(**counts))
 
 
 def test_prefills_may_fill_the_step() -> None:
     limits = DecodeFirst().limits(budget_view())
     assert limits.max_tokens == 512
-    assert draft(limits).chunk(1000) == 512
+    assert step(limits).chunk(1000) == 512
 
 
 @pytest.mark.parametrize(("num_behind", "chunk"), [(99, 99), (100, 100), (101, 100), (1000, 100)])
 def test_chunks_of_long_prefills_are_limited_by_the_threshold(num_behind: int, chunk: int) -> None:
     limits = DecodeFirst(long_prefill_token_threshold=100).limits(budget_view())
-    assert draft(limits).chunk(num_behind) == chunk
+    assert step(limits).chunk(num_behind) == chunk
 
 
 def test_a_chunk_takes_what_decodes_and_others_have_left() -> None:
     limits = DecodeFirst(long_prefill_token_threshold=100).limits(budget_view())
-    assert draft(limits, num_tokens=450).chunk(1000) == 62
+    assert step(limits, num_tokens=450).chunk(1000) == 62
 
 
 def test_a_prompt_that_must_not_be_split_waits_for_a_step_with_room() -> None:
     limits = WholePrompts().limits(budget_view())
-    assert draft(limits, num_tokens=100, num_decodes=8).chunk(412) == 412
-    assert draft(limits, num_tokens=100, num_decodes=8).chunk(413) == 0
+    assert step(limits, num_tokens=100, num_decodes=8).chunk(412) == 412
+    assert step(limits, num_tokens=100, num_decodes=8).chunk(413) == 0
 
 
 def test_a_prompt_that_no_step_has_room_for_is_split_after_all() -> None:
     limits = WholePrompts().limits(budget_view())
-    assert draft(limits, num_tokens=8, num_decodes=8).chunk(1000) == 504
+    assert step(limits, num_tokens=8, num_decodes=8).chunk(1000) == 504
 
 
 def test_the_watermark_keeps_a_share_of_the_pool_free() -> None:

@@ -19,10 +19,10 @@ from math import log
 
 from penstock.kv.manager import KVManager
 from penstock.sched import progress
-from penstock.sched.draft import StepDraft
 from penstock.sched.drafting import Drafter, Drafting
 from penstock.sched.policies.base import Guess, Guesser, StepRecord
 from penstock.sched.policies.guessers import NoGuesses
+from penstock.sched.step_builder import StepBuilder
 from penstock.types.errors import PolicyError
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
@@ -121,19 +121,19 @@ class Guessing:
         self.failure: PolicyError | None = None
         """The error for which the guesser was turned off, or None."""
 
-    def widen(self, draft: StepDraft, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
-        """Add guesses to a draft's decodes while the step and the pool have room. Return them by request id."""
+    def widen(self, step: StepBuilder, running: Mapping[str, Request]) -> dict[str, tuple[int, ...]]:
+        """Add guesses to a step's decodes while the step and the pool have room. Return them by request id."""
         self._made.clear()
         self.drafting_ns = 0
         is_plain = self._steps_since_plain >= PLAIN_PERIOD - 1
-        is_possible = draft.num_decode_rows and self._line.num_steps and self._num_left(draft) > 0
-        if not is_possible or is_plain or self._price(draft.counts) >= 1.0:
+        is_possible = step.num_decode_rows and self._line.num_steps and self._num_left(step) > 0
+        if not is_possible or is_plain or self._price(step.counts) >= 1.0:
             self._steps_since_plain = 0
             return {}
         found: list[tuple[int, Guess, float]] = []
         could_have: list[tuple[int, int]] = []
-        has_others = draft.counts.num_background_tokens < draft.counts.num_tokens
-        for idx, row in enumerate(draft.rows[: draft.num_decode_rows]):
+        has_others = step.counts.num_background_tokens < step.counts.num_tokens
+        for idx, row in enumerate(step.rows[: step.num_decode_rows]):
             request = running[row.request_id]
             if has_others and request.background:  # their guesses would take others' time
                 continue
@@ -147,19 +147,19 @@ class Guessing:
                 weight = record.weight(guess.num_matched)
                 if weight > 0:
                     found.append((idx, guess, weight))
-        nums = self._nums(draft.counts, found)
+        nums = self._nums(step.counts, found)
         if self._drafting is not None:
-            found, nums = self._draft(self._drafting, draft, running, could_have, found, nums)
-        guesses = self._plan(draft, running, found, nums, self._num_left(draft))
+            found, nums = self._draft(self._drafting, step, running, could_have, found, nums)
+        guesses = self._plan(step, running, found, nums, self._num_left(step))
         self._steps_since_plain = self._steps_since_plain + 1 if guesses else 0
         return guesses
 
-    def _num_left(self, draft: StepDraft) -> int:
+    def _num_left(self, step: StepBuilder) -> int:
         """Return how many guesses the step has room for, within its token budget and its time limit."""
-        limits, counts = draft.limits, draft.counts
+        limits, counts = step.limits, step.counts
         num_left = min(self._capacity.max_step_tokens, limits.max_tokens) - counts.num_tokens
         most_ns = limits.most_ns - self.drafting_ns - self._step_ns(counts, 0)
-        return max(0, int(min(num_left, draft.num_scored_left, most_ns / self._line.position_ns)))
+        return max(0, int(min(num_left, step.num_scored_left, most_ns / self._line.position_ns)))
 
     def _ask(self, request: Request, most: int) -> Guess | None:
         """Return the guesser's answer. A guesser that fails is not called again: requests continue without guesses."""
@@ -181,7 +181,7 @@ class Guessing:
     def _draft(
         self,
         drafting: Drafting,
-        draft: StepDraft,
+        step: StepBuilder,
         running: Mapping[str, Request],
         could_have: Sequence[tuple[int, int]],
         found: Sequence[tuple[int, Guess, float]],
@@ -191,7 +191,7 @@ class Guessing:
 
         `could_have`: (index of a row, guesses that it can have).
         """
-        requests = {idx: running[draft.rows[idx].request_id] for idx, _ in could_have}
+        requests = {idx: running[step.rows[idx].request_id] for idx, _ in could_have}
         matches = {
             idx: (guess, weight, num)
             for (idx, guess, weight), num in zip(found, nums, strict=True)
@@ -200,8 +200,8 @@ class Guessing:
         num_guesses = sum([num for _, _, num in matches.values()])
         num_right = sum([_num_right(weight, num) for _, weight, num in matches.values()])
         rows = [(requests[idx], most) for idx, most in could_have if idx not in matches]
-        num_tokens, step_ns = draft.counts.num_tokens + num_right, self._step_ns(draft.counts, num_guesses)
-        drafts = drafting.draft(rows, num_tokens, step_ns, self._line.position_ns, draft.limits.most_ns)
+        num_tokens, step_ns = step.counts.num_tokens + num_right, self._step_ns(step.counts, num_guesses)
+        drafts = drafting.draft(rows, num_tokens, step_ns, self._line.position_ns, step.limits.most_ns)
         self.drafting_ns = drafting.spent_ns
         chosen = {idx: (guess, weight, num) for (idx, guess, weight), num in zip(found, nums, strict=True)}
         for idx, request in requests.items():
@@ -228,18 +228,18 @@ class Guessing:
 
     def _plan(
         self,
-        draft: StepDraft,
+        step: StepBuilder,
         running: Mapping[str, Request],
         found: Sequence[tuple[int, Guess, float]],
         nums: Sequence[int],
         num_left: int,
     ) -> dict[str, tuple[int, ...]]:
-        kv, counts, guesses, num_wanted = self._kv, draft.counts, dict[str, tuple[int, ...]](), sum(nums)
+        kv, counts, guesses, num_wanted = self._kv, step.counts, dict[str, tuple[int, ...]](), sum(nums)
         # Each running row may need a block for its next token.
-        num_spare = kv.pool.num_available - draft.num_promised_blocks - len(running)
+        num_spare = kv.pool.num_available - step.num_promised_blocks - len(running)
         num_asked = num_given = 0
         for (idx, guess, _), wanted in zip(found, nums, strict=True):
-            row, request = draft.rows[idx], running[draft.rows[idx].request_id]
+            row, request = step.rows[idx], running[step.rows[idx].request_id]
             if num_wanted > num_left:
                 num_asked += wanted
                 wanted = num_asked * num_left // num_wanted - num_given
@@ -250,7 +250,7 @@ class Guessing:
             if blocks is None or num <= 0:
                 continue
             num_spare -= len(blocks)
-            draft.rows[idx] = RowPlan(row.request_id, row.context_len, 1 + num, (*row.new_block_ids, *blocks), 1 + num)
+            step.rows[idx] = RowPlan(row.request_id, row.context_len, 1 + num, (*row.new_block_ids, *blocks), 1 + num)
             progress.plan(request, 1 + num)
             guesses[row.request_id] = tuple(guess.token_ids[:num])
             self._made[row.request_id] = guess.num_matched, num

@@ -13,11 +13,11 @@ from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
 from penstock.sched import progress
 from penstock.sched.adapters import Adapters
 from penstock.sched.choosing.groups import Groups
-from penstock.sched.draft import Candidate, StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
 from penstock.sched.queue import AwaitedAdapter, Follower, WaitingQueue
 from penstock.sched.running import Running
+from penstock.sched.step_builder import Candidate, StepBuilder
 from penstock.types.errors import PolicyError
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Admission, PreemptReason, WaitReason
@@ -60,19 +60,19 @@ class Joining:
         """Return whether the first waiting request needs a preemption, which a step planned ahead can't make. O(running)."""
         if not len(self.waiting) or not (self._order.is_preemptive or self._running.num_background):
             return False
-        draft = StepDraft(now_ns, StepLimits(UNLIMITED), CLOSED, is_ahead=True)
-        request = self._next_waiting(self.waiting.peek(now_ns), draft)
-        return request is not None and self._needs_preemption(request, draft)
+        step = StepBuilder(now_ns, StepLimits(UNLIMITED), CLOSED, is_ahead=True)
+        request = self._next_waiting(self.waiting.peek(now_ns), step)
+        return request is not None and self._needs_preemption(request, step)
 
-    def _needs_preemption(self, request: Request, draft: StepDraft) -> bool:
+    def _needs_preemption(self, request: Request, step: StepBuilder) -> bool:
         running = self._running
-        if not self._lower(request, draft):
+        if not self._lower(request, step):
             return False
         tier = self._kv.tier
-        if tier is not None and tier.is_awaited_by(request.request_id, draft.now_ns):  # running requests continue meanwhile
+        if tier is not None and tier.is_awaited_by(request.request_id, step.now_ns):  # running requests continue meanwhile
             return False
-        draft.num_promised_blocks = running.num_missing_blocks(background=False)
-        self._keep_places(draft)
+        step.num_promised_blocks = running.num_missing_blocks(background=False)
+        self._keep_places(step)
         packed, ref = None, request.adapter
         if ref is not None:
             packed, is_awaited = self._adapters.look_up(request, ref)
@@ -81,7 +81,7 @@ class Joining:
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
         candidate = Candidate(request, hit, query_len, packed)
-        return not self._has_room_for(candidate, draft) and bool(self._candidate_victims(candidate, draft))
+        return not self._has_room_for(candidate, step) and bool(self._candidate_victims(candidate, step))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """Ask the gate policy how many requests may join. If it calls a batch, only requests of that batch join."""
@@ -123,126 +123,126 @@ class Joining:
                 num_before[other.request_id] -= outranks(first, other, now_ns)
         return ranked
 
-    def keep_tokens(self, draft: StepDraft, request: Request) -> None:
+    def keep_tokens(self, step: StepBuilder, request: Request) -> None:
         """Reserve a share of the step's tokens for long prefills, if `request` passes one that it does not outrank."""
-        draft.num_kept_tokens = 0
-        if draft.late and request not in draft.late:
-            assert draft.limits.long_prefill_share is not None, "else none is late"
-            if not all(self._order.outranks(request, long, draft.now_ns) for long in draft.late):
-                draft.num_kept_tokens = draft.limits.long_prefill_share
+        step.num_kept_tokens = 0
+        if step.late and request not in step.late:
+            assert step.limits.long_prefill_share is not None, "else none is late"
+            if not all(self._order.outranks(request, long, step.now_ns) for long in step.late):
+                step.num_kept_tokens = step.limits.long_prefill_share
 
-    def admit(self, draft: StepDraft, before: Request | None = None) -> None:
+    def admit(self, step: StepBuilder, before: Request | None = None) -> None:
         """Admit requests that the gate has let in before, and as many new ones as it allows now.
 
         `before`: a running prefill. Only requests that get tokens before this prefill are admitted.
         """
-        counts = draft.counts
-        if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
+        counts = step.counts
+        if step.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # a request waits for a resource, and later ones must not overtake it
-        if self.is_background and draft.preemptions:
+        if self.is_background and step.preemptions:
             return
-        if before is not None and not self._has_ranks and before not in draft.late:
+        if before is not None and not self._has_ranks and before not in step.late:
             return
         has_lower = self._order.is_preemptive or (self._running.num_background > 0 and not self.is_background)
         may_preempt = has_lower and not self._padding.is_active
         preemptor: Request | None = None
-        while draft.has_tokens and (may_preempt or not self._is_full(draft)):
-            fresh = self._fresh(draft)
-            request = self._next_waiting(fresh, draft) if preemptor is None else preemptor
+        while step.has_tokens and (may_preempt or not self._is_full(step)):
+            fresh = self._fresh(step)
+            request = self._next_waiting(fresh, step) if preemptor is None else preemptor
             preemptor = None
-            if request is None or (before is not None and not self._goes_before(request, before, draft)):
+            if request is None or (before is not None and not self._goes_before(request, before, step)):
                 return
-            self.keep_tokens(draft, request)
-            if draft.tokens_left == 0:
+            self.keep_tokens(step, request)
+            if step.tokens_left == 0:
                 return
             packed, ref = None, request.adapter
             if ref is not None:
                 packed, is_awaited = self._adapters.look_up(request, ref)
                 if is_awaited:
-                    if not self._step_aside(request, self._adapters.wait(ref, draft.now_ns), fresh, draft):
+                    if not self._step_aside(request, self._adapters.wait(ref, step.now_ns), fresh, step):
                         return
                     continue
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
-            if awaited is not None and not self._goes_past(request, awaited.leader, draft):
-                if not self._step_aside(request, awaited, fresh, draft):
+            if awaited is not None and not self._goes_past(request, awaited.leader, step):
+                if not self._step_aside(request, awaited, fresh, step):
                     return
                 continue
             num_behind = request.num_tokens - hit.num_tokens
-            is_long = draft.is_long(num_behind)
-            if is_long and request.status is RequestStatus.WAITING and not self._may_start_long(request, draft):
-                self.waiting.hold_back(request, draft.now_ns)
-                draft.set_aside.append((request.request_id, WaitReason.TOKENS))
-                draft.num_let_in += request is fresh
+            is_long = step.is_long(num_behind)
+            if is_long and request.status is RequestStatus.WAITING and not self._may_start_long(request, step):
+                self.waiting.hold_back(request, step.now_ns)
+                step.set_aside.append((request.request_id, WaitReason.TOKENS))
+                step.num_let_in += request is fresh
                 continue
-            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, draft)
-            query_len = draft.chunk_of(request, hit.num_tokens) if has_tokens else 0
+            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, step)
+            query_len = step.chunk_of(request, hit.num_tokens) if has_tokens else 0
             if query_len == 0:
                 counts.waits_for = WaitReason.TOKENS
                 return
             candidate = Candidate(request, hit, query_len, packed)
-            if not self._has_room_for(candidate, draft):
-                if not may_preempt or not self._preempt_one(candidate, draft):
+            if not self._has_room_for(candidate, step):
+                if not may_preempt or not self._preempt_one(candidate, step):
                     return
                 preemptor = request  # try it again before its victim: its prefix hit may have changed
                 continue
-            if self._waits_for_load(request, hit, draft):
+            if self._waits_for_load(request, hit, step):
                 return
-            self._admit(candidate, draft)
+            self._admit(candidate, step)
             if is_long:
-                draft.long_prefills.append(request)
-            draft.num_let_in += request is fresh
+                step.long_prefills.append(request)
+            step.num_let_in += request is fresh
 
-    def admit_texts(self, draft: StepDraft) -> None:
+    def admit_texts(self, step: StepBuilder) -> None:
         """Admit input texts (embedded or scored whole in one step) while the step has tokens."""
-        counts, pool = draft.counts, self._kv.pool
-        while draft.has_tokens and not self._is_full(draft):
-            fresh = self._fresh(draft)
-            request = self._next_waiting(fresh, draft)
+        counts, pool = step.counts, self._kv.pool
+        while step.has_tokens and not self._is_full(step):
+            fresh = self._fresh(step)
+            request = self._next_waiting(fresh, step)
             if request is None:
                 return
             if not pool.num_available:
                 counts.waits_for = WaitReason.MEMORY
                 return
-            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, draft)
-            if not has_tokens or not draft.chunk(request.num_tokens):
+            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, step)
+            if not has_tokens or not step.chunk(request.num_tokens):
                 counts.waits_for = WaitReason.TOKENS
                 return
-            self._admit(Candidate(request, NO_HIT, request.num_tokens), draft)
-            draft.num_let_in += request is fresh
+            self._admit(Candidate(request, NO_HIT, request.num_tokens), step)
+            step.num_let_in += request is fresh
 
-    def waits_for(self, draft: StepDraft) -> WaitReason:
+    def waits_for(self, step: StepBuilder) -> WaitReason:
         """Return why the first request that still waits could not join."""
         if not len(self.waiting):
             return WaitReason.NOTHING
-        waits_for = draft.counts.waits_for
+        waits_for = step.counts.waits_for
         if waits_for in (WaitReason.LOADING, WaitReason.ADAPTER, WaitReason.ROWS, WaitReason.MEMORY):
             return waits_for
-        if waits_for is WaitReason.NOTHING and draft.preemptions and not draft.admissions:
+        if waits_for is WaitReason.NOTHING and step.preemptions and not step.admissions:
             return WaitReason.MEMORY
         if len(self.waiting.aside) == len(self.waiting):  # ask before `_is_full`, which counts the rows kept for these
             num_adapters = sum(1 for _ in self.waiting.adapters_aside)
             return WaitReason.ADAPTER if num_adapters == len(self.waiting) else WaitReason.PREFIX
-        if self._is_full(draft):
+        if self._is_full(step):
             return WaitReason.ROWS
-        is_short_of_tokens = draft.tokens_left == 0 or waits_for is WaitReason.TOKENS or self.waiting.num_held_back
+        is_short_of_tokens = step.tokens_left == 0 or waits_for is WaitReason.TOKENS or self.waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
-    def call_back(self, draft: StepDraft) -> None:
+    def call_back(self, step: StepBuilder) -> None:
         """Queue requests set aside again once their prefix or adapter is ready. Keep rows and blocks for the others."""
-        self.waiting.call_back(self._keep_places(draft))
+        self.waiting.call_back(self._keep_places(step))
 
-    def _keep_places(self, draft: StepDraft) -> list[Follower]:
+    def _keep_places(self, step: StepBuilder) -> list[Follower]:
         """Keep rows and blocks for requests set aside. Return those whose prefix or adapter is ready."""
         ready: list[Follower] = []
         if not self.waiting.aside:
             return ready
-        are_late = self._adapters.are_late(draft.now_ns)
+        are_late = self._adapters.are_late(step.now_ns)
         for follower in self.waiting.aside:
             if not self._is_awaiting(follower):
                 ready.append(follower)
             elif not are_late or isinstance(follower.awaited, Awaited):
-                self._keep_place(follower, draft)
+                self._keep_place(follower, step)
         return ready
 
     def _is_awaiting(self, follower: Follower) -> bool:
@@ -251,11 +251,13 @@ class Joining:
             return self._adapters.look_up(follower.request, awaited.ref)[1]
         return self._kv.prefix.is_coming(awaited)
 
-    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
+    def _step_aside(
+        self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, step: StepBuilder
+    ) -> bool:
         """Set a request aside until `awaited` is ready. Return False if no row can be kept for it, even by preemption."""
-        if self._is_full(draft):
-            lower = self._groups.running_members(self._lower(request, draft))
-            if self._num_taken_rows(draft) - self._groups.num_rows(lower) >= self._running.max_rows:
+        if self._is_full(step):
+            lower = self._groups.running_members(self._lower(request, step))
+            if self._num_taken_rows(step) - self._groups.num_rows(lower) >= self._running.max_rows:
                 return False
         num_blocks = self._kv.num_blocks_for(request.num_tokens) + self._kv.num_state_blocks
         reason = WaitReason.ADAPTER
@@ -264,97 +266,97 @@ class Joining:
             reason = WaitReason.PREFIX
         follower = Follower(request, awaited, min(num_blocks, self._running.most_blocks(request, request.num_tokens)))
         self.waiting.step_aside(follower)
-        if isinstance(awaited, Awaited) or not self._adapters.are_late(draft.now_ns):
-            self._keep_place(follower, draft)
-        draft.set_aside.append((request.request_id, reason))
-        draft.num_let_in += request is fresh
+        if isinstance(awaited, Awaited) or not self._adapters.are_late(step.now_ns):
+            self._keep_place(follower, step)
+        step.set_aside.append((request.request_id, reason))
+        step.num_let_in += request is fresh
         return True
 
-    def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
-        draft.num_promised_rows += follower.request.num_rows
-        draft.num_promised_blocks += follower.num_blocks
+    def _keep_place(self, follower: Follower, step: StepBuilder) -> None:
+        step.num_promised_rows += follower.request.num_rows
+        step.num_promised_blocks += follower.num_blocks
 
-    def _is_full(self, draft: StepDraft) -> bool:
-        return self._num_taken_rows(draft) >= self._running.max_rows
+    def _is_full(self, step: StepBuilder) -> bool:
+        return self._num_taken_rows(step) >= self._running.max_rows
 
-    def _num_taken_rows(self, draft: StepDraft) -> int:
+    def _num_taken_rows(self, step: StepBuilder) -> int:
         num_kept = self._groups.num_kept_rows if self._groups.running else 0
-        return len(self._running) + num_kept + draft.num_promised_rows
+        return len(self._running) + num_kept + step.num_promised_rows
 
-    def _fresh(self, draft: StepDraft) -> Request | None:
-        return self.waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
+    def _fresh(self, step: StepBuilder) -> Request | None:
+        return self.waiting.peek(step.now_ns, step.gate.bucket) if step.gate.max_admissions > step.num_let_in else None
 
-    def _next_waiting(self, fresh: Request | None, draft: StepDraft) -> Request | None:
+    def _next_waiting(self, fresh: Request | None, step: StepBuilder) -> Request | None:
         if not self.waiting.num_joining:
             return fresh
-        held = self.waiting.peek_held(draft.now_ns)
-        if held is not None and not self._may_start_long(held, draft):
+        held = self.waiting.peek_held(step.now_ns)
+        if held is not None and not self._may_start_long(held, step):
             held = None
         joining = self.waiting.peek_preempted()
-        if held is not None and (joining is None or self._order.outranks(held, joining, draft.now_ns)):
-            joining = self._preempted_before(held, draft.now_ns) or held
+        if held is not None and (joining is None or self._order.outranks(held, joining, step.now_ns)):
+            joining = self._preempted_before(held, step.now_ns) or held
         joining = joining or self.waiting.peek_called()
-        if fresh is not None and (joining is None or self._order.outranks(fresh, joining, draft.now_ns)):
-            return self._preempted_before(fresh, draft.now_ns) or fresh
+        if fresh is not None and (joining is None or self._order.outranks(fresh, joining, step.now_ns)):
+            return self._preempted_before(fresh, step.now_ns) or fresh
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
         return next((other for other in self.waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
-    def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
-        if self._order.outranks(request, prefill, draft.now_ns):
+    def _goes_before(self, request: Request, prefill: Request, step: StepBuilder) -> bool:
+        if self._order.outranks(request, prefill, step.now_ns):
             return True
-        return prefill in draft.late and not self._order.outranks(prefill, request, draft.now_ns)
+        return prefill in step.late and not self._order.outranks(prefill, request, step.now_ns)
 
-    def _goes_past(self, request: Request, leader: Request, draft: StepDraft) -> bool:
+    def _goes_past(self, request: Request, leader: Request, step: StepBuilder) -> bool:
         """Return whether a request computes its prompt itself rather than wait for `leader` to compute the same."""
-        return (leader.background and not self.is_background) or self._order.outranks(request, leader, draft.now_ns)
+        return (leader.background and not self.is_background) or self._order.outranks(request, leader, step.now_ns)
 
-    def _may_start_long(self, request: Request, draft: StepDraft) -> bool:
-        longs, limit = draft.long_prefills, draft.limits.max_long_prefills
+    def _may_start_long(self, request: Request, step: StepBuilder) -> bool:
+        longs, limit = step.long_prefills, step.limits.max_long_prefills
         if len(longs) < limit:
             return True
-        return self._has_ranks and sum(not self._order.outranks(request, long, draft.now_ns) for long in longs) < limit
+        return self._has_ranks and sum(not self._order.outranks(request, long, step.now_ns) for long in longs) < limit
 
-    def _has_room_for(self, candidate: Candidate, draft: StepDraft) -> bool:
+    def _has_room_for(self, candidate: Candidate, step: StepBuilder) -> bool:
         if self._lacks_adapter_place(candidate.request):
-            draft.counts.waits_for = WaitReason.ADAPTER
+            step.counts.waits_for = WaitReason.ADAPTER
             return False
-        if self._num_taken_rows(draft) + candidate.request.num_rows > self._running.max_rows:
-            draft.counts.waits_for = WaitReason.ROWS
+        if self._num_taken_rows(step) + candidate.request.num_rows > self._running.max_rows:
+            step.counts.waits_for = WaitReason.ROWS
             return False
-        if self._running.has_room_for(candidate, draft.num_promised_blocks):
+        if self._running.has_room_for(candidate, step.num_promised_blocks):
             return True
-        draft.counts.waits_for = WaitReason.MEMORY
+        step.counts.waits_for = WaitReason.MEMORY
         return False
 
     def _lacks_adapter_place(self, request: Request) -> bool:
         return request.adapter is not None and self._adapters.is_full(request.adapter)
 
-    def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft) -> bool:
+    def _waits_for_load(self, request: Request, hit: PrefixHit, step: StepBuilder) -> bool:
         swapping = self._kv.swapping
         if swapping is None or not request.is_scored:
             return False
-        num_spare = self._kv.pool.num_available - draft.num_promised_blocks - self._num_growing - hit.num_free_blocks
+        num_spare = self._kv.pool.num_available - step.num_promised_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token
-        waits = swapping.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=draft.now_ns)
+        waits = swapping.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=step.now_ns)
         if waits:
-            draft.counts.waits_for = WaitReason.LOADING
+            step.counts.waits_for = WaitReason.LOADING
         return waits
 
     @property
     def _num_growing(self) -> int:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
-    def _candidate_victims(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
+    def _candidate_victims(self, candidate: Candidate, step: StepBuilder) -> Sequence[Request]:
         """Return the running requests to choose a victim from, or none if preempting all of them would not be enough."""
         running = self._running
-        lower = self._lower(candidate.request, draft)
+        lower = self._lower(candidate.request, step)
         if not lower:
             return ()
         leaving = self._groups.running_members(lower)
-        num_rows = self._num_taken_rows(draft) - self._groups.num_rows(leaving) + candidate.request.num_rows
-        is_enough = num_rows <= running.max_rows and running.has_room_for(candidate, draft.num_promised_blocks, without=leaving)
+        num_rows = self._num_taken_rows(step) - self._groups.num_rows(leaving) + candidate.request.num_rows
+        is_enough = num_rows <= running.max_rows and running.has_room_for(candidate, step.num_promised_blocks, without=leaving)
         if not is_enough:
             return ()
         if self._lacks_adapter_place(candidate.request):
@@ -371,48 +373,48 @@ class Joining:
         found = [using for using in users.values() if all(other.request_id in ids for other in using)]
         return min(found, key=lambda using: (not all(other.background for other in using), len(using)), default=())
 
-    def _lower(self, request: Request, draft: StepDraft) -> Sequence[Request]:
+    def _lower(self, request: Request, step: StepBuilder) -> Sequence[Request]:
         """Return the running requests that `request` may preempt, as background requests or by the order."""
         if self.is_background:
             return ()
         lower = list(self._running.yielding)
         if self._order.is_preemptive:
             pauses, running = self._order.pauses, self._running.of_class(background=False)
-            lower += [other for other in running if pauses(request, other, draft.now_ns)]
-        return [other for other in lower if other.request_id not in draft.admits]  # the executor does not know these yet
+            lower += [other for other in running if pauses(request, other, step.now_ns)]
+        return [other for other in lower if other.request_id not in step.admits]  # the executor does not know these yet
 
-    def _preempt_one(self, candidate: Candidate, draft: StepDraft) -> bool:
+    def _preempt_one(self, candidate: Candidate, step: StepBuilder) -> bool:
         """Preempt one running request for the candidate. Return False if none may be preempted now."""
-        lower = self._candidate_victims(candidate, draft)
+        lower = self._candidate_victims(candidate, step)
         # While its prefix is loaded the candidate needs no blocks, so nothing is preempted for it.
-        if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):
+        if not lower or self._waits_for_load(candidate.request, candidate.hit, step):
             return False
-        if draft.is_ahead:
-            draft.needs_preemption = True
+        if step.is_ahead:
+            step.needs_preemption = True
             return False
         running = self._running
         victim = running.choose_victim(lower, candidate.request, candidate.query_len)
         if not victim.background:  # else no block was promised
-            draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([victim])))
-        draft.counts.waits_for = WaitReason.NOTHING
-        running.preempt(draft, victim, PreemptReason.ORDER)
+            step.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([victim])))
+        step.counts.waits_for = WaitReason.NOTHING
+        running.preempt(step, victim, PreemptReason.ORDER)
         return True
 
-    def _admit(self, candidate: Candidate, draft: StepDraft) -> None:
+    def _admit(self, candidate: Candidate, step: StepBuilder) -> None:
         request, hit, query_len = candidate.request, candidate.hit, candidate.query_len
         self.waiting.remove(request)
         self._running.join(request)
         members = (request,) if request.sampling.beams is None else self._groups.start(request)
-        is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)
+        is_new = progress.admit(request, hit.num_tokens, step.now_ns, members)
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.records_stops else None
         for member in members:
-            draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, stop))
+            step.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, stop))
         block_ids = self._kv.allocate(request, hit, hit.num_tokens + query_len, candidate.packed)
-        draft.admit(request, block_ids, self._kv.tables[request.request_id])
-        draft.add_row(request, query_len, is_prefill=True)
+        step.admit(request, block_ids, self._kv.tables[request.request_id])
+        step.add_row(request, query_len, is_prefill=True)
         progress.plan(request, query_len)
         self._order.admitted(request)
         if query_len < request.num_behind:
-            draft.num_promised_blocks += self._running.missing_blocks(request)
-        draft.counts.num_prefix_query_tokens += request.num_tokens
-        draft.counts.num_prefix_hit_tokens += hit.num_tokens
+            step.num_promised_blocks += self._running.missing_blocks(request)
+        step.counts.num_prefix_query_tokens += request.num_tokens
+        step.counts.num_prefix_hit_tokens += hit.num_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from penstock.kv.block_pool import NULL_BLOCK_ID
-from penstock.sched.draft import StepDraft, num_pairs
+from penstock.sched.step_builder import StepBuilder, num_pairs
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -60,26 +60,26 @@ class Padding:
         self._tails.clear()
         self.is_active = False
 
-    def begin(self, draft: StepDraft) -> None:
+    def begin(self, step: StepBuilder) -> None:
         """Begin a step: rows of ended requests get their padding tokens first."""
         for row in self._done:
             self._forget(row)
         self._done.clear()
-        draft.counts.num_tokens += len(self._tails)
-        draft.counts.num_padding_tokens += len(self._tails)
+        step.counts.num_tokens += len(self._tails)
+        step.counts.num_padding_tokens += len(self._tails)
 
-    def pad_prompt(self, request: Request, draft: StepDraft) -> bool:
+    def pad_prompt(self, request: Request, step: StepBuilder) -> bool:
         """Plan the padding in front of a prompt. Return False if the step has no token left for the prompt itself."""
         row = self._heads.get(request.request_id)
         if row is not None:
             num_missing = row.num_tokens - 1 - row.context_len
-            query_len = draft.chunk(num_missing)
+            query_len = step.chunk(num_missing)
             if query_len > 0:
-                self._plan(row, query_len, draft, samples=0)
+                self._plan(row, query_len, step, samples=0)
             if query_len < num_missing:
                 return False
             self._done.append(self._heads.pop(request.request_id))
-        return draft.tokens_left > 0
+        return step.tokens_left > 0
 
     def end(self, request: Request) -> None:
         """Note that a request of the batch ended. Padding takes its row, unless the request was a text to embed or score."""
@@ -90,12 +90,12 @@ class Padding:
             row = self._new_row(request.request_id, request.num_computed_tokens, request.num_computed_tokens + 1)
             self._tails[row.request_id] = row
 
-    def add_tails(self, draft: StepDraft) -> None:
+    def add_tails(self, step: StepBuilder) -> None:
         """Plan one padding token for each row whose request has ended. `begin` has added these tokens to the step's counts."""
         for row in list(self._tails.values()):
             if row.context_len + 1 >= self._capacity.max_model_len:
                 row = self._shorten(row)
-            self._plan(row, 1, draft, samples=1)
+            self._plan(row, 1, step, samples=1)
 
     def fail(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -120,17 +120,17 @@ class Padding:
         self._tails[shorter.request_id] = shorter
         return shorter
 
-    def _plan(self, row: PaddingRow, query_len: int, draft: StepDraft, *, samples: int) -> None:
+    def _plan(self, row: PaddingRow, query_len: int, step: StepBuilder, *, samples: int) -> None:
         if not row.is_known:
-            draft.admits[row.request_id] = self._admit_row(row)
+            step.admits[row.request_id] = self._admit_row(row)
             row.is_known = True
         plan = RowPlan(row.request_id, row.context_len, query_len, (), samples)
-        draft.padding_rows.append(plan)
+        step.padding_rows.append(plan)
         row.context_len += query_len
         if not samples:
-            draft.counts.num_tokens += query_len
-            draft.counts.num_padding_tokens += query_len
-            draft.counts.num_prefill_pairs += num_pairs(plan)
+            step.counts.num_tokens += query_len
+            step.counts.num_padding_tokens += query_len
+            step.counts.num_prefill_pairs += num_pairs(plan)
 
     def _admit_row(self, row: PaddingRow) -> AdmitRow:
         capacity = self._capacity

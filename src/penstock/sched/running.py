@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from penstock.kv.manager import KVManager
 from penstock.sched import progress
 from penstock.sched.choosing.groups import Groups
-from penstock.sched.draft import Candidate, StepDraft
 from penstock.sched.policies.base import AdmissionView, Policies, VictimView, loads_back
 from penstock.sched.queue import Queues
+from penstock.sched.step_builder import Candidate, StepBuilder
 from penstock.types.adapter import BASE
 from penstock.types.plan import Capacity
 from penstock.types.request import Request, RequestStatus
@@ -151,16 +151,16 @@ class Running:
     def _loads_back(self) -> bool:
         return loads_back(self.prefill_ns_per_token, self._kv.load_ns_per_token)
 
-    def preempt(self, draft: StepDraft, victim: Request, reason: PreemptReason) -> None:
+    def preempt(self, step: StepBuilder, victim: Request, reason: PreemptReason) -> None:
         """Take a request's batch row and blocks, and let it wait again. Undoes what this step planned for it."""
-        assert not draft.is_ahead, "a row in flight must not be preempted"
+        assert not step.is_ahead, "a row in flight must not be preempted"
         is_swap = self._loads_back and not victim.background  # the tier does not take its blocks
-        draft.counts.num_preemptions += 1
-        draft.counts.num_swaps += is_swap
+        step.counts.num_preemptions += 1
+        step.counts.num_swaps += is_swap
         for request in self._groups.members(victim):
-            draft.preemptions.append(Preemption(request.request_id, reason, request.num_computed_tokens, is_swap))
+            step.preemptions.append(Preemption(request.request_id, reason, request.num_computed_tokens, is_swap))
             if request.status is RequestStatus.RUNNING:
-                draft.take_back(request)
+                step.take_back(request)
                 progress.plan(request, 0)
                 self.leave(request)
                 self._kv.publish_last(request)
@@ -367,16 +367,16 @@ class Extending:
         self._running = running
 
     def decodes(
-        self, draft: StepDraft, running: Sequence[Request], sitting_out: Collection[str] = (), *, most: int | None = None
+        self, step: StepBuilder, running: Sequence[Request], sitting_out: Collection[str] = (), *, most: int | None = None
     ) -> list[Request]:
         """Plan a row for each of these requests that decodes, in order of admission. Return the others.
 
         Requests that sit out the step get no row, except to compute their prompts. `most`: how many rows at most.
         """
-        counts = draft.counts
-        num_others = counts.num_tokens - counts.num_decodes if draft.rows else 0
-        later = draft.rows[draft.num_decode_rows :]
-        del draft.rows[draft.num_decode_rows :]
+        counts = step.counts
+        num_others = counts.num_tokens - counts.num_decodes if step.rows else 0
+        later = step.rows[step.num_decode_rows :]
+        del step.rows[step.num_decode_rows :]
         counts.sat_out = ()
         if most is not None:
             decoding = [request for request in running if request.num_behind == 1 or request.is_jumping]
@@ -392,65 +392,65 @@ class Extending:
             counts.sat_out = list(staying)
             running = [request for request in running if request.request_id not in staying]
         prefills, num_rows = progress.plan_decodes(
-            running, self._kv.num_slots, draft.rows, lambda request: self._extend(draft, request, 1)
+            running, self._kv.num_slots, step.rows, lambda request: self._extend(step, request, 1)
         )
         counts.num_tokens += num_rows
         if prefills:
-            prefills = self._jumps(draft, prefills)
+            prefills = self._jumps(step, prefills)
         counts.num_decodes = counts.num_tokens - num_others
-        draft.num_decode_rows = len(draft.rows)
-        draft.rows += later
+        step.num_decode_rows = len(step.rows)
+        step.rows += later
         return prefills
 
-    def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
+    def _jumps(self, step: StepBuilder, behind: Sequence[Request]) -> list[Request]:
         """Plan rows for decodes with forced tokens. Return the prefills.
 
         All forced tokens together get half of the tokens left, so that prompts advance.
         """
         jumping = [request for request in behind if request.is_jumping]
-        num_spare = max(0, draft.tokens_left - len(jumping)) // 2
+        num_spare = max(0, step.tokens_left - len(jumping)) // 2
         for request in jumping:
             num_forced = min(request.num_behind - 1, MAX_FORCED_TOKENS, num_spare)
             num_spare -= num_forced
-            self._extend(draft, request, 1 + num_forced)
+            self._extend(step, request, 1 + num_forced)
         return [request for request in behind if not request.is_jumping]
 
-    def note_long(self, draft: StepDraft, prefills: Sequence[Request]) -> None:
-        if draft.limits.long_prefill_share is None:
-            draft.long_prefills = [request for request in prefills if draft.is_long(request.num_behind)]
+    def note_long(self, step: StepBuilder, prefills: Sequence[Request]) -> None:
+        if step.limits.long_prefill_share is None:
+            step.long_prefills = [request for request in prefills if step.is_long(request.num_behind)]
             return
         # Count a long prompt's last piece as long too, or it would block others where chunks are small.
-        draft.late = [request for request in prefills if draft.is_long(request.num_tokens - request.num_cached_tokens)]
-        draft.long_prefills = list(draft.late)
+        step.late = [request for request in prefills if step.is_long(request.num_tokens - request.num_cached_tokens)]
+        step.long_prefills = list(step.late)
 
-    def prefill(self, draft: StepDraft, request: Request) -> None:
+    def prefill(self, step: StepBuilder, request: Request) -> None:
         """Plan a row for a prompt if tokens are left, unless its request resumed in this step."""
-        if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
+        if request.status is not RequestStatus.RUNNING or request.request_id in step.admits:
             return
-        if query_len := draft.chunk_of(request, request.num_computed_tokens):
-            draft.num_promised_blocks -= self._running.missing_blocks(request)
-            self._extend(draft, request, query_len, is_prefill=True)
-            draft.num_promised_blocks += self._running.missing_blocks(request)
+        if query_len := step.chunk_of(request, request.num_computed_tokens):
+            step.num_promised_blocks -= self._running.missing_blocks(request)
+            self._extend(step, request, query_len, is_prefill=True)
+            step.num_promised_blocks += self._running.missing_blocks(request)
 
-    def _extend(self, draft: StepDraft, request: Request, query_len: int, *, is_prefill: bool = False) -> None:
+    def _extend(self, step: StepBuilder, request: Request, query_len: int, *, is_prefill: bool = False) -> None:
         """Plan a row for a running request. Until there are blocks, preempt others, or else the request itself."""
         if request.status is not RequestStatus.RUNNING or not request.num_behind:
             return  # preempted in this step, or a beam that waits for others
         running, context_len = self._running, request.num_computed_tokens
         num_copies = len(self._kv.pending_copies)
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
-            if request.background and draft.is_ahead:
-                draft.needs_preemption = True
+            if request.background and step.is_ahead:
+                step.needs_preemption = True
                 return
-            assert request.background or not draft.admissions, "a step must not both admit and preempt"
+            assert request.background or not step.admissions, "a step must not both admit and preempt"
             victim = running.choose_victim(running.preemptable_for(request), request, query_len)
-            draft.lacks_memory |= not victim.background
-            running.preempt(draft, victim, PreemptReason.MEMORY)
+            step.lacks_memory |= not victim.background
+            running.preempt(step, victim, PreemptReason.MEMORY)
             if request.status is not RequestStatus.RUNNING:
                 return
         if len(self._kv.pending_copies) != num_copies or running.must_resend(request):
             running.resend(request)
-            draft.admit(request, self._kv.block_table(request.request_id), self._kv.tables[request.request_id])
+            step.admit(request, self._kv.block_table(request.request_id), self._kv.tables[request.request_id])
             blocks = ()
-        draft.add_row(request, query_len, blocks, is_prefill=is_prefill)
+        step.add_row(request, query_len, blocks, is_prefill=is_prefill)
         progress.plan(request, query_len)

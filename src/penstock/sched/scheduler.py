@@ -19,7 +19,6 @@ from penstock.sched.ahead import Ahead
 from penstock.sched.background import PAUSE_NS, Share
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
-from penstock.sched.draft import StepDraft
 from penstock.sched.drafting import Drafter
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.guessing import Guessing
@@ -29,6 +28,7 @@ from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepR
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import Queues
 from penstock.sched.running import Extending, Running
+from penstock.sched.step_builder import StepBuilder
 from penstock.types.adapter import AdapterSource
 from penstock.types.errors import PolicyError, Rejected, RejectReason
 from penstock.types.events import TokenEvent
@@ -305,38 +305,38 @@ class Scheduler:
         if self._padding.is_active and not self._running and not self._queues.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
-        draft, fills = self._begin_draft(now_ns), self._is_continuous and self._has_background
+        step, fills = self._begin_step(now_ns), self._is_continuous and self._has_background
         self._joining.wakeup_ns = self._background_joining.wakeup_ns = None
         if fills and self._share.is_owed:
-            self._fill(draft, attempts)
+            self._fill(step, attempts)
             others = self._running.of_class(background=False)
-            draft.counts.rested = [*draft.counts.rested, *[request.request_id for request in others]]
-            if not draft.rows:  # without the blocks and rows promised to background requests
-                draft = self._begin_draft(now_ns, after=draft)
+            step.counts.rested = [*step.counts.rested, *[request.request_id for request in others]]
+            if not step.rows:  # without the blocks and rows promised to background requests
+                step = self._begin_step(now_ns, after=step)
             elif len(self._queues.waiting):
-                draft.counts.waits_for = draft.counts.waited_for or WaitReason.TOKENS
-        if not draft.rows:
-            self._serve(draft, self._joining_batch, attempts)
-            if draft.admissions or draft.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
+                step.counts.waits_for = step.counts.waited_for or WaitReason.TOKENS
+        if not step.rows:
+            self._serve(step, self._joining_batch, attempts)
+            if step.admissions or step.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
                 self._running.protect_next()
             if fills:
-                self._fill(draft, attempts)
-        self._needs_preemption = draft.needs_preemption
-        self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
-        return self._build(draft) if draft.rows or draft.padding_rows else None
+                self._fill(step, attempts)
+        self._needs_preemption = step.needs_preemption
+        self.news = PlanNews(now_ns, step.counts.waits_for, step.admissions, step.preemptions, step.set_aside)
+        return self._build(step) if step.rows or step.padding_rows else None
 
-    def _begin_draft(self, now_ns: int, after: StepDraft | None = None) -> StepDraft:
-        """Return an empty draft, with the preemptions and the requests set aside of `after`, a draft without rows."""
+    def _begin_step(self, now_ns: int, after: StepBuilder | None = None) -> StepBuilder:
+        """Return an empty step, with the preemptions and the requests set aside of `after`, a step without rows."""
         capacity, limits = self.capacity, StepLimits(self.capacity.max_step_tokens)
-        draft = StepDraft(now_ns, limits, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
-        draft.counts.most_ns = self._most_step_ns()
-        draft.counts.waited_for = self.news.waits_for
+        step = StepBuilder(now_ns, limits, CLOSED, bool(self._flights), capacity.max_scored, capacity.is_one_pass)
+        step.counts.most_ns = self._most_step_ns()
+        step.counts.waited_for = self.news.waits_for
         if after is not None:
-            draft.preemptions, draft.set_aside = after.preemptions, after.set_aside
-            draft.counts.num_preemptions, draft.counts.num_swaps = after.counts.num_preemptions, after.counts.num_swaps
+            step.preemptions, step.set_aside = after.preemptions, after.set_aside
+            step.counts.num_preemptions, step.counts.num_swaps = after.counts.num_preemptions, after.counts.num_swaps
         if self._padding.is_active:
-            self._padding.begin(draft)
-        return draft
+            self._padding.begin(step)
+        return step
 
     @property
     def _has_background(self) -> bool:
@@ -351,71 +351,71 @@ class Scheduler:
         is_next = not len(self._running) and not len(self._queues.waiting)
         return self._background_joining if is_under_way or is_next else self._joining
 
-    def _serve(self, draft: StepDraft, joining: Joining, attempts: Sequence[Collection[str]]) -> None:
+    def _serve(self, step: StepBuilder, joining: Joining, attempts: Sequence[Collection[str]]) -> None:
         """Plan the rows of one class of requests, and ask the budget for the tokens of their prompts."""
-        counts, running = draft.counts, self._running.of_class(background=joining.is_background)
-        draft.gate = joining.ask_gate(draft.now_ns)
+        counts, running = step.counts, self._running.of_class(background=joining.is_background)
+        step.gate = joining.ask_gate(step.now_ns)
         is_alone = self._is_continuous and self._policies.budget.separates_prompts
         if is_alone:
-            self._serve_prompts(draft, joining, running)
-            if draft.rows:
+            self._serve_prompts(step, joining, running)
+            if step.rows:
                 return
             running = self._running.of_class(background=joining.is_background)
-        prefills = self._extending.decodes(draft, running, attempts[0])
+        prefills = self._extending.decodes(step, running, attempts[0])
         if len(prefills) > 1:
-            prefills = joining.rank(prefills, draft.now_ns)
-        if draft.rows or prefills or counts.sat_out or len(joining.waiting):
-            draft.limits = self._ask_budget(counts, prefills)
+            prefills = joining.rank(prefills, step.now_ns)
+        if step.rows or prefills or counts.sat_out or len(joining.waiting):
+            step.limits = self._ask_budget(counts, prefills)
         if not is_alone and (prefills or len(joining.waiting)):  # else there is nothing to share out, as in most steps
-            self._share_out(draft, joining, prefills)
+            self._share_out(step, joining, prefills)
         for fewer in attempts[1:]:
-            if counts.sat_out and not draft.rows:  # no other request has a row
-                self._extending.decodes(draft, running, fewer)
+            if counts.sat_out and not step.rows:  # no other request has a row
+                self._extending.decodes(step, running, fewer)
 
-    def _serve_prompts(self, draft: StepDraft, joining: Joining, running: Sequence[Request]) -> None:
+    def _serve_prompts(self, step: StepBuilder, joining: Joining, running: Sequence[Request]) -> None:
         """Plan a step of prefills only, if any can be computed. No decode gets a row then."""
         prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
         if prefills or len(joining.waiting):
-            draft.limits = self._ask_budget(draft.counts, prefills)
-            self._share_out(draft, joining, joining.rank(prefills, draft.now_ns))
-        if draft.rows:
-            with_rows = {row.request_id for row in draft.rows}
-            draft.counts.rested = [request.request_id for request in running if request.request_id not in with_rows]
+            step.limits = self._ask_budget(step.counts, prefills)
+            self._share_out(step, joining, joining.rank(prefills, step.now_ns))
+        if step.rows:
+            with_rows = {row.request_id for row in step.rows}
+            step.counts.rested = [request.request_id for request in running if request.request_id not in with_rows]
 
-    def _fill(self, draft: StepDraft, attempts: Sequence[Collection[str]]) -> None:
+    def _fill(self, step: StepBuilder, attempts: Sequence[Collection[str]]) -> None:
         """Plan rows of background requests with the tokens that other requests left, up to the budget's `fill_tokens`."""
-        counts, running = draft.counts, self._running.of_class(background=True)
+        counts, running = step.counts, self._running.of_class(background=True)
         num_before, waits_for, sat_out, rested = counts.num_tokens, counts.waits_for, counts.sat_out, counts.rested
         prefills = [request for request in running if request.num_behind > 1 and not request.is_jumping]
-        if not draft.rows:
-            draft.limits = self._ask_budget(counts, prefills, is_idle=True)
-        limits = draft.limits
+        if not step.rows:
+            step.limits = self._ask_budget(counts, prefills, is_idle=True)
+        limits = step.limits
         num_left = min(limits.max_tokens, limits.fill_tokens) - num_before
         # Short requests don't pass long ones: a job's order keeps shared prefixes together.
-        draft.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts, most_ns=limits.most_ns)
-        draft.gate = self._background_joining.ask_gate(draft.now_ns)
-        draft.long_prefills, draft.late, draft.num_let_in = [], [], 0
+        step.limits = StepLimits(num_before + num_left, splits_prompts=limits.splits_prompts, most_ns=limits.most_ns)
+        step.gate = self._background_joining.ask_gate(step.now_ns)
+        step.long_prefills, step.late, step.num_let_in = [], [], 0
         if waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.LOADING):
             # Background requests do not use up the other resources, or return them when they are preempted.
             counts.waits_for = WaitReason.NOTHING
         for fewer in attempts:
             most = min(int(num_left / limits.decode_tokens), self.capacity.max_step_tokens - num_before)
-            most = max(0 if draft.rows else 1, most)
-            self._extending.decodes(draft, running, fewer, most=most)
-            while not draft.rows and len(left := self._running.of_class(background=True)) < len(running):
+            most = max(0 if step.rows else 1, most)
+            self._extending.decodes(step, running, fewer, most=most)
+            while not step.rows and len(left := self._running.of_class(background=True)) < len(running):
                 running = left  # the first was preempted for the next
-                self._extending.decodes(draft, running, fewer, most=most)
-            if draft.rows or not counts.sat_out:
+                self._extending.decodes(step, running, fewer, most=most)
+            if step.rows or not counts.sat_out:
                 break
         num_decodes = counts.num_tokens - num_before
-        max_tokens = draft.limits.max_tokens - round(num_decodes * (limits.decode_tokens - 1.0))
-        draft.limits.max_tokens = min(max_tokens, self.capacity.max_step_tokens)
-        if draft.limits.max_tokens > counts.num_tokens:
-            self._share_out(draft, self._background_joining, prefills)
+        max_tokens = step.limits.max_tokens - round(num_decodes * (limits.decode_tokens - 1.0))
+        step.limits.max_tokens = min(max_tokens, self.capacity.max_step_tokens)
+        if step.limits.max_tokens > counts.num_tokens:
+            self._share_out(step, self._background_joining, prefills)
         counts.num_background_tokens = counts.num_tokens - num_before
         counts.waits_for, counts.sat_out, counts.rested = waits_for, [*sat_out, *counts.sat_out], [*rested, *counts.rested]
         if num_before:
-            draft.limits = limits
+            step.limits = limits
 
     def _ask_budget(self, counts: StepCounts, prefills: Sequence[Request], *, is_idle: bool = False) -> StepLimits:
         view = BudgetView(
@@ -433,66 +433,66 @@ class Scheduler:
             limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
         return limits
 
-    def _share_out(self, draft: StepDraft, joining: Joining, prefills: list[Request]) -> None:
+    def _share_out(self, step: StepBuilder, joining: Joining, prefills: list[Request]) -> None:
         """Give the tokens that decodes left over to the running prefills and waiting requests of a class.
 
         Admissions leave running requests the blocks for their current tokens, so no step both admits and preempts.
         """
         has_waiting = len(joining.waiting) > 0
         if has_waiting:
-            joining.call_back(draft)
+            joining.call_back(step)
         if has_waiting or prefills:
-            draft.num_promised_blocks += self._running.num_missing_blocks(background=joining.is_background)
+            step.num_promised_blocks += self._running.num_missing_blocks(background=joining.is_background)
         if prefills:
-            self._extending.note_long(draft, prefills)
-            for request in joining.rank(prefills, draft.now_ns, tuple(draft.late)):
+            self._extending.note_long(step, prefills)
+            for request in joining.rank(prefills, step.now_ns, tuple(step.late)):
                 if has_waiting:
-                    joining.admit(draft, before=request)
-                joining.keep_tokens(draft, request)
-                self._extending.prefill(draft, request)
-                if request in draft.late:
-                    draft.late.remove(request)
-            draft.num_kept_tokens = 0
+                    joining.admit(step, before=request)
+                joining.keep_tokens(step, request)
+                self._extending.prefill(step, request)
+                if request in step.late:
+                    step.late.remove(request)
+            step.num_kept_tokens = 0
         if has_waiting:
             admit = joining.admit_texts if self.capacity.is_one_pass else joining.admit
-            admit(draft)
+            admit(step)
         if len(joining.waiting):  # perhaps just preempted
-            draft.counts.waits_for = joining.waits_for(draft)
+            step.counts.waits_for = joining.waits_for(step)
 
-    def _build(self, draft: StepDraft) -> StepPlan:
-        counts = draft.counts
+    def _build(self, step: StepBuilder) -> StepPlan:
+        counts = step.counts
         if self.kv.adapters.num_pinned:
-            draft.group_by_adapter(self._running.requests)
-        guesses = {} if self._guessing is None else self._guessing.widen(draft, self._running.requests)
-        rows = tuple(draft.rows)
+            step.group_by_adapter(self._running.requests)
+        guesses = {} if self._guessing is None else self._guessing.widen(step, self._running.requests)
+        rows = tuple(step.rows)
         counts.num_rows = len(rows)
         counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
-        counts.max_prefill_tokens = max(0, draft.limits.max_tokens - counts.num_decodes)
-        self._note_served(draft, rows)
+        counts.max_prefill_tokens = max(0, step.limits.max_tokens - counts.num_decodes)
+        self._note_served(step, rows)
         if self._padding.is_active:
-            self._padding.add_tails(draft)
-            rows += tuple(draft.padding_rows)
-        releases = self._running.take_releases(draft.admits)
-        admits = tuple(draft.admits.values())
-        plan = StepPlan(self._num_steps, draft.now_ns, admits, rows, releases, self._save_states(draft), guesses)
+            self._padding.add_tails(step)
+            rows += tuple(step.padding_rows)
+        releases = self._running.take_releases(step.admits)
+        admits = tuple(step.admits.values())
+        plan = StepPlan(self._num_steps, step.now_ns, admits, rows, releases, self._save_states(step), guesses)
         self._num_steps += 1
         self._flights.append(Flight(plan.step_id, counts))
         return plan
 
-    def _note_served(self, draft: StepDraft, rows: tuple[RowPlan, ...]) -> None:
+    def _note_served(self, step: StepBuilder, rows: tuple[RowPlan, ...]) -> None:
         """Report the step's rows to the order policy, except those of background requests, which have an order of their own."""
         requests = self._running.requests
-        num_decodes = 0 if draft.counts.sat_out else draft.num_decode_rows  # 0: each row is charged for itself
+        num_decodes = 0 if step.counts.sat_out else step.num_decode_rows  # 0: each row is charged for itself
         if self._running.num_background:
             num_decodes -= sum(requests[row.request_id].background for row in rows[:num_decodes])
             rows = tuple([row for row in rows if not requests[row.request_id].background])
         self._policies.order.served(rows, requests, self._last_step, num_decodes)
 
-    def _save_states(self, draft: StepDraft) -> tuple[StateSave, ...]:
+    def _save_states(self, step: StepBuilder) -> tuple[StateSave, ...]:
         """Plan which recurrent states of prompts to save. Call this last: states only get blocks that no row needs."""
         if not self.capacity.num_state_blocks:
             return ()
-        rows = [(self._running.requests[row.request_id], row.query_len) for row in draft.counts.prefills]
+        rows = [(self._running.requests[row.request_id], row.query_len) for row in step.counts.prefills]
         return tuple([save for request, query_len in rows for save in self.kv.save_states(request, query_len)])
 
     # commit

@@ -1,4 +1,4 @@
-"""The draft of a step: the scheduler and its planners (`running.py`, `joining.py`, `padding.py`) add rows to it."""
+"""A step while it is planned: the scheduler and its planners (`running.py`, `joining.py`, `padding.py`) add rows to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class StepDraft:
+class StepBuilder:
     now_ns: int
     limits: StepLimits
     """For prefills. Decodes are planned before these are known."""
