@@ -6,7 +6,7 @@ A route may hold an answer back until it has decided to keep it, so that no clie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import TypeVar
@@ -38,6 +38,7 @@ _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=Body)
 Made = tuple[Call, NewWriter]
 """A call, and a function that makes the writer of its answer."""
+_Failure = ApiError | Rejected | ModelAway
 
 
 def note_call(scope: Scope, in_flight: InFlight, call: CallInFlight) -> None:
@@ -120,60 +121,23 @@ async def _of_ensemble(
 ) -> tuple[RunningCall, Call, _T]:
     """Run the calls of an ensemble, and return the one whose answer was chosen. Models that refuse or fail do not count."""
     course = course_of(http.scope)
-    calls: dict[str, tuple[Call, _T]] = {}
-    failures: list[ApiError | Rejected | ModelAway] = []
-    # A model that had to be loaded was removed from `ensemble.models` below. It is `routed.model` now; if its load failed,
-    # `routed.model` is one of the others.
+    # A model that had to be loaded was removed from `ensemble.models` by `_calls_of_members`. It is `routed.model` now; if its
+    # load failed, `routed.model` is one of the others.
     models = tuple(one for one in ensemble.config.models if one in (routed.model, *ensemble.models))
-    routed = course.routed = replace(routed, rest=(), ensemble=replace(ensemble, models=models))
-    for name in models:
-        others = tuple(one for one in models if one != name)
-        try:
-            alone = replace(course, routed=replace(routed, model=name, rest=others, ensemble=None))
-            calls[name] = await made({**http.scope, COURSE_KEY: alone})
-        except PipelineOpen:
-            raise
-        except ModelAway:  # if it can't be loaded, the others answer
-            course.routed = replace(routed, model=name, rest=others, ensemble=replace(ensemble, models=others))
-            raise
-        except (ApiError, Rejected) as error:
-            failures.append(error)
-    if not calls:
-        raise failures[0]
+    ensemble = replace(ensemble, models=models)
+    routed = course.routed = replace(routed, rest=(), ensemble=ensemble)
+    failures: list[_Failure] = []
+    calls = await _calls_of_members(made, routed, ensemble, http, failures)
     first, (call, more) = next(iter(calls.items()))
     _note_model(call, http)
     if not is_one_answer(call):
         course.routed = replace(routed, model=first, why="not one answer alone")
         return await _run_until_kept(call, in_flight, http), call, more
     opened: dict[str, RunningCall] = {}
-    texts: dict[str, str] = {}
-
-    async def answer(name: str) -> None:
-        try:
-            opened[name] = one = await run(calls[name][0], in_flight)
-            texts[name] = said_in(one, await whole_answer(one))
-        except (ApiError, Rejected, ModelAway) as error:
-            if _ends_all(error):
-                raise  # and cancel the others
-            failures.append(error)
 
     async def choose() -> tuple[str, str]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for name in calls:
-                    group.create_task(answer(name))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        if not texts:
-            raise failures[0]
-        names = [name for name in calls if name in texts]
-        try:
-            at, why = await ensemble.choose(calls[names[0]][0], [texts[name] for name in names])
-        except (ApiError, Rejected, ModelAway) as error:  # the first model's answer is better than none
-            if not isinstance(error, ModelAway) and status_of(error) not in BUSY_STATUSES:
-                raise
-            at, why = 0, "not judged"
-        return names[at], why
+        texts = await _answers_of({name: call for name, (call, _) in calls.items()}, in_flight, opened, failures)
+        return await _choice(ensemble, calls[next(iter(texts))][0], texts)
 
     kept = ""
     try:
@@ -193,7 +157,75 @@ async def _of_ensemble(
     return opened[kept], call, more
 
 
-def _ends_all(error: ApiError | Rejected | ModelAway) -> bool:
+async def _calls_of_members(
+    made: Callable[[Scope], Awaitable[tuple[Call, _T]]],
+    routed: Routed,
+    ensemble: Ensemble,
+    http: HttpRequest,
+    failures: list[_Failure],
+) -> dict[str, tuple[Call, _T]]:
+    """Return the calls of an ensemble's models by name. Raises the first failure if there are none, and `ModelAway`."""
+    course = course_of(http.scope)
+    calls: dict[str, tuple[Call, _T]] = {}
+    for name in ensemble.models:
+        others = tuple(one for one in ensemble.models if one != name)
+        try:
+            alone = replace(course, routed=replace(routed, model=name, rest=others, ensemble=None))
+            calls[name] = await made({**http.scope, COURSE_KEY: alone})
+        except PipelineOpen:
+            raise
+        except ModelAway:  # if it can't be loaded, the others answer
+            course.routed = replace(routed, model=name, rest=others, ensemble=replace(ensemble, models=others))
+            raise
+        except (ApiError, Rejected) as error:
+            failures.append(error)
+    if not calls:
+        raise failures[0]
+    return calls
+
+
+async def _answers_of(
+    calls: Mapping[str, Call], in_flight: InFlight, opened: dict[str, RunningCall], failures: list[_Failure]
+) -> dict[str, str]:
+    """Run calls together, and return the text of each answer by name, in the order of `calls`. `opened` gets what has begun.
+
+    Raises the first failure if none has an answer, and an error that ends the whole request.
+    """
+    texts: dict[str, str] = {}
+
+    async def answer(name: str, call: Call) -> None:
+        try:
+            opened[name] = one = await run(call, in_flight)
+            texts[name] = said_in(one, await whole_answer(one))
+        except (ApiError, Rejected, ModelAway) as error:
+            if _ends_all(error):
+                raise  # and cancel the others
+            failures.append(error)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name, call in calls.items():
+                group.create_task(answer(name, call))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    if not texts:
+        raise failures[0]
+    return {name: texts[name] for name in calls if name in texts}
+
+
+async def _choice(ensemble: Ensemble, call: Call, texts: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name of the chosen answer, and why. If the judge is away or busy, it is the first one."""
+    names = list(texts)
+    try:
+        at, why = await ensemble.choose(call, list(texts.values()))
+    except (ApiError, Rejected, ModelAway) as error:
+        if not isinstance(error, ModelAway) and status_of(error) not in BUSY_STATUSES:
+            raise
+        at, why = 0, "not judged"
+    return names[at], why
+
+
+def _ends_all(error: _Failure) -> bool:
     """Return whether this error ends the whole request: it was cancelled, or its key's limit is reached."""
     if isinstance(error, ApiError):
         return error.status_code == STATUS_CLIENT_CLOSED_REQUEST
