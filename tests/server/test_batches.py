@@ -1,6 +1,7 @@
 """Batches: OpenAI's API, and that each line has exactly one answer, whatever happens to the server, the disk or the key."""
 
 import asyncio
+import gc
 import json
 import sqlite3
 import threading
@@ -17,6 +18,7 @@ from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs import store as store_module
 from penstock.jobs.lines import Lines, Progress
 from penstock.jobs.store import Batch, Store
+from penstock.machine import is_free_threaded
 from penstock.serve.jobs import runner as module
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
@@ -441,6 +443,16 @@ def test_lines_that_were_refused_to_the_end_say_why(tmp_path, monkeypatch):
         assert message.endswith("Status 503: The model can not be loaded."), "nobody tries again in 30 s"
 
 
+def test_a_bad_line_does_not_hide_that_the_others_are_refused(jobs, client, monkeypatch):
+    refusal = Answered(503, 60.0, b'{"error": {"message": "The model can not be loaded."}}')
+    with refusing(monkeypatch, jobs, refusal, 2):
+        batch = begun(client, [line("a"), line("b"), line("bad", model="another")])
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.failed == 1)
+        [error] = client.batches.retrieve(batch.id).errors.data
+        assert error.message == "Lines are refused, and asked again. Status 503: The model can not be loaded."
+        client.batches.cancel(batch.id)
+
+
 def test_lines_of_a_key_that_was_withdrawn_fail(tmp_path, gate):
     keys = tmp_path / "keys.toml"
     told = '[[keys]]\nname = "%s"\nkey = "%s"\n'
@@ -696,6 +708,8 @@ def test_a_stop_leaves_nothing_open(tmp_path, gate):
     with serving(tmp_path, gate) as server, server.client() as client:
         batch = begun(client, lines_of(200))
         wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+    if is_free_threaded():  # where SQLite closes the files when the thread that opened them runs again
+        gc.collect()
     assert open_files() == before
     assert sorted(path.name for path in (tmp_path / "lines").iterdir()) == [batch.id]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "jobs.db", "lines", "lock"]

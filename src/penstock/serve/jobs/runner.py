@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -105,7 +106,7 @@ class _Running:
     waits_for: str = ""
     """Why there is no room."""
     refusal: str = ""
-    """Why the server refused a line, until one is answered."""
+    """Why the server refused a line, until it gives one a good answer."""
     began_s: float = 0.0
     began_with: int = 0
     """Lines that had an answer then."""
@@ -481,7 +482,8 @@ class BatchRunner:
                 has_failed = ENGINE_FAILED in running.refusal
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
             elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not left.is_set():
-                running.refusal = ""
+                if answered.status < HTTPStatus.BAD_REQUEST:  # a bad line is answered whether or not the server takes others
+                    running.refusal = ""
                 running.answers.append(_line_of_answer(line, request, answered, name))
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
