@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from penstock.search.passages import MAX_CHARS, cut
 from penstock.types.errors import ConfigError
 from support.work_time import growth
 
+_OPENED: list[Reader] = []
 WORDS = ("red", "green", "blue", "cat", "dog")
 
 
@@ -46,6 +47,19 @@ def asked(reader: Reader, *questions: str, num: int = 1) -> list[list[str]]:
     return [[hit.text for hit in hits] for hits in reader.nearest(embed(questions), num)]
 
 
+def opened(path: Path) -> Reader:
+    """Open an index until the test ends."""
+    _OPENED.append(Reader(path))
+    return _OPENED[-1]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _OPENED:
+        _OPENED.pop().close()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     found = tmp_path / "docs"
@@ -58,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_nearest_passages_come_first_with_their_place(folder: Path, tmp_path: Path) -> None:
     changes = run(tmp_path / "a.index", folder)
     assert (changes.num_new, changes.num_same, changes.num_gone) == (2, 0, 0)
-    reader = Reader(tmp_path / "a.index")
+    reader = opened(tmp_path / "a.index")
     assert (reader.embedder, reader.num_passages) == ("toy", 3)
     [[hit]] = reader.nearest(embed(["blue?"]), 1)
     assert (hit.path, hit.heading, hit.text) == ("colours.md", "Colours > Of the sky", "The sky is blue.")
@@ -69,7 +83,7 @@ def test_the_nearest_passages_come_first_with_their_place(folder: Path, tmp_path
 
 def test_a_second_run_reads_what_has_changed_and_forgets_what_is_gone(folder: Path, tmp_path: Path) -> None:
     run(tmp_path / "a.index", folder)
-    reader = Reader(tmp_path / "a.index")
+    reader = opened(tmp_path / "a.index")
     (folder / "pets.txt").write_text("The dog barks.")
     (folder / "more.txt").write_text("A red car.")
     (folder / "colours.md").unlink()
@@ -86,7 +100,7 @@ def test_what_can_not_be_read_is_named_and_what_was_read_of_it_stays(folder: Pat
     (folder / "pets.txt").write_bytes(b"\xff\xfe cat")
     changes = run(tmp_path / "a.index", folder)
     assert changes.unreadable == {"pets.txt": "it is not UTF-8"}
-    assert asked(Reader(tmp_path / "a.index"), "cat") == [["The cat sleeps."]]
+    assert asked(opened(tmp_path / "a.index"), "cat") == [["The cat sleeps."]]
 
 
 def test_a_deleted_file_is_gone_though_one_whose_name_begins_its_own_is_unreadable(folder: Path, tmp_path: Path) -> None:
@@ -95,7 +109,7 @@ def test_a_deleted_file_is_gone_though_one_whose_name_begins_its_own_is_unreadab
     (folder / "pets.txt").write_bytes(b"\xff\xfe cat")
     (folder / "pets.txt.md").unlink()
     assert run(tmp_path / "a.index", folder).num_gone == 1
-    assert "dog" not in str(asked(Reader(tmp_path / "a.index"), "dog", num=9))
+    assert "dog" not in str(asked(opened(tmp_path / "a.index"), "dog", num=9))
 
 
 SLOW_UPDATE = """
@@ -122,20 +136,19 @@ def test_a_killed_update_leaves_whole_files_and_the_next_one_goes_on(tmp_path: P
     assert len(passages_of(text)) == 3
     create(path, folder, "toy")
     for _ in range(3):
-        before = Reader(path).num_passages
+        before = opened(path).num_passages
         with subprocess.Popen([sys.executable, "-c", SLOW_UPDATE, path, folder]) as process:
             deadline = time.monotonic() + 60
-            while Reader(path).num_passages == before and process.poll() is None and time.monotonic() < deadline:
+            while opened(path).num_passages == before and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.005)
             process.kill()
-        reader = Reader(path)
+        reader = opened(path)
         counts = reader._base.execute("SELECT count(*) FROM passages GROUP BY path").fetchall()
         assert counts
         assert {count for (count,) in counts} == {3}
         assert reader._base.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        reader.close()
     run(path, folder)
-    assert Reader(path).num_passages == 1200
+    assert opened(path).num_passages == 1200
 
 
 def test_two_updates_at_once_end_as_one_would(tmp_path: Path) -> None:
@@ -147,14 +160,14 @@ def test_two_updates_at_once_end_as_one_would(tmp_path: Path) -> None:
     threads = [threading.Thread(target=lambda: list(update(path, folder, slowly))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    reader = Reader(path)
+    reader = opened(path)
     while any(thread.is_alive() for thread in threads):
         asked(reader, "red", num=3)
     for thread in threads:
         thread.join()
     alone = tmp_path / "b.index"
     run(alone, folder)
-    assert Reader(path).num_passages == Reader(alone).num_passages
+    assert opened(path).num_passages == opened(alone).num_passages
 
 
 def test_an_index_stays_with_its_embedding_model(folder: Path, tmp_path: Path) -> None:
@@ -167,7 +180,7 @@ def test_an_index_stays_with_its_embedding_model(folder: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="has vectors of 5 numbers, not 3"):
         list(update(tmp_path / "a.index", folder, lambda texts: np.ones((len(texts), 3), np.float32)))
     with pytest.raises(ConfigError, match="vectors of 5 numbers, not 2"):
-        Reader(tmp_path / "a.index").nearest(np.ones((1, 2), np.float32), 1)
+        opened(tmp_path / "a.index").nearest(np.ones((1, 2), np.float32), 1)
 
 
 def test_nothing_is_added_to_another_database(folder: Path, tmp_path: Path) -> None:
@@ -192,13 +205,13 @@ def test_what_is_no_index_is_refused(content: bytes | None, tmp_path: Path) -> N
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match="index"):
-        Reader(path)
+        opened(path)
 
 
 def test_an_empty_index_finds_nothing(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     run(tmp_path / "a.index", tmp_path / "docs")
-    assert asked(Reader(tmp_path / "a.index"), "red") == [[]]
+    assert asked(opened(tmp_path / "a.index"), "red") == [[]]
 
 
 def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(folder: Path, tmp_path: Path) -> None:
@@ -206,14 +219,14 @@ def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(
     place.mkdir()
     run(place / "a.index", folder)
     assert [path.name for path in place.iterdir()] == ["a.index"]
-    reader = Reader(place / "a.index")
+    reader = opened(place / "a.index")
     (folder / "pets.txt").write_text("The dog barks.")
     (folder / "colours.md").unlink()
     run(tmp_path / "b.index", folder)
     (tmp_path / "b.index").replace(place / "a.index")
     assert asked(reader, "blue", num=9) == [["The dog barks."]]
     place.chmod(0o555)
-    assert asked(Reader(place / "a.index"), "dog") == [["The dog barks."]]
+    assert asked(opened(place / "a.index"), "dog") == [["The dog barks."]]
     place.chmod(0o755)
     (place / "a.index").unlink()
     with pytest.raises(ConfigError, match="does not exist"):
@@ -227,7 +240,7 @@ def test_odd_names_and_texts_stop_nothing(folder: Path, tmp_path: Path, monkeypa
     (folder / os.fsdecode(b"bad\xff") / "a.txt").write_text("red")
     changes = run(tmp_path / "a.index", folder)
     assert changes.unreadable == dict.fromkeys(("bad?.txt", "bad?/a.txt"), "its name is not UTF-8")
-    assert asked(Reader(tmp_path / "a.index"), "cat") == [["? The cat sleeps."]]
+    assert asked(opened(tmp_path / "a.index"), "cat") == [["? The cat sleeps."]]
 
 
 def test_what_is_too_large_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +267,7 @@ def test_a_folder_that_can_not_be_listed_is_not_gone(folder: Path, tmp_path: Pat
         patched.setattr("penstock.search.index.find", found)
         changes = run(tmp_path / "a.index", folder)
     assert (changes.num_gone, changes.unreadable) == (1, {"deep/": "it can't be listed: Permission denied"})
-    assert asked(Reader(tmp_path / "a.index"), "red") == [["A red car."]]
+    assert asked(opened(tmp_path / "a.index"), "red") == [["A red car."]]
 
 
 def test_files_are_found_below_the_folder_alone(tmp_path: Path) -> None:
@@ -333,7 +346,7 @@ def test_the_remedy_for_an_index_of_another_format_works(tmp_path: Path) -> None
     with sqlite3.connect(path) as base:
         base.execute("UPDATE about SET value = '1' WHERE key = 'format'")
     base.close()
-    for attempt in (lambda: create(path, folder, "e"), lambda: Reader(path)):
+    for attempt in (lambda: create(path, folder, "e"), lambda: opened(path)):
         with pytest.raises(ConfigError) as error:
             attempt()
         assert error.value.remedy == "Delete it, and run `penstock index FOLDER`."

@@ -341,6 +341,8 @@ class Deployment:
         are_clean: list[bool] = []
         with contextlib.ExitStack() as closing:  # also if one can't be closed
             closing.callback(self.off_loop.close)
+            for pipeline in self.pipelines.values():
+                closing.callback(pipeline.reader.close)
             for running in reversed(self.running):
                 closing.callback(lambda one: are_clean.append(one.close(max(0.0, end_s - time.monotonic()))), running)
         return all(are_clean)

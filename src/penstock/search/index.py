@@ -172,7 +172,11 @@ class Reader:
         self._ids = np.empty(0, np.int64)
         self._vectors = np.empty((0, 0), np.float32)
         self.embedder = ""
-        self.refresh()
+        try:
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_passages(self) -> int:
