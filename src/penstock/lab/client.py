@@ -305,12 +305,14 @@ class _Client:
                     raise _BrokenAnswer(f"There was no connection for {self._options.silence_s:g} s.") from None
             else:
                 connection = self._idle.pop()
-            record.sent_ns = now_ns()
-            request = self._request(job, body, record.intended_ns - record.sent_ns)
+            sent_ns = now_ns()
+            if not record.http_status:  # after a refusal, the client is not late but waited as the server asked
+                record.sent_ns = sent_ns
+            request = self._request(job, body, record.intended_ns - sent_ns)
             try:
                 await connection.exchange(request, answer, self._options.silence_s, job.cancelled_after_tokens)
             except _BrokenAnswer:
-                is_stale = connection.lost.is_set() and connection.ended_ns - record.sent_ns < _STALE_NS
+                is_stale = connection.lost.is_set() and connection.ended_ns - sent_ns < _STALE_NS
                 if is_new or not is_stale or connection.has_begun:
                     raise
                 continue

@@ -25,7 +25,7 @@ class Record:
     intended_ns: int
     """When the request was due. Latencies count from then, so they include the delay of a slow client."""
     sent_ns: int
-    """When the first byte was sent, for the last time if the request was sent again after refusals."""
+    """When the first byte was sent, for the first time if the request was sent again after refusals."""
     first_ns: int | None = None
     ended_ns: int = 0
     """When the last byte arrived, or the failure was noticed."""
