@@ -232,7 +232,7 @@ def test_a_connection_that_is_never_made_is_silence():
             waiting.connect_ex(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         record = only(send(workload(job()), Target(url=url, model="m"), options=SendOptions(silence_s=0.2)))
-    assert (record.end, record.error) == (End.FAILED, "There was no connection for 0.2 s.")
+    assert (record.end, record.error) == (End.FAILED, "No connection could be opened within 0.2 s.")
 
 
 def test_an_early_refusal_is_read_though_the_request_is_not_all_sent(serve):

@@ -302,7 +302,7 @@ class _Client:
                             lambda: _Connection(now_ns, self._open), *where, ssl=self._tls
                         )
                 except TimeoutError:
-                    raise _BrokenAnswer(f"There was no connection for {self._options.silence_s:g} s.") from None
+                    raise _BrokenAnswer(f"No connection could be opened within {self._options.silence_s:g} s.") from None
             else:
                 connection = self._idle.pop()
             sent_ns = now_ns()
