@@ -195,7 +195,7 @@ def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
         (("--concurrency", "0"), "must be a number above 0"),
         (("--concurrency", "1,x"), "must be a number above 0"),
         (("--concurrency", "2", "--rate", "3"), "--concurrency is a closed loop"),
-        (("--concurrency", "2", "--stages", "2x60"), "leave it out, or --rate, --arrivals, --stages"),
+        (("--concurrency", "2", "--stages", "2x60"), "Leave it out, or --rate, --arrivals, --stages"),
         (("--concurrency", "2", "--max-concurrency", "3"), "leave it out"),
         (("--extra-body", "[1]"), "not a JSON object"),
         (("--extra-body", "{"), "not JSON"),

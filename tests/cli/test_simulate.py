@@ -168,6 +168,11 @@ def test_nothing_else_sets_the_rate_of_a_load(simulate: Simulate, other: tuple[s
     assert "both say when requests come" in out
 
 
+@pytest.mark.parametrize("users", [("--concurrency", "4"), ("--vary", "concurrency=2,4")])
+def test_users_who_set_when_requests_come_have_no_rate(simulate: Simulate, users: tuple[str, ...]) -> None:
+    assert "--concurrency is a closed loop" in simulate(*SMALL, *users)
+
+
 def test_a_run_has_the_rate_that_arrives(simulate: Simulate, tmp_path: Path) -> None:
     simulate(*SMALL, "--rate-to", "40", "--speed", "0.5", "--json", "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["load"] == {"kind": "rate", "value": 15}

@@ -41,7 +41,7 @@ from penstock.lab.prompts import Tokenizer, counter_of, write_prompts
 from penstock.lab.records import Sent
 from penstock.lab.target import Address, Endpoint, Questions, ServerTokenizer, Target
 from penstock.lab.workload import Job, Workload
-from penstock.lab.workload_choice import WorkloadChoice, arrivals_of, check_exists, make_workload
+from penstock.lab.workload_choice import WorkloadChoice, check_closed_loop, check_exists, make_workload
 from penstock.types.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -224,8 +224,7 @@ def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | Non
     concurrency, rates = values["concurrency"], values["rates"]
     if concurrency is None:
         return [Load("rate", rate) for rate in rates or ()] or [None]
-    if rates or arrivals_of(choice) not in ("", "closed"):
-        raise click.UsageError("--concurrency is a closed loop: leave it out, or --rate, --arrivals, --stages and the like.")
+    check_closed_loop(replace(choice, rate=rates[0]) if rates else choice)
     if values["max_concurrency"] is not None:
         raise click.UsageError("--max-concurrency is for an open loop: leave it out, or --concurrency.")
     return [Load("concurrency", users) for users in concurrency]

@@ -30,7 +30,7 @@ from penstock.cli.workload_options import workload_options
 from penstock.config.components import BackendConfig, Device, ServerConfig, config_from
 from penstock.config.setting import settings_of
 from penstock.lab.variants import combinations, title
-from penstock.lab.workload_choice import WorkloadChoice, make_workload
+from penstock.lab.workload_choice import WorkloadChoice, check_closed_loop, make_workload
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +158,9 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
             _check_load(chosen, asked["concurrency"])
             capacity = capacity or simulation.capacity_per_s(make_workload(replace(chosen, rate=1.0)))
             chosen = replace(chosen, rate=asked["load"] * capacity)
-        workload, users = workload_of(chosen), asked["concurrency"]
+        if (users := asked["concurrency"]) is not None:
+            check_closed_loop(chosen)
+        workload = workload_of(chosen)
         began_s = process_time()
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
         wall_s = process_time() - began_s

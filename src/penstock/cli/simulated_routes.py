@@ -13,7 +13,7 @@ import click
 from penstock.cli.files import write_text
 from penstock.cli.options import NumberRange, add_options, is_given, routing_of_file, tables_of_file
 from penstock.config.several import configs_of
-from penstock.lab.workload_choice import WorkloadChoice, make_workload
+from penstock.lab.workload_choice import WorkloadChoice, check_closed_loop, make_workload
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     for name in click.get_current_context().params:
         if is_given(name) and name not in _ALLOWED and _is_of_simulation(name):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect on a route.", remedy="Leave it out.")
+    if (users := values["concurrency"]) is not None:
+        check_closed_loop(choice)
     slos, begun_at = parse_slos(values["slo"]), datetime.now(UTC).isoformat(timespec="seconds")
     routing = routing_of_file()
     wanted = wanted_of(values["route"], routing)
@@ -112,7 +114,6 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     workload = make_workload(choice, source=Workload(name=path.name, jobs=jobs, prefix_block_tokens=size))
     outcomes: list[RouteOutcome] = []
     runs: list[Run] = []
-    users = values["concurrency"]
     for strategy in strategies_of(wanted, questions, values["shares"], round(values["search_ms"] * 1e6)):
         outcome = simulation.run(strategy, questions, workload, pace=Pace(concurrency=users))
         outcomes.append(outcome)

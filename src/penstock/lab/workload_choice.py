@@ -199,6 +199,15 @@ def arrivals_of(choice: WorkloadChoice) -> str:
     return kind
 
 
+def check_closed_loop(choice: WorkloadChoice) -> None:
+    """Raise ConfigError for options that set when requests arrive, which a closed loop ignores."""
+    if arrivals_of(choice) not in ("", "closed"):
+        raise ConfigError(
+            "--concurrency is a closed loop, whose users set when requests arrive.",
+            remedy="Leave it out, or --rate, --arrivals, --stages and the like.",
+        )
+
+
 def _with_arrivals(workload: Workload, kind: str, choice: WorkloadChoice) -> Workload:
     count = arrivals.num_arrivals(workload)
     rng = Random(f"arrivals {choice.seed}")  # noqa: S311  # repeatable on purpose
