@@ -82,6 +82,9 @@ def test_a_sweep_is_one_result(penstock: Penstock, serve, tmp_path: Path) -> Non
     assert len({run["workload"] for run in runs}) == 1
     prompts = [body["prompt"] for body in completions(server)[1:]]
     assert len(set(prompts)) == 24, "no run finds the prompts of another in the prefix cache"
+    again = penstock("bench", "--url", server.url, *FEW, "--concurrency", "2", "--seed", "1")
+    assert again.returncode == 0, again.stderr
+    assert not set(prompts) & {body["prompt"] for body in completions(server)[26:]}, "nor of another seed"
     done = penstock("bench", "--url", server.url, *FEW, "--rate", "100,200", "--speed", "1.1", "--json", "b.json")
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "b.json").read_text())["runs"]

@@ -407,7 +407,8 @@ def _run(
     count = None if tokenizer is None else counter_of(tokenizer)
     if load is not None and load.kind == "rate":
         choice = replace(choice, rate=load.value)
-    workload = write_prompts(make_workload(choice, count), tokenizer, seed=choice.seed + nth)
+    seed = choice.seed + (nth << 32)  # far from --seed of other commands, or their texts would be cached
+    workload = write_prompts(make_workload(choice, count), tokenizer, seed=seed)
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
