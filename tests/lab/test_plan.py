@@ -532,6 +532,13 @@ def test_what_tokens_of_replicas_cost() -> None:
     assert bill.price_per_million_tokens == pytest.approx(0.004 / 2800 * 1e6)
 
 
+def test_tokens_that_nobody_received_cost_no_less() -> None:
+    jobs = [replace(job, cancelled_after_tokens=4 if idx % 2 else None) for idx, job in enumerate(workload(10, output=10).jobs)]
+    sized = plan(candidate(), BOX, Workload(name="leavers", jobs=jobs), asked(["ttft=1s"], rate=0.5, least_run_s=0))
+    assert sized.bill is not None
+    assert sized.bill.price_per_million_output_tokens == pytest.approx(1 / 3600 / (0.5 * 7) * 1e6)
+
+
 def test_the_rate_of_conversations_is_not_that_of_their_requests() -> None:
     first = Job(arrival_ns=0, num_prompt_tokens=20, num_output_tokens=10)
     jobs = [

@@ -722,4 +722,6 @@ def _bill(hardware: Hardware, workload: Workload, asked: Requirements, fleet: Fl
     if fleet is None or price is None:
         return None
     requests_per_s = fleet.rate * len(workload.jobs) / num_arrivals(workload)
-    return make_bill(requests_per_s, fleet.num_replicas, lengths_of(workload.jobs), price_per_hour=price)
+    # Clients who leave get only the tokens until then.
+    received = [replace(job, num_output_tokens=job.cancelled_after_tokens or job.num_output_tokens) for job in workload.jobs]
+    return make_bill(requests_per_s, fleet.num_replicas, lengths_of(received), price_per_hour=price)
