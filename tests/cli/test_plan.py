@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.candidates import find_machines, make_candidate, read_model
 from penstock.cli.plan import plan
 from penstock.config.components import config_from
+from penstock.deploy.forecast import kv_bytes_per_token
 from penstock.lab import hardware
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
@@ -138,6 +139,15 @@ def test_a_candidate_has_the_settings_of_the_server(tiny_model: Path) -> None:
     assert (simulation.limits, simulation.max_tokens) == (None, None), "a plan looks for the rate that needs no limits"
     with pytest.raises(ConfigError, match="--max-batch-size to 128 or less"):
         make_candidate(config_from({"model": str(tiny_model), "preset": "static", "max_batch_size": 2000}), *about)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_the_arithmetic_has_the_kv_bytes_of_the_backend(tiny_model: Path, dtype: str, is_gpu: bool) -> None:
+    config = config_from({"model": str(tiny_model), "kv_cache_dtype": dtype, "device": "cuda" if is_gpu else "cpu"})
+    machine = find_machines("L4" if is_gpu else "c7a.4xlarge", None)[0]
+    size = make_candidate(config, read_model(config, is_gpu=is_gpu), machine, None).size
+    assert size.kv_bytes_per_token == size.kv_read_bytes == kv_bytes_per_token(config)
 
 
 def test_right_guesses_meet_a_latency_that_no_single_step_meets(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def make_candidate(
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
-    size = outline.size(expected.compute.kv_dtype)
+    size = outline.size(expected.compute.kv_dtype, is_gpu=hardware.is_gpu)
     rates = speeds(size, hardware)
     cost = saved.cost if saved else roofline(size, rates)
     simulation = replace(

@@ -222,7 +222,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     outline = read_outline(config, source, compute)
     require_answers(outline.name, outline.spec, "a profile")
     blueprint, model, executor = open_executor(config, source)
-    size = outline.size(blueprint.compute.kv_dtype)
+    size = outline.size(blueprint.compute.kv_dtype, is_gpu=blueprint.compute.is_on_gpu)
     try:
         runner = StepRunner(executor, model.spec.vocab_size)
         runner.fill()

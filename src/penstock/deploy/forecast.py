@@ -62,9 +62,11 @@ class Outline:
     is_assumed: bool
     """Whether the weights are missing, and assumed to be bf16."""
 
-    def size(self, kv_dtype: KvDtype) -> ModelSize:
+    def size(self, kv_dtype: KvDtype, *, is_gpu: bool = False) -> ModelSize:
+        from penstock.backends.cuda.supported import position_bytes
         from penstock.lab.sizing import size_of
         from penstock.models.architectures import describe
+        from penstock.models.program import KvShape
 
         return size_of(
             describe(self.spec),
@@ -73,6 +75,7 @@ class Outline:
             num_weight_bytes=self.num_weight_bytes,
             num_read_bytes=self.num_read_bytes,
             is_quantised=self.is_quantised,
+            kv_bytes_of=position_bytes if is_gpu else KvShape.num_bytes,
         )
 
 

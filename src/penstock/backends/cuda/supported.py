@@ -65,10 +65,14 @@ def only_kv_shape(program: Program) -> KvShape:
 
 def block_bytes(program: Program, kv_dtype: KvDtype, block_size: int) -> int:
     """Return the bytes of a block's keys, values and scales in all layers, with unquantised ones in bf16 (`PagedKvCache`)."""
-    shape = only_kv_shape(program)
+    return len(program.kv_shapes) * block_size * position_bytes(only_kv_shape(program), kv_dtype)
+
+
+def position_bytes(shape: KvShape, kv_dtype: KvDtype) -> int:
+    """Return the bytes of one position in one layer."""
     scale_bytes = 2 * key_groups(shape.head_dim) + 4  # a bf16 number for each group of a key, a float32 for the value
     head_bytes = 2 * shape.head_dim + scale_bytes if kv_dtype is KvDtype.INT8 else 4 * shape.head_dim
-    return len(program.kv_shapes) * block_size * shape.num_kv_heads * head_bytes
+    return shape.num_kv_heads * head_bytes
 
 
 def key_groups(head_dim: int) -> int:
