@@ -30,7 +30,7 @@ from penstock.lab.workload import Job, Workload
 from penstock.replicas import DOWN_S
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.routing.routers import LeastWork, PrefixAware
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 
@@ -155,6 +155,32 @@ def test_a_client_that_leaves_before_there_is_a_replica_has_left() -> None:
     assert [stats.request_id for stats in outcome.ended] == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("timeout", "deadline_s", "reason"),
+    [
+        ("queue_timeout_ns", None, RejectReason.QUEUE_TIMEOUT),
+        ("first_token_timeout_ns", None, RejectReason.FIRST_TOKEN_TIMEOUT),
+        ("", 3, RejectReason.DEADLINE),
+    ],
+)
+def test_a_request_that_waits_for_the_first_replica_ends_at_its_limit(
+    timeout: str, deadline_s: int | None, reason: RejectReason
+) -> None:
+    group = replace(NONE, **{timeout: 2 * S}) if timeout else NONE
+    deadline_ns = None if deadline_s is None else deadline_s * S
+    late, served = group.run(of(job(1, deadline_ns=deadline_ns), job(9.9 if timeout else 2))).records
+    assert (late.end, late.error, late.ended_ns, late.first_ns) == (End.FAILED, str(reason), 3 * S, None)
+    assert served.end is End.OK
+
+
+def test_no_more_wait_for_the_first_replica_than_may_wait() -> None:
+    group = replace(NONE, limits=AdmissionLimits(max_queue=2))
+    jobs = of(*(job(1) for _ in range(5)))
+    assert Counter(record.end for record in group.run(jobs).records) == {End.OK: 2, End.REFUSED: 3}
+    assert {record.ended_ns for record in group.run(jobs).records if record.end is End.REFUSED} == {S}
+    assert {record.end for record in replace(group, max_returns=9).run(jobs).records} == {End.OK}
+
+
 def test_a_replica_that_drains_gets_nothing_and_ends_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take longer than the next request is away."""
     choices: list[tuple[int, list[int]]] = []
@@ -192,7 +218,7 @@ def test_every_request_ends_once_whatever_clients_and_replicas_do(make_router: A
         for k, start_ns in enumerate(starts_ns)
     ]
     some = replace(
-        NONE, limits=AdmissionLimits(max_queue=15), make_router=make_router, scaling=Scaling(least=0, most=4, start_ns=2 * S)
+        NONE, limits=AdmissionLimits(max_queue=40), make_router=make_router, scaling=Scaling(least=0, most=4, start_ns=2 * S)
     )
     workload = Workload(name="bursts", jobs=jobs, prefix_block_tokens=32)
     outcome = some.run(workload)

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.clock import VirtualClock
+from penstock.engine.core import LATE_DETAILS, next_limit
 from penstock.lab.front import Front
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.workload import NS_PER_S
 from penstock.sched.scaling import Scaler
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, Rejected, RejectReason
+from penstock.types.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,13 @@ class Scaled:
 class Crew:
     """Starts and drains the replicas behind a front. Calls wait here while no replica takes requests."""
 
-    def __init__(self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic) -> None:
+    def __init__(
+        self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic, *, max_queue: int | None = None
+    ) -> None:
+        """`max_queue`: most calls that wait here, or None without admission control."""
         self.draining: list[int] = []
         self._front, self._clock, self._traffic = front, clock, traffic
-        self._start_ns = scaling.start_ns
+        self._start_ns, self._max_queue = scaling.start_ns, max_queue
         self._since_ns = dict.fromkeys(front.dispatcher.numbers, 0)
         """Number of a replica -> when it was started."""
         self._starting: deque[int] = deque()
@@ -55,12 +60,26 @@ class Crew:
         self._each_second()
 
     def hold(self, call: Call) -> bool:
-        """If no replica takes requests, keep the call until one does. Return whether the call is kept."""
+        """If no replica takes requests, keep the call until one does or it is late. Return whether the call is kept.
+
+        Raises `Rejected` if too many calls wait.
+        """
         if self._serving():
             return False
-        self._unsent[call.request.request_id] = call
+        if self._max_queue is not None and len(self._unsent) >= max(1, self._max_queue) and not call.ask.background:
+            detail = f"the queue is full: at most {self._max_queue} may wait"
+            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=self._start_ns / NS_PER_S)
+        request = call.request
+        self._unsent[request.request_id] = call
+        if (limit := next_limit(request)) is not None:
+            at_ns, reason = limit
+            self._traffic.agenda.note(max(at_ns, self._clock.now_ns()), lambda: self._end_late(call, request, reason))
         self._scale()
         return True
+
+    def _end_late(self, call: Call, request: Request, reason: RejectReason) -> None:
+        if call.request is request and self._unsent.pop(request.request_id, None) is not None:
+            self._traffic.reject(call, Rejected(reason, LATE_DETAILS[reason]))
 
     def abort(self, call: Call) -> bool:
         """End the call if it is kept here. Return whether it was."""

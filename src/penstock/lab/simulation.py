@@ -246,7 +246,8 @@ class _Fleet:
             for _ in range(count):
                 self._front.join()
             if simulation.scaling is not None:
-                self.crew = Crew(simulation.scaling, self._front, clock, traffic)
+                max_queue = None if simulation.limits is None else simulation.limits.max_queue
+                self.crew = Crew(simulation.scaling, self._front, clock, traffic, max_queue=max_queue)
                 count = simulation.scaling.most
         self._names = [f"{kind} {number}" for number in range(count)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
