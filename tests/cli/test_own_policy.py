@@ -81,6 +81,7 @@ def test_one_that_fails_while_it_runs_is_named_in_the_log(serving: Serving, tiny
         (["--policy", "./my_policy.py:Noted"], "needs the argument path, which is not given. It takes: path, tenants."),
         (["--budget", "./my_policy.py:Oldest"], "is of another kind: its class inherits from Victim. Use --victim;"),
         (["--policy-args", "{weight = 2}"], "--policy: The order 'fcfs' takes no argument weight. It takes: no arguments."),
+        (["--policy-args", "{weight = 2}"], "Arguments are those of --policy-args, or a table of the file: leave weight out."),
     ],
 )
 def test_a_start_that_can_not_succeed_says_why(

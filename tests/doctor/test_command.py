@@ -180,6 +180,7 @@ def test_a_wrong_file_of_costs_is_told_before_a_server_is_watched() -> None:
     code, text = doctor("http://127.0.0.1:1", "--cost", "absent.json")
     assert code == 2
     assert "absent.json can't be read as a cost model" in text
+    assert "take one that comes with Penstock: h100-llama-8b, h200-llama-8b" in text
 
 
 def ask(url: str, count: int) -> None:

@@ -272,7 +272,7 @@ class Broken:
 
 
 def test_a_router_that_fails_is_named() -> None:
-    with pytest.raises(PenstockError, match="The router Broken failed in choose: KeyError: ''"):
+    with pytest.raises(PenstockError, match=r"The router Broken failed in choose: KeyError: ''\. If it is your own"):
         cluster(num_replicas=2, make_router=Broken).run(many(1))
 
 

@@ -80,6 +80,9 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
     except OwnPolicyError as error:
         remedy = error.remedy
+        if error.argument:
+            flag = f"{SEAM_FLAGS[error.seam]}-args"
+            remedy += f" Arguments are those of {flag}, or a table of the file: leave {error.argument} out."
         if error.argument in {item.key for item in all_settings()}:
             remedy += f" If the setting {error.argument} is meant: in a file it stands above the tables, such as [policy_args]."
         raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=remedy) from error

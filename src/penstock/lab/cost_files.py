@@ -85,13 +85,15 @@ def load_cost(path: Path) -> SavedCost:
 
     Raises CostFileError, which names the line if the file is a table.
     """
-    own = files("penstock.lab").joinpath(f"{path}.csv")
-    if str(path) == path.name and not path.exists() and own.is_file():
-        return _from_table(path, own.read_text(encoding="utf-8").splitlines())
+    tables = (file for file in files("penstock.lab").iterdir() if file.name.endswith(".csv") and file.name != "hardware.csv")
+    own = {table.name.removesuffix(".csv"): table for table in tables}
+    if str(path) in own and not path.exists():
+        return _from_table(path, own[str(path)].read_text(encoding="utf-8").splitlines())
     try:
         text = read_text(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
-        raise CostFileError(f"{path} can't be read as a cost model: {error}.") from None
+        remedy = f"Make one with `penstock profile --fit FILE`, or take one that comes with Penstock: {', '.join(sorted(own))}."
+        raise CostFileError(f"{path} can't be read as a cost model: {error}.", remedy=remedy) from None
     saved = _from_json(path, text) if text.lstrip().startswith("{") else _from_table(path, text.splitlines())
     if not saved.cost.duration_ns(StepShape(((1, 1),), 1)):
         raise CostFileError(f"By {path} a step takes no time.", remedy="Give it at least step_ns or decode_row_ns.")

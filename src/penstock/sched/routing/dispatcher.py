@@ -208,7 +208,10 @@ class Dispatcher:
         try:
             chosen = router.choose(arrival, loads)
         except Exception as error:
-            raise PenstockError(f"The router {name} failed in choose: {type(error).__name__}: {error}") from error
+            raise PenstockError(
+                f"The router {name} failed in choose: {type(error).__name__}: {error}.",
+                remedy="If it is your own, correct it; docs/simulate.md describes the interface.",
+            ) from error
         if type(chosen) is not int or not 0 <= chosen < len(loads):
             raise PenstockError(
                 f"The router {name} chose replica {chosen!r}; there are {len(loads)}.",
