@@ -269,9 +269,11 @@ def tune(
 ) -> Tuned:
     """Search on a third of the slices, and compare the best settings on another third. The last third is for `verify`.
 
-    Goodput needs `slos`. Raises ConfigError for too few slices.
+    Goodput needs `slos`. Raises ConfigError for too few slices, and if every client leaves.
     """
     assert slos or objective is not Objective.GOODPUT
+    if all(job.cancelled_after_tokens for job in workload.jobs):
+        raise ConfigError("Every client leaves before its answer ends, so no request counts.", remedy="Lower --cancel-share.")
     if num_slices < 3 * MIN_SLICES:
         raise ConfigError(f"{num_slices} slices are too few.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
     slices = cut(workload, num_slices)
