@@ -1,6 +1,6 @@
 """The loop that sends a workload: starts each job when it is due and collects the records.
 
-`client.send` calls it to send over HTTP, and `penstock bench --in-process` with the `sender` of `in_process`.
+`client.send` calls it to send over HTTP; `penstock bench --in-process` and `tune --verify`, with the `sender` of `in_process`.
 """
 
 from __future__ import annotations
