@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
     from penstock.lab.results import AskedTarget, Result, Run, load_of, write_result
+    from penstock.lab.simulation_report import warnings_of
     from penstock.lab.workload import Job, Workload
     from penstock.routes.scores import read_scores
 
@@ -130,7 +131,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
                 slos=slos,
                 price_per_hour=values["price_per_hour"],
                 notes=(_words(outcome, wanted.models),),
-                warnings=tuple(_warnings(outcome)),
+                warnings=tuple(warnings_of(outcome)),
                 samples=Samples.of(outcome.records),
             )
         )
@@ -189,12 +190,6 @@ def _words(outcome: RouteOutcome, kinds: Mapping[str, str]) -> str:
         f"The large model answered {_share(outcome, kinds):.1%}; quality {outcome.quality:.1%}; "
         f"{outcome.num_begun} answers begun by the small model, to be judged. Time of the machine: {used}."
     )
-
-
-def _warnings(outcome: RouteOutcome) -> Iterator[str]:
-    if outcome.num_outside:
-        share = outcome.num_outside / outcome.num_steps
-        yield f"OUTSIDE THE FITTED RANGE: {share:.1%} of the steps. Their times are extrapolated."
 
 
 def _section_of(outcomes: Sequence[RouteOutcome], kinds: Mapping[str, str], *, have_one_cost: bool) -> Section:

@@ -6,6 +6,7 @@ next one is asked, and how long first tokens or whole answers are held back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,6 +83,7 @@ class RouteOutcome:
     num_steps: int
     num_outside: int
     """Steps outside of the range that the cost models were fitted to."""
+    outside: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class RouteSimulation:
             duration_ns=clock.now_ns(),
             num_steps=sum(server.num_steps for server in router.servers),
             num_outside=sum(server.times.num_outside for server in router.servers),
+            outside=sum((Counter(server.times.outside) for server in router.servers), Counter[str]()),
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.lab import plots
 from penstock.lab.plots import Axis, Panel, Series
 from penstock.lab.report import Cell, Section, Table
+from penstock.lab.route_simulation import RouteOutcome
 from penstock.lab.simulation import Outcome
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import counted
@@ -98,7 +99,7 @@ def _notes(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"{num_moved} of {len(before)} requests get their first or last token at another time in the second simulation."
 
 
-def warnings_of(outcome: Outcome) -> Iterator[str]:
+def warnings_of(outcome: Outcome | RouteOutcome) -> Iterator[str]:
     """Yield the reasons to doubt the figures of a simulation, for its `Run`."""
     if outcome.num_outside:
         limits = ", ".join(f"{limit} in {count:,}" for limit, count in sorted(outcome.outside.items()))
