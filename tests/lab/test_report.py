@@ -184,6 +184,14 @@ def test_sections_say_where_nothing_ended_well() -> None:
     assert "infinite" in text
 
 
+def test_long_names_that_begin_alike_can_be_told_apart() -> None:
+    names = ("policy=./my_policy.py:LongFirst", "policy=./my_policy.py:ShortPromptsFirst")
+    text = as_text(list(sections_of(result_of(*(run_of(random_records(0, 120), name=name) for name in names)))))
+    rows = [line.split()[0] for line in text.splitlines() if line.startswith("policy=")]
+    assert rows[0].endswith("ngFirst")
+    assert rows[1].endswith("tsFirst")
+
+
 def test_long_names_are_clipped() -> None:
     run = run_of(random_records(0, 60, tenants=("x" * 500, "y")))
     text = as_text(list(sections_of(result_of(run))))

@@ -313,7 +313,11 @@ def _printable(text: str) -> str:
 
 
 def _clipped(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
+    """Cut a long text in the middle: names of variants often begin alike, and end differently."""
+    if len(text) <= width:
+        return text
+    num_last = max(0, width - 1) // 2
+    return f"{text[: max(0, width - 1 - num_last)]}…{text[len(text) - num_last :]}"
 
 
 def _text_table(table: Table) -> Iterator[str]:
