@@ -47,8 +47,6 @@ class ModelSize:
     num_attention_products: int
     """Multiply-adds of one token with the key and value of one position, over all layers."""
     kv_shapes: tuple[KvShape, ...]
-    kv_head_bytes: tuple[int, ...]
-    """For each layer, bytes of one position's key and value in a head, with scales."""
     kv_dtype: KvDtype
     kv_bytes_per_token: int
     """Bytes of one position's keys and values, with scales, over all layers."""
@@ -62,6 +60,8 @@ class ModelSize:
     """Share of experts' weights in `num_read_bytes`."""
     routed_share: float = 1.0
     """Share of a layer's experts that each token uses."""
+    kv_bytes_of: Callable[[KvShape, KvDtype], int] = KvShape.num_bytes
+    """Returns the bytes of one position in a layer of the backend."""
 
 
 def size_of(
@@ -74,10 +74,7 @@ def size_of(
     is_quantised: bool,
     kv_bytes_of: Callable[[KvShape, KvDtype], int] = KvShape.num_bytes,
 ) -> ModelSize:
-    """Return the size of a model. The caller passes the bytes of weights, because they depend on the file's formats.
-
-    `kv_bytes_of`: bytes of one position in a layer of a backend.
-    """
+    """Return the size of a model. The caller passes the bytes of weights, because they depend on the file's formats."""
     sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(program).items()}
     num_logits = sizes[program.ending.weight] if isinstance(program.ending, Logits) else 0
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear | HeadLinear))
@@ -103,7 +100,6 @@ def size_of(
             op.num_heads * (shape.head_dim + (shape.num_latent or shape.head_dim)) for op, shape in attentions
         ),
         kv_shapes=program.kv_shapes,
-        kv_head_bytes=tuple(kv_bytes_of(shape, kv_dtype) // shape.num_kv_heads for shape in program.kv_shapes),
         kv_dtype=kv_dtype,
         kv_bytes_per_token=sum(kv_bytes_of(shape, kv_dtype) for shape in program.kv_shapes),
         kv_read_bytes=sum(kv_bytes_of(shape, kv_dtype) for _, shape in attentions)
@@ -113,6 +109,7 @@ def size_of(
         state_bytes=4 * num_state_values,
         expert_share=num_expert_weights / num_read if num_expert_weights else 0.0,
         routed_share=share,
+        kv_bytes_of=kv_bytes_of,
     )
 
 
@@ -466,11 +463,12 @@ def _memory_lines(size: ModelSize, capacity: Capacity, lengths: LengthSummary) -
     pool_tokens, fitting = num_blocks * capacity.block_size, fit_in(capacity, lengths)
     numbers = f"{format_number(size.num_parameters, digits=4)} x {size.num_weight_bytes / size.num_parameters:.3g} B"
     yield Line("weights", "parameters x bytes of one", numbers, format_number(size.num_weight_bytes, "B"))
-    counts = Counter(zip(size.kv_shapes, size.kv_head_bytes, strict=True))
-    dims = " or ".join(dict.fromkeys(_columns_of(shape) for shape, _ in counts))
+    counts = Counter(size.kv_shapes)
+    dims = " or ".join(dict.fromkeys(_columns_of(shape) for shape in counts))
     formula = f"layers x KV heads x bytes of a head ({dims}, {size.kv_dtype}, any scales)"
     numbers = " + ".join(
-        f"{num_layers} x {shape.num_kv_heads} x {num_bytes} B" for (shape, num_bytes), num_layers in counts.items()
+        f"{num_layers} x {shape.num_kv_heads} x {size.kv_bytes_of(shape, size.kv_dtype) // shape.num_kv_heads} B"
+        for shape, num_layers in counts.items()
     )
     yield Line("KV per token", formula, numbers, f"{size.kv_bytes_per_token:,} B")
     formula = f"blocks x tokens of one x KV per token{' + blocks x recurrent state of one' if state else ''}"
