@@ -180,6 +180,11 @@ def test_a_run_has_the_rate_that_arrives(simulate: Simulate, tmp_path: Path) -> 
     assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["load"] == {"kind": "rate", "value": 7e-6}
 
 
+def test_options_are_shown_as_they_were_given(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--slo", "ttft=1s", "--slo", "e2e=9s", "--vary", "policy=fcfs,sjf", "--replicas", "1..2")
+    assert "slo = ttft=1s e2e=9s, vary = policy=fcfs,sjf, replicas = 1..2." in " ".join(out.split())
+
+
 def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from penstock.sched.policies.base import Order\n\n\n"

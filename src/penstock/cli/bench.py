@@ -26,6 +26,7 @@ from penstock.cli.options import (
     config_options,
     is_given,
     model_argument,
+    option_text,
     setting_keys,
     slo_option,
     tls_options,
@@ -413,7 +414,7 @@ def _run(
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
     given = {name: values[name] for name in (*_NAMED, *_SETTINGS) if name != "model" and _is_given(name)}
-    plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in given.items()}
+    plain = {name: value if isinstance(value, (bool, int, float)) else option_text(value) for name, value in given.items()}
     is_interrupted = bool(sent.unfinished) or sent.num_unsent > 0
     if not sent.records:
         if is_interrupted:

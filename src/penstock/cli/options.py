@@ -96,6 +96,11 @@ def is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
+def option_text(value: object) -> str:
+    """Return an option's value for a report; several values are separated by spaces."""
+    return " ".join(map(str, value)) if type(value) is tuple else str(value)
+
+
 def setting_keys(*components: str) -> list[str]:
     """Return the keys of all settings of these components of the config, such as `kv`."""
     return [item.key for name, component in COMPONENTS if name in components for item in settings_of(component)]

@@ -23,6 +23,7 @@ from penstock.cli.options import (
     config_options,
     is_given,
     model_argument,
+    option_text,
     slo_option,
 )
 from penstock.cli.simulated_routes import OF_ROUTES, route_options, simulate_route
@@ -316,4 +317,4 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
 
 def given(context: click.Context) -> dict[str, Json]:
     names = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    return {name: str(value) for name in names if (value := context.params[name]) is not None and name not in _OUTPUTS}
+    return {name: option_text(value) for name in names if (value := context.params[name]) is not None and name not in _OUTPUTS}
