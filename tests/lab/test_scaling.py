@@ -173,11 +173,13 @@ def test_a_request_that_waits_for_the_first_replica_ends_at_its_limit(
     assert served.end is End.OK
 
 
-def test_no_more_wait_for_the_first_replica_than_may_wait() -> None:
+def test_as_many_wait_for_the_first_replica_as_fit_its_rows_and_queue() -> None:
     group = replace(NONE, limits=AdmissionLimits(max_queue=2))
-    jobs = of(*(job(1) for _ in range(5)))
-    assert Counter(record.end for record in group.run(jobs).records) == {End.OK: 2, End.REFUSED: 3}
-    assert {record.ended_ns for record in group.run(jobs).records if record.end is End.REFUSED} == {S}
+    assert group.capacity.max_rows == 4
+    jobs = of(*(job(1) for _ in range(10)))
+    records = group.run(jobs).records
+    assert Counter(record.end for record in records) == {End.OK: 6, End.REFUSED: 4}
+    assert {record.ended_ns for record in records if record.end is End.REFUSED} == {S}
     assert {record.end for record in replace(group, max_returns=9).run(jobs).records} == {End.OK}
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.admission.door import DEFAULT_RETRY_AFTER_S
 from penstock.clock import VirtualClock
 from penstock.engine.core import LATE_DETAILS, next_limit
 from penstock.lab.front import Front
@@ -43,12 +44,12 @@ class Crew:
     """Starts and drains the replicas behind a front. Calls wait here while no replica takes requests."""
 
     def __init__(
-        self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic, *, max_queue: int | None = None
+        self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic, *, max_held: int | None = None
     ) -> None:
-        """`max_queue`: most calls that wait here, or None without admission control."""
+        """`max_held`: most calls that wait here, or None without admission control."""
         self.draining: list[int] = []
         self._front, self._clock, self._traffic = front, clock, traffic
-        self._start_ns, self._max_queue = scaling.start_ns, max_queue
+        self._start_ns, self._max_held = scaling.start_ns, max_held
         self._since_ns = dict.fromkeys(front.dispatcher.numbers, 0)
         """Number of a replica -> when it was started."""
         self._starting: deque[int] = deque()
@@ -66,9 +67,9 @@ class Crew:
         """
         if self._serving():
             return False
-        if self._max_queue is not None and len(self._unsent) >= max(1, self._max_queue) and not call.ask.background:
-            detail = f"the queue is full: at most {self._max_queue} may wait"
-            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=self._start_ns / NS_PER_S)
+        if self._max_held is not None and len(self._unsent) >= self._max_held:
+            detail = f"the queue is full: at most {self._max_held} may wait for the first replica"
+            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=DEFAULT_RETRY_AFTER_S)
         request = call.request
         self._unsent[request.request_id] = call
         if (limit := next_limit(request)) is not None:

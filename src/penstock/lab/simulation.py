@@ -246,8 +246,10 @@ class _Fleet:
             for _ in range(count):
                 self._front.join()
             if simulation.scaling is not None:
-                max_queue = None if simulation.limits is None else simulation.limits.max_queue
-                self.crew = Crew(simulation.scaling, self._front, clock, traffic, max_queue=max_queue)
+                limits, max_rows = simulation.limits, simulation.capacity.max_rows
+                # The front of a cluster without replicas assumes an idle one, whose rows it fills before its queue.
+                max_held = None if limits is None else limits.max_queue + max_rows
+                self.crew = Crew(simulation.scaling, self._front, clock, traffic, max_held=max_held)
                 count = simulation.scaling.most
         self._names = [f"{kind} {number}" for number in range(count)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
