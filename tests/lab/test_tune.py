@@ -16,7 +16,7 @@ from penstock.lab.arrivals import poisson
 from penstock.lab.figures import parse_slos
 from penstock.lab.intervals import Estimate
 from penstock.lab.records import End, Record
-from penstock.lab.transforms import cancel, cut
+from penstock.lab.transforms import cut
 from penstock.lab.tune import (
     DEFAULT,
     NEEDS,
@@ -176,13 +176,9 @@ def test_a_request_without_an_answer_is_the_worst_and_one_whose_client_left_does
         assert score([*records, refused], objective, ()) == math.inf
         left = Record(index=9, intended_ns=0, sent_ns=0, ended_ns=MS, end=End.CANCELLED)
         assert score([*records, left], objective, ()) < 0.2
-    with pytest.raises(ConfigError, match="every client left"):
-        score([left], Objective.TTFT_P99, ())
-
-
-def test_nothing_is_tuned_for_clients_who_all_leave() -> None:
-    with pytest.raises(ConfigError, match=r"Every client leaves.*Lower --cancel-share"):
-        tune(Fake({}), cancel(workload(), 1.0, 0), Objective.THROUGHPUT, ())
+    for objective in Objective:
+        with pytest.raises(ConfigError, match=r"every client left.*Lower --cancel-share"):
+            score([left], objective, parse_slos(["ttft=1s"]))
 
 
 class Broken(Fake):

@@ -78,6 +78,8 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
     For latencies, a failed request counts as infinite; a cancelled one does not count.
     """
     samples = Samples.of(records)
+    if not samples.is_counted.any():
+        raise ConfigError("In a slice every client left before its answer ended.", remedy="Lower --cancel-share.")
     span_s = max(1, int(samples.ended_ns.max()) - int(samples.intended_ns.min())) / NS_PER_S
     if objective is Objective.THROUGHPUT:
         return float(samples.num_output_tokens[samples.is_ok].sum()) / span_s
@@ -85,8 +87,6 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
         return float(samples.holds_all(slos).sum()) / span_s
     late_ns = samples.latency_ns("e2e" if objective is Objective.E2E_MEAN else "ttft")[samples.is_counted]
     late_s = np.where(late_ns >= 0, late_ns, np.inf) / NS_PER_S
-    if not len(late_s):
-        raise ConfigError("In a slice every client left before its answer ended.", remedy="Lower --cancel-share.")
     return nearest_rank(late_s, 0.99) if objective is Objective.TTFT_P99 else float(late_s.mean())
 
 
@@ -269,11 +269,9 @@ def tune(
 ) -> Tuned:
     """Search on a third of the slices, and compare the best settings on another third. The last third is for `verify`.
 
-    Goodput needs `slos`. Raises ConfigError for too few slices, and if every client leaves.
+    Goodput needs `slos`. Raises ConfigError for too few slices, and for one that every client leaves.
     """
     assert slos or objective is not Objective.GOODPUT
-    if all(job.cancelled_after_tokens for job in workload.jobs):
-        raise ConfigError("Every client leaves before its answer ends, so no request counts.", remedy="Lower --cancel-share.")
     if num_slices < 3 * MIN_SLICES:
         raise ConfigError(f"{num_slices} slices are too few.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
     slices = cut(workload, num_slices)
