@@ -84,6 +84,7 @@ class RouteOutcome:
     num_outside: int
     """Steps outside of the range that the cost models were fitted to."""
     outside: Mapping[str, int]
+    """Exceeded limit, such as `rows > 64` -> number of steps that exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
