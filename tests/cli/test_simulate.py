@@ -180,9 +180,11 @@ def test_a_run_has_the_rate_that_arrives(simulate: Simulate, tmp_path: Path) -> 
     assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["load"] == {"kind": "rate", "value": 7e-6}
 
 
-def test_options_are_shown_as_they_were_given(simulate: Simulate) -> None:
+def test_options_of_several_values_are_shown_without_brackets(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--slo", "ttft=1s", "--slo", "e2e=9s", "--vary", "policy=fcfs,sjf", "--replicas", "1..2")
     assert "slo = ttft=1s e2e=9s, vary = policy=fcfs,sjf, replicas = 1..2." in " ".join(out.split())
+    out = simulate(*SMALL[:-2], "--stages", "20x1,5x10")
+    assert "stages = 20.0x1.0 5.0x10.0." in " ".join(out.split())
 
 
 def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Path) -> None:

@@ -96,9 +96,11 @@ def is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def option_text(value: object) -> str:
-    """Return an option's value for a report; several values are separated by spaces."""
-    return " ".join(map(str, value)) if type(value) is tuple else str(value)
+def option_text(value: object, separator: str = " ") -> str:
+    """Return an option's value for a report, without Python's brackets. Stages are joined as in the option: 2.0x10.0."""
+    if type(value) is tuple:  # no named tuple: bounds of replicas have their own text
+        return separator.join(option_text(one, "x") for one in value)
+    return str(value)
 
 
 def setting_keys(*components: str) -> list[str]:
