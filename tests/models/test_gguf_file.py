@@ -239,6 +239,17 @@ def test_a_mutated_file_is_a_model_or_refused(tiny, tmp_path, seed):
         assert sum(weight.num_bytes for weight in model.weights.values()) < 2 * len(raw)
 
 
+def test_arrays_have_a_common_limit(tmp_path):
+    array = struct.pack("<IIQ", 9, 0, 3 << 20) + bytes(3 << 20)
+    one = gguf(num_metadata=1, metadata=text("a") + array)
+    two = gguf(num_metadata=2, metadata=text("a") + array + text("b") + array)
+    nested = gguf(num_metadata=1, metadata=text("a") + struct.pack("<IIQ", 9, 9, 2) + array[4:] * 2)
+    assert len(open_gguf(write(tmp_path, one)).metadata["a"]) == 3 << 20
+    for data in (two, nested):
+        with pytest.raises(ModelError, match=f"promises {3 << 20} numbers"):
+            open_gguf(write(tmp_path, data))
+
+
 def test_promises_of_a_corrupt_file_take_no_memory(tmp_path):
     tracemalloc.start()
     try:

@@ -30,6 +30,7 @@ _SCALARS: Mapping[int, struct.Struct] = {
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 _MAX_ITEMS = 1 << 22
+"""Most items of all metadata arrays of a file together. A large vocabulary has about one million."""
 
 T = TypeVar("T")
 
@@ -214,6 +215,7 @@ class _Cursor:
         self._path = path
         self._data = data
         self._end = len(data)
+        self._items_left = _MAX_ITEMS
         self.position = position
 
     def u32(self) -> int:
@@ -225,7 +227,7 @@ class _Cursor:
     def count(self, what: str, limit: int, *, min_bytes: int) -> int:
         count = self.u64()
         if count > limit or count * min_bytes > self._end - self.position:
-            raise damaged(self._path, f"the header promises {count} {what}, more than the file can hold")
+            raise damaged(self._path, f"the header promises {count} {what}, more than this file can have")
         return count
 
     def string(self) -> str:
@@ -266,16 +268,21 @@ class _Cursor:
             raise damaged(self._path, "metadata arrays are nested too deeply")
         item_type = self.u32()
         if item_type == _STRING:
-            return self.strings(self.count("strings", _MAX_ITEMS, min_bytes=8))
+            return self.strings(self._items("strings", min_bytes=8))
         if item_type == _ARRAY:
-            return [self._array(nesting + 1) for _ in range(self.count("arrays", _MAX_ITEMS, min_bytes=12))]
+            return [self._array(nesting + 1) for _ in range(self._items("arrays", min_bytes=12))]
         if item_type != _BOOL and item_type not in _SCALARS:
             raise damaged(self._path, f"a metadata array is of the unknown type {item_type}")
         packer = _SCALARS[0 if item_type == _BOOL else item_type]
-        num = self.count("numbers", _MAX_ITEMS, min_bytes=packer.size)
+        num = self._items("numbers", min_bytes=packer.size)
         values = struct.unpack_from(f"<{num}{packer.format[-1]}", self._data, self.position)
         self.position += num * packer.size
         return [bool(value) for value in values] if item_type == _BOOL else list(values)
+
+    def _items(self, what: str, *, min_bytes: int) -> int:
+        num = self.count(what, self._items_left, min_bytes=min_bytes)
+        self._items_left -= num
+        return num
 
     def _scalar(self, packer: struct.Struct) -> Any:
         if self.position + packer.size > self._end:
