@@ -116,6 +116,17 @@ def test_what_runs_fits_into_the_store():
     store.check_room((ME, "new"))
 
 
+def test_asking_for_room_measures_no_response_again(monkeypatch):
+    measured = []
+    monkeypatch.setattr("penstock.serve.responses.kept.getsizeof", lambda part: measured.append(part) or 100)
+    store = MemoryStore(1 << 20, 60, VirtualClock())
+    for name in "abc":
+        keep(store, name, is_running=True)
+    measured.clear()
+    store.check_room((ME, "new"))
+    assert not measured
+
+
 def test_one_owners_responses_in_the_background_leave_places_to_others(monkeypatch):
     monkeypatch.setattr("penstock.serve.responses.store.MAX_RUNNING", 4)
     store = MemoryStore(1 << 20, 60, VirtualClock())

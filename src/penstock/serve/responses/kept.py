@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from sys import getsizeof
 from typing import Literal
 
@@ -12,7 +12,7 @@ from penstock.serve.responses.answers import Response, ResponseError
 from penstock.serve.responses.read import Item
 from penstock.types.request import Owner
 
-_ENTRY_BYTES = 720
+_ENTRY_BYTES = 760
 """Python's overhead of one response, in bytes."""
 
 Key = tuple[Owner, str]
@@ -35,16 +35,16 @@ class Kept:
     """The response runs in the background and has not ended."""
     asked: bytes = b""
     """The body of the request, while it is running."""
+    num_bytes: int = field(init=False)
+    """Memory of the response in `MemoryStore`, Python's overhead included."""
+
+    def __post_init__(self) -> None:
+        parts = (*self.items, self.items, self.response, self.asked)
+        object.__setattr__(self, "num_bytes", sum(map(getsizeof, parts)) + _ENTRY_BYTES)
 
     @property
     def key(self) -> Key:
         return self.owner, self.response_id
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the response in `MemoryStore`, Python's overhead included."""
-        parts = (*self.items, self.items, self.response, self.asked)
-        return sum(map(getsizeof, parts)) + _ENTRY_BYTES
 
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
         """Return a later state of a response in the background. If `items` are given, the response has ended."""
