@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -312,6 +313,17 @@ def test_a_full_disk_leaves_the_old_file(file: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert file.read_bytes() == old
     assert not file.with_name(".one.packed.part").exists()
+
+
+def test_a_disk_without_room_is_left_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, opened = sorted(file.parent.iterdir()), []
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4095))
+    monkeypatch.setattr("penstock.models.packed_file._write", lambda *_: opened.append(1))
+    with pytest.raises(OSError, match="No space left"):
+        write_packed(file, IDENTITY, {"w": Packed(FORM, [np.zeros(4096, np.uint8)])})
+    assert (opened, sorted({*file.parent.iterdir()} - {*before})) == ([], [])
+    with open_packed(file, IDENTITY):
+        pass
 
 
 def test_what_a_killed_process_left_is_written_over(file: Path) -> None:

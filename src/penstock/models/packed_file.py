@@ -6,9 +6,11 @@ is its length and digest, then text: lines that identify the sources, an empty l
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shlex
+import shutil
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -215,6 +217,8 @@ def write_packed(
                 return
         part = path.with_name(f".{path.name}.part")
         part.unlink(missing_ok=True)  # a killed process left it
+        if sum(array.nbytes for packed in matrices.values() for array in packed.arrays) > shutil.disk_usage(path.parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))  # before other programs lack the space
         # Read-only: overwriting the file would kill servers that map it.
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         try:
