@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import shutil
 import sys
@@ -23,8 +24,14 @@ from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 def install(monkeypatch, *, names=("config.json", "model.safetensors"), **functions) -> None:
     """Pretend to have the library, with the hub's list of a repository's files."""
-    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(**{"model_info": lambda _: listed, **functions}))
+    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, blob_id=None) for name in names])
+    known = {
+        "model_info": lambda _repo, *, files_metadata: listed,
+        "hf_hub_url": lambda repo, name: f"{repo}/{name}",
+        "get_hf_file_metadata": lambda _url: None,
+        **functions,
+    }
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(**known))
 
 
 def test_whole_repository(tmp_path, monkeypatch):
@@ -105,7 +112,7 @@ def test_pull_without_a_network_keeps_what_is_present(tmp_path, monkeypatch, sha
         pull(name, tmp_path)
     functions = vars(sys.modules["huggingface_hub"])
 
-    def model_info(repo: str) -> None:
+    def model_info(repo: str, *, files_metadata: bool) -> None:
         raise RuntimeError("Name or service not known")
 
     install(monkeypatch, **functions | {"model_info": model_info})
@@ -114,6 +121,57 @@ def test_pull_without_a_network_keeps_what_is_present(tmp_path, monkeypatch, sha
         with pytest.raises(DownloadError, match=f"Name or service not known. {source.path} stays as it is"):
             pull(name, tmp_path)
         assert source.is_present
+
+
+def test_an_update_that_the_hub_refuses_keeps_the_complete_model(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    source = pull("hf:org/repo", tmp_path)
+
+    def get_hf_file_metadata(url: str) -> None:
+        raise RuntimeError(f"403 Client Error: {url} is gated")
+
+    install(monkeypatch, get_hf_file_metadata=get_hf_file_metadata)
+    with pytest.raises(DownloadError, match=f"org/repo/config.json is gated. {source.path} stays as it is. .*set HF_TOKEN"):
+        pull("hf:org/repo", tmp_path)
+    assert source.is_present
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "m.gguf"])
+@pytest.mark.parametrize("is_lfs", [True, False])
+def test_a_file_that_the_library_leaves_as_it_was_is_fetched(tmp_path, monkeypatch, is_lfs, file):
+    """The library takes a file on disk for the newest if the hub answers 429 or 403."""
+    hub = write_hf(tmp_path / "upstream", TinyLlama())
+    weights = hub / file
+    if file == "m.gguf":
+        write_gguf(weights, TinyLlama())
+    serve(monkeypatch, hub)
+    model = "hf:org/repo:m.gguf" if file == "m.gguf" else "hf:org/repo"
+    source = pull(model, tmp_path)
+    data = weights.read_bytes()[:-1] + b"!"
+    weights.write_bytes(data)
+    lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest()) if is_lfs else None
+    blob_id = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    files = [SimpleNamespace(rfilename=path.name, blob_id=None) for path in hub.iterdir() if path != weights]
+    files.append(SimpleNamespace(rfilename=weights.name, size=len(data), blob_id=blob_id, lfs=lfs))
+    is_limited, forced = True, []
+
+    def hf_hub_download(repo: str, name: str, *, local_dir: Path, force_download: bool = False) -> None:
+        if not force_download:
+            return
+        forced.append(name)
+        if is_limited:
+            raise ValueError("Force download failed due to the above error.") from RuntimeError("429 Too Many Requests")
+        shutil.copy(hub / name, local_dir / name)
+
+    known = vars(sys.modules["huggingface_hub"]) | {"snapshot_download": lambda *_args, **_named: None}
+    known |= {"hf_hub_download": hf_hub_download, "model_info": lambda _repo, **_named: SimpleNamespace(siblings=files)}
+    install(monkeypatch, **known)
+    with pytest.raises(DownloadError, match="429 Too Many Requests"):
+        pull(model, tmp_path)
+    is_limited = False
+    pull(model, tmp_path)
+    assert (forced, source.is_present) == ([file] * 2, True)
+    assert (tmp_path / "hub/org/repo" / file).read_bytes() == data
 
 
 def test_an_update_that_is_interrupted_does_not_count(tmp_path, monkeypatch, sharded):
@@ -221,7 +279,7 @@ def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
 
 
 def test_a_partial_folder_does_not_count_while_the_hub_can_not_be_reached(tmp_path, monkeypatch):
-    def model_info(repo: str) -> None:
+    def model_info(repo: str, *, files_metadata: bool) -> None:
         raise RuntimeError("Name or service not known")
 
     install(monkeypatch, model_info=model_info, snapshot_download=lambda *_args, **_named: None)

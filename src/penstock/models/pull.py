@@ -362,15 +362,19 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
     from penstock.models.hf_config import read_weight_map  # not at the top, for fast imports
 
     try:
-        # The functions below return what is on disk if the hub does not answer; this one raises.
-        names = {file.rfilename for file in huggingface_hub.model_info(ref.repo).siblings or ()}
+        # The functions below return what is on disk if the hub does not answer, or refuses; this one raises.
+        names = {file.rfilename: file for file in huggingface_hub.model_info(ref.repo, files_metadata=True).siblings or ()}
         if ref.file is None:
-            has_model = "config.json" in names and not names.isdisjoint(("model.safetensors", "model.safetensors.index.json"))
+            has_model = "config.json" in names and not names.keys().isdisjoint(
+                ("model.safetensors", "model.safetensors.index.json")
+            )
             if not has_model and "adapter_config.json" not in names:
                 raise DownloadError(
                     f"{ref.repo} on the Hugging Face hub has no config.json with model.safetensors.",
                     remedy=f"Use a repository that has it; for a GGUF file write hf:{ref.repo}:NAME.gguf.",
                 )
+            probe = "config.json" if "config.json" in names else "adapter_config.json"
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(ref.repo, probe))  # raises if the model is gated
             (path / COMPLETE_MARKER).unlink(missing_ok=True)  # until all files are of one revision
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
             for name in ("model.safetensors", "model.safetensors.index.json"):
@@ -380,6 +384,10 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
             for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
                 if name not in wanted:
                     huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
+                    wanted.append(name)
+            for name in wanted:
+                if _is_older(path / name, names.get(name)):
+                    huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path, force_download=True)
             if absent := [name for name in wanted if not (path / name).is_file()]:
                 raise DownloadError(
                     f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.", remedy="Check the network,"
@@ -391,13 +399,30 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
         for file in files:
             if len(files) > 1 and file.is_file():
                 continue  # an interrupted update could leave files of two revisions
-            huggingface_hub.hf_hub_download(ref.repo, file.relative_to(root).as_posix(), local_dir=root)
+            name = file.relative_to(root).as_posix()
+            huggingface_hub.hf_hub_download(ref.repo, name, local_dir=root)
+            if _is_older(file, names.get(name)):
+                huggingface_hub.hf_hub_download(ref.repo, name, local_dir=root, force_download=True)
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
         if isinstance(error, ModelError | DownloadError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
             raise  # not the hub's fault
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
+        told = error.__cause__ or error if isinstance(error, ValueError) else error  # "Force download failed due to the above"
+        cause = (str(told).strip() or type(told).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
         kept = f" {path} stays as it is." if path.is_file() or (path / COMPLETE_MARKER).is_file() else ""
         raise DownloadError(
             f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.{kept}",
             remedy="Check the name and the network; for a gated model set HF_TOKEN.",
         ) from error
+
+
+def _is_older(path: Path, listed: Any) -> bool:
+    """Return whether a file differs from the `RepoSibling` that the hub lists, because a refused download left it."""
+    if listed is None or listed.blob_id is None or not path.is_file():
+        return False
+    if path.stat().st_size != listed.size:
+        return True
+    git = hashlib.sha1(b"blob %d\0" % listed.size, usedforsecurity=False)
+    digest, known = (hashlib.sha256(), listed.lfs.sha256) if listed.lfs else (git, listed.blob_id)
+    with path.open("rb") as stream:
+        _copy(stream, None, digest, Progress(), 0)
+    return bool(digest.hexdigest() != known)
