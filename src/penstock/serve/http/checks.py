@@ -33,6 +33,7 @@ from penstock.serve.errors import (
     not_an_object,
     request_too_large,
     shorten,
+    unavailable,
 )
 from penstock.serve.http.cors import Cors, Headers
 from penstock.types.errors import Rejected
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key, and are answered even when too many connections are busy."""
+_BODIES_BYTES = 1 << 28
+"""Bytes of all incomplete bodies at which those with more than their share are refused."""
 UPLOAD_PATH = "/v1/files"
 """Bodies there are written to the disk as they come."""
 ID_HEADER = b"x-request-id"
@@ -199,15 +202,15 @@ class RequestChecks:
         self._of_clients = [wording for wording in wordings if wording.client_header]
         self._max_body_bytes = max_body_bytes
         self._max_upload_bytes = max_upload_bytes
+        self._bodies = _IncompleteBodies(max(_BODIES_BYTES, 2 * max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
         scope[_WORDS_KEY] = self._find_words(scope)
         scope[_TRUSTS_TENANT_KEY] = self._trusts_tenant
-        limit = (self._max_body_bytes, "--max-body-size")
+        messages = _LimitedMessages(identity, receive, send, self._max_body_bytes, "--max-body-size", self._bodies)
         if scope["path"] == UPLOAD_PATH:
-            limit = (self._max_upload_bytes, "--jobs-bytes")
-        messages = _LimitedMessages(identity, receive, send, *limit)
+            messages = _LimitedMessages(identity, receive, send, self._max_upload_bytes, "--jobs-bytes")
         if self._cors is not None:
             messages.more_headers = self._cors.headers(headers_of(scope))
             if preflight := self._cors.preflight(scope["method"], headers_of(scope)):
@@ -232,6 +235,8 @@ class RequestChecks:
             if messages.has_begun:
                 raise
             await internal(identity.request_id).response(words_of(scope))(scope, messages.receive, messages.send)
+        finally:
+            self._bodies.release(identity)
 
     def _find_words(self, scope: Scope) -> ErrorWords | None:
         path, found = scope["path"], self._words_of_path
@@ -273,12 +278,21 @@ class RequestChecks:
 class _LimitedMessages:
     """Wraps ASGI's `receive` and `send`: limits the body's bytes, and adds headers to the answer."""
 
-    def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int, setting: str) -> None:
+    def __init__(
+        self,
+        identity: RequestIdentity,
+        receive: Receive,
+        send: Send,
+        max_body_bytes: int,
+        setting: str,
+        bodies: _IncompleteBodies | None = None,
+    ) -> None:
         self._identity = identity
         self._receive = receive
         self._send = send
         self._max_body_bytes = max_body_bytes
         self._setting = setting
+        self._bodies = bodies
         self._num_body_bytes = 0
         self.has_begun = False
         """Whether the head of the answer was sent."""
@@ -294,6 +308,10 @@ class _LimitedMessages:
         if message["type"] == "http.request":
             self._num_body_bytes += len(message.get("body", b""))
             self.check_length(self._num_body_bytes)
+            if self._bodies is not None:
+                self._bodies.release(self._identity)
+                if message.get("more_body", False):
+                    self._bodies.hold(self._identity, self._num_body_bytes)
         return message
 
     async def send(self, message: Message) -> None:
@@ -302,6 +320,29 @@ class _LimitedMessages:
             own = (ID_HEADER, self._identity.request_id.encode())
             message["headers"] = [*message.get("headers", ()), own, *self.more_headers]
         await self._send(message)
+
+
+class _IncompleteBodies:
+    """Limits the bytes of all incomplete bodies to twice `max_bytes`, however many clients send them, and however slowly.
+
+    Beyond `max_bytes`, a body that grows beyond an equal share of them is refused. Smaller ones never are.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes: dict[int, int] = {}
+        """By the `id` of the request's identity."""
+        self._sum_bytes = 0
+
+    def hold(self, identity: RequestIdentity, num_bytes: int) -> None:
+        """Count a body. Raises 503."""
+        self._num_bytes[id(identity)] = num_bytes
+        self._sum_bytes += num_bytes
+        if self._sum_bytes > self._max_bytes and num_bytes > self._max_bytes // len(self._num_bytes):
+            raise unavailable("The server is receiving too many large bodies. Send this one again.")
+
+    def release(self, identity: RequestIdentity) -> None:
+        self._sum_bytes -= self._num_bytes.pop(id(identity), 0)
 
 
 class KeyRing:
