@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
@@ -68,6 +69,25 @@ def test_debugging_shows_the_traceback(capsys: pytest.CaptureFixture[str], monke
     error = capsys.readouterr().err
     assert "Traceback" in error
     assert ModelError.__name__ in error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space"), "A file can't be written: the disk is full. Free some space"),
+        (OSError(errno.EROFS, "Read-only file system", "/a/b"), "/a/b can't be used: Read-only file system. Check its"),
+    ],
+)
+def test_a_disk_that_can_t_be_written_is_no_bug(
+    error: OSError, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
+    monkeypatch.setattr(command.cli, "main", fail)
+    assert _exit_code(["env"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
 def test_a_bug_shows_its_traceback_anyway(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

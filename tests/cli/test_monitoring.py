@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 from collections.abc import Callable
@@ -128,6 +129,20 @@ def test_the_line_of_the_page_gives_prometheus_the_server_s_key(penstock: Pensto
     subprocess.run(line, shell=True, cwd=tmp_path / "own", check=True)
     [job] = yaml.safe_load((tmp_path / "own/prometheus.yaml").read_text())["scrape_configs"]
     assert job["authorization"] == {"credentials": "KEY"}
+
+
+def test_a_disk_that_was_full_is_tried_again_without_force(
+    penstock_here: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", fail)
+        done = penstock_here("monitoring", "render", tmp_path / "own")
+    assert (done.returncode, done.stderr.startswith("error: A file can't be written: the disk is full.")) == (1, True)
+    (tmp_path / "own" / "prometheus.yaml").write_text("half")
+    assert penstock_here("monitoring", "render", tmp_path / "own").returncode == 0
 
 
 def test_its_own_folder_is_written_again(penstock: Penstock, tmp_path: Path) -> None:

@@ -41,11 +41,11 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path} can't be written.", remedy="Name a file in a folder that exists.")
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, remedy: str = "Name another one.") -> None:
     """Raise ConfigError if the folder can't be made, or can't be written."""
     place = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.access(one, os.F_OK))
     if not os.access(place, os.W_OK) or not place.is_dir():
-        raise ConfigError(f"The folder {folder} can't be written.", remedy="Name another one.")
+        raise ConfigError(f"The folder {folder} can't be written.", remedy=remedy)
 
 
 def sha256_of(path: Path) -> str:
@@ -58,7 +58,7 @@ def write_text(path: Path, content: str) -> None:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path} can't be written: {error.strerror}.", remedy="Name a file in a folder that exists."
+            f"{path} can't be written: {error.strerror}.", remedy="Free some space, or name a file in a folder that exists."
         ) from error
 
 

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -108,10 +109,21 @@ def _explain(error: Exception) -> int:
         return 130
     from penstock.cli.options import printable
 
-    if not isinstance(error, PenstockError) or os.environ.get("PENSTOCK_DEBUG") == "1":
+    told = _told_of_disk(error) if isinstance(error, OSError) else error
+    if not isinstance(told, PenstockError) or os.environ.get("PENSTOCK_DEBUG") == "1":
         traceback.print_exception(error)
-    print(f"error: {printable(str(error))}", file=sys.stderr)
+    print(f"error: {printable(str(told))}", file=sys.stderr)
     return 1
+
+
+def _told_of_disk(error: OSError) -> Exception:
+    """Return the words for a disk that is full or can't be written, where a command has none of its own. Else the error."""
+    what = error.filename or "A file"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PenstockError(f"{what} can't be written: the disk is full.", remedy="Free some space, or use another disk.")
+    if error.errno in (errno.EACCES, errno.EROFS):
+        return PenstockError(f"{what} can't be used: {error.strerror}.", remedy="Check its permissions, or name another one.")
+    return error
 
 
 def _show_usage(error: click.ClickException) -> None:

@@ -33,9 +33,10 @@ def render(folder: Path, target: str, runbooks: str, server: str | None, force: 
     if folder.exists() and any(folder.iterdir()) and not mark.exists() and not force:
         raise PenstockError(f"{folder} has other files.", remedy="Name an empty folder, or give --force to write over them.")
     files = render_files(target, runbooks, server or f"http://127.0.0.1:{target.rpartition(':')[2]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()  # first, so that the command may be run again if it fails
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    mark.touch()
     click.echo(f"{folder}: {len(files)} files.")

@@ -71,7 +71,7 @@ def pack(is_check: bool, **values: Any) -> None:
         if is_check:
             raise
         print(f"The weights are converted again: {error.message}", file=sys.stderr)
-    check_folder(packed.folder)
+    check_folder(packed.folder, remedy="Name another cache with --cache or PENSTOCK_CACHE.")
     _, _, executor = open_executor(config, source, uses_packed=False)
     assert isinstance(executor, NativeExecutor)
     try:

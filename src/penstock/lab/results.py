@@ -123,7 +123,7 @@ def write_result(result: Result, path: Path) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise ConfigError(
-            f"{path} can't be written: {error.strerror}.", remedy="Name a file in a folder that exists."
+            f"{path} can't be written: {error.strerror}.", remedy="Free some space, or name a file in a folder that exists."
         ) from error
 
 
