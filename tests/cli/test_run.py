@@ -93,6 +93,12 @@ def test_bytes_that_are_not_text_are_told(environment: dict[str, str], tiny_mode
         assert b"Traceback" not in result.stderr
 
 
+def test_an_argument_that_is_not_text_is_told(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, "caf\udce9", *FAST)
+    assert result.returncode == 1
+    assert "error: The prompt is not text in the encoding of this terminal (utf-8). Set a locale of UTF-8" in result.stderr
+
+
 def test_an_answer_follows_a_schema(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"is_river": {"type": "boolean"}}, "required": ["is_river"]}
     path = tmp_path / "schema.json"

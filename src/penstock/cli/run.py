@@ -54,6 +54,9 @@ def run(words: tuple[str, ...], **values: Any) -> None:
     if not text:
         named = f"{model} names a model; " if model is not None else ""
         raise click.UsageError(f"Missing prompt: {named}give one as an argument or through a pipe.")
+    if any("\ud800" <= char <= "\udfff" for char in text):  # Python's sign for bytes of another encoding
+        message = f"The prompt is not text in the encoding of this terminal ({sys.getfilesystemencoding()})."
+        raise PenstockError(message, remedy="Set a locale of UTF-8, such as LC_ALL=C.UTF-8, or send UTF-8 through a pipe.")
     _answer(text, values)
 
 
