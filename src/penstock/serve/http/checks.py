@@ -325,8 +325,8 @@ class _LimitedMessages:
 class _IncompleteBodies:
     """Limits the bytes of all incomplete bodies, however many clients send them, and however slowly.
 
-    Beyond `max_bytes`, a body that grows beyond an equal share of them is refused. Smaller ones never are. Since shares shrink as
-    more bodies come, N of them may briefly have `max_bytes` * (1 + ln N): until each sends its next piece, or its time is up.
+    Beyond `max_bytes`, a body that grows beyond an equal share of them is refused. Smaller ones never are. Shares shrink as
+    more bodies come, so N of them may briefly have `max_bytes` * (1 + ln N): until each sends its next piece or times out.
     """
 
     def __init__(self, max_bytes: int) -> None:
