@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key, and are answered even when too many connections are busy."""
 _BODIES_BYTES = 1 << 28
-"""Bytes of all incomplete bodies at which those with more than their share are refused."""
+"""Bytes of incomplete bodies at which those with more than their share are refused."""
 UPLOAD_PATH = "/v1/files"
 """Bodies there are written to the disk as they come."""
 ID_HEADER = b"x-request-id"
@@ -236,7 +236,7 @@ class RequestChecks:
                 raise
             await internal(identity.request_id).response(words_of(scope))(scope, messages.receive, messages.send)
         finally:
-            self._bodies.release(identity)
+            self._bodies.count(messages, 0)
 
     def _find_words(self, scope: Scope) -> ErrorWords | None:
         path, found = scope["path"], self._words_of_path
@@ -309,9 +309,7 @@ class _LimitedMessages:
             self._num_body_bytes += len(message.get("body", b""))
             self.check_length(self._num_body_bytes)
             if self._bodies is not None:
-                self._bodies.release(self._identity)
-                if message.get("more_body", False):
-                    self._bodies.hold(self._identity, self._num_body_bytes)
+                self._bodies.count(self, self._num_body_bytes if message.get("more_body", False) else 0)
         return message
 
     async def send(self, message: Message) -> None:
@@ -323,27 +321,25 @@ class _LimitedMessages:
 
 
 class _IncompleteBodies:
-    """Limits the bytes of all incomplete bodies, however many clients send them, and however slowly.
+    """Limits the bytes of incomplete bodies that the app has begun to read, however many clients send them, and however slowly.
 
     Beyond `max_bytes`, a body that grows beyond an equal share of them is refused. Smaller ones never are. Shares shrink as
-    more bodies come, so N of them may briefly have `max_bytes` * (1 + ln N): until each sends its next piece or times out.
+    more bodies come, so N of them may have `max_bytes` * (1 + ln N) until each sends its next piece or times out: 2.5 GiB
+    instead of 256 MiB for 8,192 connections.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes: dict[int, int] = {}
-        """By the `id` of the request's identity."""
+        self._num_bytes: dict[_LimitedMessages, int] = {}
         self._sum_bytes = 0
 
-    def hold(self, identity: RequestIdentity, num_bytes: int) -> None:
-        """Count a body. Raises 503."""
-        self._num_bytes[id(identity)] = num_bytes
-        self._sum_bytes += num_bytes
-        if self._sum_bytes > self._max_bytes and num_bytes > self._max_bytes // len(self._num_bytes):
-            raise unavailable("The server is receiving too many large bodies. Send this one again.")
-
-    def release(self, identity: RequestIdentity) -> None:
-        self._sum_bytes -= self._num_bytes.pop(id(identity), 0)
+    def count(self, messages: _LimitedMessages, num_bytes: int) -> None:
+        """Count the body of a request: 0 bytes once it ended or was left. Raises 503."""
+        self._sum_bytes += num_bytes - self._num_bytes.pop(messages, 0)
+        if num_bytes:
+            self._num_bytes[messages] = num_bytes
+            if self._sum_bytes > self._max_bytes and num_bytes > self._max_bytes // len(self._num_bytes):
+                raise unavailable("The server is receiving too many large bodies. Send this one again.")
 
 
 class KeyRing:
@@ -461,20 +457,19 @@ def use_words(scope: Scope, words: ErrorWords) -> None:
 async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
     """Return the whole body. Raise `ApiError` if it is empty or not declared as JSON, or if the client leaves."""
     _refuse_encoding(scope)
-    pieces, has_more = [], True
+    data, has_more = bytearray(), True  # a list of tiny pieces would take many times their bytes
     while has_more:
         message = await receive()
         if message["type"] != "http.request":
             raise invalid("The client disconnected before it had sent the whole body.")
-        pieces.append(message.get("body", b""))
+        data += message.get("body", b"")
         has_more = message.get("more_body", False)
-    data = b"".join(pieces)
     if not data:
         raise not_an_object()
     if not of_any_type and not _is_json(scope):
         told = shorten(headers_of(scope)[b"content-type"].decode("latin-1"))
         raise invalid(f"The body has the content type {told!r}. Send JSON with the header 'Content-Type: application/json'.")
-    return data
+    return bytes(data)
 
 
 def _refuse_encoding(scope: Scope) -> None:
