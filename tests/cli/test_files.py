@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import profile
-from penstock.cli.files import check_folder, check_writable
+from penstock.cli.files import check_folder, check_writable, write_text
 from penstock.cli.main import cli
 from penstock.lab import plots
 from penstock.lab.cost_model import CostModel
@@ -48,6 +49,20 @@ def test_the_file_itself_counts_if_it_exists(tmp_path: Path) -> None:
     Path("b.txt").touch()
     tmp_path.chmod(0o500)
     check_writable(Path("b.txt"))
+
+
+def test_the_remedy_of_a_file_fits_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"absent/b.txt can't be written: No such file or directory\. Name a file in a folder"
+    ):
+        write_text(Path("absent/b.txt"), "")
+
+    def fail(*_args: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(ConfigError, match=r"b.txt can't be written: No space left on device\. Free some space"):
+        write_text(Path("b.txt"), "")
 
 
 def test_a_folder_may_have_to_be_made() -> None:

@@ -90,6 +90,17 @@ def test_a_disk_that_can_t_be_written_is_no_bug(
     assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
+def test_an_error_of_permission_without_a_file_shows_its_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_named: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(command.cli, "main", fail)
+    assert _exit_code(["env"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_a_bug_shows_its_traceback_anyway(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.models.catalog.list_models", lambda folder: 1 // 0)
     assert _exit_code(["models"]) == 1

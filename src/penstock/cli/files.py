@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, unwritable
 
 if TYPE_CHECKING:
     from penstock.lab.plots import Plot
@@ -57,9 +57,7 @@ def write_text(path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{path} can't be written: {error.strerror}.", remedy="Free some space, or name a file in a folder that exists."
-        ) from error
+        raise unwritable(path, error) from error
 
 
 def write_plots(folder: Path, drawn: Sequence[Plot]) -> None:

@@ -118,11 +118,13 @@ def _explain(error: Exception) -> int:
 
 def _told_of_disk(error: OSError) -> Exception:
     """Return the words for a disk that is full or can't be written, where a command has none of its own. Else the error."""
-    what = error.filename or "A file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = error.filename or "A file"
         return PenstockError(f"{what} can't be written: the disk is full.", remedy="Free some space, or use another disk.")
-    if error.errno in (errno.EACCES, errno.EROFS):
-        return PenstockError(f"{what} can't be used: {error.strerror}.", remedy="Check its permissions, or name another one.")
+    if error.errno in (errno.EACCES, errno.EROFS) and error.filename:
+        return PenstockError(
+            f"{error.filename} can't be used: {error.strerror}.", remedy="Check its permissions, or name another one."
+        )
     return error
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock import __version__, fast_json, machine
 from penstock.lab.figures import COLUMNS, ENDS, UNKNOWN, Figures, GapHistogram, Samples, Slo, make_figures
-from penstock.types.errors import ConfigError
+from penstock.types.errors import unwritable
 
 VERSION = 1
 LOAD_UNITS = {"concurrency": "requests in flight", "rate": "requests/s"}
@@ -122,9 +122,7 @@ def write_result(result: Result, path: Path) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{path} can't be written: {error.strerror}.", remedy="Free some space, or name a file in a folder that exists."
-        ) from error
+        raise unwritable(path, error) from error
 
 
 def _plain_run(run: Run) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from enum import StrEnum
 
@@ -31,6 +32,13 @@ class PenstockError(Exception):
 
 class ConfigError(PenstockError):
     """A setting is unknown, malformed or contradicts another."""
+
+
+def unwritable(path: object, error: OSError) -> ConfigError:
+    """Return the error for a file of the user's choice that could not be written."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free some space, or name a file on another disk." if is_full else "Name a file in a folder that exists."
+    return ConfigError(f"{path} can't be written: {error.strerror}.", remedy=remedy)
 
 
 class PolicyError(PenstockError):
