@@ -94,9 +94,14 @@ def test_bytes_that_are_not_text_are_told(environment: dict[str, str], tiny_mode
 
 
 def test_an_argument_that_is_not_text_is_told(penstock: Penstock, tiny_model: Path) -> None:
-    result = penstock("run", tiny_model, "caf\udce9", *FAST)
-    assert result.returncode == 1
-    assert "error: The prompt is not text in the encoding of this terminal (utf-8). Set a locale of UTF-8" in result.stderr
+    for what, words in (
+        ("The prompt", ("run", tiny_model, "caf\udce9")),
+        ("--system", ("run", tiny_model, "--system", "caf\udce9", "hi")),
+        ("--system", ("chat", tiny_model, "--system", "caf\udce9")),
+    ):
+        result = penstock(*words, *FAST)
+        assert result.returncode == 1
+        assert f"error: {what} is not text in the encoding of this locale (utf-8). Use UTF-8 in the term" in result.stderr
 
 
 def test_an_answer_follows_a_schema(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:

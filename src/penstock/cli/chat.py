@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_argument
-from penstock.cli.talk import CUT_OFF, Session, stats_line, talk_options
+from penstock.cli.talk import CUT_OFF, Session, check_text, stats_line, talk_options
 from penstock.types.errors import PenstockError, Rejected, RejectReason
 
 PROMPT = ">>> "
@@ -22,6 +22,7 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 @talk_options
 def chat(**values: Any) -> None:
     """Talk with MODEL. /reset forgets the conversation, /exit ends it."""
+    check_text("--system", values["system"])
     with Session(values) as session:
         Conversation(session, values["system"], has_stats=values["stats"]).hold(_lines())
 

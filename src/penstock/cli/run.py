@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, is_given, model_option
-from penstock.cli.talk import CUT_OFF, NotEmpty, Session, stats_line, talk_options
+from penstock.cli.talk import CUT_OFF, NotEmpty, Session, check_text, stats_line, talk_options
 from penstock.types.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -54,9 +54,8 @@ def run(words: tuple[str, ...], **values: Any) -> None:
     if not text:
         named = f"{model} names a model; " if model is not None else ""
         raise click.UsageError(f"Missing prompt: {named}give one as an argument or through a pipe.")
-    if any("\ud800" <= char <= "\udfff" for char in text):  # Python's sign for bytes of another encoding
-        message = f"The prompt is not text in the encoding of this terminal ({sys.getfilesystemencoding()})."
-        raise PenstockError(message, remedy="Set a locale of UTF-8, such as LC_ALL=C.UTF-8, or send UTF-8 through a pipe.")
+    check_text("The prompt", text)
+    check_text("--system", values["system"])
     _answer(text, values)
 
 

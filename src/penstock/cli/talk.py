@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from penstock.cli.options import NumberRange, add_options, config_options, setting_keys, warn_of_unknown_variables
-from penstock.types.errors import counted
+from penstock.types.errors import PenstockError, counted
 from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
 
 if TYPE_CHECKING:
@@ -41,6 +41,16 @@ class NotEmpty(click.ParamType[str]):
         if not value:
             self.fail("an empty text would end every answer before it begins.", param, ctx)
         return str(value)
+
+
+def check_text(what: str, text: str | None) -> None:
+    """Raise PenstockError for an argument in another encoding than the locale's: Python gives its bytes as lone surrogates."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        message = f"{what} is not text in the encoding of this locale ({sys.getfilesystemencoding()})."
+        remedy = "Use UTF-8 in the terminal and the locale (LC_ALL=C.UTF-8), or send UTF-8 through a pipe."
+        raise PenstockError(message, remedy=remedy) from None
 
 
 def _range(one: Parameter) -> click.ParamType[Any]:
