@@ -363,13 +363,14 @@ class Metrics:
             self._count_tenant(stats)
         if stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
             self._count_slo(stats.slo_ttft_ns, math.inf)
+        if not stats.background and stats.finish_reason is not FinishReason.REJECTED:
+            self._count_times(stats)  # also if a time limit cut it, or p99 would improve with each timeout
         if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
             self.rejected[stats.reject_reason] += 1
             return
         self.success[stats.finish_reason] += 1
         if stats.background:
             return
-        self._count_times(stats)
         self.prompt_tokens.observe(stats.num_prompt_tokens)
         self.generated_tokens.observe(stats.num_generated_tokens)
         if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
