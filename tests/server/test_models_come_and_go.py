@@ -395,6 +395,19 @@ async def test_too_many_that_wait_are_turned_away():
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
 
 
+async def test_a_refusal_while_a_model_loads_is_counted_for_its_key():
+    async with serving(max_waiting=0) as world:
+        world.of["a"].metrics.tenants = frozenset({"alice"})
+        world.may_load.clear()
+        refused = await world.client.post("/v1/completions", json=ASK, headers={"X-Tenant": "alice"})
+        assert refused.status_code == 429
+        world.of["a"].max_waiting = 1
+        refused = await world.client.post("/v1/completions", json=ASK, headers={"X-Tenant": "alice", "X-Queue-Timeout-Ms": "1"})
+        assert refused.status_code == 503
+        assert world.of["a"].metrics.tenant_requests["alice", "rejected"] == 2
+        world.may_load.set()
+
+
 async def test_bodies_that_wait_take_so_much_memory_and_no_more(monkeypatch):
     monkeypatch.setattr("penstock.serve.waiting.MAX_WAITING_BYTES", 1000)
     async with serving() as world:

@@ -249,7 +249,7 @@ class Waits:
         unix_time_s = self._deployment.sources.unix_time_s
         arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=course.waits, model=served.name)
         with self._in_flight.arriving(arrival):
-            loading = _loaded(self._deployment, served, limit_ns, len(data), is_background=course.is_background)
+            loading = _loaded(self._deployment, served, limit_ns, len(data), owner.tenant, is_background=course.is_background)
             await unless_gone(http, loading)
         self._count_wait("model", asked_ns, http)
         served.metrics.count_model_wait(clock.now_ns() - asked_ns)
@@ -306,7 +306,7 @@ class _AdapterLooks:
 
 
 async def _loaded(
-    deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int, *, is_background: bool
+    deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int, tenant: str, *, is_background: bool
 ) -> RunningModel:
     """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
 
@@ -314,12 +314,12 @@ async def _loaded(
     """
     if served.num_waiting >= served.max_waiting or served.num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
         detail = f"{served.num_waiting} requests are already waiting for {served.name} to be loaded"
-        raise _refused(served, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
+        raise _refused(served, tenant, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
     future = deployment.want(served, is_background=is_background)  # load it even if this request can't wait so long
     expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
     if expected_s > patience_s:
-        raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
+        raise _refused(served, tenant, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
     served.num_waiting += 1
     served.num_waiting_bytes += num_bytes
     try:
@@ -327,7 +327,8 @@ async def _loaded(
             return await asyncio.shield(asyncio.wrap_future(future))
     except TimeoutError:
         expected_s = deployment.expected_wait_s(served)
-        raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s) from None
+        detail = f"The model {served.name} is being loaded."
+        raise _refused(served, tenant, RejectReason.UNAVAILABLE, detail, expected_s) from None
     finally:
         served.num_waiting -= 1
         served.num_waiting_bytes -= num_bytes
@@ -342,8 +343,8 @@ def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
     return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
 
 
-def _refused(served: ServedModel, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
-    served.metrics.count_rejected(reason)
+def _refused(served: ServedModel, tenant: str, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
+    served.metrics.count_rejected(reason, tenant)
     return Rejected(reason, detail, retry_after_s=retry_after_s)
 
 
