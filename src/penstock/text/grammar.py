@@ -40,7 +40,10 @@ MAX_KEPT_CHARS = 1 << 20
 MAX_KEPT_STATES = 1_000_000
 """Most lexer states for long strings of all kept grammars together, each 200 to 500 bytes."""
 ANSWERS_PER_COMPILATION = 64
-"""Answers of one compiled grammar share an automaton of limited size. After this many answers it is compiled again."""
+"""Answers of one compiled grammar share an automaton of limited size. After this many, it is compiled again for new requests.
+
+An answer that begins with free text counts once it reaches the grammar, so one compilation may serve more of those.
+"""
 MAX_REFUSED = 256
 """Refused grammars that are remembered by hash, so that refusing one again is free."""
 
