@@ -74,7 +74,7 @@ class World:
             raise self.errors.pop(name)
         self.memory.take(name, self.share(name))
         engine = SimpleNamespace(
-            close=lambda _timeout_s: self.close(name), drain=lambda: None, load=EngineLoad, state=EngineState.READY
+            close=lambda *_: self.close(name), drain=lambda: None, load=EngineLoad, state=EngineState.READY
         )
         part: Any = SimpleNamespace()
         return RunningModel(

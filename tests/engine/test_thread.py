@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine import thread as engine_thread
 from penstock.engine.core import EngineCore
-from penstock.engine.outbox import SHUTTING_DOWN
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
-from penstock.engine.state import EngineState
+from penstock.engine.state import SHUTTING_DOWN, EngineState
 from penstock.engine.thread import ENGINE_FAILED, Engine
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier

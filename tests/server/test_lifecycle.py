@@ -156,6 +156,8 @@ async def test_what_outlasts_the_timeout_is_told_its_end(caplog):
                 gate.open()
                 text = "".join([part async for part in response.aiter_text()])
         assert '"unavailable"' in text.rstrip().splitlines()[-1]
+        assert "the server is shutting down" in text
+        assert "unloaded" not in text
         assert "[DONE]" not in text
         server.stop()
         assert not server.server.ended_cleanly

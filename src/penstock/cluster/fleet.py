@@ -47,9 +47,9 @@ from penstock.deploy.adapters import Adapters
 from penstock.deploy.running import ModelInfo
 from penstock.engine.bridge import make_waker
 from penstock.engine.core import LATE_DETAILS, next_limit, request_stats
-from penstock.engine.outbox import SHUTTING_DOWN, Outbox
+from penstock.engine.outbox import Outbox
 from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSink, TokenObserver
-from penstock.engine.state import EngineState
+from penstock.engine.state import SHUTTING_DOWN, EngineState
 from penstock.engine.thread import ABORT_GRACE_S
 from penstock.kv.pool_map import PoolMap
 from penstock.obs.explain.explanation import Explanation, Route
@@ -258,7 +258,7 @@ class Fleet:
                 self._state = EngineState.DRAINING
         self._post(self._end_if_drained)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
         """Drain for up to `timeout_s`, abort the remaining requests, and close the links. Replicas then dial the next front.
 
         Returns whether every request ended by itself. Idempotent.
@@ -268,7 +268,7 @@ class Fleet:
             if not self._has_ended.wait(timeout_s):
                 for request_id in self._outbox.cut_short():
                     self._was_cut_short = True
-                    self.abort(request_id, SHUTTING_DOWN)
+                    self.abort(request_id, detail)
                 with self._lock:
                     self._was_cut_short |= self._num_holds > 0
                     self._num_holds = 0

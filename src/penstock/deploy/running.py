@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clock import Clock, WallClock
-from penstock.engine.state import EngineState
+from penstock.engine.state import SHUTTING_DOWN, UNLOADED, EngineState
 from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows files by their facts alone
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
@@ -187,7 +187,7 @@ class RunningModel:
         Idempotent.
         """
         try:
-            return self.engine.close(timeout_s)
+            return self.engine.close(timeout_s, UNLOADED if self._is_leaving else SHUTTING_DOWN)
         finally:
             self.release()
             self.off_loop.close()

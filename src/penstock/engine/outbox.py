@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from penstock.engine.core import request_stats
 from penstock.engine.ports import Observer, OutputChunk, OutputSink
+from penstock.engine.state import SHUTTING_DOWN
 from penstock.sched import progress
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
-
-SHUTTING_DOWN = "its model was unloaded, or the server is shutting down"
 
 
 class Outbox:

@@ -6,6 +6,10 @@ from enum import StrEnum
 
 from penstock.types.errors import RejectReason
 
+SHUTTING_DOWN = "the server is shutting down"
+UNLOADED = "its model was unloaded"
+"""Why `close` cut requests short, which the clients read."""
+
 
 class EngineState(StrEnum):
     STARTING = "starting"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from penstock.clock import Clock
-from penstock.engine.state import EngineState
+from penstock.engine.state import SHUTTING_DOWN, EngineState
 from penstock.engine.thread import Engine
 from penstock.kv.pool_map import PoolMap
 from penstock.types.request import Request
@@ -89,10 +89,10 @@ class Supervisor:
             self._engine.drain()
         self._news.set()
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
         """Close as `Engine.close` does. Requests in a step that never ends are ended too. Idempotent."""
         self.drain()
-        ended_cleanly = self._engine.close(timeout_s)
+        ended_cleanly = self._engine.close(timeout_s, detail)
         if not ended_cleanly:
             self._engine.abandon()
         return ended_cleanly

@@ -15,10 +15,10 @@ from penstock.engine.blocks import Blocks
 from penstock.engine.core import EngineCore
 from penstock.engine.core_lock import Abandoned, CoreLock, WatchedExecutor
 from penstock.engine.inbox import Inbox
-from penstock.engine.outbox import SHUTTING_DOWN, Outbox
+from penstock.engine.outbox import Outbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
-from penstock.engine.state import EngineState
+from penstock.engine.state import SHUTTING_DOWN, EngineState
 from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import CLOSE_TIMEOUT_S, Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
@@ -144,8 +144,8 @@ class Engine:
     def _is_held(self) -> bool:
         return self._num_holds > 0 and not self._has_waited
 
-    def close(self, timeout_s: float) -> bool:
-        """Drain, wait, abort what is left after `timeout_s`, join the thread, close the executor. Idempotent.
+    def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
+        """Drain, wait, abort what is left after `timeout_s` with the `detail`, join the thread, close the executor. Idempotent.
 
         Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S`, the executor is
         left open.
@@ -160,7 +160,7 @@ class Engine:
             self._has_waited = True
             self._refuse_unless_held()
             for request_id in self._outbox.cut_short():
-                self.abort(request_id, SHUTTING_DOWN)
+                self.abort(request_id, detail)
                 self._was_cut_short = True
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
