@@ -74,7 +74,13 @@ def test_rates_are_those_between_two_looks() -> None:
     grown = {"penstock_generation_tokens_total": 300.0, "penstock_preemptions_total": 1.0}
     after = snapshot(2.0, totals={"toy": grown, "other": {"penstock_generation_tokens_total": 9000.0}})
     line = render(before, after, Look(width=100))[2]
-    assert line == "per second: 100 tokens out   0 in (0% from the cache)   0.0 requests   0.5 preempted"
+    assert line == "per second: 100 tokens out   0 in   0.0 requests   0.5 preempted"
+
+
+def test_the_share_from_the_cache_is_told_where_prompts_were_looked_up() -> None:
+    looked_up = {"penstock_prefix_cache_queries_total": 200.0, "penstock_prefix_cache_hits_total": 50.0}
+    line = render(snapshot(), snapshot(1.0, totals={"toy": looked_up}), Look(width=100))[2]
+    assert "0 in (25% from the cache)   " in line
 
 
 def test_a_model_with_adapters_has_a_line_of_them() -> None:
@@ -150,7 +156,7 @@ def test_of_several_models_each_has_a_line() -> None:
     lines = render(before, snapshot(2.0, totals={"toy": after}, **fields), Look(width=120))
     assert lines[4].endswith("CPU  memory, 4 GiB of 8 GiB free")
     assert lines[5].split(maxsplit=6) == ["toy", "loaded", "1", "0", "150", "50%", "4 GiB (weights 3 GiB, kv 1 GiB)"]
-    assert lines[6].split() == ["a-model-with-a-name…", "loading", "1", "3", "0", "0%", "-"]
+    assert lines[6].split() == ["a-model-with-a-name…", "loading", "1", "3", "0", "-", "-"], "no step of it took a turn"
 
 
 def test_a_model_that_is_not_loaded_has_no_map() -> None:

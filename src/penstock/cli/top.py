@@ -272,9 +272,10 @@ def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
         return _rate(before, now, now.model, name)
 
     asked, found = rate("penstock_prefix_cache_queries_total"), rate("penstock_prefix_cache_hits_total")
+    cached = f" ({found / asked:.0%} from the cache)" if asked else ""
     yield (
         f"per second: {rate('penstock_generation_tokens_total'):,.0f} tokens out   "
-        f"{rate('penstock_prompt_tokens_total'):,.0f} in ({found / asked if asked else 0.0:.0%} from the cache)   "
+        f"{rate('penstock_prompt_tokens_total'):,.0f} in{cached}   "
         f"{rate('penstock_request_success_total'):.1f} requests   {rate('penstock_preemptions_total'):.1f} preempted"
     )
     if adapters := load.get("adapters"):
@@ -299,10 +300,13 @@ def _models(before: Snapshot, now: Snapshot) -> Iterator[str]:
     yield f"{'model':{_NAME_WIDTH}} {titles}"
     for line in now.models:
         name, waiting = str(line["name"]), line["requests_waiting"] + line["requests_waiting_for_load"]
+        # Steps on a GPU, and those of the reference backend, take no turns at the CPU.
+        has_turns = now.totals.get(name, {}).get("penstock_machine_seconds_total", 0.0) > 0
+        cpu = f"{_rate(before, now, name, 'penstock_machine_seconds_total'):.0%}" if has_turns else "-"
         yield (
             f"{_cut(name, _NAME_WIDTH):{_NAME_WIDTH}} {line['state']:8} {line['requests_running']:7} {waiting:7} "
             f"{_rate(before, now, name, 'penstock_generation_tokens_total'):7,.0f} "
-            f"{_rate(before, now, name, 'penstock_machine_seconds_total'):5.0%}  {_memory(line['memory_bytes'])}"
+            f"{cpu:>5}  {_memory(line['memory_bytes'])}"
         )
 
 
