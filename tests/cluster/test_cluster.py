@@ -142,7 +142,7 @@ def test_a_prompt_that_goes_elsewhere_takes_its_kv_along() -> None:
         [choice] = httpx.get(f"{made.server.url}/v1/requests/id1").json()["choices"]
         assert (choice["route"]["cached_tokens"], choice["route"]["fetched_tokens"]) == (0, cached[1])
         assert choice["route"]["fetch_ms"] > 0
-        assert f"Another replica's cache gave it {cached[1]} more" in choice["summary"]
+        assert f"It copied {cached[1]} more from another replica" in choice["summary"]
 
 
 class WaitingExecutor(HashExecutor):
@@ -182,7 +182,7 @@ def test_answers_move_to_the_replica_that_takes_them(pool, apart: None) -> None:
         assert num_steps == choice["completion_tokens"] - 1, "at the second"
         assert choice["time_ms"]["prefill"] >= 10
         assert route["move_ms"] > 0
-        assert "after 1 replica that had it before and" in choice["summary"]
+        assert "after 1 other replica and" in choice["summary"]
 
 
 def test_choices_grammars_scores_and_beams_are_right_where_answers_move(apart: None) -> None:
@@ -263,7 +263,7 @@ def test_an_explanation_names_the_replica(pool) -> None:
         last = next(name for name in made.replicas if name != first.name)
         assert (choice["state"], choice["completion_tokens"]) == ("ended", 16)
         assert choice["route"] == route_of(last, moves=1)
-        assert f"Replica {last} computed it, after 1 replica that had it before" in choice["summary"]
+        assert f"Replica {last} computed it, after 1 other replica" in choice["summary"]
 
 
 def route_of(name: str, *, moves: int) -> dict:

@@ -92,8 +92,20 @@ def test_a_single_token_is_told_in_the_singular() -> None:
     bench.add("a", 1, max_tokens=1)
     bench.run()
     assert "Computed its prompt of 1 token in 1.0 ms, 1 step" in summary(bench.told("a"))
+    assert summary(bench.told("a")).endswith("1 token.")
     step = StepNote(MS, 2, 1, 1, Prefilled(num_tokens=1, num_prompt_tokens=1))
     assert gap_cause(Gap(MS, step)) == "the step computed 1 token of another request's prompt of 1 token"
+
+
+def test_a_time_limit_that_cut_a_request_is_told() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=50, deadline_ns=bench.now_ns + 5 * MS)
+    bench.run()
+    assert summary(bench.told("a")).endswith("It was cut, because its time limit passed (deadline).")
+
+
+def test_a_gap_with_steps_of_others_blames_them_too() -> None:
+    assert "in steps without it or between steps" in gap_cause(Gap(9 * MS, StepNote(MS, 2)))
 
 
 def test_a_wait_for_a_row_is_told_while_it_lasts_and_after() -> None:
@@ -124,7 +136,7 @@ def test_a_wait_for_a_prefix_is_told() -> None:
         bench.add(name, 12, max_tokens=2)
     bench.steps(1)
     assert bench.told("b").waited_for_ns == {"prefix": MS}
-    assert "for a prefix that another request computes" in summary(bench.told("b"))
+    assert "for another request to compute the same prefix" in summary(bench.told("b"))
 
 
 def test_a_wait_for_an_adapter_is_told_while_it_is_read_and_while_others_run() -> None:
@@ -172,7 +184,7 @@ def test_time_before_its_model_was_loaded_is_told_apart_from_intake() -> None:
     told = bench.told("a")
     assert told.waited_for_ns == {MODEL: 5 * MS, INTAKE: 2 * MS}
     assert told.queue_ns == 7 * MS
-    assert "Waited 7.0 ms, of it 5.0 ms for its model to load and 2.0 ms before it was queued." in summary(told)
+    assert "Waited 7.0 ms: 5.0 ms for its model to load and 2.0 ms before it was queued." in summary(told)
 
 
 def test_time_for_its_grammar_is_told_apart_from_intake() -> None:
@@ -213,7 +225,7 @@ def test_steps_that_it_sat_out_for_its_masks_are_told() -> None:
     assert told.num_sat_out_steps == 27  # until the other had ended: each token takes eighty tenths of a step
     assert told.sat_out_ns == told.decode_ns - 2 * MS - 8 * MS  # its own steps, and the first token
     assert told.longest_gap.gap_ns == told.sat_out_ns + 1 * MS
-    assert gap_cause(told.longest_gap) == "it sat out because a mask of its grammar was slow"
+    assert gap_cause(told.longest_gap) == "it sat out steps, because a mask of its grammar was slow"
     assert f"It sat out 27 steps ({told.sat_out_ns // MS} ms): its grammar masks were slow" in summary(told)
     assert (other.num_sat_out_steps, other.num_decode_steps) == (0, 29)
 
@@ -280,7 +292,7 @@ def test_who_lets_others_pass_since_another_computes_its_prompt_waits_for_that()
     told = bench.told("b")
     assert told.waited_for_ns == {"prefix": 1 * MS}
     assert (told.num_hit_tokens, told.num_passed_by) == (12, 1)
-    assert "for a prefix that another request computes" in summary(told)
+    assert "for another request to compute the same prefix" in summary(told)
 
 
 def test_a_long_prompt_that_is_held_back_waits_for_tokens_not_for_the_order() -> None:
@@ -422,7 +434,7 @@ class TestCallsOfTexts:
         assert told.num_prefill_steps == 1
         assert told.total_ns == driver.clock.now_ns()  # the last of them
         num_ms = told.total_ns // MS
-        waited = f"Waited {num_ms - 1} ms for its share of the tokens of a step."
+        waited = f"Waited {num_ms - 1} ms for room for its prompt in a step."
         assert summary(told).startswith(f"Took {num_ms} ms in all. {waited}")
         assert self.told(driver, "single").total_ns == MS
 
@@ -678,7 +690,7 @@ def test_beams_of_one_search_are_not_told_as_waiting_before_each_other() -> None
     bench.add("late", [91], max_tokens=3)
     bench.steps()
     assert [bench.told(name).num_before for name in ["early", *names, "late"]] == [0, 1, 1, 1, 1, 5]
-    assert "1 waited already when it came" in summary(bench.told("b3"))
+    assert "1 was already waiting when it came" in summary(bench.told("b3"))
     bench.run()
     told = [bench.told(name) for name in names]
     assert [(beam.num_before, beam.num_passed_by) for beam in told] == [(1, 0)] * 4

@@ -125,7 +125,8 @@ async def test_a_cancelled_request_says_so():
 
 
 async def test_unknown_and_refused_requests_are_not_found(client):
-    check(await client.get("/v1/requests/nobody"), 404, "request_not_found")
+    error = check(await client.get("/v1/requests/nobody"), 404, "request_not_found")
+    assert "computed elsewhere (by an upstream)" in error["message"]
     refused = await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": -1}, headers={"X-Request-Id": "bad"})
     assert refused.status_code == 400
     check(await client.get("/v1/requests/bad"), 404, "request_not_found")

@@ -132,7 +132,7 @@ async def test_a_stream_and_its_wait(models, pipeline: Pipeline) -> None:
         assert answer.json()["model"] == "docs"
         assert "pipeline;dur=" in answer.headers["server-timing"]
         told = (await client.get(f"/v1/requests/{answer.headers['x-request-id']}")).json()
-        assert "for its pipeline to look it up" in told["summary"], told
+        assert "for its pipeline to look up passages" in told["summary"], told
 
 
 def test_the_question_is_put_where_it_was() -> None:

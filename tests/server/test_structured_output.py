@@ -407,7 +407,7 @@ async def test_a_request_whose_grammar_is_compiled_is_listed_as_waiting_for_it(c
     assert (listed["id"], told["id"], len(told["choices"])) == ("slow", "slow", 1)
     assert (told["choices"][0]["state"], told["choices"][0]["waited"]["now_for"]) == ("waiting", "grammar")
     assert 0 < told["choices"][0]["waited"]["for_ms"]["grammar"] <= told["age_ms"]
-    assert told["summary"].endswith("now for its grammar.")
+    assert told["summary"].endswith("now for its grammar to be compiled.")
     check(await client.get("/v1/requests/slow", headers={"X-Tenant": "other"}), 404, "request_not_found")
     error = check(await client.delete("/v1/requests/slow"), 404, "request_not_found")
     assert "close its connection" in error["message"]

@@ -264,20 +264,20 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> ExplainedPause:
 
 _WAITS = {
     ROUTE: "for its route to choose a model",
-    PIPELINE: "for its pipeline to look it up",
+    PIPELINE: "for its pipeline to look up passages",
     MODEL: "for its model to load",
-    GRAMMAR: "for its grammar",
+    GRAMMAR: "for its grammar to be compiled",
     PROMPT: "for its prompt to be tokenised",
     INTAKE: "before it was queued",
     STEP: "for the next step",
-    ORDER: "because others went first",
+    ORDER: "because later requests went first",
     WaitReason.ROWS.value: "for a free row",
-    WaitReason.TOKENS.value: "for its share of the tokens of a step",
-    WaitReason.MEMORY.value: "for memory",
-    WaitReason.GATE.value: "for its batch",
-    WaitReason.LOADING.value: "for its prefix to be loaded",
-    WaitReason.PREFIX.value: "for a prefix that another request computes",
-    WaitReason.ADAPTER.value: "for its adapter",
+    WaitReason.TOKENS.value: "for room for its prompt in a step",
+    WaitReason.MEMORY.value: "for KV cache memory",
+    WaitReason.GATE.value: "for its batch to begin",
+    WaitReason.LOADING.value: "for its prefix to be read from the KV tier",
+    WaitReason.PREFIX.value: "for another request to compute the same prefix",
+    WaitReason.ADAPTER.value: "for its adapter to be loaded, or for room for it",
 }
 END_WORDS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -286,10 +286,11 @@ END_WORDS: Mapping[FinishReason, str] = {
     FinishReason.ERROR: "error",
     FinishReason.REJECTED: "refused",
 }
+_CUT = "It was cut, because its time limit passed"
 _ENDS = {FinishReason.ABORT: "It was cancelled", FinishReason.ERROR: "It failed", FinishReason.REJECTED: "It was refused"}
 _PAUSES = {
     PreemptReason.MEMORY: "because others needed its memory",
-    PreemptReason.ORDER: "for a request of a higher class",
+    PreemptReason.ORDER: "for a request of a higher priority class",
 }
 _LEAST_SHARE = 0.1
 """Reasons with a smaller share of the wait are not named."""
@@ -326,25 +327,26 @@ def _sentences(told: Explanation) -> Iterator[str]:
     if told.route is not None:
         yield _route(told.route, told.num_prompt_tokens)
     if told.finish_reason in _ENDS:
-        yield f"{_ENDS[told.finish_reason]}{f' ({told.reject_reason})' if told.reject_reason else ''}."
+        end = _CUT if told.reject_reason and told.finish_reason is FinishReason.ABORT else _ENDS[told.finish_reason]
+        yield f"{end}{f' ({told.reject_reason})' if told.reject_reason else ''}."
 
 
 def _route(route: Route, num_prompt_tokens: int) -> str:
-    moved = "" if not route.before else f", after {_count(len(route.before), 'replica')} that had it before"
+    moved = "" if not route.before else f", after {_count(len(route.before), 'other replica')}"
     if route.move_ns:
         moved += f" and {duration(route.move_ns)} for the move"
     fetched = ""
     if route.num_fetched_tokens:
-        fetched = f" Another replica's cache gave it {route.num_fetched_tokens} more, in {route.fetch_ns / 1e6:.1f} ms."
+        fetched = f" It copied {route.num_fetched_tokens:,} more from another replica, in {duration(route.fetch_ns)}."
     return (
-        f"Replica {route.replica} computed it{moved}: it held {route.num_held_tokens} of {num_prompt_tokens} prompt tokens, "
-        f"and had {route.num_tokens_ahead} tokens ahead of it, when the least of any replica was "
-        f"{route.fewest_tokens_ahead}.{fetched}"
+        f"Replica {route.replica} computed it{moved}. When chosen, it had {route.num_held_tokens:,} of "
+        f"{_count(num_prompt_tokens, 'prompt token')} in its cache, and {_count(route.num_tokens_ahead, 'token')} of other "
+        f"requests to compute first; the least busy replica had {route.fewest_tokens_ahead:,}.{fetched}"
     )
 
 
 def waits(reason: str) -> str:
-    """Return a reason to wait as a phrase, such as `for memory`."""
+    """Return a reason to wait as a phrase, such as `for a free row`."""
     return _WAITS.get(reason, f"for {reason}")
 
 
@@ -355,20 +357,19 @@ def _parts(parts_ns: Mapping[str, int]) -> str:
         return ""
     if len(named) == 1:
         return f" {waits(named[0][1])}"
-    return ", of it " + _listed([f"{duration(part_ns)} {waits(name)}" for part_ns, name in sorted(named, reverse=True)])
+    return ": " + _listed([f"{duration(part_ns)} {waits(name)}" for part_ns, name in sorted(named, reverse=True)])
 
 
 def _line(told: Explanation) -> str:
     if told.queue_ns < 1_000_000 or not (told.num_before or told.num_passed_by):
         return ""
-    before = f"{told.num_before} waited already when it came" if told.num_before else ""
+    before = f"{told.num_before} {_were(told.num_before)} already waiting when it came" if told.num_before else ""
     passed = f"{told.num_passed_by} that came later went first" if told.num_passed_by else ""
     return f" {'; '.join(filter(None, (before, passed)))}."
 
 
 def _prompt(told: Explanation) -> str:
-    were = "was" if told.num_hit_tokens == 1 else "were"
-    cached = f"; {told.num_hit_tokens:,} {were} in the cache" if told.num_hit_tokens else ""
+    cached = f"; {told.num_hit_tokens:,} {_were(told.num_hit_tokens)} in the cache" if told.num_hit_tokens else ""
     why = _why_no_more(told)
     computed = "Computes" if told.phase is Phase.PREFILL else "Computed"
     return (
@@ -385,8 +386,8 @@ def _why_no_more(told: Explanation) -> str:
         case PrefixEnd.OFF:
             why = "the prefix cache is off"
         case PrefixEnd.EVICTED:
-            ago = "" if told.evicted_ago_ns is None else f" {duration(told.evicted_ago_ns)} before"
-            why = f"what follows was evicted{ago}"
+            ago = "" if told.evicted_ago_ns is None else f" {duration(told.evicted_ago_ns)} before its first step"
+            why = f"the rest was evicted{ago}"
         case PrefixEnd.DIFFERS:
             why = f"token {stop.position} differs from the cache"
         case PrefixEnd.ANSWER:
@@ -399,7 +400,7 @@ def _why_no_more(told: Explanation) -> str:
         case PrefixEnd.UNSEEN:
             why = "the rest was never seen" if stop.position else "its beginning was never seen"
         case PrefixEnd.STATE:
-            why = "more is cached, and the model's state was not saved there"
+            why = "more is cached, but the model's state was not saved there"
         case PrefixEnd.SCORED:
             why = "it asks for log-probabilities of the prompt, which the cache does not have"
     return f" ({why})"
@@ -415,6 +416,8 @@ def _tokens(told: Explanation) -> str:
     if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
         each += f"; {duration(told.decode_with_prompts_ns)} of it in steps with other requests' prompts"
     so_far = "" if told.phase is Phase.ENDED else " so far"
+    if told.num_generated_tokens == 1:
+        return f"1 token{so_far}."
     return f"{_count(told.num_generated_tokens, 'token')}{so_far} in {duration(told.decode_ns)} after the first{each}."
 
 
@@ -426,7 +429,7 @@ def _pauses(told: Explanation) -> Iterator[str]:
         text = f"After {duration(pause.began_ns)} it was preempted {_PAUSES[pause.reason]}{kept}, {waited} "
         yield f"{text}{duration(pause.waited_ns)}{lost}."
     if len(told.pauses) > 3:
-        yield f"That happened {len(told.pauses)} times in all."
+        yield f"It was preempted {len(told.pauses)} times in all."
 
 
 def _is_notable(told: Explanation, gap: Gap) -> bool:
@@ -439,15 +442,15 @@ def gap_cause(gap: Gap) -> str:
     if gap.is_preemption:
         return "it was preempted"
     if gap.has_sat_out:
-        return "it sat out because a mask of its grammar was slow"
+        return "it sat out steps, because a mask of its grammar was slow"
     if step is None:
         return "unknown"
     if 2 * step.waited_ns > gap.gap_ns:
         return f"another model used the machine for {duration(step.waited_ns)} of it"
     if gap.gap_ns > 2 * step.duration_ns:
-        return f"the step took {duration(step.duration_ns)}, the rest passed between steps"
+        return f"its step took {duration(step.duration_ns)}, the rest passed before, in steps without it or between steps"
     if step.largest is None:
-        return f"a step of {_count(step.num_rows, 'request')} without prompts"
+        return f"its step took {duration(step.duration_ns)}, with {_count(step.num_rows, 'request')} and no prompt"
     of = f" of {_count(step.largest.num_prompt_tokens, 'token')}" if step.largest.num_prompt_tokens else ""
     others = f", one of {step.num_prefills} prompts" if step.num_prefills > 1 else ""
     return f"the step computed {_count(step.largest.num_tokens, 'token')} of another request's prompt{of}{others}"
@@ -461,6 +464,10 @@ def duration(num_ns: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _count(number: int, noun: str) -> str:

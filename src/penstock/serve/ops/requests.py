@@ -151,7 +151,8 @@ class RequestsEndpoint:
             raise ApiError(
                 404,
                 f"The server remembers no request {shorten(request_id)!r} of yours. It ended too long ago (see "
-                "--explained-requests), was refused before it reached the engine, or never arrived.",
+                "--explained-requests), was computed elsewhere (by an upstream), was refused before it reached the engine, or "
+                "never arrived.",
                 code="request_not_found",
             )
 
