@@ -426,6 +426,7 @@ async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_othe
         refused = await world.client.post("/v1/completions", json=ASK)
         assert refused.status_code == 503
         assert "a could not be loaded: The file is cut short. Fetch it again." in refused.json()["error"]["message"]
+        assert world.of["a"].metrics.rejected["unavailable"] == 1
         world.error = None
         assert (await world.client.post("/v1/completions", json=ASK | {"model": "b"})).status_code == 200
         assert (await world.client.post("/v1/completions", json=ASK)).status_code == 503

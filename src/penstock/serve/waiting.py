@@ -329,6 +329,10 @@ async def _loaded(
         expected_s = deployment.expected_wait_s(served)
         detail = f"The model {served.name} is being loaded."
         raise _refused(served, tenant, RejectReason.UNAVAILABLE, detail, expected_s) from None
+    except Rejected as rejected:
+        if not isinstance(rejected, PutOff):  # a line of a batch comes again
+            served.metrics.count_rejected(rejected.reason, tenant)
+        raise
     finally:
         served.num_waiting -= 1
         served.num_waiting_bytes -= num_bytes
