@@ -182,6 +182,12 @@ def test_the_key_that_asks_is_not_told_that_it_is_greedy() -> None:
     assert greedy(own_tenant="scraper")[0] == "few rows"
 
 
+def test_who_sees_too_few_requests_learns_which_key_has_the_tokens() -> None:
+    seen = replace(evidence_of(greedy_key), own_tenant="people", visits=[])
+    assert "scraper had 9" in diagnose(seen).summary
+    assert "scraper" not in diagnose(replace(seen, own_tenant="scraper")).summary
+
+
 @pytest.mark.parametrize("sight", [{"num_now": 4}, {"num_refused": 500, "num_calls": 500}])
 def test_a_background_hides_nobody_who_waits_or_is_refused(sight: dict[str, float]) -> None:
     evidence = replace(evidence_of(greedy_key), visits=[], num_background=3, num_ended=0, num_refused=0, num_now=0, num_calls=0)

@@ -91,6 +91,13 @@ def test_what_grew_between_two_scrapes_is_the_evidence() -> None:
     assert evidence.total_s == 4
 
 
+@pytest.mark.parametrize(("own", "share"), [("victim", 1.0), ("flood", 0.0), ("", 0.0)])
+def test_a_key_that_gets_no_tokens_at_all_is_behind_the_one_that_has_them(own: str, share: float) -> None:
+    page = Scrape('penstock_tenant_tokens_total{model="a",tenant="flood",kind="generation"} 100', "a")
+    evidence = Evidence.of([], Scrape("", "a"), page, 10.0, settings={}, capacity={}, own_tenant=own)
+    assert (evidence.largest_tenant, evidence.largest_share) == ("flood", share)
+
+
 def test_the_steps_of_replicas_are_computed_side_by_side() -> None:
     pages = [Scrape(f'penstock_step_seconds_sum{{part="total"}} {sum_s}\npenstock_replicas 4', "a") for sum_s in (0, 10)]
     assert Evidence.of([], *pages, 10.0, settings={}, capacity={}).busy == 0.25

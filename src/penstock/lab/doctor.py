@@ -21,6 +21,8 @@ NAMED_SHARE = 0.1
 """Least share of the requests' time that a cause must cost, or a setting must save, to be reported."""
 LEAST_VISITS = 5
 """Least number of requests for a diagnosis."""
+GREEDY_SHARE = 2 / 3
+"""Share of the tokens above which one key has twice as many as all others."""
 FULL = 0.9
 """A machine that computes for this share of the time counts as full."""
 
@@ -162,6 +164,8 @@ def _without_visits(evidence: Evidence) -> Diagnosis:
             f"{evidence.num_calls:.0f} requests ended or were refused, but the server explains only {len(evidence.visits)} "
             "to this key. Give the key that sent them (--api-key), or let the server explain some (--explained-requests)."
         )
+        if evidence.largest_share > GREEDY_SHARE and evidence.largest_tenant != evidence.own_tenant:
+            why += f" {evidence.largest_tenant} had {evidence.largest_share:.0%} of the tokens."
     else:
         why = f"Requests seen: {len(evidence.visits)}, but {LEAST_VISITS} are needed. Ask again under load, or watch longer."
     return Diagnosis(verdict=verdict, findings=(), summary=why)
@@ -352,7 +356,7 @@ RULES: tuple[Rule, ...] = (
         cause="One key takes twice as much of the machine as all others, and they wait behind it.",
         lost_s=lambda e: (
             _spent("rows", "tokens", "order")(e)
-            if e.largest_share > 2 / 3 and e.largest_tenant != e.own_tenant and e.settings.get("policy") != "fair"
+            if e.largest_share > GREEDY_SHARE and e.largest_tenant != e.own_tenant and e.settings.get("policy") != "fair"
             else 0.0
         ),
         of=("rows", "tokens", "order"),

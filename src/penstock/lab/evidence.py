@@ -201,7 +201,7 @@ class Evidence:
         earlier = before.by("tenant_tokens_total", "tenant")
         tenants = {name: num - earlier[name] for name, num in after.by("tenant_tokens_total", "tenant").items()}
         largest, num_tokens = max(tenants.items(), key=lambda entry: entry[1], default=("", 0.0))
-        has_others = sum(count > 0 for count in tenants.values()) > 1
+        has_others = sum(count > 0 for count in tenants.values()) > 1 or own_tenant not in ("", largest)  # which may starve
         return cls(
             visits=visits,
             busy=min(1.0, ratio(step_s, window_s * max(1.0, after.sum("replicas")))),  # a front sums its replicas' steps
