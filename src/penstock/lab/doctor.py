@@ -165,7 +165,7 @@ def _without_visits(evidence: Evidence) -> Diagnosis:
             "to this key. Give the key that sent them (--api-key), or let the server explain some (--explained-requests)."
         )
         if evidence.largest_share > GREEDY_SHARE and evidence.largest_tenant != evidence.own_tenant:
-            why += f" {evidence.largest_tenant} had {evidence.largest_share:.0%} of the tokens."
+            why += f" The key {evidence.largest_tenant} had {evidence.largest_share:.0%} of the tokens."
     else:
         why = f"Requests seen: {len(evidence.visits)}, but {LEAST_VISITS} are needed. Ask again under load, or watch longer."
     return Diagnosis(verdict=verdict, findings=(), summary=why)

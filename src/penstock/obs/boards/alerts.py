@@ -67,6 +67,7 @@ ALERTS = (
 - `memory`: more KV cache, or a smaller type of it (`--kv-cache-dtype`).
 - `tokens`: prompts fill the steps; see `penstock tune`.
 - One key has most of **Tokens by key**: let keys take turns (`--policy fair`), or limit it (`--tenant-max-concurrent`).
+- `model`: models displace each other, or one is loaded again after a pause: more `--memory`, or `keep_loaded`.
 - `loading`: the tier's disk is slow. A faster one (`--kv-disk-path`), or none (`--kv-disk-size 0`).
 - Otherwise add servers (**Servers needed**), or refuse sooner (`--max-queue`, `--slo-ttft`).""",
     ),
