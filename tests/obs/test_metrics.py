@@ -382,13 +382,15 @@ def test_the_parts_of_a_request_add_up_wherever_it_ended(metrics, times, parts):
 
 
 @pytest.mark.parametrize("reason", [reason for reason in RejectReason if reason.is_deadline])
-def test_a_request_that_a_time_limit_cut_counts_in_the_latencies(metrics, reason):
+def test_an_answer_that_a_time_limit_cut_counts_in_the_latencies(metrics, reason):
     metrics.on_finish(make_end(finish_reason=FinishReason.ABORT, reject_reason=reason.value))
-    metrics.on_finish(make_end(finish_reason=FinishReason.REJECTED, reject_reason=reason.value, first_token_ns=None))
-    assert value(metrics, "e2e_request_latency_seconds_count") == 1, "a refused one did not run"
+    for finish_reason in (FinishReason.REJECTED, FinishReason.ABORT):  # cut in the queue: early, and so not fast
+        metrics.on_finish(make_end(finish_reason=finish_reason, reject_reason=reason.value, first_token_ns=None))
+    assert value(metrics, "e2e_request_latency_seconds_count") == 1
     assert value(metrics, "e2e_request_latency_seconds_sum") == pytest.approx(0.5)
-    assert value(metrics, "decode_time_seconds_count") == 1
-    assert value(metrics, "requests_rejected_total", reason=reason.value) == 2
+    for name in ("decode_time_seconds", "time_per_output_token_seconds", "request_generation_tokens"):
+        assert value(metrics, f"{name}_count") == 1
+    assert value(metrics, "requests_rejected_total", reason=reason.value) == 3
 
 
 def test_the_wait_in_the_queue_is_divided_by_what_it_lacked(metrics):

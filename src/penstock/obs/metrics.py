@@ -363,14 +363,14 @@ class Metrics:
             self._count_tenant(stats)
         if stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
             self._count_slo(stats.slo_ttft_ns, math.inf)
-        if not stats.background and stats.finish_reason is not FinishReason.REJECTED:
-            self._count_times(stats)  # also if a time limit cut it, or p99 would improve with each timeout
-        if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
+        is_rejected = _is_rejected(stats)
+        if is_rejected:
             self.rejected[stats.reject_reason] += 1
-            return
-        self.success[stats.finish_reason] += 1
-        if stats.background:
-            return
+        else:
+            self.success[stats.finish_reason] += 1
+        if stats.background or (is_rejected and stats.first_token_ns is None):
+            return  # a request cut in the queue would look like a fast one
+        self._count_times(stats)
         self.prompt_tokens.observe(stats.num_prompt_tokens)
         self.generated_tokens.observe(stats.num_generated_tokens)
         if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
@@ -388,8 +388,7 @@ class Metrics:
         self.request_ns["decode"] += ended_ns - token_ns
 
     def _count_tenant(self, stats: RequestStats) -> None:
-        is_rejected = bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED
-        self.tenant_requests[stats.tenant, "rejected" if is_rejected else "ended"] += 1
+        self.tenant_requests[stats.tenant, "rejected" if _is_rejected(stats) else "ended"] += 1
         if stats.first_token_ns is not None:
             self.tenant_tokens[stats.tenant, "prompt"] += 0 if stats.shares_prompt else stats.num_prompt_tokens
             self.tenant_tokens[stats.tenant, "generation"] += stats.num_generated_tokens
@@ -407,6 +406,11 @@ class Metrics:
     def _count_prompt(self, request: Request) -> None:
         self.num_cached_prompt_tokens += request.num_cached_tokens
         self.num_computed_prompt_tokens += request.num_prompt_tokens - request.num_cached_tokens
+
+
+def _is_rejected(stats: RequestStats) -> bool:
+    """Return whether a request was refused, or cut by a time limit or by the server's end."""
+    return bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED
 
 
 def _is_our_doing(stats: RequestStats) -> bool:
