@@ -19,7 +19,7 @@ from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS, PEOPLE_STAY_NS
 from penstock.deploy.running import ModelState, RunningModel, ServedModel
-from penstock.engine.state import EngineState
+from penstock.engine.state import SHUTTING_DOWN, UNLOADED, EngineState
 from penstock.obs.metrics import Metrics
 from penstock.types.errors import (
     ConfigError,
@@ -47,6 +47,8 @@ class World:
         self.loads: list[str] = []
         self.closed: list[tuple[str, int]] = []
         """Names, and how many used the model when it was closed."""
+        self.details: list[str] = []
+        """What each of them told the requests that it cut."""
         self.on_closed: Callable[[], None] = lambda: None
         self.errors: dict[str, Exception] = {}
         """Errors that the models' next loads raise."""
@@ -74,7 +76,7 @@ class World:
             raise self.errors.pop(name)
         self.memory.take(name, self.share(name))
         engine = SimpleNamespace(
-            close=lambda *_: self.close(name), drain=lambda: None, load=EngineLoad, state=EngineState.READY
+            close=lambda _, detail: self.close(name, detail), drain=lambda: None, load=EngineLoad, state=EngineState.READY
         )
         part: Any = SimpleNamespace()
         return RunningModel(
@@ -91,10 +93,11 @@ class World:
             release=lambda: self.memory.give_back(name),
         )
 
-    def close(self, name: str) -> bool:
+    def close(self, name: str, detail: str) -> bool:
         running = self.of[name].running
         assert running is not None
         self.closed.append((name, running.num_users))
+        self.details.append(detail)
         self.on_closed()
         return not running.num_users
 
@@ -476,6 +479,18 @@ def test_the_end_refuses_all_who_wait() -> None:
     with pytest.raises(PenstockError):
         gone.result(0)
     assert world.closed == [("b", 0)]
+
+
+def test_who_is_cut_is_told_that_the_server_ends_also_if_its_model_was_leaving() -> None:
+    world = World()
+    for model in world.loaded("a", "b"):
+        model.begin_use()
+    world.deployment.unload(world.of["a"], timeout_s=0.0)
+    world.deployment.unload(world.of["b"])
+    world.deployment.tend()
+    assert world.states == "-v-"
+    world.deployment.close()
+    assert (world.closed, world.details) == ([("a", 1), ("b", 1)], [UNLOADED, SHUTTING_DOWN])
 
 
 @pytest.mark.parametrize("begins_with", ["unload", "want"])

@@ -29,6 +29,7 @@ from penstock.deploy.room import FIRST_USE_NS, leavers, room_at_ns
 from penstock.deploy.routes import Route, check_routes
 from penstock.deploy.running import ModelState, RunningModel, ServedModel, Sources, UnloadReason
 from penstock.deploy.splits import Split, check_splits, part_of
+from penstock.engine.state import UNLOADED
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import (
     ConfigError,
@@ -553,7 +554,8 @@ class Deployment:
         assert served.running is not None
         running = served.running
         try:
-            running.close(0.0 if running.num_users else 10.0)  # without requests, it may still write to its disk tier
+            timeout_s = 0.0 if running.num_users else 10.0  # without requests, it may still write to its disk tier
+            running.close(timeout_s, UNLOADED)
         except Exception:
             _log.exception("%s could not be closed in order; its memory may be lost", served.name)
         served.metrics.disconnect()

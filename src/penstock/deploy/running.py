@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clock import Clock, WallClock
-from penstock.engine.state import SHUTTING_DOWN, UNLOADED, EngineState
+from penstock.engine.state import SHUTTING_DOWN, EngineState
 from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows files by their facts alone
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
@@ -181,13 +181,13 @@ class RunningModel:
         with self._users_lock:
             self._is_leaving = True
 
-    def close(self, timeout_s: float = 0.0) -> bool:
-        """Let requests end for up to `timeout_s`, abort the others, free everything. Return whether none was aborted.
+    def close(self, timeout_s: float = 0.0, detail: str = SHUTTING_DOWN) -> bool:
+        """Let requests end for up to `timeout_s`, abort others with the `detail`, free everything. Return whether all ended.
 
         Idempotent.
         """
         try:
-            return self.engine.close(timeout_s, UNLOADED if self._is_leaving else SHUTTING_DOWN)
+            return self.engine.close(timeout_s, detail)
         finally:
             self.release()
             self.off_loop.close()
