@@ -485,6 +485,14 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(started, depth):
     assert rig.engine.state is EngineState.STOPPED
 
 
+def test_who_comes_too_late_is_not_told_that_the_server_ends():
+    rig = Rig()
+    rig.engine.submit(make_request("late"))
+    rig.engine.close(TIMEOUT_S)
+    end = rig.sink.end_of("late")
+    assert (end.reject_reason, "unloaded" in end.detail) == (RejectReason.DRAINING, True), "its model may have been unloaded"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_close_waits_for_the_running_and_closes_the_executor(started, depth):
     executor = GatedExecutor(TINY, depth=depth)

@@ -34,7 +34,7 @@ NEW_SHARE = 0.8
 """Share of the target that a new call may wait. A call that returns at its `Retry-After` time may wait all of it."""
 
 _UNAVAILABLE_DETAILS = {
-    RejectReason.DRAINING: "the server is shutting down",  # a model that is being unloaded takes no calls
+    RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
     RejectReason.UNAVAILABLE: "the engine is not running",
 }
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from penstock.engine.core import request_stats
 from penstock.engine.ports import Observer, OutputChunk, OutputSink
-from penstock.engine.state import SHUTTING_DOWN
 from penstock.sched import progress
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
@@ -72,6 +71,8 @@ class Outbox:
             self._observer.on_finish(request_stats(request, now_ns, reason.value))
             chunk = OutputChunk(request.request_id, "", (), (), now_ns)
             chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
-            chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
+            chunk.detail = "its model was unloaded, or the server is shutting down"
+            if reason is not RejectReason.DRAINING:
+                chunk.detail = "the engine is not running"
             chunks.append(chunk)
         self.deliver(chunks)
