@@ -142,7 +142,7 @@ def test_a_prompt_that_goes_elsewhere_takes_its_kv_along() -> None:
         [choice] = httpx.get(f"{made.server.url}/v1/requests/id1").json()["choices"]
         assert (choice["route"]["cached_tokens"], choice["route"]["fetched_tokens"]) == (0, cached[1])
         assert choice["route"]["fetch_ms"] > 0
-        assert f"It copied {cached[1]} more from another replica" in choice["summary"]
+        assert f"{cached[1]} more prompt tokens came from another replica's cache" in choice["summary"]
 
 
 class WaitingExecutor(HashExecutor):

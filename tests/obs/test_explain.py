@@ -97,6 +97,14 @@ def test_a_single_token_is_told_in_the_singular() -> None:
     assert gap_cause(Gap(MS, step)) == "the step computed 1 token of another request's prompt of 1 token"
 
 
+def test_the_time_after_a_single_token_is_told() -> None:
+    bench = Bench()
+    bench.add("a", 1, max_tokens=1)
+    bench.run()
+    told = replace(bench.told("a"), decode_ns=3000 * MS)
+    assert summary(told).endswith("1 token in 3.0 s after the first.")
+
+
 def test_a_time_limit_that_cut_a_request_is_told() -> None:
     bench = Bench()
     bench.add("a", 8, max_tokens=50, deadline_ns=bench.now_ns + 5 * MS)

@@ -337,7 +337,8 @@ def _route(route: Route, num_prompt_tokens: int) -> str:
         moved += f" and {duration(route.move_ns)} for the move"
     fetched = ""
     if route.num_fetched_tokens:
-        fetched = f" It copied {route.num_fetched_tokens:,} more from another replica, in {duration(route.fetch_ns)}."
+        more = _count(route.num_fetched_tokens, "more prompt token")
+        fetched = f" {more} came from another replica's cache, in {duration(route.fetch_ns)}."
     return (
         f"Replica {route.replica} computed it{moved}. When chosen, it had {route.num_held_tokens:,} of "
         f"{_count(num_prompt_tokens, 'prompt token')} in its cache, and {_count(route.num_tokens_ahead, 'token')} of other "
@@ -407,6 +408,9 @@ def _why_no_more(told: Explanation) -> str:
 
 
 def _tokens(told: Explanation) -> str:
+    so_far = "" if told.phase is Phase.ENDED else " so far"
+    if told.num_generated_tokens == 1 and told.decode_ns < 1_000_000:
+        return f"1 token{so_far}."
     mean = told.decode_ns / max(1, told.num_decode_steps)
     extra = [f"{told.num_forced_tokens} forced by its grammar"] if told.num_forced_tokens else []
     if told.num_guesses:
@@ -415,9 +419,6 @@ def _tokens(told: Explanation) -> str:
     each = f", {duration(mean)} {step}, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
     if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
         each += f"; {duration(told.decode_with_prompts_ns)} of it in steps with other requests' prompts"
-    so_far = "" if told.phase is Phase.ENDED else " so far"
-    if told.num_generated_tokens == 1:
-        return f"1 token{so_far}."
     return f"{_count(told.num_generated_tokens, 'token')}{so_far} in {duration(told.decode_ns)} after the first{each}."
 
 
