@@ -183,9 +183,10 @@ def test_the_key_that_asks_is_not_told_that_it_is_greedy() -> None:
 
 
 def test_who_sees_too_few_requests_learns_which_key_has_the_tokens() -> None:
-    seen = replace(evidence_of(greedy_key), own_tenant="people", visits=[])
+    seen = replace(evidence_of(greedy_key), own_tenant="people", visits=[], num_now=1)
     assert "scraper had 9" in diagnose(seen).summary
     assert "scraper" not in diagnose(replace(seen, own_tenant="scraper")).summary
+    assert "scraper" not in diagnose(replace(seen, num_now=0)).summary, "nobody waits behind it"
 
 
 @pytest.mark.parametrize("sight", [{"num_now": 4}, {"num_refused": 500, "num_calls": 500}])

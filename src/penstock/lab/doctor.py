@@ -164,7 +164,8 @@ def _without_visits(evidence: Evidence) -> Diagnosis:
             f"{evidence.num_calls:.0f} requests ended or were refused, but the server explains only {len(evidence.visits)} "
             "to this key. Give the key that sent them (--api-key), or let the server explain some (--explained-requests)."
         )
-        if evidence.largest_share > GREEDY_SHARE and evidence.largest_tenant != evidence.own_tenant:
+        is_behind = evidence.largest_share > GREEDY_SHARE and evidence.largest_tenant != evidence.own_tenant
+        if is_behind and (evidence.visits or evidence.num_now):  # a key that only watches is not behind
             why += f" The key {evidence.largest_tenant} had {evidence.largest_share:.0%} of the tokens."
     else:
         why = f"Requests seen: {len(evidence.visits)}, but {LEAST_VISITS} are needed. Ask again under load, or watch longer."

@@ -163,7 +163,7 @@ class Evidence:
     """Share of the computed prompt tokens that a tier had, but that were faster to compute than to load."""
     largest_tenant: str
     largest_share: float
-    """The share of all tokens that belong to `largest_tenant`. 0 with fewer than two keys."""
+    """The share of all tokens that belong to `largest_tenant`. 0 without another key that may want some."""
     own_tenant: str = ""
     """The tenant that sent these requests. Empty: all tenants."""
     num_present: float = 0.0
