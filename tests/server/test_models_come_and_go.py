@@ -426,7 +426,14 @@ async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_othe
         refused = await world.client.post("/v1/completions", json=ASK)
         assert refused.status_code == 503
         assert "a could not be loaded: The file is cut short. Fetch it again." in refused.json()["error"]["message"]
-        assert world.of["a"].metrics.rejected["unavailable"] == 1
+        app = create_app(world.deployment, ServerConfig())
+
+        async def as_line(scope, receive, send):
+            await app({**scope, COURSE_KEY: Course(is_background=True)}, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(as_line), base_url="http://toy", timeout=60) as lines:
+            assert (await lines.post("/v1/completions", json=ASK)).status_code == 503
+        assert world.of["a"].metrics.rejected["unavailable"] == 1, "a line of a batch comes again"
         world.error = None
         assert (await world.client.post("/v1/completions", json=ASK | {"model": "b"})).status_code == 200
         assert (await world.client.post("/v1/completions", json=ASK)).status_code == 503

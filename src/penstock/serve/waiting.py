@@ -330,7 +330,7 @@ async def _loaded(
         detail = f"The model {served.name} is being loaded."
         raise _refused(served, tenant, RejectReason.UNAVAILABLE, detail, expected_s) from None
     except Rejected as rejected:
-        if not isinstance(rejected, PutOff):  # a line of a batch comes again
+        if not is_background:  # which comes again
             served.metrics.count_rejected(rejected.reason, tenant)
         raise
     finally:
