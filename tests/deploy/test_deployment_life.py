@@ -48,7 +48,7 @@ class World:
         self.closed: list[tuple[str, int]] = []
         """Names, and how many used the model when it was closed."""
         self.details: list[str] = []
-        """What each of them told the requests that it cut."""
+        """Texts for the requests that each of them cut."""
         self.on_closed: Callable[[], None] = lambda: None
         self.errors: dict[str, Exception] = {}
         """Errors that the models' next loads raise."""
