@@ -1,7 +1,10 @@
 """Answers to JSON schemas byte by byte, and where a refusal says the trouble is. `make test-schemas` has hundreds more."""
 
 import json
+import math
+import operator
 import re
+from decimal import Decimal
 from random import Random
 
 import pytest
@@ -36,6 +39,83 @@ def test_answers_are_those_that_the_schema_has(schema, answers, others):
     assert [text for text in answers + others if ANSWERS.is_answer(schema, text)] == answers
 
 
+SPELLINGS = [
+    f"{sign}{whole}{fraction}"
+    for sign in ("", "-")
+    for whole in range(3)
+    for fraction in ("", *(f".{n}" for n in range(10)), *(f".{n:02}" for n in range(100)))
+]
+"""Numbers of up to three digits."""
+IS_WITHIN = {
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+    "multipleOf": lambda value, step: value % step == 0,
+}
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        *({name: number} for name in list(IS_WITHIN)[:4] for number in (1.25, -1.25)),
+        *({"minimum": 1.2, "maximum": number} for number in (1.25, 2.05)),
+        *({"exclusiveMinimum": -number, "exclusiveMaximum": number} for number in (0.05, 1.99)),
+        *({"minimum": 1e-3}, {"maximum": 1e-3}, {"maximum": 1.999}, {"minimum": -1.0, "maximum": 2.0}),
+        *({"maximum": 1.25, "multipleOf": number} for number in (0.1, 0.05)),
+        *({"exclusiveMinimum": 0}, {"exclusiveMaximum": -1}, {"exclusiveMinimum": -1, "maximum": 1}),
+    ],
+    ids=str,
+)
+def test_numbers_within_decimal_bounds_are_answers_in_their_shortest_spelling(kind, bounds):
+    limits = {name: Decimal(str(number)) for name, number in bounds.items()}
+    inside = {
+        text
+        for text in SPELLINGS
+        if all(IS_WITHIN[name](Decimal(text), limit) for name, limit in limits.items())
+        and (kind == "number" or "." not in text)
+    }
+    schema = {"type": kind} | bounds
+    if not inside:
+        assert "no integer" in ANSWERS.refusal(schema)
+        return
+    answers = {text for text in SPELLINGS if ANSWERS.is_answer(schema, text)}
+    assert answers <= inside
+    assert not {text for text in inside - answers if text != "-0" and not ("." in text and text.endswith("0"))}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ({"exclusiveMinimum": 0}, "0.50"),
+        ({"exclusiveMinimum": 0, "maximum": 1}, "0.010"),
+        ({"exclusiveMinimum": 5}, "5.50"),
+        ({"exclusiveMaximum": -5}, "-5.50"),
+        ({"minimum": -1, "maximum": 1}, "-0.50"),
+        ({"maximum": 1.25, "multipleOf": 0.01}, "0.50"),
+    ],
+    ids=str,
+)
+def test_zeros_may_end_a_number_near_an_open_bound(bounds, text):
+    assert ANSWERS.is_answer({"type": "number"} | bounds, text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["number", "null"], "maximum": 1.25, "description": "a price", "format": "float"},
+        {"allOf": [{"maximum": 1.25}, {"minimum": 1.15}]},
+        {"oneOf": [{"type": "number", "minimum": -3, "maximum": 1.25}, {"type": "null"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"maximum": 1.25}}},
+        {"enum": [1.2, 1.5, None], "maximum": 1.25},
+    ],
+    ids=str,
+)
+def test_decimal_bounds_are_followed_wherever_they_stand(schema):
+    assert [text for text in ("1.2", "1.3", "null") if ANSWERS.is_answer(schema, text)] == ["1.2", "null"]
+
+
 @pytest.mark.parametrize("schema", [TWO, {"format": "date"}, {"type": "array", "items": TWO, "maxItems": 2}])
 def test_random_answers_are_json(schema):
     walks = [ANSWERS.walk(schema, Random(seed)) for seed in range(10)]
@@ -48,6 +128,7 @@ def test_random_answers_are_json(schema):
     [
         ({"properties": {"a/b": {"items": {"not": {}}}}}, "does not support 'not'. .*It stands at #/properties/a~1b/items.$"),
         ({"anyOf": [{}, {"minimum": 2**60}]}, "takes minimum .*It stands at #/anyOf/1.$"),
+        ({"items": {"maximum": math.nan}}, "takes maximum .*not nan.*It stands at #/items.$"),
         ({"prefixItems": [{"const": [1, 2**60]}]}, "It stands at #/prefixItems/0/const/1.$"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"if": {}}}}, r"It stands at #/\$defs/x.$"),
         ({"items": {"$id": "x"}}, "It stands at #/items.$"),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import ROUND_DOWN, Context, Decimal
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
@@ -53,6 +54,9 @@ _PATTERN_SCHEMAS = 5
 _MAX_SHOWN_CHARS = 200
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_FITS = {"minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt}
+_NEAR = Decimal("0.001")
+_EXACT = Context(prec=60)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NO_STRINGS = ("integer", "number", "boolean", "null", "array", "object")
 _OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
@@ -227,6 +231,7 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
             node["$ref"] = _fragment(names or [])
             waiting.append((target, _place_of(names or [])))
         waiting += [(inside, _place_of(path, place)) for path, inside in subschemas(node)]
+        _spell_bounds(node)  # its new schemas need no check
 
 
 def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> None:
@@ -250,7 +255,7 @@ def _check_numbers(node: dict[str, Any], place: Place) -> None:
         value = _number(node.get(name))
         if name == "multipleOf" and value is not None and value <= 0:
             _refuse(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.", place)
-        if value is not None and (abs(value) > MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER):
+        if value is not None and (not abs(value) <= MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER):  # NaN is refused, too
             what = f"takes {name} of 0, or from {LEAST_NUMBER} to 2^53 on either side of it, not {_shown(value)}"
             _refuse(f"{what}. Leave it out, or give one of fewer digits.", place)
     for name in _COUNTS:
@@ -298,6 +303,35 @@ def _spell_format(node: dict[str, Any]) -> None:
         node["pattern"] = pattern
     elif isinstance(node.get("allOf", []), list):  # else llguidance refuses it
         node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
+
+
+def _spell_bounds(node: dict[str, Any]) -> None:
+    """Allow spellings that llguidance forgets: 1.2 for a maximum of 1.25, 0.50 for an exclusive minimum of 0, and -0.50."""
+    limits = {name: Decimal(str(node[name])) for name in _FITS if _number(node.get(name)) is not None}
+    is_number = "number" in str(node.get("type", "number"))
+    if not limits or not is_number or "anyOf" in node or "oneOf" in node or _num_parts(node):
+        return
+    step = Decimal(str(_number(node.get("multipleOf")) or 0))
+    rules = {name: node[name] for name in ("type", "format", *_BOUNDS) if name in node}
+
+    def fits(value: Decimal) -> bool:
+        return all(_FITS[name](value, limit) for name, limit in limits.items())
+
+    cut = {
+        limit.quantize(Decimal(1).scaleb(-num_digits), ROUND_DOWN)
+        for limit in limits.values()
+        for num_digits in range(1, -int(limit.as_tuple().exponent))
+    }
+    shorter = [value for value in sorted(cut) if value % 1 and fits(value) and not (step and _EXACT.remainder(value, step))]
+    inner = {"maximum": min(limits.get("exclusiveMaximum", Decimal(0)), Decimal(0)) - _NEAR}
+    if (end := limits.get("exclusiveMinimum", Decimal(-1))) >= 0:
+        inner["minimum"] = end + _NEAR
+    more: list[Any] = [{"enum": list(map(float, shorter))}] if shorter else []
+    more += [rules | {"type": "number", name: float(value)} for name, value in inner.items() if fits(value)]
+    if more:
+        for name in rules:
+            del node[name]
+        node["anyOf"] = [rules, *more]
 
 
 @dataclass(frozen=True, slots=True)
