@@ -46,6 +46,8 @@ ws    ::= [ \t\n]*
         ('root ::= item rest\nrest ::= "" | rest "," item\nitem ::= [a-z]+ ","?', ["a,b", "a,,b,", "a"], [",a", ""]),
         ('root ::= x{2,3} y{2,} z{1}\nx ::= "a"|\ny::=[0-9] z ::= "\\x21"', ["aa12!", "12!"], ["1!", "aaaa12!"]),
         ('root ::= (a-rule | b_rule)*\na-rule ::= "\\u00e9\\U0001F600"\nb_rule ::= "/\\"\\n"', ["", 'é😀/"\n'], ["é"]),
+        ('root ::= x{0} "b" (x{ 0, 0 } y){0} root?\nx ::= "a"\ny ::= root | x{0}', ["b", "bb"], ["", "a", "ab"]),
+        ('root ::= "a"{0}', [""], ["a"]),
         ("root ::= .*", ["", "a\nb"], []),
         ('root ::= -id-kv 2fa\n-id-kv ::= "a"\n2fa ::= "b"', ["ab"], ["a"]),  # so llama.cpp names a property `_id`
     ],

@@ -152,6 +152,8 @@ class _Parser:
             self._fail(token.at, f"{sign} repeats more than {MAX_REPEATS} times", "Lower the number.")
         if numbers != sorted(numbers):
             self._fail(token.at, f"{sign} has a minimum above its maximum", "Swap them.")
+        if re.fullmatch(r"\{0+(,0+)?\}", sign):
+            return _Node("all")  # nothing: llguidance refuses it
         return _Node("repeat", sign, tuple(before))
 
     def _class(self, token: _Token) -> _Node:
