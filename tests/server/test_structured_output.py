@@ -204,6 +204,14 @@ async def test_logprobs_are_of_the_tokens_that_were_taken(client):
     assert "".join(told[:5]) == choice["message"]["content"]
 
 
+async def test_a_schema_without_its_wrapper_is_told_where_it_belongs(client):
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"properties": {}, "type": "object"}}}
+    error = check(
+        await client.post(CHAT, json=HI | asked), 400, "invalid_request_error", "response_format.json_schema.properties"
+    )
+    assert "in 'schema', beside its 'name'" in error["message"]
+
+
 async def test_text_is_no_grammar(client):
     [text], _ = await ask(client, COMPLETIONS, max_tokens=16, response_format={"type": "text"})
     assert text == oracle("Hello")

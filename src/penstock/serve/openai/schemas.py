@@ -68,6 +68,10 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     """OpenAI's field `json_schema`. Answers always follow the schema, also without `strict`."""
 
+    remedies: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("type", "properties", "$defs", "$schema", "anyOf"), "Put the schema itself in 'schema', beside its 'name'."
+    )
+
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")]
