@@ -52,6 +52,14 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "Leave it out.",
     ),
     (r"^Unsatisfiable schema: schema is false", "No value follows the schema false.", "Leave it out."),
+    (r"^Unsatisfiable schema: anyOf is empty", "An enum, anyOf or oneOf is empty.", "Name a value, or leave it out."),
+    (r"^Unsatisfiable schema: (.*)", "No value follows it: {}.", "Check which parts contradict each other."),
+    (
+        r"^Invalid type: (\S+)(.*)",
+        "The type {} is not known{}.",
+        "Use string, number, integer, boolean, null, object or array.",
+    ),
+    (r"^schema must be an object", "A schema in it is not an object.", 'Write {"type": "string"}, not "string".'),
     (r"^recursion limit exceeded", "It is nested too deeply.", "Use $ref and $defs for what lies further inside."),
 )
 
@@ -77,6 +85,8 @@ def _cause(message: str) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
     cause = errors[-1] if errors else " ".join(lines)[place.end() if place else 0 :]
+    if pattern := re.search(r"JSON schema: regex parse error:\n    (.*)\n", text):
+        cause = f"The pattern /{pattern[1]}/ is wrong: {cause}"
     cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:300]
     if place is None or place[0] == _OUR_PLACE:
         return cause

@@ -101,6 +101,8 @@ _HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"of the patternProperties, /(.*)/ and /", ("patternProperties",)),
     (r"Two schemas of a oneOf", ("oneOf",)),
     (r"for '(\w+)', got", ()),
+    (r"The pattern /(.*)/ is wrong", ("pattern", "patternProperties")),
+    (r"The type (\S+) is not", ("type",)),
     (r"look-around|an escape|[Rr]egex", ("pattern", "patternProperties")),
 )
 """(regex for llguidance's message, keywords that can be its cause). The group is the keyword's value, or a name in it. Without
@@ -187,7 +189,10 @@ def place_in(source: str, message: str) -> str:
                 [
                     place
                     for node, place in nodes
-                    if any(name in node and quoted in (None, node[name], *_dict(node, name)) for name in keywords)
+                    if any(
+                        name in node and quoted in (None, node[name], *_dict(node, name), *_list(node, name))
+                        for name in keywords
+                    )
                 ]
             )
     return ""
