@@ -4,6 +4,7 @@ import json
 import math
 import operator
 import re
+import time
 from decimal import Decimal
 from random import Random
 
@@ -114,6 +115,27 @@ def test_zeros_may_end_a_number_near_an_open_bound(bounds, text):
 )
 def test_decimal_bounds_are_followed_wherever_they_stand(schema):
     assert [text for text in ("1.2", "1.3", "null") if ANSWERS.is_answer(schema, text)] == ["1.2", "null"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {f"p{n}": {"type": "number", "maximum": 1.25} for n in range(1000)}},
+        {"allOf": [{"minimum": -1.25 - n, "maximum": 1.25 + n} for n in range(8)]},
+        {"properties": {"a": {"minimum": -5, "x-unit": "m"}, "b": {"multipleOf": 113}, "c": {"multipleOf": 97}}},
+    ],
+    ids=["many", "together", "multiples"],
+)
+def test_no_schema_is_refused_for_the_short_spellings_of_its_numbers(schema):
+    assert ANSWERS.refusal(schema) is None
+
+
+def test_short_spellings_of_bounds_that_apply_together_are_no_work_for_seconds():
+    long = 1.2345678901234567
+    schema = {"allOf": [{"type": "number", "minimum": -long - n, "maximum": long + n} for n in range(3)]}
+    begin_s = time.process_time()  # llguidance has threads of its own
+    assert ANSWERS.refusal(schema) is None
+    assert time.process_time() - begin_s < 0.3
 
 
 @pytest.mark.parametrize("schema", [TWO, {"format": "date"}, {"type": "array", "items": TWO, "maxItems": 2}])

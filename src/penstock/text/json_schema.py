@@ -18,7 +18,7 @@ from decimal import ROUND_DOWN, Context, Decimal
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
-from penstock.types.errors import wrong
+from penstock.types.errors import Rejected, wrong
 
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
 """White space that pretty printers write between two JSON tokens. Without a limit, small models write spaces forever."""
@@ -56,6 +56,7 @@ _MAX_SHOWN_CHARS = 200
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _FITS = {"minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt}
 _NEAR = Decimal("0.001")
+"""Numbers nearer to an open end of a range, or to zero from below, have no zeros at their end."""
 _EXACT = Context(prec=60)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NO_STRINGS = ("integer", "number", "boolean", "null", "array", "object")
@@ -116,16 +117,16 @@ class SchemaCount:
     """Counts the schemas that llguidance will build for one grammar, and limits them to `MAX_SCHEMAS`."""
 
     def __init__(self) -> None:
-        self._num_schemas = 0
+        self.num_schemas = 0
 
     def add(self, num_schemas: int) -> None:
         """Count more schemas. Raises `Rejected` beyond `MAX_SCHEMAS`."""
         self.check(num_schemas)
-        self._num_schemas += num_schemas
+        self.num_schemas += num_schemas
 
     def check(self, num_schemas: int) -> None:
         """Raise `Rejected` if adding `num_schemas` would exceed `MAX_SCHEMAS`."""
-        if self._num_schemas + num_schemas > MAX_SCHEMAS:
+        if self.num_schemas + num_schemas > MAX_SCHEMAS:
             _refuse(
                 f"is recursive or expands to more than {MAX_SCHEMAS} schemas. The usual causes are a $ref with other keywords "
                 "beside it, an allOf of several anyOf, or the schema's own size (a pattern or a format counts as "
@@ -138,6 +139,15 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
 
     Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
     """
+    before, copy = count.num_schemas, json.loads(json.dumps(schema))
+    try:
+        return _json_of(schema, count, with_spellings=True)
+    except Rejected:  # a schema is not refused for what `_spell_bounds` adds to it
+        count.num_schemas = before
+        return _json_of(copy, count, with_spellings=False)
+
+
+def _json_of(schema: dict[str, Any], count: SchemaCount, *, with_spellings: bool) -> str:
     root_id = schema.get("$id", schema.get("id"))
     for name in ("$id", "id"):
         if isinstance(schema.get(name), str):
@@ -145,7 +155,7 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
     find = functools.cache(functools.partial(referred, schema))
     multiples: list[int] = []
     name_patterns: set[str] = set()
-    for node, place in _nodes(schema, root_id.rstrip("#") if isinstance(root_id, str) else ""):
+    for node, place in _nodes(schema, root_id.rstrip("#") if isinstance(root_id, str) else "", with_spellings):
         _check_keywords(node, place, is_root=node is schema)
         _check_numbers(node, place)
         multiples.append(_significant(node.get("multipleOf")))
@@ -207,7 +217,7 @@ def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield from (((name, key), inside) for key, inside in _dict(node, name).items())
 
 
-def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
+def _nodes(schema: dict[str, Any], root_id: str, with_spellings: bool) -> Iterator[tuple[dict[str, Any], Place]]:
     """Yield every schema inside `schema` once, after removing ignored keywords and neutral values.
 
     Rewrites each $ref as an unambiguous JSON pointer, so that llguidance finds the schema that was checked.
@@ -236,7 +246,8 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
             node["$ref"] = _fragment(names or [])
             waiting.append((target, _place_of(names or [])))
         waiting += [(inside, _place_of(path, place)) for path, inside in subschemas(node)]
-        _spell_bounds(node)  # its new schemas need no check
+        if with_spellings:
+            _spell_bounds(node)  # its new schemas need no check
 
 
 def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> None:
@@ -331,7 +342,7 @@ def _spell_bounds(node: dict[str, Any]) -> None:
     inner = {"maximum": min(limits.get("exclusiveMaximum", Decimal(0)), Decimal(0)) - _NEAR}
     if (end := limits.get("exclusiveMinimum", Decimal(-1))) >= 0:
         inner["minimum"] = end + _NEAR
-    more: list[Any] = [{"enum": list(map(float, shorter))}] if shorter else []
+    more: list[Any] = [{"const": float(value)} for value in shorter]  # each counts, unlike the values of an enum
     more += [rules | {"type": "number", name: float(value)} for name, value in inner.items() if fits(value)]
     if more:
         for name in rules:
