@@ -165,6 +165,8 @@ def test_random_answers_are_json(schema):
         ({"items": "string"}, 'schema in it is not an object. Write .* not "string".$'),
         ({"enum": []}, "An enum, anyOf or oneOf is empty. Name a value"),
         ({"type": "integer", "minimum": 5, "maximum": 1}, "No value follows it: minimum .* greater than .*Check which"),
+        ({"exclusiveMinimum": 5, "enum": [1, 2]}, r"exclusiveMinimum \(5\) is greater than maximum \(2\)"),
+        ({"type": "number", "allOf": [{"minimum": 5}, {"maximum": 1.25}]}, r"minimum \(5\) is greater than maximum \(1.25\)"),
         ({"not": {}}, "say the same in another way.$"),
         ({"properties": {"x" * 300: {"not": {}}}}, r"It stands at #/properties/x{187}\.\.\.\.$"),
     ],

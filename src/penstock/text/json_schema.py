@@ -347,7 +347,7 @@ def _spell_bounds(node: dict[str, Any]) -> None:
     if more:
         for name in rules:
             del node[name]
-        node["anyOf"] = [rules, *more]
+        node["anyOf"] = [*more, rules]  # a refusal is about the last one: it has the numbers of the client
 
 
 @dataclass(frozen=True, slots=True)
