@@ -52,11 +52,15 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "Leave it out.",
     ),
     (r"^Unsatisfiable schema: schema is false", "No value follows the schema false.", "Leave it out."),
-    (r"^Unsatisfiable schema: anyOf is empty", "An enum, anyOf or oneOf is empty.", "Name a value, or leave it out."),
+    (
+        r"^Unsatisfiable schema: (?:anyOf|oneOf) is empty",
+        "A type, enum, anyOf or oneOf is empty.",
+        "Name a value, or leave it out.",
+    ),
     (r"^Unsatisfiable schema: (.*)", "No value follows it: {}.", "Check which parts contradict each other."),
     (
-        r"^Invalid type: (\S+)(.*)",
-        "The type {} is not known{}.",
+        r"^Invalid type: ?(.*)",
+        "The type {!r} is not known.",
         "Use string, number, integer, boolean, null, object or array.",
     ),
     (r"^schema must be an object", "A schema in it is not an object.", 'Write {"type": "string"}, not "string".'),
@@ -66,31 +70,27 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 
 def failure(message: str) -> GrammarFailure:
     """Return llguidance's error message (`LLMatcher.get_error`) in our words, with a remedy."""
-    cause = _cause(message)
-    for pattern, text, remedy in _KNOWN:
-        if found := re.search(pattern, cause):
-            return GrammarFailure(text.format(*found.groups()), remedy=remedy)
-    return GrammarFailure(f"{cause.rstrip('.')}.")
+    text = message.split("\n<", 1)[0]  # without the quoted grammar
+    lines = [line for line in text.split("\n") if not re.match(r"\s*\d+ \| |\s*\^+\s*$|\s*while processing json-schema:", line)]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
+    cause = errors[-1] if errors else " ".join(lines)[place.end() if place else 0 :]
+    cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:300]
+    for known, words, remedy in _KNOWN:
+        if found := re.search(known, cause):
+            told, hint = words.format(*found.groups()), remedy
+            break
+    else:
+        if pattern := re.search(r"JSON schema: regex parse error:\n    (.*)\n", text):
+            cause = f"The pattern /{json_schema.shown_pattern(pattern[1])}/ is wrong: {cause}"
+        where = "" if place is None or place[0] == _OUR_PLACE else f" (line {place[1]}, column {place[2]})"
+        told, hint = f"{cause.rstrip('.')}{where}.", ""
+    return GrammarFailure(told, remedy=f"{hint}{json_schema.place_told(text, told)}".strip())
 
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
     """Return the error for a grammar that can't be followed. `name`: the kind of grammar, in the client's words."""
     return wrong(f"The {name} can't be followed: {error}")
-
-
-def _cause(message: str) -> str:
-    """Return the cause in llguidance's message, without the quoted grammar."""
-    text = message.split("\n<", 1)[0]
-    lines = [line for line in text.split("\n") if not re.match(r"\s*\d+ \| |\s*\^+\s*$", line)]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
-    cause = errors[-1] if errors else " ".join(lines)[place.end() if place else 0 :]
-    if pattern := re.search(r"JSON schema: regex parse error:\n    (.*)\n", text):
-        cause = f"The pattern /{pattern[1]}/ is wrong: {cause}"
-    cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:300]
-    if place is None or place[0] == _OUR_PLACE:
-        return cause
-    return f"{cause.rstrip('.')} (line {place[1]}, column {place[2]})"
 
 
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')

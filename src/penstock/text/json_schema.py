@@ -52,6 +52,7 @@ STATES_PER_CHAR = 13
 _PATTERN_SCHEMAS = 5
 """A string with a pattern or a format is compiled separately, and counts as this many schemas."""
 _MAX_SHOWN_CHARS = 200
+_MAX_SHOWN_PATTERN = 100
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _FITS = {"minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt}
@@ -103,7 +104,7 @@ _HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"Two schemas of a oneOf", ("oneOf",)),
     (r"for '(\w+)', got", ()),
     (r"The pattern /(.*)/ is wrong", ("pattern", "patternProperties")),
-    (r"The type (\S+) is not", ("type",)),
+    (r"The type '(.*)' is not", ("type",)),
     (r"look-around|an escape|[Rr]egex", ("pattern", "patternProperties")),
 )
 """(regex for llguidance's message, keywords that can be its cause). The group is the keyword's value, or a name in it. Without
@@ -187,11 +188,9 @@ def place_in(source: str, message: str) -> str:
     """
     if "It stands at" in message:
         return ""
-    if within := re.search(r"while processing json-schema:///(#\S*)", message):
-        return _sentence([_place_of(_names(within[1].rstrip(".;,")) or [])])
     for pattern, keywords in _HINTS:
         if hint := re.search(pattern, message):
-            quoted = hint[1] if hint.re.groups else None
+            quoted = shown_pattern(hint[1]) if hint.re.groups else None
             if not keywords:
                 keywords, quoted = (str(quoted),), None
             nodes = ((node, place) for node, place in _walk(json.loads(source)) if isinstance(node, dict))
@@ -199,13 +198,24 @@ def place_in(source: str, message: str) -> str:
                 [
                     place
                     for node, place in nodes
-                    if any(
-                        name in node and quoted in (None, node[name], *_dict(node, name), *_list(node, name))
-                        for name in keywords
-                    )
+                    if any(name in node and (quoted is None or quoted in _shown_values(node, name)) for name in keywords)
                 ]
             )
     return ""
+
+
+def place_told(message: str, told: str) -> str:
+    """Return a sentence with the place in llguidance's `message`, unless `place_in` finds a closer one by our words, `told`."""
+    within = re.search(r"\n *while processing json-schema:///(#\S*)", message)
+    if within is None or any(re.search(pattern, told) for pattern, _ in _HINTS):
+        return ""
+    return _sentence([_place_of(_names(within[1]) or [])])
+
+
+def shown_pattern(pattern: str) -> str:
+    """Return a pattern as errors quote it. llguidance escapes slashes and line breaks in it."""
+    shown = pattern.replace("\n", "\\n").replace("\\/", "/")
+    return shown if len(shown) <= _MAX_SHOWN_PATTERN else f"{shown[:_MAX_SHOWN_PATTERN]}..."
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -499,6 +509,11 @@ def _list(node: dict[str, Any], name: str) -> list[Any]:
 def _dict(node: dict[str, Any], name: str) -> dict[str, Any]:
     found = node.get(name)
     return found if isinstance(found, dict) else {}
+
+
+def _shown_values(node: dict[str, Any], name: str) -> list[str]:
+    values = (node[name], *_dict(node, name), *_list(node, name))
+    return [shown_pattern(value) for value in values if isinstance(value, str)]
 
 
 def _walk(value: Any, place: Place = None) -> Iterator[tuple[Any, Place]]:
