@@ -204,11 +204,11 @@ async def test_logprobs_are_of_the_tokens_that_were_taken(client):
     assert "".join(told[:5]) == choice["message"]["content"]
 
 
-async def test_a_schema_without_its_wrapper_is_told_where_it_belongs(client):
-    asked = {"response_format": {"type": "json_schema", "json_schema": {"properties": {}, "type": "object"}}}
-    error = check(
-        await client.post(CHAT, json=HI | asked), 400, "invalid_request_error", "response_format.json_schema.properties"
-    )
+@pytest.mark.parametrize("first", ["properties", "required", "additionalProperties", "title", "items", "$ref"])
+async def test_a_schema_without_its_wrapper_is_told_where_it_belongs(client, first):
+    asked = {"response_format": {"type": "json_schema", "json_schema": {first: {}, "type": "object"}}}
+    response = await client.post(CHAT, json=HI | asked)
+    error = check(response, 400, "invalid_request_error", f"response_format.json_schema.{first}")
     assert "in 'schema', beside its 'name'" in error["message"]
 
 

@@ -69,7 +69,11 @@ class JsonSchemaFormat(Body):
     """OpenAI's field `json_schema`. Answers always follow the schema, also without `strict`."""
 
     remedies: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("type", "properties", "$defs", "$schema", "anyOf"), "Put the schema itself in 'schema', beside its 'name'."
+        (
+            *("type", "properties", "required", "additionalProperties", "title", "items", "enum", "const"),
+            *("anyOf", "oneOf", "allOf", "$ref", "$id", "$schema", "$defs", "definitions"),
+        ),
+        "Put the schema itself in 'schema', beside its 'name'.",
     )
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
