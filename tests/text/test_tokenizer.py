@@ -6,12 +6,14 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import Regex, decoders, pre_tokenizers
 
 from penstock.text.gguf_vocab import RECIPES, build_backend, make_pre_tokenizer, recipe_for
 from penstock.text.tokenizer import load_tokenizer
+from penstock.text.vocabulary import LINEAR
 from penstock.types.errors import ModelError, Rejected, RejectReason
 from penstock.types.vocab import GgufVocab
+from support.work_time import growth
 
 TRICKY = [
     "",
@@ -261,6 +263,34 @@ def test_every_recipe_keeps_all_of_the_text(byte_level_vocab, name):
     tokenizer = load_tokenizer(byte_level_vocab(pre=name))
     text = "It's 12345 naïve!!\r\n\n  URLs, 3.5€ — 東京 🇫🇷 ok\t"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize("slow", LINEAR)
+@given(text=st.text("0123\u0663\u00bd\u2167a_. \n\r\u2028\u0301", max_size=24))
+def test_regexes_that_replace_slow_ones_cut_at_the_same_places(slow, text):
+    of_model, ours = (pre_tokenizers.Split(Regex(regex), "isolated") for regex in (slow, LINEAR[slow]))
+    assert ours.pre_tokenize_str(text) == of_model.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "character", "size"),
+    [
+        ("superbpe", "1", 5_000),
+        ("afmoe", "\u00bd", 10_000),
+        ("tiny_aya", "1", 5_000),
+        ("deepseek-llm", " ", 5_000),
+        ("jais-2", " ", 80_000),
+    ],
+)
+def test_long_runs_of_digits_and_spaces_take_linear_time(name, character, size):
+    cut = make_pre_tokenizer(recipe_for(name)).pre_tokenize_str
+    assert growth(lambda count: cut(character * count + "\u5b57"), size) < 9
+
+
+def test_jais_2_looks_for_newlines_after_punctuation_alone():
+    """A run of spaces after a newline has none, unless punctuation took that newline."""
+    cut = make_pre_tokenizer(recipe_for("jais-2")).pre_tokenize_str("!\n \n  \n x")
+    assert [decoders.ByteLevel().decode([part]) for part, _ in cut] == ["!\n", " \n  \n", " x"]
 
 
 def test_llama_3_takes_a_whole_part_from_the_vocabulary_without_merging(byte_level_vocab):

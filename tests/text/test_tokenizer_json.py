@@ -5,11 +5,12 @@ import json
 import resource
 
 import pytest
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders
 
 from penstock.text.chat import ChatTemplate
 from penstock.text.gguf_vocab import build_backend
 from penstock.text.tokenizer import load_tokenizer
+from penstock.text.tokenizer_json import load_backend
 from penstock.types.errors import ModelError, Rejected, RejectReason
 from support.work_time import growth
 
@@ -42,6 +43,19 @@ def test_nested_steps_take_linear_time(byte_level_vocab, tmp_path):
         )
 
     assert growth(load, 10_000) < 9
+
+
+@pytest.mark.parametrize("behavior", ["Isolated", "Removed"])
+def test_slow_regexes_of_files_are_replaced_where_they_cut_alike(byte_level_vocab, tmp_path, behavior):
+    slow = {"type": "Split", "pattern": {"Regex": r"(?=(\d{3})+(?!\d))"}, "behavior": behavior, "invert": False}
+    others = [{"type": "Punctuation", "behavior": "Isolated"}, slow, {"type": "Digits", "individual_digits": False}]
+    steps = {"type": "Sequence", "pretokenizers": others}
+    path = write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), pre_tokenizer=steps)
+    of_model = Tokenizer.from_file(str(path)).pre_tokenizer.pre_tokenize_str
+    ours = load_backend(path, bos_token_id=None, eos_token=None).encoder.pre_tokenizer.pre_tokenize_str
+    assert ours("it's 1234567 89, 12.5") == of_model("it's 1234567 89, 12.5")
+    if behavior == "Isolated":
+        assert growth(lambda count: ours("1" * count), 5_000) < 9
 
 
 def test_byte_level_file_gives_the_same_tokens_and_texts_as_the_vocabulary(byte_level_file, byte_level_vocab):

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from penstock.text.charsmap import check_charsmap
-from penstock.text.vocabulary import SPACE_MARK, Backend, Expansion, Spelling, byte_of_piece, put_ends
+from penstock.text.vocabulary import LINEAR, SPACE_MARK, Backend, Expansion, Spelling, byte_of_piece, put_ends
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
 
@@ -279,7 +279,9 @@ _WORD = _LEAD + r"\p{L}+"
 _NEWLINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _TAIL = _PUNCTUATION + _NEWLINES
-_JAIS2_SPACES = r"|\s*[\r\n]+|" + "".join(rf"\s{{{2**n}}}(?!\S)|" for n in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s{1}"
+# A match never ends in a space before a newline of the same run, so newlines are not looked for again after a space.
+_JAIS2_RUNS = "".join(rf"\s{{{2**n}}}(?!\S)|" for n in range(9, 1, -1))
+_JAIS2_SPACES = rf"|(?<![^\S\r\n])\s*[\r\n]+|{_JAIS2_RUNS}\s{{1,2}}(?!\S)|\s{{1}}"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _CJK = r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+"
@@ -422,7 +424,7 @@ def make_pre_tokenizer(recipe: Recipe) -> pre_tokenizers.PreTokenizer:
     parts: list[pre_tokenizers.PreTokenizer] = []
     if recipe.single_digits:
         parts.append(pre_tokenizers.Digits(individual_digits=True))
-    parts.extend(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in recipe.splits)
+    parts.extend(pre_tokenizers.Split(Regex(LINEAR.get(pattern, pattern)), "isolated") for pattern in recipe.splits)
     if not recipe.is_raw:
         parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=recipe.gpt2_pattern))
     return pre_tokenizers.Sequence(parts)

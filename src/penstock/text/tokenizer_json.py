@@ -13,7 +13,7 @@ import tokenizers
 
 from penstock import fast_json
 from penstock.text.charsmap import check_charsmap
-from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling
+from penstock.text.vocabulary import LINEAR, MAX_EXPANDED_BYTES, Backend, Expansion, Spelling
 from penstock.types.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
         text = path.read_text(encoding="utf-8")
         # Check before the library reads it, which normalises the added tokens.
         expansion = _expansion(fast_json.loads(text), path)
-        return tokenizers.Tokenizer.from_str(text), expansion
+        encoder = tokenizers.Tokenizer.from_str(text)
+        _hasten(encoder)
+        return encoder, expansion
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.", remedy="Fetch it again.") from error
     except ModelError:
@@ -91,6 +93,20 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
             f"{path} is not a valid tokenizer.json: {error}.",
             remedy="Fetch it again, or use a newer version of the package tokenizers.",
         ) from error
+
+
+def _hasten(encoder: tokenizers.Tokenizer) -> None:
+    """Replace regexes that take quadratic time (`LINEAR`)."""
+    splitter = encoder.pre_tokenizer
+    if splitter is None:
+        return
+    state = json.loads(splitter.__getstate__())
+    for step in _flat(state, "pretokenizers"):
+        match step:
+            case {"pattern": {"Regex": str(slow)}, "behavior": "Isolated", "invert": False} if slow in LINEAR:
+                step["pattern"] = {"Regex": LINEAR[slow]}
+    splitter.__setstate__(json.dumps(state).encode())
+    encoder.pre_tokenizer = splitter
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:

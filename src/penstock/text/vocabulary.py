@@ -20,6 +20,17 @@ import tokenizers
 from tokenizers import processors
 
 SPACE_MARK = "\u2581"
+_GROUPS = r"(?=(?:\d{3})++(?!\d))"
+LINEAR = {
+    r"(?=(\d{3})+(?!\d))": rf"(?<!\d)(?:\d{{1,2}}\K{_GROUPS}|\d{{3}}{_GROUPS}|(?=\d{{3}}(?!\d)))|(?<=\d)\G\d{{3}}(?=\d)",
+    r"\d{1,3}(?=(?:\d{3})*\b)": r"(?<!\d)\d{1,3}(?=(?:\d{3})*+\b)|(?<=\d)\G\d{3}",
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))": r"(?<!\p{N})\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N}))|(?<=\p{N})\G\p{N}{3}",
+    r"\s+$": r"(?<!\s)\s+$",
+}
+"""Regexes of models that take quadratic time for a run of digits or spaces -> others that cut a text at the same places.
+
+The digits before the first group of three are found once for each run (`(?<!`), and each group follows the last (`\\G`).
+"""
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_TEXTS = 4096
 """Most tokens cached as text: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
