@@ -79,20 +79,61 @@ async def begin(pool, sizes, work):
 async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monkeypatch):
     monkeypatch.setattr(off_loop, "MAX_JOBS", 3)
     monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 10 * LARGE_SIZE)
-    large = await begin(pool, [20 * LARGE_SIZE], held)
+    small = await begin(pool, [LARGE_SIZE] * 3, held)
     with pytest.raises(Rejected) as refusal:
-        await pool.run(2 * LARGE_SIZE, held)
+        await pool.run(LARGE_SIZE, held)
     assert refusal.value.reason is RejectReason.QUEUE_FULL
     assert refusal.value.retry_after_s
-    small = await begin(pool, [LARGE_SIZE] * 3, held)
+    answers = [asyncio.create_task(pool.finish(20 * LARGE_SIZE, held)) for _ in range(4)]
+    await asyncio.sleep(0)
     with pytest.raises(Rejected):
-        await pool.run(LARGE_SIZE, held)
+        await pool.run(2 * LARGE_SIZE, held)
     assert await pool.run(INLINE_MAX_SIZE, lambda: "at once") == "at once"
     finishing = asyncio.create_task(pool.finish(LARGE_SIZE, lambda: "in the end"))
     held.release()
-    await asyncio.gather(*large, *small)
+    await asyncio.gather(*small, *answers)
     assert await finishing == "in the end"
     assert await pool.run(20 * LARGE_SIZE, lambda: "again") == "again"
+
+
+async def test_large_texts_of_a_tenant_hold_up_those_of_others_for_one_turn(monkeypatch, held):
+    monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 4 * LARGE_SIZE)
+    order = []
+
+    def reading(tenant, work):
+        return asyncio.create_task(pool.run(LARGE_SIZE + 1, lambda: (order.append(tenant), work()), tenant))
+
+    pool = OffLoop()
+    with contextlib.closing(pool):
+        tasks = [reading("a", held) for _ in range(4)]
+        await until(lambda: held.num_begun)
+        with pytest.raises(Rejected, match="too many long texts"):
+            await reading("a", held)
+        tasks += [reading("b", held), reading("b", held)]
+        assert await pool.finish(LARGE_SIZE + 1, lambda: "complete") == "complete"
+        held.release()
+        await asyncio.gather(*tasks)
+    assert "".join(order) == "ababaa"
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {}), (COMPLETIONS, {"truncate_prompt_tokens": 5})])
+async def test_the_large_texts_of_one_key_do_not_hold_up_those_of_another(path, fields, held, monkeypatch):
+    read = []
+    with running(config=ServerConfig(port=0, api_keys=("first", "second"))) as server:
+        monkeypatch.setattr(server.runtime.tokenizer, "encode", lambda text, **_: (read.append(text[:6]), held())[1])
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+
+            def post(key, text):
+                headers = {"Authorization": f"Bearer {key}"}
+                return asyncio.create_task(client.post(path, json={"prompt": text + TEXT, **fields}, headers=headers))
+
+            tasks = [post("first", "first ") for _ in range(3)]
+            await until(lambda: num_waiting(server.runtime.off_loop._large) == 2)
+            tasks.append(post("second", "second"))
+            await until(lambda: num_waiting(server.runtime.off_loop._large) == 3)
+            held.release()
+            assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+    assert read == ["first ", "second", "first ", "first "]
 
 
 async def compiling(pool, tenant, works, **options):
@@ -502,15 +543,15 @@ async def test_the_server_drains_and_tells_about_itself_while_texts_are_read(hel
     with LiveServer(runtime, ServerConfig(port=0, shutdown_timeout_s=0.2)) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
             tasks = [asyncio.create_task(client.post("/tokenize", json={"prompt": TEXT})) for _ in range(20)]
-            await until(lambda: held.num_begun and runtime.off_loop._lines[1]._num_jobs == 20)
+            await until(lambda: held.num_begun and num_waiting(runtime.off_loop._large) == 19)
             assert (await client.get("/metrics")).status_code == 200
             assert runtime.engine.state == "ready"
             server.server.request_shutdown()
-            await until(lambda: runtime.engine.state == "stopped" and sum(task.done() for task in tasks) == 19)
+            await until(lambda: runtime.engine.state == "stopped" and all(task.done() for task in tasks))
             held.release()
             answers = await asyncio.gather(*tasks)
-        assert sorted(answer.status_code for answer in answers) == [200] + [503] * 19
-        check(next(answer for answer in answers if answer.status_code == 503), 503, "unavailable")
+        assert sorted(answer.status_code for answer in answers) == [503] * 20
+        check(answers[0], 503, "unavailable")
 
 
 async def test_too_many_long_texts_are_a_429(held, monkeypatch):
@@ -518,8 +559,8 @@ async def test_too_many_long_texts_are_a_429(held, monkeypatch):
     with running() as server:
         monkeypatch.setattr(server.runtime.tokenizer, "encode", held)
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
-            tasks = [asyncio.create_task(client.post("/tokenize", json={"prompt": TEXT})) for _ in range(2)]
-            await until(lambda: held.num_begun and server.runtime.off_loop._lines[1]._num_jobs == 2)
+            tasks = [asyncio.create_task(client.post("/tokenize", json={"prompt": TEXT})) for _ in range(3)]
+            await until(lambda: num_waiting(server.runtime.off_loop._large) == 2)
             for path in ("/tokenize", COMPLETIONS):
                 refused = await client.post(path, json={"prompt": TEXT})
                 check(refused, 429, "overloaded")

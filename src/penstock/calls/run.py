@@ -143,7 +143,7 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
         prompt = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
         form = _form(call, prompts, prompt.text)
         prompts, size = (prompt,), len(prompt.text) + sum([len(word) for word in call.request.bad_words])
-    return await running.off_loop.run(size, partial(tokenise, call, prompts)), form
+    return await running.off_loop.run(size, partial(tokenise, call, prompts), call.terms.owner.tenant), form
 
 
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:

@@ -1,10 +1,10 @@
 """Moves long work out of the event loop into threads, so that other clients' tokens flow on. Work on short texts stays there.
 
     size        up to `INLINE_MAX_SIZE`    up to `LARGE_SIZE`    above
-    done by     the event loop             two threads           one thread
+    done by     the event loop             two threads           one thread for texts, one for answers
 
-Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there
-(`FairLine`). Work in threads must not touch objects of the event loop. The server ends without waiting for the threads.
+Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there and at
+large texts (`FairLine`). Work in threads must not touch objects of the event loop. The server ends without waiting for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_JOBS = 1024
 MAX_GRAMMARS = 32
 """Most waiting grammars of one tenant. Admission limits all tenants together."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Most characters or bytes in a queue, or of one tenant's grammars or conversations: four of the largest bodies."""
+"""Most characters or bytes in a queue, or of one tenant's in a queue with turns: four of the largest bodies."""
 MAX_RENDER_S = 10.0
 """Time limit for making a prompt of a conversation, including the wait for earlier ones."""
 RETRY_AFTER_S = 5.0
@@ -74,26 +74,29 @@ class OffLoop:
     """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 
     def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _tenant: None) -> None:
-        self._lines = (_Line(2, "small"), _Line(1, "large"))
+        self._lines = (_Line(2, "small"), _Line(1, "answers"))
+        self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
-    async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
+    async def run(self, size: int, work: Callable[[], _Result], tenant: str = "") -> _Result:
         """Do `work` and return its result. If `size`, in characters or bytes, is above `INLINE_MAX_SIZE`, do it in a thread.
 
-        Raises `Rejected`: QUEUE_FULL if too much work waits, DRAINING when the server ends.
+        Tenants take turns above `LARGE_SIZE`. Raises `Rejected`: QUEUE_FULL if too much waits, DRAINING when the server ends.
         """
         if size <= INLINE_MAX_SIZE:
             return work()
         line = self._line(size)
         if line.is_full(size):
-            raise self._full("long texts")
+            raise self._full("long texts", tenant)
+        if size > LARGE_SIZE:
+            return await self._in_turn(self._large, "long texts", tenant, size, work)
         return await line.do(size, work)
 
-    async def parse(self, num_bytes: int, work: Callable[[], _Result]) -> _Result:
+    async def parse(self, num_bytes: int, work: Callable[[], _Result], tenant: str = "") -> _Result:
         """Parse a body: like `run`, but on the event loop if it has at most `INLINE_MAX_BODY` bytes."""
-        return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work)
+        return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work, tenant)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
         """Render a chat template in a thread, for at most `MAX_RENDER_S`. Tenants take turns. Raises as `run`."""
@@ -120,9 +123,9 @@ class OffLoop:
     def close(self) -> None:
         """Begin no more work. Return at once. Idempotent.
 
-        Callers that wait for a grammar or a template get an error at once, even if the work has begun.
+        Callers that wait for a grammar, a template or a large text get an error at once, even if the work has begun.
         """
-        for line in (*self._lines, self._templates, self._grammars):
+        for line in (*self._lines, self._large, self._templates, self._grammars):
             line.close()
 
     async def _in_turn(

@@ -64,7 +64,7 @@ async def open_call(
 
     async def made(scope: Scope) -> tuple[Call, _T]:
         off_loop = asked.reader.deployment.off_loop
-        return await off_loop.parse(num_bytes, lambda: read(replace(asked, scope=scope)))
+        return await off_loop.parse(num_bytes, lambda: read(replace(asked, scope=scope)), read_owner(scope).tenant)
 
     course = course_of(http.scope)
     if course.routed is None or course.routed.ensemble is None:
@@ -248,12 +248,12 @@ async def _run_until_kept(call: Call, in_flight: InFlight, http: HttpRequest) ->
     return opened
 
 
-async def answer_json(running: RunningModel, size: int, make: Callable[[], object]) -> Response:
+async def answer_json(running: RunningModel, size: int, make: Callable[[], object], tenant: str) -> Response:
     """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop.
 
     The caller keeps the model in use.
     """
-    content = await running.off_loop.run(size, lambda: fast_json.dumps(make()))
+    content = await running.off_loop.run(size, lambda: fast_json.dumps(make()), tenant)
     return Response(content, media_type="application/json")
 
 
@@ -265,10 +265,11 @@ async def answer_prompt(
     make: Callable[[TextPrompt, RunningModel], object],
 ) -> Response:
     """Return the result of `make` for a prompt as JSON. The chat template first makes a text of a conversation."""
+    tenant = read_owner(http.scope).tenant
     with running.using():
         if isinstance(prompt, Conversation):
-            prompt = await unless_gone(http, render(prompt, running, read_owner(http.scope).tenant, len(data)))
-        return await answer_json(running, max(len(data), len(prompt.text)), partial(make, prompt, running))
+            prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
+        return await answer_json(running, max(len(data), len(prompt.text)), partial(make, prompt, running), tenant)
 
 
 def call_endpoint(body: type[_Body], read: Callable[[_Body, Asked], Made], reader: Reader, in_flight: InFlight) -> JsonEndpoint:

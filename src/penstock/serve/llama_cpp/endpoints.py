@@ -22,6 +22,7 @@ from penstock.serve.bodies import Body, has_not_yet
 from penstock.serve.errors import invalid
 from penstock.serve.llama_cpp.read import read_mixed
 from penstock.serve.shapes import Count
+from penstock.serve.terms import read_owner
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
 ReadChat = Callable[[Asked], Call]
@@ -67,7 +68,7 @@ class LlamaEndpoint:
         body = await self._parts.reader.body(data, LlamaTokenizeBody)
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
-            return await answer_json(running, len(data), partial(_tokens, body, running))
+            return await answer_json(running, len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)
 
 
 def _input_tokens(prompt: TextPrompt, running: RunningModel) -> InputTokens:

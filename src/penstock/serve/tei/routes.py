@@ -23,6 +23,7 @@ from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import JsonEndpoint, Wording
 from penstock.serve.shapes import Count, Object, Vector
+from penstock.serve.terms import read_owner
 from penstock.serve.texts import read
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
@@ -259,7 +260,7 @@ class TeiEndpoint:
         """Return the tokens of one or more texts."""
         running = self._model(http)
         with running.using():
-            content = await running.off_loop.run(len(data), lambda: self._tokens(data, running))
+            content = await running.off_loop.run(len(data), lambda: self._tokens(data, running), read_owner(http.scope).tenant)
         return Response(content, media_type="application/json")
 
     def _model(self, http: HttpRequest) -> RunningModel:
