@@ -206,8 +206,13 @@ class ParameterReader:
 
     def _find(self, text: str, close: str) -> int:
         """Return where a value ends, or -1. Texts end at the first mark, and JSON at the first outside of its strings."""
-        if "string" in self._of_value:
+        if self._of_value == {"string"}:  # its text is not passed again
             return text.find(close)
+        num_seen = len(text) - len(close) + 1  # a mark that is not found begins behind these
+        if "string" in self._of_value:
+            end = text.find(close, self._num_searched)
+            self._num_searched = max(self._num_searched, num_seen)
+            return end
         while True:
             if self._is_in_string:
                 self._num_searched = _IN_STRING.match(text, self._num_searched).end()  # type: ignore[union-attr]
@@ -218,6 +223,7 @@ class ParameterReader:
             end = text.find(close, self._num_searched, len(text) if quote < 0 else quote)
             self._is_in_string = quote >= 0 > end
             if not self._is_in_string:
+                self._num_searched = max(self._num_searched, num_seen)
                 return end
             self._num_searched = quote + 1
 
@@ -230,8 +236,7 @@ def match_literal(text: str, literal: str) -> int | None:
     at = 0
     for char in literal:
         if char.isspace():
-            while at < len(text) and text[at].isspace():
-                at += 1
+            at = len(text) - len(text[at:].lstrip())  # a loop in Python takes long for a model that writes only spaces
         elif at == len(text):
             return None
         elif text[at] == char:
