@@ -101,12 +101,15 @@ def _hasten(encoder: tokenizers.Tokenizer) -> None:
     if splitter is None:
         return
     state = json.loads(splitter.__getstate__())
+    is_changed = False
     for step in _flat(state, "pretokenizers"):
         match step:
             case {"pattern": {"Regex": str(slow)}, "behavior": "Isolated", "invert": False} if slow in LINEAR:
                 step["pattern"] = {"Regex": LINEAR[slow]}
-    splitter.__setstate__(json.dumps(state).encode())
-    encoder.pre_tokenizer = splitter
+                is_changed = True
+    if is_changed:
+        splitter.__setstate__(json.dumps(state).encode())
+        encoder.pre_tokenizer = splitter
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
