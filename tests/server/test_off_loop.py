@@ -18,6 +18,7 @@ from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop, in_daemon
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
+from penstock.serve import bodies
 from penstock.serve.cards import ModelCards
 from penstock.serve.http.watch import Watched
 from penstock.serve.waiting import FolderWatch
@@ -71,7 +72,7 @@ async def test_only_threads_give_way(monkeypatch):
 
 
 async def begin(pool, sizes, work):
-    tasks = [asyncio.create_task(pool.run(size, work)) for size in sizes]
+    tasks = [asyncio.create_task(pool.run(size, work, "a")) for size in sizes]
     await asyncio.sleep(0)
     return tasks
 
@@ -81,19 +82,19 @@ async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monke
     monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 10 * LARGE_SIZE)
     small = await begin(pool, [LARGE_SIZE] * 3, held)
     with pytest.raises(Rejected) as refusal:
-        await pool.run(LARGE_SIZE, held)
+        await pool.run(LARGE_SIZE, held, "a")
     assert refusal.value.reason is RejectReason.QUEUE_FULL
     assert refusal.value.retry_after_s
     answers = [asyncio.create_task(pool.finish(20 * LARGE_SIZE, held)) for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(Rejected):
-        await pool.run(2 * LARGE_SIZE, held)
-    assert await pool.run(INLINE_MAX_SIZE, lambda: "at once") == "at once"
+        await pool.run(2 * LARGE_SIZE, held, "a")
+    assert await pool.run(INLINE_MAX_SIZE, lambda: "at once", "a") == "at once"
     finishing = asyncio.create_task(pool.finish(LARGE_SIZE, lambda: "in the end"))
     held.release()
     await asyncio.gather(*small, *answers)
     assert await finishing == "in the end"
-    assert await pool.run(20 * LARGE_SIZE, lambda: "again") == "again"
+    assert await pool.run(20 * LARGE_SIZE, lambda: "again", "a") == "again"
 
 
 async def test_large_texts_of_a_tenant_hold_up_those_of_others_for_one_turn(monkeypatch, held):
@@ -134,6 +135,42 @@ async def test_the_large_texts_of_one_key_do_not_hold_up_those_of_another(path, 
             held.release()
             assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
     assert read == ["first ", "second", "first ", "first "]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        CHAT,
+        "/v1/responses",
+        "/v1/messages/count_tokens",
+        "/api/chat",
+        "/api/generate",
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+    ],
+)
+async def test_the_large_bodies_of_one_key_do_not_fill_the_line_of_another(path, held, monkeypatch):
+    monkeypatch.setattr(off_loop, "MAX_JOBS", 1)
+    load_json = bodies.load_json
+    monkeypatch.setattr(bodies, "load_json", lambda data: (held(), load_json(data))[1])
+    with running(config=ServerConfig(port=0, api_keys=("first", "second"))) as server:
+        line = server.server._deployment.off_loop._large
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+
+            def post(key):
+                headers = {"Authorization": f"Bearer {key}"}
+                return asyncio.create_task(client.post(path, json={"model": "toy", "text": TEXT}, headers=headers))
+
+            tasks = [post("first")]
+            await until(lambda: held.num_begun)
+            tasks.append(post("first"))
+            await until(lambda: num_waiting(line) == 1)
+            assert (await post("first")).status_code == 429
+            tasks.append(post("second"))
+            await until(lambda: num_waiting(line) == 2)
+            held.release()
+            await asyncio.gather(*tasks)
 
 
 async def compiling(pool, tenant, works, **options):
@@ -182,7 +219,7 @@ async def test_a_tenants_queue_is_bounded_and_others_come_in(pool, held, monkeyp
     assert refusal.value.reason is RejectReason.QUEUE_FULL
     assert counted == [(RejectReason.QUEUE_FULL, "a")]
     assert refusal.value.retry_after_s
-    assert await pool.run(LARGE_SIZE, threading.current_thread) is not threading.current_thread()
+    assert await pool.run(LARGE_SIZE, threading.current_thread, "a") is not threading.current_thread()
     assert await pool.compile("b", 1, threading.current_thread) is not threading.current_thread()
     held.release()
     await asyncio.gather(*begun, *waiting)
@@ -290,8 +327,8 @@ async def rendering(pool, tenant, works):
 async def test_templates_have_a_line_of_their_own_and_wait_no_longer_than_told(pool, held, monkeypatch):
     tasks = await rendering(pool, "a", [held] * 5)
     await until(lambda: held.num_begun == 1)
-    assert await pool.run(LARGE_SIZE, lambda: "small") == "small"
-    assert await pool.run(LARGE_SIZE + 1, lambda: "large") == "large"
+    assert await pool.run(LARGE_SIZE, lambda: "small", "a") == "small"
+    assert await pool.run(LARGE_SIZE + 1, lambda: "large", "a") == "large"
     assert await pool.compile("a", 1, lambda: "grammar") == "grammar"
     monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.05)
     with pytest.raises(Rejected, match="too many conversations") as refusal:
@@ -461,7 +498,7 @@ async def test_a_template_that_never_ends_holds_up_nobody_else(monkeypatch):
 async def test_small_work_does_not_wait_for_large(pool, held):
     tasks = await begin(pool, [LARGE_SIZE + 1] * 20, held)
     async with asyncio.timeout(20):
-        assert await pool.run(LARGE_SIZE, lambda: "done") == "done"
+        assert await pool.run(LARGE_SIZE, lambda: "done", "a") == "done"
     held.release()
     await asyncio.gather(*tasks)
 
@@ -475,7 +512,7 @@ async def test_what_waits_when_it_closes_is_told(pool, held):
     assert results[:2] == [[70], [70]]
     assert [error.reason for error in results[2:]] == [RejectReason.DRAINING] * 3
     with pytest.raises(Rejected):
-        await pool.run(LARGE_SIZE, held)
+        await pool.run(LARGE_SIZE, held, "a")
 
 
 async def test_an_answer_that_is_complete_is_put_together_though_the_server_ends(pool, held):

@@ -80,7 +80,7 @@ class OffLoop:
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
-    async def run(self, size: int, work: Callable[[], _Result], tenant: str = "") -> _Result:
+    async def run(self, size: int, work: Callable[[], _Result], tenant: str) -> _Result:
         """Do `work` and return its result. If `size`, in characters or bytes, is above `INLINE_MAX_SIZE`, do it in a thread.
 
         Tenants take turns above `LARGE_SIZE`. Raises `Rejected`: QUEUE_FULL if too much waits, DRAINING when the server ends.
@@ -94,7 +94,7 @@ class OffLoop:
             return await self._in_turn(self._large, "long texts", tenant, size, work)
         return await line.do(size, work)
 
-    async def parse(self, num_bytes: int, work: Callable[[], _Result], tenant: str = "") -> _Result:
+    async def parse(self, num_bytes: int, work: Callable[[], _Result], tenant: str) -> _Result:
         """Parse a body: like `run`, but on the event loop if it has at most `INLINE_MAX_BODY` bytes."""
         return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work, tenant)
 

@@ -15,7 +15,6 @@ from starlette.requests import Request as HttpRequest
 from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.off_loop import OffLoop
 from penstock.serve.answering import Made, call_endpoint
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import Body, load_json
@@ -75,11 +74,6 @@ class Parts:
     count_traces: Callable[[], Mapping[str, int]] | None = None
     """None if no collector is named."""
 
-    @property
-    def off_loop(self) -> OffLoop:
-        """Threads that parse large bodies, before the body's model is known."""
-        return self.deployment.off_loop
-
     def call_route(
         self,
         at: str,
@@ -108,13 +102,13 @@ class Parts:
     def has_field(self, name: str) -> When:
         """Return a condition that is true for bodies with this field."""
 
-        async def has_field(data: bytes, _http: HttpRequest) -> bool:
+        async def has_field(data: bytes, http: HttpRequest) -> bool:
             def look() -> bool:
                 value = load_json(data)
                 return isinstance(value, dict) and name in value
 
             is_likely = f'"{name}"'.encode() in data
-            return is_likely and await self.off_loop.parse(len(data), look)
+            return is_likely and await self.reader.parse(data, look, http.scope)
 
         return has_field
 

@@ -6,7 +6,7 @@ functions raise; `waiting` provides it and calls the endpoint again. Any thread 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from penstock.types.adapter import AdapterRef
 from penstock.types.errors import NameUnknown
 
 _Body = TypeVar("_Body", bound=Body)
+_Result = TypeVar("_Result")
 
 
 # Models and adapters by name
@@ -221,9 +222,13 @@ class Reader:
     ignored: IgnoredParameters | None = None
     """See `parse_body`."""
 
-    async def body(self, data: bytes, body_type: type[_Body]) -> _Body:
-        """Parse and check a body, in a thread if it is large. Raises 400 and `Rejected`."""
-        return await self.deployment.off_loop.parse(len(data), lambda: parse_body(data, body_type, self.ignored))
+    async def body(self, data: bytes, body_type: type[_Body], scope: Scope) -> _Body:
+        """Parse and check a body. Raises as `parse`."""
+        return await self.parse(data, lambda: parse_body(data, body_type, self.ignored), scope)
+
+    async def parse(self, data: bytes, work: Callable[[], _Result], scope: Scope) -> _Result:
+        """Return the result of `work`, which parses a body, in a thread if it is large. Raises 400 and `Rejected`."""
+        return await self.deployment.off_loop.parse(len(data), work, read_owner(scope).tenant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class PipelineFiller:
     async def fill(self, pipeline: Pipeline, data: bytes, http: HttpRequest) -> bytes:
         """Return the body with the template in place of the question. Raises `ModelAway`, `ApiError` and `Rejected`."""
         config = pipeline.config
-        question = await self._questions.read(data)
+        question = await self._questions.read(data, http)
         if not question:
             raise invalid(f"{config.name} answers questions from documents, but the request contains no text.", "messages")
         course = course_of(http.scope)
@@ -63,7 +63,7 @@ class PipelineFiller:
             hits = [hits[number] for number in best[: config.top]]
         add_header(http.scope, b"x-sources", _names(hits).encode("ascii"))
         fill = partial(_filled, data, config, hits)
-        return await self._questions.off_loop.parse(len(data), fill)
+        return await self._questions.reader.parse(data, fill, http.scope)
 
     async def _search(self, pipeline: Pipeline, question: str, data: bytes, http: HttpRequest) -> list[Hit]:
         config, embedder = pipeline.config, pipeline.reader.embedder

@@ -11,7 +11,6 @@ from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
-from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.routes.questions import question_in
 from penstock.serve.asking import Reader
@@ -31,15 +30,11 @@ FIELDS = ("messages", "prompt", "input", "inputs")
 
 class QuestionReader:
     def __init__(self, reader: Reader, desk_of: Callable[[RunningModel], Desk]) -> None:
-        self._reader, self._desk_of = reader, desk_of
+        self.reader, self._desk_of = reader, desk_of
 
-    @property
-    def off_loop(self) -> OffLoop:
-        return self._reader.deployment.off_loop
-
-    async def read(self, data: bytes) -> str:
+    async def read(self, data: bytes, http: HttpRequest) -> str:
         """Return the question in a body; empty if it has none."""
-        return await self.off_loop.parse(len(data), partial(question_of, data))
+        return await self.reader.parse(data, partial(question_of, data), http.scope)
 
     async def embed(
         self, embedder: str, question: str, data: bytes, http: HttpRequest, *, prompt_names: Sequence[str] = ()
@@ -68,7 +63,7 @@ class QuestionReader:
         return self._encoder(name, Task.RERANK, "a reranker")
 
     def _encoder(self, name: str, task: Task, kind: str) -> tuple[RunningModel, EncoderInfo]:
-        served = self._reader.deployment.find(name)
+        served = self.reader.deployment.find(name)
         if served is None:
             raise unavailable(f"{name}, {kind} that the request needs, is no longer served.")
         running = served.answerer()
@@ -88,7 +83,7 @@ class QuestionReader:
         is_limited: bool = True,
     ) -> list[TextResult]:
         # A priority is the chosen model's to check.
-        terms = read_terms(http.scope, running.clock.now_ns(), self._reader.config, is_priority_scheduled=True)
+        terms = read_terms(http.scope, running.clock.now_ns(), self.reader.config, is_priority_scheduled=True)
         call = TextsCall(
             running=running,
             terms=replace(terms, is_limited=is_limited),

@@ -88,7 +88,7 @@ class RouteChooser:
         question, claimed = "", b""
         if by.reranker is not None:
             self._questions.reranker(by.reranker)
-            if not (question := await self._questions.read(data)):
+            if not (question := await self._questions.read(data, http)):
                 return replace(routed, why="no question")
             claimed = claim_of("", data)  # the body itself would be kept until the answer has been sent
         ensemble = Ensemble(
@@ -119,11 +119,11 @@ class RouteChooser:
             texts = [*texts_in(body)]
             return frozenset([one.config.name for one in upstreams if one.keeps_out(http, body, texts)])
 
-        course_of(http.scope).kept_from = await self._deployment.off_loop.parse(len(data), look)
+        course_of(http.scope).kept_from = await self._questions.reader.parse(data, look, http.scope)
 
     async def _read(self, learned: Learned, data: bytes, http: HttpRequest) -> tuple[bytes, str] | None:
         """Return the vector of the question in a body, and the question, or None if it has none."""
-        question, embedder = await self._questions.read(data), learned.route.embedder
+        question, embedder = await self._questions.read(data, http), learned.route.embedder
         if not question:
             return None
         states = await self._questions.embed(embedder, question, data, http)

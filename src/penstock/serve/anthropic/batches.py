@@ -100,7 +100,7 @@ class MessageBatches:
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return self._told(known)
-        num_requests, lines = await self._parts.off_loop.parse(len(data), lambda: self._lines(data))
+        num_requests, lines = await self._parts.reader.parse(data, lambda: self._lines(data), http.scope)
         now_s = batches.now_s()
         file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
         made = Batch(

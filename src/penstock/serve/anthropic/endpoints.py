@@ -31,9 +31,8 @@ class AnthropicEndpoint:
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
         """Count the tokens of a conversation and its tools, as the model reads them."""
-        running, conversation = await self._parts.off_loop.parse(
-            len(data), lambda: read_prompt(data, http.scope, self._parts.reader)
-        )
+        reader = self._parts.reader
+        running, conversation = await reader.parse(data, lambda: read_prompt(data, http.scope, reader), http.scope)
         return await answer_prompt(conversation, running, data, http, _count)
 
     async def list(self, http: HttpRequest) -> Response:

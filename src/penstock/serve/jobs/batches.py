@@ -93,7 +93,7 @@ class BatchesEndpoint:
     async def create(self, data: bytes, http: HttpRequest) -> BatchObject:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, read_owner(http.scope)
-        body = await self._parts.reader.body(data, BatchBody)
+        body = await self._parts.reader.body(data, BatchBody, http.scope)
         expiry, name = body.output_expires_after, repeated_name(http.scope, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:

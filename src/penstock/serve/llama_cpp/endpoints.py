@@ -59,13 +59,14 @@ class LlamaEndpoint:
         return await self._of_chat(data, http, _input_tokens)
 
     async def _of_chat(self, data: bytes, http: HttpRequest, make: Callable[[TextPrompt, RunningModel], object]) -> Response:
-        call = await self._parts.off_loop.parse(len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)))
+        asked = Asked(self._parts.reader, data, http.scope)
+        call = await asked.reader.parse(data, lambda: self._read_chat(asked), http.scope)
         assert isinstance(call.prompts, Conversation)
         return await answer_prompt(call.prompts, call.running, data, http, make)
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text."""
-        body = await self._parts.reader.body(data, LlamaTokenizeBody)
+        body = await self._parts.reader.body(data, LlamaTokenizeBody, http.scope)
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
             return await answer_json(running, len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)

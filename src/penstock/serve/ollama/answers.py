@@ -34,14 +34,14 @@ class OllamaEndpoint:
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation. Without messages, the model is loaded, or unloaded if `keep_alive` is 0."""
-        body = await self._parts.reader.body(data, OllamaChatBody)
+        body = await self._parts.reader.body(data, OllamaChatBody, http.scope)
         if not body.messages:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
         return await answer_call(data, http, partial(chat, body), self._parts.reader, self._parts.in_flight)
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a prompt, through the chat template unless `raw`. Without a prompt, the model is loaded or unloaded."""
-        body = await self._parts.reader.body(data, OllamaGenerateBody)
+        body = await self._parts.reader.body(data, OllamaGenerateBody, http.scope)
         if not body.prompt and not body.suffix:
             return self._loaded(body, http, {"response": ""})
         return await answer_call(data, http, partial(generate, body), self._parts.reader, self._parts.in_flight)

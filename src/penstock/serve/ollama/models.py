@@ -135,12 +135,12 @@ class OllamaModels:
 
     async def show(self, data: bytes, http: HttpRequest) -> OllamaShow:
         """Describe a model without loading it."""
-        served = self._find(await self._reader.body(data, OllamaShowBody), http)
+        served = self._find(await self._reader.body(data, OllamaShowBody, http.scope), http)
         return _show(served, await self._cards.of(served))
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""
-        body = await self._reader.body(data, OllamaPullBody)
+        body = await self._reader.body(data, OllamaPullBody, http.scope)
         try:
             self._find(body, http)
         except ApiError as error:

@@ -50,7 +50,7 @@ class LifeEndpoint:
     async def load(self, data: bytes, http: HttpRequest) -> Success | Response:
         """Load a model once memory is free. An idle model may later be unloaded to make room for another."""
         require_admin(http.scope)
-        body = await self._reader.body(data, LoadModelBody)
+        body = await self._reader.body(data, LoadModelBody, http.scope)
         future = self._deployment.want(self._find(body.model))
         if not body.wait and not (future.done() and future.exception()):
             return Response(fast_json.dumps(Success(success=True)), 202, media_type="application/json")
@@ -60,7 +60,7 @@ class LifeEndpoint:
     async def unload(self, data: bytes, http: HttpRequest) -> Success:
         """Unload a model when its running requests have ended. Later requests for it load it again."""
         require_admin(http.scope)
-        body = await self._reader.body(data, UnloadModelBody)
+        body = await self._reader.body(data, UnloadModelBody, http.scope)
         served = self._find(body.model)
         if served.is_fixed:
             raise invalid(f"The model {served.name} can't be unloaded: models on a GPU or of a cluster stay loaded.", "model")

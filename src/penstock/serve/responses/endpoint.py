@@ -73,7 +73,7 @@ class ResponsesEndpoint:
 
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse | fast_json.Raw:
         """Answer a list of items (messages, calls, ...) with further items. The response is kept unless `store` is false."""
-        body = await self._reader.body(data, ResponsesBody)
+        body = await self._reader.body(data, ResponsesBody, http.scope)
         identity = identity_of(http.scope)
         if body.request_id is not None:
             identity.adopt(body.request_id)

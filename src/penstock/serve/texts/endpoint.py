@@ -22,7 +22,6 @@ from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.http.checks import JsonEndpoint, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
-from penstock.serve.terms import read_owner
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.tokens import work_size
@@ -63,7 +62,7 @@ class TextsEndpoint:
                 body = parse_body(data, body_type, self._reader.ignored)
                 return read(body, Asked(self._reader, data, http.scope))
 
-            made = await self._reader.deployment.off_loop.parse(len(data), make, read_owner(http.scope).tenant)
+            made = await self._reader.parse(data, make, http.scope)
             return await self._respond(made, http)
 
         return answer

@@ -49,7 +49,7 @@ class AdaptersEndpoint:
     async def load(self, data: bytes, http: HttpRequest) -> Response:
         """Load an adapter from its files. After the answer, requests can name the adapter."""
         require_admin(http.scope)
-        body = await self._reader.body(data, LoadAdapterBody)
+        body = await self._reader.body(data, LoadAdapterBody, http.scope)
         served, adapters = self._served(body.model, body.lora_name)
         if self._deployment.is_taken(body.lora_name):
             what = "the name of a model, route or pipeline. Choose another name."
@@ -76,7 +76,7 @@ class AdaptersEndpoint:
     async def unload(self, data: bytes, http: HttpRequest) -> Response:
         """Forget an adapter. If its files are in the folder of adapters, a request with its name loads it again."""
         require_admin(http.scope)
-        body = await self._reader.body(data, UnloadAdapterBody)
+        body = await self._reader.body(data, UnloadAdapterBody, http.scope)
         _, adapters = self._served(body.model, body.lora_name)
         if not adapters.unload(body.lora_name):
             message = f"No adapter is called {shorten(body.lora_name)!r}."

@@ -62,12 +62,12 @@ class TokenizeEndpoint:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text or of a conversation."""
-        running, prompt, body = await self._reader.deployment.off_loop.parse(len(data), lambda: self._read(data, http.scope))
+        running, prompt, body = await self._reader.parse(data, lambda: self._read(data, http.scope), http.scope)
         return await answer_prompt(prompt, running, data, http, partial(_tokens, body))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the text of token ids, with special tokens: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
-        body = await self._reader.body(data, DetokenizeBody)
+        body = await self._reader.body(data, DetokenizeBody, http.scope)
         running = find_model(body.model, self._reader.deployment, http.scope)
         with running.using():
             return await answer_json(running, len(data), partial(_text, body, running), read_owner(http.scope).tenant)
