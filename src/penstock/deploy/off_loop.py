@@ -75,7 +75,7 @@ class OffLoop:
 
     def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _tenant: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "answers"))
-        self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
+        self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
         self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
@@ -123,7 +123,7 @@ class OffLoop:
     def close(self) -> None:
         """Begin no more work. Return at once. Idempotent.
 
-        Callers that wait for a grammar, a template or a large text get an error at once, even if the work has begun.
+        Callers that wait for a grammar or a template get an error at once, even if the work has begun.
         """
         for line in (*self._lines, self._large, self._templates, self._grammars):
             line.close()
@@ -227,12 +227,13 @@ class FairLine:
     waits for at most one job of each other tenant.
     """
 
-    def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int) -> None:
-        """`max_jobs` and `max_size` limit the waiting jobs of each tenant."""
+    def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int, keeps_results: bool = False) -> None:
+        """`max_jobs` and `max_size` limit the waiting jobs of each tenant. `keeps_results`: `close` lets running jobs end."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._num_threads = num_threads
         self._max_jobs = max_jobs
         self._max_size = max_size
+        self._keeps_results = keeps_results
         self._lock = threading.Lock()
         self._queues: dict[str, dict[Job, None]] = {}
         """Waiting jobs by tenant, oldest first. Tenants are in the order of their turns."""
@@ -279,12 +280,14 @@ class FairLine:
                 self._shared.pop(job.key, None)
 
     def close(self) -> None:
-        """Cancel waiting jobs, and the results of running ones. Return at once. Idempotent."""
+        """Cancel waiting jobs, and unless `keeps_results` the results of running ones. Return at once. Idempotent."""
         with self._lock:
             self._is_closed = True
             jobs = {job for queue in self._queues.values() for job in queue}
             self._queues.clear()
-            for job in jobs.union(self._at_work.values()):
+            if not self._keeps_results:
+                jobs.update(self._at_work.values())
+            for job in jobs:
                 job.waiting.clear()
                 job.done.cancel()
         self._pool.shutdown(wait=False)
