@@ -173,6 +173,24 @@ async def test_the_large_bodies_of_one_key_do_not_fill_the_line_of_another(path,
             await asyncio.gather(*tasks)
 
 
+async def test_large_texts_of_many_tenants_are_bounded_together(monkeypatch, held):
+    monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 4 * LARGE_SIZE)
+    pool = OffLoop()
+    with contextlib.closing(pool):
+        tasks = [asyncio.create_task(pool.run(2 * LARGE_SIZE, held, f"name-{number}")) for number in range(9)]
+        await until(lambda: held.num_begun)
+        late = partial(pool.run, 2 * LARGE_SIZE, held, "another name")
+        async with asyncio.timeout(20):
+            with pytest.raises(Rejected, match="too many long texts"):
+                await late()
+        tasks.pop().cancel()
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(late()))
+        held.release()
+        await asyncio.gather(*tasks)
+        assert await pool.run(20 * LARGE_SIZE, held, "a") == [70]
+
+
 async def compiling(pool, tenant, works, **options):
     """Tasks that wait for the works of a tenant, in this order."""
     tasks = [asyncio.create_task(pool.compile(tenant, 1, work, **options)) for work in works]

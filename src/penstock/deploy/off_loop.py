@@ -34,6 +34,8 @@ MAX_GRAMMARS = 32
 """Most waiting grammars of one tenant. Admission limits all tenants together."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
 """Most characters or bytes in a queue, or of one tenant's in a queue with turns: four of the largest bodies."""
+MAX_FULL_QUEUES = 4
+"""A line with turns holds as much as this many full queues of tenants: without keys, clients may name any tenant."""
 MAX_RENDER_S = 10.0
 """Time limit for making a prompt of a conversation, including the wait for earlier ones."""
 RETRY_AFTER_S = 5.0
@@ -228,12 +230,14 @@ class FairLine:
     """
 
     def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int, keeps_results: bool = False) -> None:
-        """`max_jobs` and `max_size` limit the waiting jobs of each tenant. `keeps_results`: `close` lets running jobs end."""
+        """`max_jobs` and `max_size` limit each tenant's waiting jobs. `keeps_results`: `close` lets running jobs end."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._num_threads = num_threads
         self._max_jobs = max_jobs
         self._max_size = max_size
         self._keeps_results = keeps_results
+        self._size = 0
+        """The sizes of all waiting jobs together."""
         self._lock = threading.Lock()
         self._queues: dict[str, dict[Job, None]] = {}
         """Waiting jobs by tenant, oldest first. Tenants are in the order of their turns."""
@@ -243,9 +247,9 @@ class FairLine:
         self._is_closed = False
 
     def join(self, tenant: str, size: int, work: Callable[[], Any], key: Hashable = None) -> Job | None:
-        """Queue a job for the tenant, or share an unfinished job with this key. Return None if the tenant's queue is full.
+        """Queue a job for the tenant, or share an unfinished job with this key. Return None if the queue or the line is full.
 
-        An empty queue takes a job of any size.
+        An empty queue takes a job of any size that the line has room for, and an empty line any.
         """
         with self._lock:
             shared = self._shared.get(key)
@@ -261,6 +265,7 @@ class FairLine:
                     return None
                 jobs[job] = None
                 self._queues[tenant] = jobs
+                self._size += job.size
             job.waiting[tenant] += 1
             if key is not None:
                 self._shared[key] = job
@@ -293,6 +298,8 @@ class FairLine:
         self._pool.shutdown(wait=False)
 
     def _is_full(self, jobs: Collection[Job], size: int) -> bool:
+        if self._size and self._size + size > MAX_FULL_QUEUES * self._max_size:
+            return True
         return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
 
     def _begin(self) -> None:
@@ -309,6 +316,7 @@ class FairLine:
     def _take_out(self, tenant: str, job: Job) -> None:
         del job.waiting[tenant]
         del self._queues[tenant][job]
+        self._size -= job.size
         if not self._queues[tenant]:
             del self._queues[tenant]
 
