@@ -76,7 +76,8 @@ class OffLoop:
     """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 
     def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _tenant: None) -> None:
-        self._lines = (_Line(2, "small"), _Line(1, "answers"))
+        self._small = _Line(2, "small")
+        self._answers = _Line(1, "answers")
         self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
         self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
@@ -89,12 +90,11 @@ class OffLoop:
         """
         if size <= INLINE_MAX_SIZE:
             return work()
-        line = self._line(size)
-        if line.is_full(size):
-            raise self._full("long texts", tenant)
         if size > LARGE_SIZE:
             return await self._in_turn(self._large, "long texts", tenant, size, work)
-        return await line.do(size, work)
+        if self._small.is_full(size):
+            raise self._full("long texts", tenant)
+        return await self._small.do(size, work)
 
     async def parse(self, num_bytes: int, work: Callable[[], _Result], tenant: str) -> _Result:
         """Parse a body: like `run`, but on the event loop if it has at most `INLINE_MAX_BODY` bytes."""
@@ -118,8 +118,9 @@ class OffLoop:
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """Do the last work of an answer, as `run` does, but never refuse it."""
         if size > INLINE_MAX_SIZE:
+            line = self._small if size <= LARGE_SIZE else self._answers
             with contextlib.suppress(_Closed):  # a draining server has time for this answer
-                return await self._line(size).do(size, work)
+                return await line.do(size, work)
         return work()
 
     def close(self) -> None:
@@ -127,7 +128,7 @@ class OffLoop:
 
         Callers that wait for a grammar or a template get an error at once, even if the work has begun.
         """
-        for line in (*self._lines, self._large, self._templates, self._grammars):
+        for line in (self._small, self._answers, self._large, self._templates, self._grammars):
             line.close()
 
     async def _in_turn(
@@ -145,12 +146,9 @@ class OffLoop:
         finally:
             del job  # breaks a reference cycle, as in `_Line.do`
 
-    def _full(self, what: str, tenant: str = "") -> Rejected:
+    def _full(self, what: str, tenant: str) -> Rejected:
         self._count_rejected(RejectReason.QUEUE_FULL, tenant)
         return Rejected(RejectReason.QUEUE_FULL, f"too many {what} are being read already", retry_after_s=RETRY_AFTER_S)
-
-    def _line(self, size: int) -> _Line:
-        return self._lines[size > LARGE_SIZE]
 
 
 class _Line:
