@@ -124,6 +124,23 @@ def test_a_route_hides_neither_a_model_that_comes_nor_an_adapter(
         Deployment([first], MemoryBudget(), routes=routes)
 
 
+def test_a_model_with_an_adapter_s_name_is_taken_in_once_the_adapter_is_unloaded(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = served_of(ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
+    first.adapters = Adapters(modules={"new": tmp_path})
+    deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new)
+    (tmp_path / "new.gguf").touch()
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            deployment.look()
+    assert deployment.served == (first,)
+    assert caplog.text.count("has the name 'new'") == 1
+    first.adapters.unload("new")
+    deployment.look()
+    assert deployment.names == ("old", "new")
+
+
 def test_a_server_of_a_folder_leaves_room_for_those_that_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nums: list[int] = []
 

@@ -88,6 +88,8 @@ class Deployment:
         self._gone: tuple[ServedModel, ...] = ()
         """Models that `change` removed, until they are closed."""
         self._find_new = find_new
+        self._refused: list[ServedModel] = []
+        """Models in the folder whose names are taken. They are served once these names are free."""
         self._looking = threading.Lock()
         self.memory = memory
         self.clock = clock or WallClock()
@@ -199,12 +201,16 @@ class Deployment:
         if self._find_new is None or not self._looking.acquire(blocking=False):
             return
         try:
-            for served in self.served:
+            for served in (*self.served, *self._refused):
                 served.look()
-            for served in self._find_new():
+            refused, self._refused = self._refused, []
+            for served in (*refused, *self._find_new()):
                 taken = [name for name in served.names if self.is_taken(name) or self.adapters_of(name) is not None]
                 if taken:
-                    _log.error("%s is not served: a model, adapter, route or pipeline has the name %r", served.path, taken[0])
+                    self._refused.append(served)
+                    if served not in refused:
+                        what = "a model, adapter, route or pipeline has the name"
+                        _log.error("%s is not served: %s %r", served.path, what, taken[0])
                     continue
                 served.metrics.tenants = self.default.metrics.tenants  # all models have the same keys
                 self.served += (served,)
