@@ -114,6 +114,15 @@ async def test_an_answer_has_a_limit_of_bytes(serve):
     assert "Send the texts in several requests" in message
 
 
+async def test_scores_by_vectors_have_a_larger_limit_than_vectors_in_an_answer(serve):
+    client, body = serve(replace(EMBEDDER, width=30_000)), {"query": "q", "documents": ["a"] * 1000}
+    assert (await client.post("/v1/embeddings", json={"input": body["documents"]})).status_code == 400
+    assert len((await client.post("/v1/rerank", json=body)).json()["results"]) == 1000
+    response = await client.post("/v1/rerank", json=body | {"documents": ["a"] * 2000})
+    check(response, 400, "invalid_request_error", None)
+    assert "The scores would need 2001 rows of 30000 numbers" in response.json()["error"]["message"]
+
+
 async def test_tokenize_tells_a_limited_number_of_tokens(serve, encoded):
     response = await serve().post("/tokenize", json={"inputs": ["!" * 40_000, "!" * 40_000, "!" * 40_000]})
     assert response.status_code == 400

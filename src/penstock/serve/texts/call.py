@@ -46,6 +46,8 @@ class TextsCall:
     """Returns the field of text i in the body, for error messages. For a pair, the field of its second text."""
     first_name_of: Callable[[int], str] | None = None
     """Returns the field of the first text of pair i, if it differs from the second's."""
+    has_vectors: bool = True
+    """The answer has all numbers of the results, not a score for each pair."""
     truncation: Truncation | None
     """None means that texts beyond the context are refused."""
     claim: bytes

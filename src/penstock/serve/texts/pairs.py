@@ -31,7 +31,7 @@ class Pairs:
         texts = self.texts(opened.encoder, is_search=is_search)
         if opened.encoder.task is Task.RERANK:
             return opened.call(texts, self.second_name, truncation, first_name_of=self.first_name)
-        return opened.call(texts, self._name, truncation)
+        return opened.call(texts, self._name, truncation, has_vectors=False)
 
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
         """Return the texts that the model reads: pairs for a reranker, otherwise the firsts followed by the seconds.

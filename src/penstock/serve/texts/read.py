@@ -73,6 +73,7 @@ class Opened:
         truncation: Truncation | None = None,
         *,
         first_name_of: Callable[[int], str] | None = None,
+        has_vectors: bool = True,
     ) -> TextsCall:
         return TextsCall(
             running=self.running,
@@ -80,6 +81,7 @@ class Opened:
             texts=texts,
             name_of=name_of,
             first_name_of=first_name_of,
+            has_vectors=has_vectors,
             truncation=truncation,
             claim=self.claim,
         )

@@ -21,6 +21,8 @@ MAX_TOKENS = 1 << 22
 """Most tokens of a call, counting repeated texts: minutes of work for a small model, and 32 MiB as ids."""
 MAX_ANSWER_BYTES = 1 << 25
 """Most bytes of numbers in one answer: 2,048 vectors of 4,096. JSON triples them."""
+MAX_VECTOR_BYTES = 4 * MAX_ANSWER_BYTES
+"""Most bytes of vectors for the scores of one answer, which are never JSON."""
 PIECE_TEXTS = 64
 """Most texts to tokenise at once: Python's share takes half a millisecond."""
 MAX_TOLD_TOKENS = 1 << 16
@@ -144,10 +146,10 @@ def _check_answer(call: TextsCall, num_tokens: int) -> None:
     assert encoder is not None, "only encoders compute texts"
     num_rows = num_tokens if encoder.is_per_token else len(call.texts)
     num_bytes = 4 * encoder.width * num_rows
-    if num_bytes > MAX_ANSWER_BYTES:
+    limit, needs = (MAX_ANSWER_BYTES, "answer would have") if call.has_vectors else (MAX_VECTOR_BYTES, "scores would need")
+    if num_bytes > limit:
         raise _too_many(
-            f"The answer would have {num_rows} rows of {encoder.width} numbers, {num_bytes} bytes, and one request is answered "
-            f"with {MAX_ANSWER_BYTES} at most"
+            f"The {needs} {num_rows} rows of {encoder.width} numbers, {num_bytes} bytes, and one request may have {limit}"
         )
 
 
