@@ -183,6 +183,22 @@ def test_an_index_stays_with_its_embedding_model(folder: Path, tmp_path: Path) -
         opened(tmp_path / "a.index").nearest(np.ones((1, 2), np.float32), 1)
 
 
+def test_another_embedding_model_of_the_same_name_and_width_is_noticed(folder: Path, tmp_path: Path) -> None:
+    probe = np.array([0.1, -0.3, 2.0], np.float32)
+    create(tmp_path / "a.index", folder, "toy", probe)
+    create(tmp_path / "a.index", folder, "toy", 3 * probe + np.float32(0.01))
+    [*update(tmp_path / "a.index", folder, embed)]
+    reader = Reader(tmp_path / "a.index")
+    reader.probe = probe
+    assert asked(reader, "cat") == [["The cat sleeps."]]
+    for other in (probe[::-1], probe[:2]):
+        with pytest.raises(ConfigError, match="than the one that is called toy now"):
+            create(tmp_path / "a.index", folder, "toy", other)
+        reader.probe = other
+        with pytest.raises(ConfigError, match="another model"):
+            asked(reader, "cat")
+
+
 def test_nothing_is_added_to_another_database(folder: Path, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "a.index") as base:
         base.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
+import httpx
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ from penstock.deploy.pipelines import Pipeline, open_pipelines
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel
 from penstock.routes.prices import Bill, Price
-from penstock.search.index import Hit, Reader, create, update
+from penstock.search.index import PROBE, Hit, Reader, create, update
 from penstock.serve.errors import ApiError
 from penstock.serve.pipelines import Searcher, _filled, _names
 from penstock.serve.questions import QuestionReader
@@ -98,6 +100,23 @@ async def test_the_model_is_asked_with_the_sources(models, pipeline: Pipeline, p
         filled = json.loads(_filled(json.dumps(body).encode(), pipeline.config, hits))
         alone = await client.post(path, json=filled | {"model": "writer"})
         assert said(answer) == said(alone) != said(await client.post(path, json=body | {"model": "writer"}))
+
+
+async def test_an_index_of_another_model_with_the_embedder_s_name_finds_nothing_wrong(models, index: Path, pipeline) -> None:
+    async with make_client(*models, pipelines=[pipeline]) as client:
+
+        async def ask() -> httpx.Response:
+            return await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+
+        [probe] = (await client.post("/v1/embeddings", json={"model": "vectors", "input": PROBE})).json()["data"]
+        vector = np.array(probe["embedding"], np.float32)
+        for made, status in ((-vector, 503), (-vector, 503), (vector, 200)):
+            with sqlite3.connect(index) as base:
+                base.execute("INSERT OR REPLACE INTO about VALUES ('probe', ?)", (made.tobytes().hex(),))
+            base.close()
+            answer = await ask()
+            assert answer.status_code == status
+            assert ("was made with another model than the one that is called vectors now" in answer.text) is (status == 503)
 
 
 async def test_a_response_keeps_the_request_that_the_client_has_sent(models, pipeline: Pipeline, monkeypatch) -> None:

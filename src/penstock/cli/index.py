@@ -27,13 +27,13 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
     import numpy as np
 
     from penstock.llm import LLM
-    from penstock.search.index import Reader, create, update
+    from penstock.search.index import PROBE, Reader, create, update
     from penstock.serve.texts.read import DOCUMENT_PROMPTS
 
     path = output or Path(f"{folder.resolve().name}.index")
     with LLM(embedder) as llm:
-        llm.embed(["Is it an embedding model?"])  # before a file is made
-        create(path, folder, embedder)
+        [probe] = llm.embed([PROBE])  # before a file is made
+        create(path, folder, embedder, np.array(probe.outputs.embedding, np.float32))
         prompt_name = next((name for name in DOCUMENT_PROMPTS if name in llm.prompts), None)
 
         def embed(texts: Sequence[str]) -> F32:

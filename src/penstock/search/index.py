@@ -10,7 +10,7 @@ import hashlib
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,10 @@ FORMAT = "2"
 AT_ONCE = 256
 """Passages that are embedded, and written, together."""
 LOCKED_S = 30.0
+PROBE = "Is it an embedding model?"
+"""A text whose vector is kept: a model that gives it another direction is not the one that made the index."""
+MIN_COSINE = 0.95
+"""Between the vectors of the probe by one model in several number types."""
 Embed = Callable[[Sequence[str]], F32]
 """Returns the vectors of texts. [texts, width]"""
 
@@ -63,20 +67,36 @@ class Changes:
     """File or folder -> why it could not be read. Its earlier passages stay in the index."""
 
 
-def create(path: Path, folder: Path, embedder: str) -> None:
-    """Create an index of a folder, or check that an existing one was made with this embedding model. Raises ConfigError."""
+def create(path: Path, folder: Path, embedder: str, probe: F32 | None = None) -> None:
+    """Create an index of a folder, or check that an existing one was made with this embedding model. Raises ConfigError.
+
+    `probe`: the model's vector of `PROBE`, [width].
+    """
     wanted = {"format": FORMAT, "embedder": embedder, "folder": str(folder.resolve())}
+    made = wanted if probe is None else wanted | {"probe": probe.tobytes().hex()}
     with _opened(path) as base:
         if base.execute("SELECT 1 FROM sqlite_master").fetchone() is None:  # never add tables to another program's database
             with base:
                 base.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
-                base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", wanted.items())
+                base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", made.items())
         found = _about(base, path)
         for key, how in (("embedder", "with the embedder"), ("folder", "from the folder")):
             if found[key] != wanted[key]:
                 raise ConfigError(
                     f"{path} was made {how} {found[key]}, not {wanted[key]}.", remedy="Name another file with -o."
                 )
+        if probe is not None:
+            _check_probe(found, path, probe)
+
+
+def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
+    made = np.frombuffer(bytes.fromhex(about.get("probe", "")), np.float32)
+    sizes = np.linalg.norm(made) * np.linalg.norm(probe)
+    if len(made) and (len(made) != len(probe) or made @ probe < MIN_COSINE * sizes):
+        raise ConfigError(
+            f"{path} was made with another model than the one that is called {about['embedder']} now.",
+            remedy="Delete it and run `penstock index` again, or use the earlier model.",
+        )
 
 
 def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
@@ -172,6 +192,9 @@ class Reader:
         self._ids = np.empty(0, np.int64)
         self._vectors = np.empty((0, 0), np.float32)
         self.embedder = ""
+        self.probe: F32 | None = None
+        """The vector of `PROBE` by the model that embeds the questions, [width]. None: it may be any model."""
+        self._about: Mapping[str, str] = {}
         try:
             self.refresh()
         except BaseException:
@@ -200,7 +223,7 @@ class Reader:
                 return
             base.execute("BEGIN")  # the queries below must see one state
             try:
-                about = _about(base, self._path)
+                about = self._about = _about(base, self._path)
                 self.embedder, width = about["embedder"], int(about.get("width", 0))
                 (num,) = base.execute("SELECT count(*) FROM passages").fetchone()
                 ids, vectors = np.empty(num, np.int64), np.empty((num, width), np.float32)
@@ -213,6 +236,8 @@ class Reader:
     def nearest(self, questions: F32, num: int) -> list[list[Hit]]:
         """Return the nearest passages of each question, the nearest first. `questions`: [questions, width]"""
         self.refresh()
+        if self.probe is not None:
+            _check_probe(self._about, self._path, self.probe)
         num = min(num, len(self._ids))
         if not num:
             return [[] for _ in questions]
