@@ -423,6 +423,22 @@ def test_loading_by_name_tells_what_is_wrong(disk: Disk, tmp_path: Path) -> None
                 load(adapters, name, path)
 
 
+def test_a_name_that_failed_is_not_listed_and_can_be_loaded(disk: Disk, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "folder" / "new", ONE)
+    disk.fault = lambda path: ModelError(f"{path}: broken.")
+    with registry(disk, tmp_path) as adapters:
+        ref = found(adapters, "new")
+        assert list(adapters.registered()) == ["new"]
+        adapters.want(ref)
+        disk.wait()
+        assert adapters.registered() == {}
+        disk.fault = lambda _: None
+        assert is_there(adapters, load(adapters, "new", path))
+        assert list(adapters.registered()) == ["new"]
+        with pytest.raises(ConfigError, match="'new' already"):
+            load(adapters, "new", path)
+
+
 def test_an_adapter_that_was_unloaded_stays_for_those_who_have_it(disk: Disk, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / DEEP / "new", ONE)
     with registry(disk, tmp_path) as adapters:

@@ -270,10 +270,14 @@ class Adapters:
             return self._by_number[ref.number].path
 
     def registered(self) -> dict[str, Path]:
-        """Return the folder or GGUF file of each name. A name in the adapters' folder counts once a request has used it."""
+        """Return the folder or GGUF file of each name. A name in the adapters' folder counts once a request has used it.
+
+        There it does not count while its adapter can't be read.
+        """
         with self._changed:
             names = self._names.copy()
-        return {name: entry.path for name, entry in names.items()}
+        failed = {name for name, entry in names.items() if entry.is_found and entry.adapter and entry.adapter.failure}
+        return {name: entry.path for name, entry in names.items() if name not in failed}
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
         """Begin to load an adapter, and register its name when that succeeds. Return at once.
@@ -392,7 +396,8 @@ class Adapters:
     # --- for callers that hold the lock ---
 
     def _check_free(self, name: str, *, may_replace: bool) -> None:
-        if name in self._names and not may_replace:
+        entry = self._names.get(name)
+        if entry is not None and not (may_replace or (entry.adapter and entry.adapter.failure)):
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_room_for_name(self, name: str) -> None:
