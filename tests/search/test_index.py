@@ -189,14 +189,36 @@ def test_another_embedding_model_of_the_same_name_and_width_is_noticed(folder: P
     create(tmp_path / "a.index", folder, "toy", 3 * probe + np.float32(0.01))
     [*update(tmp_path / "a.index", folder, embed)]
     reader = Reader(tmp_path / "a.index")
-    reader.probe = probe
+    reader.probe = probe.tobytes()
     assert asked(reader, "cat") == [["The cat sleeps."]]
     for other in (probe[::-1], probe[:2]):
         with pytest.raises(ConfigError, match="than the one that is called toy now"):
             create(tmp_path / "a.index", folder, "toy", other)
-        reader.probe = other
+        reader.probe = other.tobytes()
         with pytest.raises(ConfigError, match="another model"):
             asked(reader, "cat")
+    for damaged in ("hex", "abcdef"):
+        with sqlite3.connect(tmp_path / "a.index") as base:
+            base.execute("UPDATE about SET value = ? WHERE key = 'probe'", (damaged,))
+        base.close()
+        with pytest.raises(ConfigError, match="is damaged"):
+            asked(reader, "cat")
+        with pytest.raises(ConfigError, match="is damaged"):
+            create(tmp_path / "a.index", folder, "toy", probe)
+
+
+def test_an_index_without_a_probe_gets_one_when_all_files_are_embedded(folder: Path, tmp_path: Path) -> None:
+    path, probe = tmp_path / "a.index", np.ones(5, np.float32)
+    run(path, folder)
+    for is_all in (False, True):
+        for file in folder.rglob("*") if is_all else ():
+            if file.is_file():
+                file.write_bytes(file.read_bytes() + b"\n\nMore.")
+        create(path, folder, "toy", probe)
+        [*update(path, folder, embed, probe)]
+        with sqlite3.connect(path) as base:
+            assert bool(base.execute("SELECT 1 FROM about WHERE key = 'probe'").fetchone()) is is_all
+        base.close()
 
 
 def test_nothing_is_added_to_another_database(folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.admission.door import Admission, AdmissionLimits
+from penstock.config import ServerConfig
 from penstock.config.pipelines import CheckConfig, PipelineConfig, RerankerConfig
 from penstock.config.routes import AgreementConfig, VerifierConfig
 from penstock.config.sources import read_config_file
@@ -23,6 +24,7 @@ from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel
 from penstock.routes.prices import Bill, Price
 from penstock.search.index import PROBE, Hit, Reader, create, update
+from penstock.serve.app import create_app
 from penstock.serve.errors import ApiError
 from penstock.serve.pipelines import Searcher, _filled, _names
 from penstock.serve.questions import QuestionReader
@@ -33,7 +35,26 @@ from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.types.errors import ConfigError, ModelAway, Rejected, RejectReason
 from support.deployments import deployment_of
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, RERANKER, make_client, make_runtime, make_text_runtime
+from support.server.harness import (
+    CAPACITY,
+    EMBEDDER,
+    PRINTABLE_MODEL,
+    RERANKER,
+    NarrowExecutor,
+    make_client,
+    make_runtime,
+    make_text_runtime,
+)
+
+
+class TurnedExecutor(NarrowExecutor):
+    """Another model of the same width."""
+
+    def collect(self, ticket):
+        result = super().collect(ticket)
+        result.states = {name: (-np.frombuffer(states, np.float32)).tobytes() for name, states in result.states.items()}
+        return result
+
 
 TEXTS = {"a/one.md": "# One\n\nRed is a colour.", "two, or so.txt": "Cats sleep."}
 
@@ -117,6 +138,29 @@ async def test_an_index_of_another_model_with_the_embedder_s_name_finds_nothing_
             answer = await ask()
             assert answer.status_code == status
             assert ("was made with another model than the one that is called vectors now" in answer.text) is (status == 503)
+
+
+async def test_an_index_is_compared_with_the_model_that_runs_now(models, index: Path, pipeline: Pipeline) -> None:
+    """Not with the one before it, which was unloaded or updated."""
+    limits = AdmissionLimits(tenant_tokens_per_minute=1)  # the comparison is not the client's
+    texts = make_text_runtime(served_names=("vectors",), aliases=(), limits=limits)
+    other = make_text_runtime(TurnedExecutor(EMBEDDER.width), served_names=("vectors",), aliases=())
+    deployment = deployment_of(models[0], texts, pipelines=[pipeline])
+    transport = httpx.ASGITransport(create_app(deployment, ServerConfig()), raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+            made = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+            assert made.status_code == 200, made.text
+            with sqlite3.connect(index) as base:
+                base.execute("INSERT OR REPLACE INTO about VALUES ('probe', ?)", (pipeline.reader.probe.hex(),))
+            base.close()
+            deployment.find("vectors").running = other
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
+            assert answer.status_code == 503
+            assert "was made with another model" in answer.text
+    finally:
+        texts.close()
+        other.close()
 
 
 async def test_a_response_keeps_the_request_that_the_client_has_sent(models, pipeline: Pipeline, monkeypatch) -> None:

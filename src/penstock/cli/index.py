@@ -32,15 +32,16 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
 
     path = output or Path(f"{folder.resolve().name}.index")
     with LLM(embedder) as llm:
-        [probe] = llm.embed([PROBE])  # before a file is made
-        create(path, folder, embedder, np.array(probe.outputs.embedding, np.float32))
+        [probed] = llm.embed([PROBE])  # before a file is made
+        probe = np.array(probed.outputs.embedding, np.float32)
+        create(path, folder, embedder, probe)
         prompt_name = next((name for name in DOCUMENT_PROMPTS if name in llm.prompts), None)
 
         def embed(texts: Sequence[str]) -> F32:
             found = llm.embed(list(texts), prompt_name=prompt_name, truncate_prompt_tokens=-1)
             return np.array([one.outputs.embedding for one in found], np.float32)
 
-        for changes in update(path, folder, embed):
+        for changes in update(path, folder, embed, probe):
             print(f"\r{counted(changes.num_new, 'file')} read", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for name, why in changes.unreadable.items():

@@ -90,7 +90,11 @@ def create(path: Path, folder: Path, embedder: str, probe: F32 | None = None) ->
 
 
 def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
-    made = np.frombuffer(bytes.fromhex(about.get("probe", "")), np.float32)
+    try:
+        made = np.frombuffer(bytes.fromhex(about.get("probe", "")), np.float32)
+    except ValueError as error:
+        remedy = "Delete it and run `penstock index` again."
+        raise ConfigError(f"{path} is damaged: its probe can't be read: {error}.", remedy=remedy) from error
     sizes = np.linalg.norm(made) * np.linalg.norm(probe)
     if len(made) and (len(made) != len(probe) or made @ probe < MIN_COSINE * sizes):
         raise ConfigError(
@@ -99,8 +103,11 @@ def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
         )
 
 
-def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
-    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write. Raises ConfigError."""
+def update(path: Path, folder: Path, embed: Embed, probe: F32 | None = None) -> Iterator[Changes]:
+    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write. Raises ConfigError.
+
+    `probe`: as for `create`. An index without one gets it if this model has embedded all files.
+    """
     changes, unlisted = Changes(), list[str]()
 
     def on_error(error: OSError) -> None:
@@ -133,6 +140,8 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
         changes.num_new += len(pending)
         gone = [name for name in known.keys() - seen if not name.startswith(tuple(unlisted))]
         with base:
+            if probe is not None and not changes.num_same and not changes.unreadable:
+                base.execute("INSERT OR IGNORE INTO about VALUES ('probe', ?)", (probe.tobytes().hex(),))
             for name in gone:
                 base.execute("DELETE FROM passages WHERE path = ?", (name,))
                 base.execute("DELETE FROM files WHERE path = ?", (name,))
@@ -192,8 +201,8 @@ class Reader:
         self._ids = np.empty(0, np.int64)
         self._vectors = np.empty((0, 0), np.float32)
         self.embedder = ""
-        self.probe: F32 | None = None
-        """The vector of `PROBE` by the model that embeds the questions, [width]. None: it may be any model."""
+        self.probe: bytes | None = None
+        """The vector of `PROBE` by the model that embeds the questions, float32, [width]. None: it may be any model."""
         self._about: Mapping[str, str] = {}
         try:
             self.refresh()
@@ -237,7 +246,7 @@ class Reader:
         """Return the nearest passages of each question, the nearest first. `questions`: [questions, width]"""
         self.refresh()
         if self.probe is not None:
-            _check_probe(self._about, self._path, self.probe)
+            _check_probe(self._about, self._path, np.frombuffer(self.probe, np.float32))
         num = min(num, len(self._ids))
         if not num:
             return [[] for _ in questions]

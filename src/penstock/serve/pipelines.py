@@ -70,17 +70,10 @@ class PipelineFiller:
         num_found = config.top if config.reranker is None else config.reranker.candidates
         searcher = self._searchers.setdefault(config.name, Searcher(pipeline.reader, num_found))
         states = await self._questions.embed(embedder, question, data, http, prompt_names=QUERY_PROMPTS)
-        if pipeline.reader.probe is None:
-            import numpy as np
-
-            from penstock.search.index import PROBE
-
-            probe = await self._questions.embed(embedder, PROBE, data, http)
-            pipeline.reader.probe = np.frombuffer(probe, np.float32)
+        pipeline.reader.probe = await self._questions.probe(embedder, data, http)
         try:
             return await unless_gone(http, searcher.find(states))
         except ConfigError as error:
-            pipeline.reader.probe = None  # the model may be replaced meanwhile
             raise unavailable(f"{config.name} can't search: {error}") from None
 
 

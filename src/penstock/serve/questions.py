@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from starlette.requests import Request as HttpRequest
 
@@ -31,6 +32,7 @@ FIELDS = ("messages", "prompt", "input", "inputs")
 class QuestionReader:
     def __init__(self, reader: Reader, desk_of: Callable[[RunningModel], Desk]) -> None:
         self.reader, self._desk_of = reader, desk_of
+        self._probes: WeakKeyDictionary[RunningModel, bytes] = WeakKeyDictionary()
 
     async def read(self, data: bytes, http: HttpRequest) -> str:
         """Return the question in a body; empty if it has none."""
@@ -47,6 +49,17 @@ class QuestionReader:
         text = prompt_for(encoder, *prompt_names) + question
         [result] = await unless_gone(http, self._read(running, encoder, [text], b"question" + data, http))
         return result.states
+
+    async def probe(self, embedder: str, data: bytes, http: HttpRequest) -> bytes:
+        """Return the vector of `PROBE` by the model that runs now. The tenant's limits do not apply. Raises as `embed`."""
+        from penstock.search.index import PROBE  # with NumPy
+
+        running, encoder = self._encoder(embedder, Task.EMBED, "an embedding model")
+        if running not in self._probes:
+            call = self._read(running, encoder, [prompt_for(encoder) + PROBE], b"probe" + data, http, is_limited=False)
+            [result] = await unless_gone(http, call)
+            self._probes[running] = result.states
+        return self._probes[running]
 
     async def score(self, reranker: str, question: str, passages: Sequence[str], data: bytes, http: HttpRequest) -> list[float]:
         """Return how well each passage answers a body's question. Cancel it if the client leaves. Raises as `embed`.
