@@ -127,15 +127,26 @@ def test_a_route_hides_neither_a_model_that_comes_nor_an_adapter(
 def test_a_model_with_an_adapter_s_name_is_taken_in_once_the_adapter_is_unloaded(
     watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    does_fail = False
+
+    def find_new() -> list[ServedModel]:
+        if does_fail:
+            raise OSError("the folder can't be listed")
+        return watched.find_new()
+
     first = served_of(ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
     first.adapters = Adapters(modules={"new": tmp_path})
-    deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new)
+    deployment = Deployment([first], MemoryBudget(), find_new=find_new)
     (tmp_path / "new.gguf").touch()
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             deployment.look()
     assert deployment.served == (first,)
     assert caplog.text.count("has the name 'new'") == 1
+    does_fail = True
+    with pytest.raises(OSError, match="listed"):
+        deployment.look()
+    does_fail = False
     first.adapters.unload("new")
     deployment.look()
     assert deployment.names == ("old", "new")

@@ -203,8 +203,9 @@ class Deployment:
         try:
             for served in (*self.served, *self._refused):
                 served.look()
+            found = self._find_new()  # may fail
             refused, self._refused = self._refused, []
-            for served in (*refused, *self._find_new()):
+            for served in (*refused, *found):
                 taken = [name for name in served.names if self.is_taken(name) or self.adapters_of(name) is not None]
                 if taken:
                     self._refused.append(served)
