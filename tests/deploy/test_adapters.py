@@ -426,15 +426,20 @@ def test_loading_by_name_tells_what_is_wrong(disk: Disk, tmp_path: Path) -> None
 def test_a_name_that_failed_is_not_listed_and_can_be_loaded(disk: Disk, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "folder" / "new", ONE)
     disk.fault = lambda path: ModelError(f"{path}: broken.")
-    with registry(disk, tmp_path) as adapters:
+    with registry(disk, tmp_path, "set") as adapters:
+        adapters.want(module := found(adapters, "set"))
+        disk.wait()
+        with pytest.raises(ConfigError, match="'set' already"):
+            load(adapters, "set", path)
+        assert adapters.path(module) == tmp_path / "set"
         ref = found(adapters, "new")
-        assert list(adapters.registered()) == ["new"]
+        assert list(adapters.registered()) == ["set", "new"]
         adapters.want(ref)
         disk.wait()
-        assert adapters.registered() == {}
+        assert list(adapters.registered()) == ["set"]
         disk.fault = lambda _: None
         assert is_there(adapters, load(adapters, "new", path))
-        assert list(adapters.registered()) == ["new"]
+        assert list(adapters.registered()) == ["set", "new"]
         with pytest.raises(ConfigError, match="'new' already"):
             load(adapters, "new", path)
 

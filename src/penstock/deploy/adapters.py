@@ -101,6 +101,11 @@ class _Name:
     adapter: _Adapter | None = None
     """None until a client asks for the name."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the adapter can't be read, so that the name may be given to another. Never for a name in the settings."""
+        return self.is_found and self.adapter is not None and bool(self.adapter.failure)
+
 
 @dataclass(slots=True)
 class _LoadCall:
@@ -276,8 +281,7 @@ class Adapters:
         """
         with self._changed:
             names = self._names.copy()
-        failed = {name for name, entry in names.items() if entry.is_found and entry.adapter and entry.adapter.failure}
-        return {name: entry.path for name, entry in names.items() if name not in failed}
+        return {name: entry.path for name, entry in names.items() if not entry.has_failed}
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
         """Begin to load an adapter, and register its name when that succeeds. Return at once.
@@ -397,7 +401,7 @@ class Adapters:
 
     def _check_free(self, name: str, *, may_replace: bool) -> None:
         entry = self._names.get(name)
-        if entry is not None and not (may_replace or (entry.adapter and entry.adapter.failure)):
+        if entry is not None and not (may_replace or entry.has_failed):
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_room_for_name(self, name: str) -> None:
