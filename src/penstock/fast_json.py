@@ -22,6 +22,11 @@ _AT_BYTE = re.compile(r" \(byte (\d+)\)$")
 _ESCAPES = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _SURROGATES, _LOW = range(0xD800, 0xE000), range(0xDC00, 0xE000)
 
+MAX_CONTAINERS = 100_000
+"""Most objects and lists in a client's JSON. Parsing the two million that fit into 4 MiB takes most of a second."""
+MAX_ELEMENTS = 2**18
+"""Most elements of its lists and objects, such as token ids. Parsing this many blocks the process for tens of ms."""
+
 
 def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a value as JSON without white space. It may hold dataclasses, enums, `Raw` and NumPy arrays.
@@ -37,6 +42,27 @@ def loads(data: bytes | str) -> Any:
         return _decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _located(data, error) from None
+
+
+def excess(data: bytes) -> str:
+    """Return what JSON has too much of to be parsed in a short time, or "". It is not parsed for that."""
+    if _is_more(data, b"{[", MAX_CONTAINERS):
+        return f"more than {MAX_CONTAINERS} objects and lists"
+    if _is_more(data, b",", MAX_ELEMENTS):
+        return f"more than {MAX_ELEMENTS} token ids, or other elements of lists and objects"
+    return ""
+
+
+def _is_more(data: bytes, marks: bytes, limit: int) -> bool:
+    """Return whether JSON has more than `limit` of the characters `marks` outside of strings, without parsing it."""
+    if _count(data, marks) <= limit:
+        return False
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return _count(b"".join(unescaped.split(b'"')[::2]), marks) > limit
+
+
+def _count(data: bytes, marks: bytes) -> int:
+    return sum([data.count(mark) for mark in marks])
 
 
 def is_deeper(value: Any, most: int) -> bool:

@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from penstock import fast_json
+from penstock.fast_json import MAX_CONTAINERS
 from penstock.serve.anthropic.schemas import MessagesBody
-from penstock.serve.bodies import MAX_CONTAINERS, MAX_TOKEN_IDS, parse_body
+from penstock.serve.bodies import MAX_TOKEN_IDS, parse_body
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
 from penstock.serve.messages import MAX_MESSAGES

@@ -184,6 +184,8 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
 
 def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] | dict[str, Any]:
     """Return a line's `custom_id` and its key, or what is wrong with it."""
+    if excess := fast_json.excess(line):
+        return _error(number, "invalid_request", f"The line has {excess}.")
     try:
         request = read_line(line)
         body = fast_json.loads(bytes(request.body))
