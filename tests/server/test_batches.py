@@ -798,6 +798,30 @@ def test_a_batch_that_waits_for_room_can_be_cancelled_also_after_a_restart(tmp_p
         assert counted(client, batch) == once(150)
 
 
+def test_batches_of_one_file_take_no_more_room_than_its_key_has(tmp_path, gate):
+    """The database of a batch's lines takes room, too, and each of many batches has one."""
+    lines = lines_of(800)
+    (_, data), most = file_of(lines), 40_000
+    with serving(tmp_path, gate, jobs_bytes=len(data) + most) as server, server.client() as client:
+        file = client.files.create(file=file_of(lines), purpose="batch")
+        fields = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batches = [client.batches.create(**fields) for _ in range(6)]
+
+        def told():
+            return [client.batches.retrieve(batch.id) for batch in batches]
+
+        wait_until(lambda: all(one.errors or one.status == "in_progress" for one in told()))
+        sizes = [path.stat().st_size for path in (tmp_path / "lines").glob("*[0-9a-f]")]
+        assert most <= sum(sizes) < most + max(sizes)
+        waits = [one for one in told() if one.status == "validating"]
+        assert len(waits) == len(batches) - len(sizes)
+        assert all("--jobs-bytes" in one.errors.data[0].message for one in waits)
+        assert ended(client, client.batches.cancel(waits[-1].id)).status == "cancelled"
+        real = server.batches._now
+        server.batches._now = lambda: real() + 25 * 3600
+        assert {ended(client, batch).status for batch in batches} == {"cancelled", "expired"}
+
+
 def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):
     is_hanging, may_go_on, create = threading.Event(), threading.Event(), Store.create
 

@@ -104,7 +104,7 @@ class _Running:
     has_room: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk takes answers, and the key's files may have more bytes."""
     waits_for: str = ""
-    """Why there is no room."""
+    """Why there is no room, or what the disk says."""
     refusal: str = ""
     """Why the server refused a line, until it gives one a good answer."""
     began_s: float = 0.0
@@ -117,13 +117,16 @@ class _Running:
     @property
     def now(self) -> Batch:
         """The batch with its progress so far."""
-        if self.lines is None or self.batch.is_ended:
+        if self.batch.is_ended:
             return self.batch
-        done, errors = self.lines.progress, self.batch.errors
+        errors = self.batch.errors
         if self.waits_for:
             errors = [_error("no_room", self.waits_for)]
         elif self.refusal and not errors:
             errors = [_error("refused", f"Lines are refused, and asked again. {self.refusal}")]
+        if self.lines is None:
+            return replace(self.batch, errors=errors)
+        done = self.lines.progress
         return replace(
             self.batch,
             num_lines=done.num_lines,
@@ -132,6 +135,13 @@ class _Running:
             usage=done.usage,
             errors=errors,
         )
+
+    def wait(self, error: Exception) -> None:
+        """Note why the batch waits: the disk fails, or its key's files have no room."""
+        if not self.waits_for:
+            _log.warning("batch %s waits: %s", self.batch.id, error)
+        is_full = isinstance(error, NoRoom)
+        self.waits_for = str(error) if is_full else f"The server's folder of files can't be used now: {cause(error)}."
 
 
 class BatchRunner:
@@ -271,9 +281,10 @@ class BatchRunner:
         while not (self._closing.is_set() or running.batch.is_ended):
             try:
                 await self._work(running)
+                running.waits_for = ""
                 continue
-            except (sqlite3.OperationalError, OSError) as error:
-                _log.warning("batch %s waits, since the disk fails: %s", batch_id, error)
+            except (sqlite3.OperationalError, OSError, NoRoom) as error:
+                running.wait(error)
             except BadLines as bad:
                 running.batch = replace(running.batch, errors=bad.errors)
                 continue
@@ -339,6 +350,8 @@ class BatchRunner:
         if not await _acquired(self._checking[is_large], running.left, is_stopped):
             return not self._closing.is_set()
         try:
+            if running.batch.status != "cancelling" and self._now() < batch.due_s:  # else the lines are soon gone
+                await self.on_disk(self.store.check_room, batch.owner)
             await self.on_disk(prepare, path, source, urls, self._max_line_bytes + ENVELOPE_BYTES, is_stopped)
         except Stopped:
             return not self._closing.is_set()
@@ -512,11 +525,7 @@ class BatchRunner:
                 running.waits_for = ""
             except (sqlite3.Error, OSError, NoRoom) as error:
                 running.answers = answers + running.answers
-                if not running.waits_for:
-                    _log.warning("batch %s waits, since there is no room for its answers: %s", running.batch.id, error)
-                running.waits_for = f"The server's folder of files can't be written: {cause(error)}."
-                if isinstance(error, NoRoom):
-                    running.waits_for = str(error)
+                running.wait(error)
                 running.has_room.clear()
                 if await _is_set_within(self._closing, TRIED_AGAIN_S):
                     running.answers = []  # these lines are asked again
