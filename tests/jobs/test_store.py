@@ -180,6 +180,17 @@ def test_only_the_latest_ended_batches_are_remembered(store, monkeypatch):
     assert len(store.batches(BOB, "k", limit=99)) == 1
 
 
+def test_a_key_has_one_limit_of_ended_batches_for_all_its_tenants(store, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ENDED", 3)
+    owners = [Owner("ann", f"tenant{nth}") for nth in range(8)]
+    for owner in owners:
+        batch = batch_of(uploaded(store, owner=owner))
+        store.create(batch)
+        store.end(batch.with_status("failed", 102), [])
+    store.create(batch_of(uploaded(store)))
+    assert [len(store.batches(owner, "k", limit=99)) for owner in owners] == [0] * 5 + [1] * 3
+
+
 def test_a_file_that_a_batch_reads_is_neither_deleted_nor_expires(store):
     file = uploaded(store, expires_s=200)
     batch = batch_of(file)

@@ -35,7 +35,7 @@ MAX_FILES = 10_000
 MAX_UNFINISHED = 100
 """Most unfinished batches of one key."""
 MAX_ENDED = 10_000
-"""Most ended batches of one owner that are remembered."""
+"""Most ended batches of one key that are remembered."""
 
 MAX_EVENTS = 10_000
 """Most events that wait to be delivered. The oldest are dropped for new ones."""
@@ -353,9 +353,9 @@ class Store:
                 raise NoFile
             self.put(batch)
             base.execute(
-                "DELETE FROM batches WHERE owner = ?1 AND is_ended AND number <= "
-                "(SELECT number FROM batches WHERE owner = ?1 AND is_ended ORDER BY number DESC LIMIT 1 OFFSET ?2)",
-                (_text(batch.owner), MAX_ENDED),
+                f"DELETE FROM batches WHERE {_OF_KEY} AND is_ended AND number <= "  # noqa: S608 (no word is a client's)
+                f"(SELECT number FROM batches WHERE {_OF_KEY} AND is_ended ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (*_bounds(batch.owner), *_bounds(batch.owner), MAX_ENDED),
             )
         return batch
 
