@@ -14,6 +14,10 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from penstock.config import ServerConfig
+from penstock.config.routes import AgreementConfig
+from penstock.deploy.routes import Route
+from penstock.deploy.running import ServedModel
 from penstock.engine.thread import ENGINE_FAILED
 from penstock.jobs import store as store_module
 from penstock.jobs.lines import Lines, Progress
@@ -23,10 +27,10 @@ from penstock.serve.jobs import runner as module
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
 from penstock.testing import HashExecutor
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, Rejected, RejectReason
 from penstock.types.request import Owner
 from support.failing_disk import open_files
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_text_runtime, until, wait_until
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_runtime, make_text_runtime, until, wait_until
 from support.server.jobs import (
     BODIES,
     CHAT,
@@ -34,6 +38,7 @@ from support.server.jobs import (
     EMBEDDINGS,
     ENDED,
     RESPONSES,
+    JobsServer,
     answers,
     begun,
     counted,
@@ -605,6 +610,36 @@ def test_answers_stay_when_their_books_are_lost(tmp_path, monkeypatch, gate):
         batch = ended(client, batch)
         assert batch.status == "failed"
         assert answers(client, batch.output_file_id)
+
+
+def test_a_small_model_that_was_unsure_is_not_asked_again_while_the_large_one_is_put_off(tmp_path, monkeypatch):
+    """The first answers of the large model are refusals, as if there were no room for it beside models that people use."""
+    small = make_runtime(served_names=("small",), aliases=())
+    large = make_runtime(served_names=("large",), aliases=())
+    refusals: list[Rejected] = []
+    answerer = ServedModel.answerer
+
+    def refuse(served):
+        if served.names == ("large",) and refusals:
+            raise refusals.pop()
+        return answerer(served)
+
+    monkeypatch.setattr(ServedModel, "answerer", refuse)
+    by = AgreementConfig(weak="small", strong="large", samples=4, temperature=5.0, least=1.0)
+    route = Route(name="auto", models=("small", "large"), by=by)
+    config = ServerConfig(port=0, shutdown_timeout_s=0.0, jobs_dir=str(tmp_path / "jobs"))
+    with JobsServer(small, config, (large,), {"routes": [route]}) as server, server.client() as client:
+        uses = []
+        for num_refusals in (0, 3):
+            refusals += [Rejected(RejectReason.UNAVAILABLE, "No room.", retry_after_s=1)] * num_refusals
+            num_before = small.num_uses
+            batch = ended(client, begun(client, [line("a", model="auto", temperature=1.0)]))
+            (answer,) = answers(client, batch.output_file_id)
+            assert (answer["response"]["body"]["model"], refusals) == ("large", [])
+            uses.append(small.num_uses - num_before)
+        assert uses[0] == uses[1] > 0
+    small.close()
+    large.close()
 
 
 def test_what_is_sent_twice_is_one_batch(client, jobs, monkeypatch):

@@ -88,6 +88,8 @@ class Course:
     """Names of the upstreams that must not see the request."""
     routed: Routed | None = None
     """The choice of the request's route."""
+    decided: Routed | None = None
+    """The choice when the small model of a cascade was unsure. A line of a batch that is then refused begins with it again."""
 
     def charge(self, routed: Routed, num_prompt_tokens: int, num_tokens: int, *, failed: bool) -> Cost | None:
         """Pay for an answer that has ended, and note its cost. If it failed, count its tokens as paid in vain."""

@@ -133,7 +133,9 @@ class Waits:
                     data = await self._supply(lack, data, http, asked_ns)
                 except Unsure as error:
                     assert course.routed is not None
-                    if not self._ask_next(course.routed, str(error), http):  # the large model has gone
+                    if self._ask_next(course.routed, str(error), http):
+                        course.decided = course.routed
+                    else:  # the large model has gone
                         course.routed = replace(course.routed, trial=None)
                     self._count_wait("route", asked_ns, http)
                 except (ApiError, Rejected) as error:

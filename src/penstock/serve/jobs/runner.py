@@ -45,7 +45,7 @@ from penstock.jobs.lines import (
     read_line,
 )
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
-from penstock.serve.course import Course
+from penstock.serve.course import Course, Routed
 from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST
 from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
@@ -99,6 +99,8 @@ class _Running:
     """One for each line that waits until it is asked again."""
     again: deque[int] = field(default_factory=deque)
     """Places of lines that have waited."""
+    decided: dict[int, Routed] = field(default_factory=dict)
+    """Place of a line that waits -> its route's choice, if a small model was unsure."""
     answers: list[Answer] = field(default_factory=list)
     """Not written yet."""
     has_room: asyncio.Event = field(default_factory=asyncio.Event)
@@ -484,7 +486,12 @@ class BatchRunner:
         try:
             if line.num_failures >= ALONE_AFTER:
                 await self.on_disk(lines.note_alone, line.place)
-            request, course = read_line(line.data), Course(is_background=True)
+            request = read_line(line.data)
+            now = running.decided.pop(line.place, None)
+            if now is None or self._deployment.find(now.model) is None:  # the large model has gone
+                course = Course(is_background=True)
+            else:
+                course = Course(is_background=True, routed=now, decided=now)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
             answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
             if answered is None:
@@ -493,6 +500,8 @@ class BatchRunner:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
                 has_failed = ENGINE_FAILED in running.refusal
+                if course.decided is not None:
+                    running.decided[line.place] = course.decided
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
             elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not left.is_set():
                 if answered.status < HTTPStatus.BAD_REQUEST:  # a bad line is answered whether or not the server takes others
