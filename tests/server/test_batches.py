@@ -205,6 +205,23 @@ def test_answers_expire(jobs, client):
     assert [file.id for file in client.files.list()] == [batch.input_file_id]
 
 
+def test_files_expire_after_a_restart_too(tmp_path, monkeypatch):
+    times = {"anchor": "created_at", "seconds": 3600}
+    with serving(tmp_path) as server, server.client() as client:
+        file = client.files.create(file=file_of([*lines_of(1), line("b", model="nope")]), purpose="batch", expires_after=times)
+        fields = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = ended(client, client.batches.create(**fields, output_expires_after=times))
+        kept = {file.id, batch.output_file_id, batch.error_file_id}
+        assert {one.id for one in client.files.list()} == kept
+    with serving(tmp_path) as server, server.client() as client:
+        assert {one.id for one in client.files.list()} == kept, "their time has not come"
+    monkeypatch.setattr(BatchRunner, "now_s", lambda _: batch.completed_at + 3601)
+    with serving(tmp_path) as server, server.client() as client:
+        wait_until(lambda: not client.files.list().data)
+        wait_until(lambda: not [*(tmp_path / "files").iterdir()])
+        assert client.batches.retrieve(batch.id).status == "completed"
+
+
 # the end of a batch
 
 
