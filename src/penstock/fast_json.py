@@ -25,7 +25,8 @@ _SURROGATES, _LOW = range(0xD800, 0xE000), range(0xDC00, 0xE000)
 MAX_CONTAINERS = 100_000
 """Most objects and lists in a client's JSON. Parsing the two million that fit into 4 MiB takes most of a second."""
 MAX_ELEMENTS = 2**18
-"""Most elements of its lists and objects, such as token ids. Parsing this many blocks the process for tens of ms."""
+"""Most elements of its lists and objects, such as token ids. Parsing this many token ids blocks the process for tens of ms,
+and as many long numbers for more than a second."""
 
 
 def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:

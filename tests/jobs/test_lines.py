@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock import fast_json
 from penstock.jobs import lines as module
 from penstock.jobs.lines import ALONE_AFTER, MAX_ERRORS, Answer, BadLines, Line, Lines, Stopped, prepare, read_line
 from penstock.jobs.store import Store
@@ -91,8 +92,8 @@ def test_lines_end_as_they_like(tmp_path, end):
         (line().replace(b"[]", b'"\\ud800"'), "invalid_json_line", "surrogate"),
         (line().replace(b"[]", b"NaN"), "invalid_json_line", "invalid character"),
         (line().replace(b"[]", b"[" * 50_000 + b"]" * 50_000), "invalid_json_line", "deeply"),
-        (line().replace(b"[]", b"[" * 99_000), "invalid_json_line", "deeply"),
-        (b"[" * 99_000, "invalid_json_line", "deeply"),
+        (line().replace(b"[]", b"[" * 100_000), "invalid_json_line", "deeply"),
+        (b"[" * 100_000, "invalid_json_line", "deeply"),
         (b"\0", "invalid_json_line", "invalid character"),
         (b'{"custom_id": "a",', "invalid_json_line", "(column 19)"),
         (b"[]", "invalid_request", "object"),
@@ -105,7 +106,7 @@ def test_lines_end_as_they_like(tmp_path, end):
         (line(url="/v1/embeddings"), "invalid_url", URL),
         (line(body=[]), "invalid_request", "object"),
         (line().replace(b"[]", b"[" + b"[]," * 100_000 + b"0]"), "invalid_request", "objects and lists"),
-        (line().replace(b"[]", b"[" + b"0," * 2**18 + b"0]"), "invalid_request", "elements"),
+        (line().replace(b"[]", b"[" + b"0," * 2**18 + b"0,0]"), "invalid_request", "elements"),
         (line(custom_id=3, body=[[]] * 100_000), "invalid_request", "objects and lists"),
         (line(body={"stream": True}), "invalid_request", "can't be used in a batch"),
         (line("first"), "duplicate_custom_id", "'first'"),
@@ -122,6 +123,15 @@ def test_an_error_names_its_line_and_the_cause(tmp_path, bad, code, words):
 def test_what_is_allowed(tmp_path):
     text = [line("x" * 512), line("\U0001f600"), line("s", body={"stream": False}), line(" "), line(body={}, more=1)]
     assert prepared(tmp_path, b"\n".join(text)) == 5
+
+
+def test_a_line_has_at_most_as_many_elements_as_a_request(tmp_path):
+    """Those of its envelope do not count."""
+    most = {"a": [0] * (fast_json.MAX_ELEMENTS + 1)}
+    assert not fast_json.excess(json.dumps(most).encode())
+    assert prepared(tmp_path, line(body=most), 1 << 20) == 1
+    (tmp_path / "base").unlink()
+    assert errors_of(tmp_path, line(body={**most, "b": 0}), 1 << 20) == [(1, "invalid_request")]
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b" \r\n\n"])

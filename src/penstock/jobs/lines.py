@@ -184,14 +184,17 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
 
 def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] | dict[str, Any]:
     """Return a line's `custom_id` and its key, or what is wrong with it."""
-    if excess := fast_json.excess(line):
-        return _error(number, "invalid_request", f"The line has {excess}.")
     try:
         request = read_line(line)
-        body = fast_json.loads(bytes(request.body))
+        data = bytes(request.body)
+        if excess := fast_json.excess(data):
+            return _error(number, "invalid_request", f"'body' has {excess}.", "body")
+        body = fast_json.loads(data)
     except RecursionError:
         return _error(number, "invalid_json_line", "The line is not JSON: nested too deeply.")
     except (msgspec.DecodeError, ValueError) as error:
+        if excess := fast_json.excess(line):
+            return _error(number, "invalid_request", f"The line has {excess}.")
         try:
             fast_json.loads(line.rstrip(b"\r\n"))
         except fast_json.DecodeError as wrong:
