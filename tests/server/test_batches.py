@@ -629,8 +629,12 @@ def test_answers_stay_when_their_books_are_lost(tmp_path, monkeypatch, gate):
         assert answers(client, batch.output_file_id)
 
 
-def test_a_small_model_that_was_unsure_is_not_asked_again_while_the_large_one_is_put_off(tmp_path, monkeypatch):
-    """The first answers of the large model are refusals, as if there were no room for it beside models that people use."""
+@contextmanager
+def cascading(folder, monkeypatch, **config):
+    """A server with a cascade whose small model is unsure.
+
+    Its large model raises the errors in a list first, as if there were no room for it beside models that people use.
+    """
     small = make_runtime(served_names=("small",), aliases=())
     large = make_runtime(served_names=("large",), aliases=())
     refusals: list[Rejected] = []
@@ -644,19 +648,41 @@ def test_a_small_model_that_was_unsure_is_not_asked_again_while_the_large_one_is
     monkeypatch.setattr(ServedModel, "answerer", refuse)
     by = AgreementConfig(weak="small", strong="large", samples=4, temperature=5.0, least=1.0)
     route = Route(name="auto", models=("small", "large"), by=by)
-    config = ServerConfig(port=0, shutdown_timeout_s=0.0, jobs_dir=str(tmp_path / "jobs"))
-    with JobsServer(small, config, (large,), {"routes": [route]}) as server, server.client() as client:
+    told = ServerConfig(port=0, shutdown_timeout_s=0.0, jobs_dir=str(folder), **config)
+    with JobsServer(small, told, (large,), {"routes": [route]}) as server:
+        yield server, small, refusals
+    small.close()
+    large.close()
+
+
+NO_ROOM = Rejected(RejectReason.UNAVAILABLE, "No room.", retry_after_s=1)
+
+
+def test_a_small_model_that_was_unsure_is_not_asked_again_while_the_large_one_is_put_off(tmp_path, monkeypatch):
+    with cascading(tmp_path, monkeypatch) as (server, small, refusals), server.client() as client:
         uses = []
         for num_refusals in (0, 3):
-            refusals += [Rejected(RejectReason.UNAVAILABLE, "No room.", retry_after_s=1)] * num_refusals
+            refusals += [NO_ROOM] * num_refusals
             num_before = small.num_uses
             batch = ended(client, begun(client, [line("a", model="auto", temperature=1.0)]))
             (answer,) = answers(client, batch.output_file_id)
             assert (answer["response"]["body"]["model"], refusals) == ("large", [])
             uses.append(small.num_uses - num_before)
         assert uses[0] == uses[1] > 0
-    small.close()
-    large.close()
+
+
+def test_a_line_is_answered_by_the_small_model_if_its_key_loses_the_large_one(tmp_path, monkeypatch):
+    keys, told = tmp_path / "keys.toml", '[[keys]]\nname = "ann"\nkey = "ann"\nmodels = %s\n'
+    keys.write_text(told % '["small", "large"]')
+    with cascading(tmp_path / "jobs", monkeypatch, api_keys_file=str(keys)) as (server, _, refusals):
+        ann = server.client("ann")
+        refusals += [NO_ROOM] * 1000
+        batch = begun(ann, [line("a", model="auto", temperature=1.0)])
+        wait_until(lambda: ann.batches.retrieve(batch.id).errors)
+        keys.write_text(told % '["small"]')
+        server.server.reload()
+        batch = ended(ann, batch)
+        assert [one["response"]["body"]["model"] for one in answers(ann, batch.output_file_id)] == ["small"]
 
 
 def test_what_is_sent_twice_is_one_batch(client, jobs, monkeypatch):

@@ -46,6 +46,9 @@ class RouteChooser:
             raise stays_here(route.name)
         if not models:  # a folder lost their files
             raise model_not_found(route.name, visible_names(self._deployment, http.scope))
+        if course.decided is not None and course.decided.asked == name and course.decided.model in models:
+            course.routed = course.decided
+            return
         routed = Routed(route.name, models[0], rest=(*models[1:],), bill=route.bill, asked=name)
         if len(models) > 1:
             if route.learned is not None:

@@ -487,11 +487,7 @@ class BatchRunner:
             if line.num_failures >= ALONE_AFTER:
                 await self.on_disk(lines.note_alone, line.place)
             request = read_line(line.data)
-            now = running.decided.pop(line.place, None)
-            if now is None or self._deployment.find(now.model) is None:  # the large model has gone
-                course = Course(is_background=True)
-            else:
-                course = Course(is_background=True, routed=now, decided=now)
+            course = Course(is_background=True, decided=running.decided.pop(line.place, None))
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
             answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
             if answered is None:
