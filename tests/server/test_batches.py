@@ -876,14 +876,28 @@ def test_a_batch_that_waits_for_room_can_be_cancelled_also_after_a_restart(tmp_p
         assert counted(client, batch) == once(150)
 
 
-def test_batches_of_one_file_take_no_more_room_than_its_key_has(tmp_path, gate):
+def held_back(monkeypatch) -> threading.Event:
+    """Let no file be checked until the event is set."""
+    may_go_on, prepare = threading.Event(), module.prepare
+
+    def wait(*given):
+        assert may_go_on.wait(20)
+        return prepare(*given)
+
+    monkeypatch.setattr(module, "prepare", wait)
+    return may_go_on
+
+
+def test_batches_of_one_file_take_no_more_room_than_its_key_has(tmp_path, gate, monkeypatch):
     """The database of a batch's lines takes room, too, and each of many batches has one."""
+    may_go_on = held_back(monkeypatch)
     lines = lines_of(800)
     (_, data), most = file_of(lines), 40_000
     with serving(tmp_path, gate, jobs_bytes=len(data) + most) as server, server.client() as client:
         file = client.files.create(file=file_of(lines), purpose="batch")
         fields = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
         batches = [client.batches.create(**fields) for _ in range(6)]
+        may_go_on.set()
 
         def told():
             return [client.batches.retrieve(batch.id) for batch in batches]
@@ -898,6 +912,7 @@ def test_batches_of_one_file_take_no_more_room_than_its_key_has(tmp_path, gate):
         real = server.batches._now
         server.batches._now = lambda: real() + 25 * 3600
         assert {ended(client, batch).status for batch in batches} == {"cancelled", "expired"}
+        assert sum(bool(one.error_file_id) for one in told()) == len(sizes), "no lines of a batch that never began"
 
 
 def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):

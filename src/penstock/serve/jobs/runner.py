@@ -337,7 +337,7 @@ class BatchRunner:
         return Lines(path, content(batch.input_file), content(batch.output_file), content(batch.error_file))
 
     async def _check(self, running: _Running) -> bool:
-        """Check the lines of a batch, and note its errors. Return whether it ends with that: it has errors, or was cancelled.
+        """Check the lines of a batch, and note its errors. Return whether it ends now: with errors, cancelled or expired.
 
         Lines that an API has counted already are checked to the end, so that each gets an answer.
         """
@@ -351,8 +351,9 @@ class BatchRunner:
         is_large = await self.on_disk(size_of, source) > SMALL_BYTES
         if not await _acquired(self._checking[is_large], running.left, is_stopped):
             return not self._closing.is_set()
+        is_due = self._now() >= batch.due_s
         try:
-            if running.batch.status != "cancelling" and self._now() < batch.due_s:  # else the lines are soon gone
+            if running.batch.status != "cancelling" and not (is_due and batch.num_lines):  # else the lines are soon gone
                 await self.on_disk(self.store.check_room, batch.owner)
             await self.on_disk(prepare, path, source, urls, self._max_line_bytes + ENVELOPE_BYTES, is_stopped)
         except Stopped:
@@ -360,9 +361,18 @@ class BatchRunner:
         except BadLines as bad:
             running.batch = replace(running.batch, errors=bad.errors)
             return True
+        except NoRoom:
+            if not is_due:
+                raise
+            running.batch = self._expired(running.batch)
+            return True
         finally:
             self._checking[is_large].release()
         return False
+
+    def _expired(self, batch: Batch) -> Batch:
+        """Note that the time of a batch is over, which decides how it ends."""
+        return replace(batch.with_status("expired", self.now_s()), status=batch.status)
 
     async def _set_status(self, running: _Running, status: str) -> None:
         """Give a batch another status. The caller holds `changing`."""
@@ -425,7 +435,7 @@ class BatchRunner:
             feeding.result()  # raises what the disk raised
         if await waiting and lines.progress.num_left:
             async with running.changing:  # noted first, so that a new start knows why lines were given up
-                marked = replace(running.batch.with_status("expired", self.now_s()), status=running.batch.status)
+                marked = self._expired(running.batch)
                 await self.on_disk(self.store.put, marked)
                 running.batch = marked
             message = "The batch's completion window ended before this line was answered. Send it in another batch."
