@@ -915,6 +915,32 @@ def test_batches_of_one_file_take_no_more_room_than_its_key_has(tmp_path, gate, 
         assert sum(bool(one.error_file_id) for one in told()) == len(sizes), "no lines of a batch that never began"
 
 
+def test_the_oldest_batch_that_waits_for_room_begins_first(tmp_path, gate, monkeypatch):
+    may_go_on = held_back(monkeypatch)
+    lines, other = lines_of(200), file_of([line("other", user="a" * 100_000)])
+    most = sum(len(data) for _, data in (file_of(lines), other)) + 5_000
+    with serving(tmp_path, gate, jobs_bytes=most) as server, server.client() as client:
+        other = client.files.create(file=other, purpose="batch")
+        file = client.files.create(file=file_of(lines), purpose="batch")
+        fields = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batches = [client.batches.create(**fields) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "TRIED_AGAIN_S", 3600.0)
+            may_go_on.set()
+            wait_until(lambda: client.batches.retrieve(batches[1].id).errors)
+            client.files.delete(other.id)
+        batches += [client.batches.create(**fields) for _ in range(2)]
+
+        def told():
+            return [client.batches.retrieve(batch.id) for batch in batches]
+
+        wait_until(lambda: all(one.errors or one.status == "in_progress" for one in told()))
+        assert [one.status for one in told()] == ["in_progress", *["validating"] * 3]
+        assert all("--jobs-bytes" in one.errors.data[0].message for one in told()[1:])
+    with serving(tmp_path, jobs_bytes=10 * most) as server, server.client() as client:
+        assert {ended(client, batch).status for batch in batches} == {"completed"}
+
+
 def test_a_disk_that_hangs_holds_up_no_other_request(jobs, client, monkeypatch):
     is_hanging, may_go_on, create = threading.Event(), threading.Event(), Store.create
 

@@ -107,6 +107,8 @@ class _Running:
     """Set while the disk takes answers, and the key's files may have more bytes."""
     waits_for: str = ""
     """Why there is no room, or what the disk says."""
+    is_full: bool = False
+    """The last wait was for room."""
     refusal: str = ""
     """Why the server refused a line, until it gives one a good answer."""
     began_s: float = 0.0
@@ -142,8 +144,8 @@ class _Running:
         """Note why the batch waits: the disk fails, or its key's files have no room."""
         if not self.waits_for:
             _log.warning("batch %s waits: %s", self.batch.id, error)
-        is_full = isinstance(error, NoRoom)
-        self.waits_for = str(error) if is_full else f"The server's folder of files can't be used now: {cause(error)}."
+        self.is_full = isinstance(error, NoRoom)
+        self.waits_for = str(error) if self.is_full else f"The server's folder of files can't be used now: {cause(error)}."
 
 
 class BatchRunner:
@@ -354,7 +356,9 @@ class BatchRunner:
         is_due = self._now() >= batch.due_s
         try:
             if running.batch.status != "cancelling" and not (is_due and batch.num_lines):  # else the lines are soon gone
+                self._check_older(running)
                 await self.on_disk(self.store.check_room, batch.owner)
+                running.waits_for = ""
             await self.on_disk(prepare, path, source, urls, self._max_line_bytes + ENVELOPE_BYTES, is_stopped)
         except Stopped:
             return not self._closing.is_set()
@@ -369,6 +373,15 @@ class BatchRunner:
         finally:
             self._checking[is_large].release()
         return False
+
+    def _check_older(self, running: _Running) -> None:
+        """Raise NoRoom while an older batch of the same key waits for room, which has the first of it."""
+        for one in self._running.values():  # in the order of their creation
+            if one is running:
+                return
+            waits = one.is_full and one.waits_for and one.batch.status == "validating"
+            if waits and one.batch.owner.key == running.batch.owner.key:
+                raise NoRoom(one.waits_for)
 
     def _expired(self, batch: Batch) -> Batch:
         """Note that the time of a batch is over, which decides how it ends."""
