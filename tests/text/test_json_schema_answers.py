@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from penstock.text.json_schema import SchemaCount, json_of
 from support.schemas.bytewise import Bytewise
 
 ANSWERS = Bytewise()
@@ -128,6 +129,13 @@ def test_decimal_bounds_are_followed_wherever_they_stand(schema):
 )
 def test_no_schema_is_refused_for_the_short_spellings_of_its_numbers(schema):
     assert ANSWERS.refusal(schema) is None
+
+
+def test_short_spellings_of_a_tools_numbers_refuse_no_later_tool():
+    count, number = SchemaCount(), {"type": "number", "minimum": -90.123456, "maximum": 90.123456}
+    texts = [json_of({"properties": {f"p{n}": dict(number) for n in range(20)}}, count) for _ in range(20)]
+    assert "90.12345}" in texts[0]
+    assert "90.12345}" not in texts[-1]
 
 
 def test_short_spellings_of_bounds_that_apply_together_are_no_work_for_seconds():

@@ -117,8 +117,10 @@ Place: TypeAlias = "tuple[Place, str] | None"
 class SchemaCount:
     """Counts the schemas that llguidance will build for one grammar, and limits them to `MAX_SCHEMAS`."""
 
-    def __init__(self) -> None:
-        self.num_schemas = 0
+    def __init__(self, num_schemas: int = 0) -> None:
+        self.num_schemas = num_schemas
+        self.num_spelled = 0
+        """The same with the spellings that `json_of` adds. They have the same limit, and beyond it are left out."""
 
     def add(self, num_schemas: int) -> None:
         """Count more schemas. Raises `Rejected` beyond `MAX_SCHEMAS`."""
@@ -140,12 +142,14 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
 
     Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
     """
-    before, copy = count.num_schemas, json.loads(json.dumps(schema))
+    copy = json.loads(json.dumps(schema))
+    plain, spelled = _json_of(schema, count, with_spellings=False), SchemaCount(count.num_spelled)
     try:
-        return _json_of(schema, count, with_spellings=True)
+        text = _json_of(copy, spelled, with_spellings=True)
     except Rejected:  # a schema is not refused for what `_spell_bounds` adds to it
-        count.num_schemas = before
-        return _json_of(copy, count, with_spellings=False)
+        return plain
+    count.num_spelled = spelled.num_schemas
+    return text
 
 
 def _json_of(schema: dict[str, Any], count: SchemaCount, *, with_spellings: bool) -> str:
