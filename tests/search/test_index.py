@@ -185,10 +185,11 @@ def test_an_index_stays_with_its_embedding_model(folder: Path, tmp_path: Path) -
 
 def test_another_embedding_model_of_the_same_name_and_width_is_noticed(folder: Path, tmp_path: Path) -> None:
     probe = np.array([0.1, -0.3, 2.0], np.float32)
+    create(tmp_path / "a.index", folder, "toy", probe[::-1])  # a run that was killed before it embedded anything
     create(tmp_path / "a.index", folder, "toy", probe)
-    create(tmp_path / "a.index", folder, "toy", 3 * probe + np.float32(0.01))
     [*update(tmp_path / "a.index", folder, embed)]
-    reader = Reader(tmp_path / "a.index")
+    create(tmp_path / "a.index", folder, "toy", 3 * probe + np.float32(0.01))
+    reader = opened(tmp_path / "a.index")
     reader.probe = probe.tobytes()
     assert asked(reader, "cat") == [["The cat sleeps."]]
     for other in (probe[::-1], probe[:2]):
@@ -197,7 +198,7 @@ def test_another_embedding_model_of_the_same_name_and_width_is_noticed(folder: P
         reader.probe = other.tobytes()
         with pytest.raises(ConfigError, match="another model"):
             asked(reader, "cat")
-    for damaged in ("hex", "abcdef"):
+    for damaged in ("hex", "abcdef", b"hex"):
         with sqlite3.connect(tmp_path / "a.index") as base:
             base.execute("UPDATE about SET value = ? WHERE key = 'probe'", (damaged,))
         base.close()

@@ -73,26 +73,30 @@ def create(path: Path, folder: Path, embedder: str, probe: F32 | None = None) ->
     `probe`: the model's vector of `PROBE`, [width].
     """
     wanted = {"format": FORMAT, "embedder": embedder, "folder": str(folder.resolve())}
-    made = wanted if probe is None else wanted | {"probe": probe.tobytes().hex()}
     with _opened(path) as base:
         if base.execute("SELECT 1 FROM sqlite_master").fetchone() is None:  # never add tables to another program's database
             with base:
                 base.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
-                base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", made.items())
+                base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", wanted.items())
         found = _about(base, path)
         for key, how in (("embedder", "with the embedder"), ("folder", "from the folder")):
             if found[key] != wanted[key]:
                 raise ConfigError(
                     f"{path} was made {how} {found[key]}, not {wanted[key]}.", remedy="Name another file with -o."
                 )
-        if probe is not None:
+        if probe is None:
+            return
+        if base.execute("SELECT 1 FROM passages").fetchone() is not None:
             _check_probe(found, path, probe)
+            return
+        with base:
+            base.execute("INSERT OR REPLACE INTO about VALUES ('probe', ?)", (probe.tobytes().hex(),))
 
 
 def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
     try:
         made = np.frombuffer(bytes.fromhex(about.get("probe", "")), np.float32)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         remedy = "Delete it and run `penstock index` again."
         raise ConfigError(f"{path} is damaged: its probe can't be read: {error}.", remedy=remedy) from error
     sizes = np.linalg.norm(made) * np.linalg.norm(probe)
