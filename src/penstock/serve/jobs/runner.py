@@ -110,7 +110,7 @@ class _Running:
     is_full: bool = False
     """The last wait was for room."""
     refusal: str = ""
-    """Why the server refused a line, until it gives one a good answer."""
+    """Why the server refused a line, until it gives one a good answer, or none waits to be asked again."""
     began_s: float = 0.0
     began_with: int = 0
     """Lines that had an answer then."""
@@ -523,7 +523,8 @@ class BatchRunner:
                     running.decided[line.place] = course.decided
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
             elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not left.is_set():
-                if answered.status < HTTPStatus.BAD_REQUEST:  # a bad line is answered whether or not the server takes others
+                # A bad line is answered whether or not the server takes others.
+                if answered.status < HTTPStatus.BAD_REQUEST or not (running.refused or running.again):
                     running.refusal = ""
                 running.answers.append(_line_of_answer(line, request, answered, name))
         except Exception:
