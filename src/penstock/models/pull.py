@@ -406,7 +406,8 @@ def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
             wanted = [file.relative_to(root).as_posix() for file in files if len(files) == 1 or not file.is_file()]
             for name in wanted:
                 fetch(name)
-        were_here = [name for name in wanted if name in names and root / name in times_before]
+        # Mirrors of the hub may not list sizes and digests.
+        were_here = [name for name in wanted if name in names and names[name].size and root / name in times_before]
         left = [names[name] for name in were_here if (root / name).stat().st_mtime_ns == times_before[root / name]]
         for name in _outdated(root, left, progress):
             fetch(name, force_download=True)
