@@ -139,7 +139,7 @@ def test_one_owners_responses_in_the_background_leave_places_to_others(monkeypat
 
 
 async def test_a_conversation_loses_its_beginning_last():
-    store = MemoryStore(4000, 60, VirtualClock())
+    store = MemoryStore(4400, 60, VirtualClock())
     keep(store, "a")
     keep(store, "b", previous_id="a")
     await past_of(store, ME, "b", [])

@@ -166,7 +166,7 @@ def test_long_texts_are_not_truncated_and_leave_other_threads_running(tokenizer)
     done.set()
     thread.join()
     assert tokenizer.decode(ids) == text
-    assert during > 3
+    assert during > 1
 
 
 def test_an_unknown_pre_tokeniser_is_refused_by_name(byte_level_vocab):
