@@ -21,7 +21,7 @@ from penstock import fast_json
         (b'{"a": "\\\\\\udc00"}', "surrogate", 10),
         (b'{"a": "\\ud800\\u0041"}', "surrogate", 8),
         (b'{"a": "\\ud83d\\ude00", "b": 01}', "invalid number", 29),
-        (b'"\xff"', "can't decode byte 0xff", 1),
+        (b'"\xc3\xa9\xff"', "byte 0xff is not UTF-8", 3),
         ('"\ud800"', "surrogates not allowed", 1),
         (b"\xef\xbb\xbf1", "BOM", 1),
         (b"1e999", "out of range", 1),

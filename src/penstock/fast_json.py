@@ -96,6 +96,11 @@ def _located(data: bytes | str, error: Exception) -> DecodeError:
         return DecodeError("nested too deeply", text, 0)
     if text.startswith("\ufeff"):
         return DecodeError("a byte order mark (BOM) before the value", text, 0)
+    if isinstance(data, bytes):
+        try:
+            data.decode()
+        except UnicodeDecodeError as wrong:  # msgspec's words for it depend on its version, and do not tell the place
+            return DecodeError(f"byte 0x{data[wrong.start]:02x} is not UTF-8", text, len(data[: wrong.start].decode()))
     if (at := _half_surrogate(text)) is not None:
         return DecodeError("half of a surrogate pair", text, at)
     message, found = str(error).removeprefix("JSON is malformed: "), _AT_BYTE.search(str(error))
