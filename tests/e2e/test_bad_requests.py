@@ -82,8 +82,8 @@ CASES = {
         Case(b'"Hi"', NO_OBJECT),
     ],
     "invalid UTF-8": [
-        Case(b'{"prompt": "\xff\xfe"}', NOT_UTF_8, "byte 0xff at offset 12"),
-        Case(b'{"prompt": "\xc3"}', NOT_UTF_8, "byte 0xc3 at offset 12"),
+        Case(b'{"prompt": "\xff\xfe"}', NOT_UTF_8, "byte 0xff is not UTF-8: line 1 column 13 (char 12)"),
+        Case(b'{"prompt": "\xc3"}', NOT_UTF_8, "byte 0xc3 is not UTF-8: line 1 column 13 (char 12)"),
         Case(b'{"prompt": "\xed\xa0\x80"}', NOT_UTF_8),
         Case(rb'{"prompt": "\ud800"}', NOT_JSON, "surrogate"),
         Case('{"prompt": "Hi"}'.encode("utf-16"), NOT_UTF_8),

@@ -197,10 +197,10 @@ async def test_malformed_json_is_a_400(client, content):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"prompt": "\xff"}', "The body is not UTF-8, which JSON requires: byte 0xff at offset 12 (line 1 column 13)."),
-        ('{\n"prompt": "éé'.encode() + b'\xe2\x82"}', "byte 0xe2 at offset 17 (line 2 column 14)."),
-        (b'{"prompt": "\xed\xa0\x80"}', "The body is not UTF-8, which JSON requires: byte 0xed at offset 12"),
-        ('{"prompt": "a"}'.encode("utf-16"), "byte 0xff at offset 0 (line 1 column 1)."),
+        (b'{"prompt": "\xff"}', "The body is not valid JSON: byte 0xff is not UTF-8: line 1 column 13 (char 12)."),
+        ('{\n"prompt": "éé'.encode() + b'\xe2\x82"}', "byte 0xe2 is not UTF-8: line 2 column 14 (char 15)."),
+        (b'{"prompt": "\xed\xa0\x80"}', "The body is not valid JSON: byte 0xed is not UTF-8: line 1 column 13"),
+        ('{"prompt": "a"}'.encode("utf-16"), "byte 0xff is not UTF-8: line 1 column 1 (char 0)."),
         (b'{"prompt": "\\ud800"}', "unpaired surrogate in a \\u escape at line 1 column 13."),
         (b'{"prompt": "x\\udc00"}', "unpaired surrogate in a \\u escape at line 1 column 14."),
         (b'{"prompt" "a"}', "The body is not valid JSON: expected ':'"),

@@ -341,7 +341,7 @@ def load_json(data: bytes) -> Any:
     try:
         value = fast_json.loads(data)
     except fast_json.DecodeError as error:
-        raise invalid(_why_no_json(data, error)) from error
+        raise invalid(_why_no_json(error)) from error
     # Checked here, since the parser goes as deep as the thread's stack lets it, which depends on the Python.
     if data.count(b"{") + data.count(b"[") > MAX_BODY_DEPTH and fast_json.is_deeper(value, MAX_BODY_DEPTH):
         raise invalid(f"The body is not valid JSON: it is nested in more than {MAX_BODY_DEPTH} levels.")
@@ -372,17 +372,7 @@ def _narrow(value: Any) -> None:
                     raise invalid(_OUT_OF_RANGE) from None
 
 
-def _why_no_json(data: bytes, error: fast_json.DecodeError) -> str:
-    try:
-        data.decode()
-    except UnicodeDecodeError as wrong:
-        before = data[: wrong.start].decode()
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        byte = data[wrong.start]
-        return (
-            f"The body is not UTF-8, which JSON requires: byte 0x{byte:02x} at offset {wrong.start} "
-            f"(line {line} column {column})."
-        )
+def _why_no_json(error: fast_json.DecodeError) -> str:
     if "out of range" in error.msg:  # the parser does not say where
         return _OUT_OF_RANGE
     if "surrogate" in error.msg:
