@@ -208,20 +208,6 @@ def test_another_embedding_model_of_the_same_name_and_width_is_noticed(folder: P
             create(tmp_path / "a.index", folder, "toy", probe)
 
 
-def test_an_index_without_a_probe_gets_one_when_all_files_are_embedded(folder: Path, tmp_path: Path) -> None:
-    path, probe = tmp_path / "a.index", np.ones(5, np.float32)
-    run(path, folder)
-    for is_all in (False, True):
-        for file in folder.rglob("*") if is_all else ():
-            if file.is_file():
-                file.write_bytes(file.read_bytes() + b"\n\nMore.")
-        create(path, folder, "toy", probe)
-        [*update(path, folder, embed, probe)]
-        with sqlite3.connect(path) as base:
-            assert bool(base.execute("SELECT 1 FROM about WHERE key = 'probe'").fetchone()) is is_all
-        base.close()
-
-
 def test_nothing_is_added_to_another_database(folder: Path, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "a.index") as base:
         base.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")

@@ -41,7 +41,7 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
             found = llm.embed(list(texts), prompt_name=prompt_name, truncate_prompt_tokens=-1)
             return np.array([one.outputs.embedding for one in found], np.float32)
 
-        for changes in update(path, folder, embed, probe):
+        for changes in update(path, folder, embed):
             print(f"\r{counted(changes.num_new, 'file')} read", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for name, why in changes.unreadable.items():

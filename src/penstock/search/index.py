@@ -107,11 +107,8 @@ def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
         )
 
 
-def update(path: Path, folder: Path, embed: Embed, probe: F32 | None = None) -> Iterator[Changes]:
-    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write. Raises ConfigError.
-
-    `probe`: as for `create`. An index without one gets it if this model has embedded all files.
-    """
+def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
+    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write. Raises ConfigError."""
     changes, unlisted = Changes(), list[str]()
 
     def on_error(error: OSError) -> None:
@@ -144,8 +141,6 @@ def update(path: Path, folder: Path, embed: Embed, probe: F32 | None = None) -> 
         changes.num_new += len(pending)
         gone = [name for name in known.keys() - seen if not name.startswith(tuple(unlisted))]
         with base:
-            if probe is not None and not changes.num_same and not changes.unreadable:
-                base.execute("INSERT OR IGNORE INTO about VALUES ('probe', ?)", (probe.tobytes().hex(),))
             for name in gone:
                 base.execute("DELETE FROM passages WHERE path = ?", (name,))
                 base.execute("DELETE FROM files WHERE path = ?", (name,))
