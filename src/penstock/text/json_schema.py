@@ -142,10 +142,13 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
 
     Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
     """
-    copy = json.loads(json.dumps(schema))
-    plain, spelled = _json_of(schema, count, with_spellings=False), SchemaCount(count.num_spelled)
+    written = json.dumps(schema)
+    plain = _json_of(schema, count, with_spellings=False)
+    if not any(f'"{name}"' in written for name in _FITS):
+        return plain
+    spelled = SchemaCount(count.num_spelled)
     try:
-        text = _json_of(copy, spelled, with_spellings=True)
+        text = _json_of(json.loads(written), spelled, with_spellings=True)
     except Rejected:  # a schema is not refused for what `_spell_bounds` adds to it
         return plain
     count.num_spelled = spelled.num_schemas
