@@ -18,7 +18,7 @@ HEAD: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completio
 
 
 class Client:
-    """Sends a body piece by piece, as it is told to."""
+    """Sends a body in pieces, one for each call."""
 
     def __init__(self, checks: RequestChecks, path: str = HEAD["path"]) -> None:
         self._pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

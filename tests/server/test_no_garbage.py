@@ -162,7 +162,7 @@ def without_transports(found: list[object]) -> list[object]:
     return [thing for thing in found if id(thing) not in of_transports]
 
 
-@pytest.mark.skipif(is_free_threaded(), reason="where counts of references wait, too, for the thread that made the object")
+@pytest.mark.skipif(is_free_threaded(), reason="without a GIL, objects also wait for the thread that made them")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_request_waits_for_the_garbage_collector(live: LiveServer, kind: str) -> None:
     once, bridge, state = KINDS[kind], live.runtime.bridge, live.server.acceptor

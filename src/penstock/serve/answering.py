@@ -164,7 +164,7 @@ async def _calls_of_members(
     http: HttpRequest,
     failures: list[_Failure],
 ) -> dict[str, tuple[Call, _T]]:
-    """Return the calls of an ensemble's models by name. Raises the first failure if there are none, and `ModelAway`."""
+    """Return the call of each model of an ensemble, by name. Raises `ModelAway`, and the first failure if none has a call."""
     course = course_of(http.scope)
     calls: dict[str, tuple[Call, _T]] = {}
     for name in ensemble.models:

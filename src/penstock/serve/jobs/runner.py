@@ -106,7 +106,7 @@ class _Running:
     has_room: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk takes answers, and the key's files may have more bytes."""
     waits_for: str = ""
-    """Why there is no room, or what the disk says."""
+    """Why the batch waits: its key has no room, or the disk fails."""
     is_full: bool = False
     """The last wait was for room."""
     refusal: str = ""
