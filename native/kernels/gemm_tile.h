@@ -212,7 +212,10 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         if (g == fetched) {  // more lines at once would wait for each other
             fetched += ahead.period;
             for (int p = 0; p < kPanels; ++p) {
-                for (int i = half * kHalf; i < (half ? L::kPairBytes : kHalf); i += 64) prefetch(stream[p] + ahead.distance * panel_bytes + i);
+                const uint8_t* const later = stream[p] + ahead.distance * panel_bytes;
+                for (int i = half * kHalf; i < (half ? L::kPairBytes : kHalf); i += 64) {
+                    ahead.period > kWaitingTiles ? prefetch(later + i) : prefetch_far(later + i);
+                }
             }
         }
         if constexpr (!kWaitsForMemory) {

@@ -5,6 +5,12 @@
 // Six rows by two panels and four by three multiply alike on Zen 5; weights are unpacked, and read, less often for six.
 constexpr int kTileRows = 6, kTilePanels = 2;
 constexpr int kFewRows = 3, kFewRowPanels = 1;
+// A product of up to so many tiles of rows waits for memory, and fetches weights far ahead (`prefetch_far`). Measured on AMD alone.
+#if defined(__AVX512BF16__)
+constexpr int kWaitingTiles = 2;
+#else
+constexpr int kWaitingTiles = 0;
+#endif
 constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
 constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
@@ -111,11 +117,8 @@ PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
 PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
-#if defined(__GFNI__)  // one operation for two: a product of bits by a matrix that moves them down by four
-PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_gf2p8affine_epi64_epi8(a.v, _mm512_set1_epi64(0x1020408000000000), 0)}; }
-#else
+// Not by one operation of GFNI: on AMD that takes a pipe of the dot products, so a prompt would take 6 % longer.
 PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
-#endif
 PENSTOCK_INLINE vb bit_xor(vb a, vb b) { return {_mm512_xor_si512(a.v, b.v)}; }
 // Lane i of what was lane i ^ kApart: 1, 2, 4 or 8.
 template <int kApart>
