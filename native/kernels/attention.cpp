@@ -39,7 +39,7 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
             vb k[kTiles];
             PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
                 if constexpr (kFetch) {
-                    if (d < fetched) prefetch(ahead[u] + d * kKeyBytes);
+                    if (d < fetched) prefetch_far(ahead[u] + d * kKeyBytes);
                 }
                 k[u] = load64(keys[u] + d * kKeyBytes);
             }
@@ -50,7 +50,7 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
         } while (++d < end);
         PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
             const vf scale = Kv::load_scales(keys[u] + scales);
-            if constexpr (kFetch) prefetch(ahead[u] + scales);
+            if constexpr (kFetch) prefetch_far(ahead[u] + scales);
             PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
                 sum[u][p] = fma(to_float(acc[u][p]), Kv::scale(q, group + p, scale), sum[u][p]);
             }
@@ -115,7 +115,7 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
         const uint8_t* values = segment.tiles.values[at / kKvTile] + column;
         const uint8_t* ahead = segment.ahead.values[at / kKvTile] + column;
         for (const int stop = least(at + kKvTile, whole); at < stop; at += Kv::kPositions) {
-            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * kValueBytes);
+            for (int c = 0; c < kColumns; ++c) prefetch_far(ahead + c * kValueBytes);
             add_some(values, at);
             values += stride;
             ahead += stride;

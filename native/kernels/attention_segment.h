@@ -104,7 +104,7 @@ struct KeyFetcher {
 
     PENSTOCK_MEMBER void fetch(int count) {
         for (const int stop = least(at + count, end); at < stop; ++at) {
-            for (int i = begin_bytes; i < end_bytes; i += 64) prefetch(tiles[at] + i);
+            for (int i = begin_bytes; i < end_bytes; i += 64) prefetch_far(tiles[at] + i);
         }
     }
 };
@@ -172,7 +172,7 @@ PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_keys(const KvLaye
 PENSTOCK_TILE_READER(__attribute__((noinline))) void widen_all_values(const KvLayer& kv, Segment& segment, int from, int end, const Scratch& scratch) {
     uint8_t* values = scratch.wide + kSegmentTiles * kv.widened().tile_stride();
     for (int i = from; i < end; ++i, values += kKvTile * kv.head_dim) {
-        for (int at = 0; at < kKvTile * kv.value_bytes(); at += 64) prefetch(segment.ahead.values[i] + at);
+        for (int at = 0; at < kKvTile * kv.value_bytes(); at += 64) prefetch_far(segment.ahead.values[i] + at);
         widen_values(kv, values, segment.tiles.values[i]);
         segment.ahead.values[i] = segment.tiles.values[i] = values;
     }

@@ -169,6 +169,8 @@ PENSTOCK_INLINE void add_offsets(const Panel (&panels)[kPanels], const Activatio
 // The weights that a tile prefetches while it computes: of the panels `distance` after its own, every `period`th half of a pair of
 // groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone.
 // (The hardware prefetcher stops at the end of each panel. Prefetches past the last panel are harmless.)
+// With up to kWaitingTiles these wait for memory. With more, the first tile should find its weights near.
+constexpr int kWaitingTiles = 2;
 struct Ahead {
     int64_t distance;
     int period;

@@ -5,11 +5,10 @@
 // Six rows by two panels and four by three multiply alike on Zen 5; weights are unpacked, and read, less often for six.
 constexpr int kTileRows = 6, kTilePanels = 2;
 constexpr int kFewRows = 3, kFewRowPanels = 1;
-// A product of up to so many tiles of rows waits for memory, and fetches weights far ahead (`prefetch_far`). Measured on AMD alone.
 #if defined(__AVX512BF16__)
-constexpr int kWaitingTiles = 2;
+constexpr bool kFetchesFar = true;
 #else
-constexpr int kWaitingTiles = 0;
+constexpr bool kFetchesFar = false;  // Intel's: not measured
 #endif
 constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;

@@ -7,7 +7,7 @@
 
 // Rows above kFewRows go through gemm_widened.cpp; a tile of more would not fit the registers.
 constexpr int kTileRows = 6, kTilePanels = 1, kFewRows = 3, kFewRowPanels = 1;
-constexpr int kWaitingTiles = 0;
+constexpr bool kFetchesFar = false;
 constexpr int kRow8Rows = 4, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 constexpr int kTextRows = 4, kTextVectors = 1;
