@@ -166,11 +166,13 @@ PENSTOCK_INLINE void add_offsets(const Panel (&panels)[kPanels], const Activatio
     }
 }
 
+// Blocks of up to so many tiles mostly wait for memory, so they prefetch weights far. With more tiles arithmetic takes longer, and the
+// first tile should find its weights in the first-level cache.
+constexpr int kFarTiles = 2;
+
 // The weights that a tile prefetches while it computes: of the panels `distance` after its own, every `period`th half of a pair of
 // groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone.
 // (The hardware prefetcher stops at the end of each panel. Prefetches past the last panel are harmless.)
-// With up to kWaitingTiles these wait for memory. With more, the first tile should find its weights near.
-constexpr int kWaitingTiles = 2;
 struct Ahead {
     int64_t distance;
     int period;
@@ -216,7 +218,8 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
             for (int p = 0; p < kPanels; ++p) {
                 const uint8_t* const later = stream[p] + ahead.distance * panel_bytes;
                 for (int i = half * kHalf; i < (half ? L::kPairBytes : kHalf); i += 64) {
-                    ahead.period > kWaitingTiles ? prefetch(later + i) : prefetch_far(later + i);
+                    if (kFetchesFar && ahead.period <= kFarTiles) prefetch_far(later + i);
+                    else prefetch(later + i);
                 }
             }
         }

@@ -44,8 +44,11 @@ PENSTOCK_INLINE int least(int a, int b) { return a < b ? a : b; }
 #include "simd_portable.h"
 #endif
 
-// Of what comes from memory and is soon done with: into the second-level cache, which has more lines on their way than the first.
-PENSTOCK_INLINE void prefetch_far(const void* p) { kFetchesFar ? __builtin_prefetch(p, 0, 2) : prefetch(p); }
+// Prefetches into the second-level cache where `kFetchesFar`, else as `prefetch`. Zen 4 has more lines in flight there.
+PENSTOCK_INLINE void prefetch_far(const void* p) {
+    if constexpr (kFetchesFar) __builtin_prefetch(p, 0, 2);
+    else prefetch(p);
+}
 
 // The sum of a group of 32 columns, from `start`: `begin_sum`, eight times `dot4`, `end_sum`.
 #ifndef PENSTOCK_SHORT_SUMS

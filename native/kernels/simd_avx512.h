@@ -6,9 +6,9 @@
 constexpr int kTileRows = 6, kTilePanels = 2;
 constexpr int kFewRows = 3, kFewRowPanels = 1;
 #if defined(__AVX512BF16__)
-constexpr bool kFetchesFar = true;
+constexpr bool kFetchesFar = true;  // measured on Zen 4; Zen 5, and Intel's with bf16, have it unmeasured
 #else
-constexpr bool kFetchesFar = false;  // Intel's: not measured
+constexpr bool kFetchesFar = false;  // Cascade Lake gains nothing
 #endif
 constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
@@ -116,7 +116,7 @@ PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
 PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
-// Not by one operation of GFNI: on AMD that takes a pipe of the dot products, so a prompt would take 6 % longer.
+// Not by GFNI's one operation: on Zen 4 it competes with dot products, so 16 rows and more took 5 to 6 % longer.
 PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
 PENSTOCK_INLINE vb bit_xor(vb a, vb b) { return {_mm512_xor_si512(a.v, b.v)}; }
 // Lane i of what was lane i ^ kApart: 1, 2, 4 or 8.
