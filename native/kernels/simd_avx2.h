@@ -1,11 +1,11 @@
 // The sixteen lanes of simd.h as two AVX2 registers. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
-constexpr bool kFetchesFar = false;
 constexpr int kRow8Rows = 3, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 constexpr int kTextRows = 4, kTextVectors = 1;
 constexpr bool kWidensWeights = false;
+constexpr bool kFetchesFar = false;
 constexpr int32_t kUnsignedLess = 0;
 constexpr int kStateVectors = 2;  // of columns of a recurrent state that are changed together
 

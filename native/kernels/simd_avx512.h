@@ -5,16 +5,16 @@
 // Six rows by two panels and four by three multiply alike on Zen 5; weights are unpacked, and read, less often for six.
 constexpr int kTileRows = 6, kTilePanels = 2;
 constexpr int kFewRows = 3, kFewRowPanels = 1;
-#if defined(__AVX512BF16__)
-constexpr bool kFetchesFar = true;  // measured on Zen 4; Zen 5, and Intel's with bf16, have it unmeasured
-#else
-constexpr bool kFetchesFar = false;  // Cascade Lake gains nothing
-#endif
 constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
 constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
 constexpr int kStateVectors = 4;  // of columns of a recurrent state that are changed together
 constexpr bool kWidensWeights = false;  // for many rows, by gemm_widened.cpp
+#if defined(__AVX512BF16__)
+constexpr bool kFetchesFar = true;  // measured on Zen 4; Zen 5, and Intel's with bf16, have it unmeasured
+#else
+constexpr bool kFetchesFar = false;  // Cascade Lake gains nothing
+#endif
 constexpr int32_t kUnsignedLess = 0;   // dot4_u8 takes unsigned numbers as that much smaller
 constexpr int32_t kDot4Subtracts = 0;  // dot4 subtracts it from each weight of 8 bits
 

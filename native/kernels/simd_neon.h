@@ -7,13 +7,13 @@
 
 // Rows above kFewRows go through gemm_widened.cpp; a tile of more would not fit the registers.
 constexpr int kTileRows = 6, kTilePanels = 1, kFewRows = 3, kFewRowPanels = 1;
-constexpr bool kFetchesFar = false;
 constexpr int kRow8Rows = 4, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 constexpr int kTextRows = 4, kTextVectors = 1;
 constexpr int kStateVectors = 2;  // of columns of a recurrent state that are changed together
 
 constexpr bool kWidensWeights = true;
+constexpr bool kFetchesFar = false;
 
 struct vf { float32x4_t v[4]; };
 struct vi { int32x4_t v[4]; };
