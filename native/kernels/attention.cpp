@@ -14,6 +14,21 @@ constexpr int side_by_side() {
     return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
 }
 
+// Calls f(pair, i) for all pairs and all i, the smaller range in the inner loop. GCC 12 keeps that loop's operands in registers, and may
+// load those of the outer one again.
+template <int kCount, int kOthers, typename F>
+PENSTOCK_INLINE void for_both(F f) {
+    if constexpr (kCount < kOthers) {
+        PENSTOCK_UNROLL for (int i = 0; i < kOthers; ++i) {
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) f(p, i);
+        }
+    } else {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+            PENSTOCK_UNROLL for (int i = 0; i < kOthers; ++i) f(p, i);
+        }
+    }
+}
+
 // Dot products, times the keys' scales, of kCount pairs and the kTiles * 16 positions from `tile` on. The integer sums of a group
 // of columns stay in registers, and with AVX-512 the sums over groups, too.
 template <typename Kv, int kCount, int kTiles, bool kFetch>
@@ -43,10 +58,9 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
                 }
                 k[u] = load64(keys[u] + d * kKeyBytes);
             }
-            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
-                const uint8_t* some = q.integers + (d * kPairs + p) * kQueryBytes;
-                PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = Kv::dot(acc[u][p], k[u], some);
-            }
+            for_both<kCount, kTiles>([&](int p, int u) PENSTOCK_LAMBDA {
+                acc[u][p] = Kv::dot(acc[u][p], k[u], q.integers + (d * kPairs + p) * kQueryBytes);
+            });
         } while (++d < end);
         PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
             const vf scale = Kv::load_scales(keys[u] + scales);
@@ -102,10 +116,9 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
             v[c] = load64(values + c * kValueBytes);
             if constexpr (kLacks) lacking[c] = dot4_u8(lacking[c], set1_pair(&kOnes), v[c]);
         }
-        for (int p = 0; p < kCount; ++p) {
-            const vb some = set1_pair(weights + p * kSegment + at);
-            for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::add_values(acc[c][p], v[c], some);
-        }
+        for_both<kCount, kColumns>([&](int p, int c) PENSTOCK_LAMBDA {
+            acc[c][p] = Kv::add_values(acc[c][p], v[c], set1_pair(weights + p * kSegment + at));
+        });
     };
     const int64_t stride = int64_t{kValueBytes} / kLanes * head_dim;  // bytes of kPositions positions
     const int64_t column = int64_t{kValueBytes} / kLanes * d;
