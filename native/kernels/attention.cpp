@@ -14,8 +14,8 @@ constexpr int side_by_side() {
     return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
 }
 
-// Calls f(pair, i) for all pairs and all i, the smaller range in the inner loop. GCC 12 keeps that loop's operands in registers, and may
-// load those of the outer one again.
+// Calls f(pair, i) for all pairs and all i, the smaller range in the inner loop: with the larger one there, GCC 12 loaded keys and values
+// again for each pair.
 template <int kCount, int kOthers, typename F>
 PENSTOCK_INLINE void for_both(F f) {
     if constexpr (kCount < kOthers) {
