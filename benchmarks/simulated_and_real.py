@@ -5,9 +5,9 @@
 
 `penstock profile` measures steps up to the server's limits. Then a server answers made-up requests, the workload at some
 load, made-up ones again, and so on. The profile's cost model is refitted to the recorded steps of all made-up requests, so
-client and HTTP count. The simulation also knows the server's KV blocks and rows, and the mean time that HTTP and text add to
-a made-up request; nothing of the workloads' own runs. Speculation is off in both. A simulation is the mean of five, which
-differ by their noise.
+client and HTTP count. The simulation also knows the server's KV blocks and rows, and how long client, HTTP and text take
+for a made-up request; nothing of the workloads' own runs. Speculation is off in both. A simulation is the
+mean of five, which differ by their noise.
 
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
 capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run.
@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 from sessions import serving
@@ -60,7 +60,7 @@ from penstock.models.catalog import DEFAULT_MODEL, resolve
 ROWS = 32
 MADE_UP_NAME = "made up"
 MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1")
-CLOSED = {1: 3, 4: 6, 16: 16, 32: 32}
+CLOSED = {1: 9, 4: 6, 16: 16, 32: 32}
 """Users of made-up requests that wait for their answers -> how many they send."""
 OPEN = {2.0: 8, 4.0: 12}
 """Made-up requests per second that wait for nobody -> how many there are."""
@@ -113,14 +113,13 @@ def server(words: Sequence[str]) -> Iterator[Target]:
         yield Target(url=session.url, model=session.model)
 
 
-def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0) -> Figures:
-    """`front_ns` is added to TTFT and end to end."""
+def figures_of(records: Sequence[Record], occupancy: float) -> Figures:
     figures = make_figures(Samples.of(list(records)))
     found = {"output tokens/s": figures.rates.output_tokens_per_s.value, "KV occupancy": occupancy}
     for name in ("ttft", "tpot", "e2e"):
-        distribution, added = figures.latency_ms[name], front_ns / 1e6 if name != "tpot" else 0
-        found[f"{name} mean"] = distribution.mean.value + added
-        found |= {f"{name} {quantile}": distribution.quantiles[quantile].value + added for quantile in ("p50", "p90", "p99")}
+        distribution = figures.latency_ms[name]
+        found[f"{name} mean"] = distribution.mean.value
+        found |= {f"{name} {quantile}": distribution.quantiles[quantile].value for quantile in ("p50", "p90", "p99")}
     return found
 
 
@@ -182,15 +181,35 @@ class Told:
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
         """The share of blocks that requests held in each run, mean over time."""
         alone = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency is None}
+        one_by_one = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency == 1}
+        requests = [(run_at(request.arrival.arrival_ns), request) for request in recording.requests()]
         of_engine = [
             request.departure.first_token_ns - request.arrival.arrival_ns
-            for request in recording.requests()
-            if run_at(request.arrival.arrival_ns) in alone
-            if request.departure is not None and request.departure.first_token_ns is not None
+            for idx, request in requests
+            if idx in alone and request.departure is not None and request.departure.first_token_ns is not None
         ]
         of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]
-        self.front_ns = fmean(of_client) - fmean(of_engine)
-        """The mean time that HTTP, text and the client add to TTFT when requests do not arrive together."""
+        self._http_ns = fmean(of_client) - fmean(of_engine)
+        texts = [
+            (request.arrival.num_prompt_tokens, request.arrival.queued_ns - request.arrival.arrival_ns)
+            for idx, request in requests
+            if idx in one_by_one and request.arrival.queued_ns is not None
+        ]
+        self._text_ns = linear_regression(*zip(*texts, strict=True))
+        print(
+            f"outside of the engine: {self._http_ns / 1e6:.1f} ms for client and HTTP, {self._text_ns.intercept / 1e6:.1f} ms "
+            f"and {self._text_ns.slope / 1e3:.1f} us a token for the text"
+        )
+
+    def as_client(self, record: Record) -> Record:
+        """Return a simulated record with the time that client, HTTP and the prompt's text add to the first token.
+
+        These times delay no other request, and not the conversation's next turn.
+        """
+        if record.first_ns is None:
+            return record
+        added_ns = round(self._http_ns + self._text_ns.intercept + self._text_ns.slope * record.num_prompt_tokens)
+        return replace(record, first_ns=record.first_ns + added_ns, ended_ns=record.ended_ns + added_ns)
 
 
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
@@ -215,7 +234,7 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, tuple[
         outcomes = [replace(server, seed=seed).run(run.workload) for seed in SEEDS]
         if outcomes[0].num_outside:
             print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
-        simulated = [figures_of(one.records, _occupancy(one), told.front_ns) for one in outcomes]
+        simulated = [figures_of([told.as_client(record) for record in one.records], _occupancy(one)) for one in outcomes]
         reals, means = found.setdefault(run.name, ([], []))
         reals.append(figures_of(run.records, told.occupancies[idx]) | {STEP_TIME: told.step_ratios[idx]})
         means.append({name: fmean(one[name] for one in simulated) for name in simulated[0]} | {STEP_TIME: 1.0})
@@ -223,8 +242,10 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, tuple[
 
 
 def _occupancy(outcome: Outcome) -> float:
+    """The share of blocks that requests held, mean over time from the first arrival."""
     (timeline,) = outcome.timelines.values()
-    return timeline.means(outcome.duration_ns)[2]
+    first_ns = min(record.intended_ns for record in outcome.records)
+    return timeline.means(outcome.duration_ns)[2] * outcome.duration_ns / (outcome.duration_ns - first_ns)
 
 
 def profile(path: Path, words: Sequence[str] = ()) -> CostModel:
