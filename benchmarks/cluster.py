@@ -10,10 +10,10 @@ hashes instead of a model. The client sends `--rate` requests per second, 100 wo
 process that speaks HTTP, which in the single server includes the engine. Figures are medians over the rounds.
 
 `routers` sends the requests of a workload of `routing.py`, capped, through each router to new processes with empty caches, at
-`--load` of the rate at which `least-work` answers all at once. `one server` has the threads and the memory of all replicas.
-With `--simulated`, the cost model is fitted to made-up requests to servers with one thread, as many at once as there are
-replicas; an error is simulated / real - 1. Client, front and replicas share the machine: with fewer cores than processes, they
-slow each other more than those fitted servers.
+`--load` of the rate at which `least-work` answers all at once, without guesses. `one server` has the threads and the memory
+of all replicas. With `--simulated`, the cost model is fitted to made-up requests to servers with one thread, as many at once
+as there are replicas; an error is simulated / real - 1. Client, front and replicas share the machine: with fewer cores than
+processes, they slow each other more than those fitted servers.
 
 `stubs` sends them to replicas that compute hashes and take as long per step as 8 billion 4-bit weights on 16 cores would
 (`split.py`). The simulation has the same step times, and gives the rate for `--load`.
@@ -216,6 +216,7 @@ def main() -> None:
         figures |= compare_stubs(args)
     else:
         values = {"threads": 1, "kv_cache_memory": args.kv_cache_memory, "max_num_seqs": ROWS, "max_queue": MAX_QUEUE}
+        values |= {"speculation": "off"}  # the simulation knows no acceptance
         figures["real"], due = compare_routers(args, values)
         if args.simulated:
             figures["simulated"] = simulate(args, values, due, figures["real"])
