@@ -142,9 +142,7 @@ def measure(
     between = [(MADE_UP_NAME, make_workload(choice), pace) for choice, pace in made_up]
     turns = [turn for name, workload in [*workloads.items()] * repeat for turn in ((name, workload, Pace()), *between)]
     runs: list[Run] = []
-    first = make_workload(replace(MADE_UP, input_tokens="2000", requests=1))
     with server([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
-        send(write_prompts(first, tokenizer), target)  # a server's first long text takes 0.1 s longer
         for name, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
             runs.append(Run(name, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))

@@ -135,11 +135,6 @@ def test_a_batch_is_encoded_as_its_members(tokenizer):
     assert tokenizer.encode_batch([], add_special_tokens=True) == []
 
 
-def test_no_token_is_longer_than_max_token_bytes(tokenizer):
-    longest = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
-    assert tokenizer.max_token_bytes == longest == len("<|start|>")
-
-
 @pytest.mark.parametrize("text", ["\ud83d", "ok \udc00", "\ud83d\ude00"])
 def test_a_lone_surrogate_is_refused_and_located(tokenizer, text):
     with pytest.raises(Rejected, match="lone surrogate") as caught:

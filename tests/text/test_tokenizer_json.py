@@ -67,7 +67,6 @@ def test_byte_level_file_gives_the_same_tokens_and_texts_as_the_vocabulary(byte_
         assert from_file.decode(ids) == from_vocab.decode(ids)
         assert from_file.decode(ids, skip_special_tokens=False) == text
     assert from_file.special_tokens == from_vocab.special_tokens
-    assert from_file.max_token_bytes >= from_vocab.max_token_bytes
     assert [from_file.is_special(token_id) for token_id in range(5)] == [True, True, False, False, False]
 
 

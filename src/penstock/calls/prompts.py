@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.calls.call import Call, Conversation, InfillPrompt, MixedPrompt, Prompt, TextPrompt, TokenPrompt
-from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import Message, for_template
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 2**20
 """Most characters of one text, unless the context has room for more. Tokenising them takes about a second."""
+_LONGEST_TOKEN = 128
+"""Characters of Qwen2.5's longest token, a run of spaces."""
 MAX_SCORED = 2**19
 """Most log-probabilities of prompts in one answer, alternatives included: 80 MB of memory."""
 MAX_SCORED_IN_STREAM = 2**14
@@ -153,11 +154,8 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
     if isinstance(prompt, TokenPrompt):
         token_ids = prompt.token_ids
     else:
-        if len(prompt.text) > INLINE_MAX_SIZE and keep is None:
-            # Even the longest tokens would be too many, or one for each part of a cut prompt.
-            least = max(len(prompt.text) // running.tokenizer.max_token_bytes, len(prompt.cuts))
-            if least > max_model_len:
-                raise _too_long(f"{limit_words(running.name, max_model_len)}; the prompt has at least {least}.", prompt.param)
+        if keep is None and (least := len(prompt.cuts)) > max_model_len:  # each part of a cut prompt has a token or more
+            raise _too_long(f"{limit_words(running.name, max_model_len)}; the prompt has at least {least}.", prompt.param)
         check_text_size(prompt.text, running, prompt.param)
         token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
@@ -291,7 +289,7 @@ def check_text_size(text: str, running: RunningModel, param: str) -> None:
 def _exceeded_size(text: str, running: RunningModel) -> int | None:
     if len(text) <= MAX_TEXT_CHARS:
         return None
-    limit = max(MAX_TEXT_CHARS, running.model.capacity.max_model_len * running.tokenizer.max_token_bytes)
+    limit = max(MAX_TEXT_CHARS, running.model.capacity.max_model_len * _LONGEST_TOKEN)
     return limit if len(text) > limit else None
 
 

@@ -110,11 +110,6 @@ class Tokenizer:
         return {name: text for name, text in (texts | dict(self._named_tokens)).items() if text is not None}
 
     @cached_property
-    def max_token_bytes(self) -> int:
-        """Length of the longest token in bytes, so a text of n bytes has at least n / max_token_bytes tokens."""
-        return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
-
-    @cached_property
     def added_names(self) -> dict[str, bool]:
         """Name of each added or special token -> whether it is special."""
         names = {token.content: token.special for token in self._backend.encoder.get_added_tokens_decoder().values()}
