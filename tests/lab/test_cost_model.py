@@ -43,6 +43,13 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
     assert COST.duration_ns(shape) == sum(parts.values())
 
 
+def test_a_position_that_another_row_has_read_costs_less() -> None:
+    own = StepShape(((1, 100), (1, 100)), 2)
+    common = replace(own, num_repeated=96)
+    assert replace(COST, repeated_ns=60.0).duration_ns(common) == COST.duration_ns(own) - 96 * 60
+    assert replace(COST, repeated_ns=1e9).duration_ns(common) == 0, "a damaged fit"
+
+
 def test_chunks_read_as_much_as_the_whole_prompt() -> None:
     whole, chunks = (counts_of(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40))))
     assert whole == chunks._replace(num_rows=1, num_prefill_context=0)

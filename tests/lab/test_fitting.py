@@ -48,6 +48,14 @@ def test_reads_in_steps_of_few_tokens_have_a_price_of_their_own() -> None:
     assert fitted.decode_read_ns == pytest.approx(100, rel=0.1)
 
 
+def test_positions_that_several_rows_read_have_a_price_of_their_own() -> None:
+    cost, rng = replace(COST, repeated_ns=60.0), random.Random(5)
+    common = [replace(shape, num_repeated=rng.choice((0, 50, 400)) * (len(shape.rows) - 1)) for shape in shapes(200)]
+    fitted = fit([MeasuredStep(shape, cost.duration_ns(shape), group=idx % 20) for idx, shape in enumerate(common)]).cost
+    assert fitted.repeated_ns == pytest.approx(60, rel=0.1)
+    assert fitted_steps().cost.repeated_ns == 0, "no step tells it"
+
+
 def test_a_fit_onto_another_keeps_its_proportions_and_its_range() -> None:
     """A server is a tenth slower than a profile, takes more for each step and token, and had short contexts only."""
     base = replace(fit(steps(noise=0.0)).cost, residuals=())
@@ -184,7 +192,7 @@ def test_the_range_is_told() -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_too_few_steps_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 9 costs apart"):
+    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 10 costs apart"):
         fit([MeasuredStep(shape, 1, group=idx) for idx, shape in enumerate(shapes(count))])
 
 

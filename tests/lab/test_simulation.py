@@ -230,6 +230,16 @@ def test_only_what_the_workload_says_is_shared() -> None:
     assert not any(record.num_cached_tokens for record in simulation(enable_prefix_caching=False).run(workload).records)
 
 
+def test_steps_read_a_common_prefix_once() -> None:
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=70, num_output_tokens=2, prefix=(7, 8)) for _ in range(3)]
+    workload = Workload(name="prefixes", jobs=jobs, prefix_block_tokens=32)
+    plans: list[StepPlan] = []
+    cheaper = simulation(cost=replace(COST, repeated_ns=100.0)).run(workload, on_plan=plans.append)
+    assert max(plan.num_repeated for plan in plans) == 2 * 64
+    saved_ns = sum(plan.num_repeated for plan in plans) * 100
+    assert cheaper.duration_ns == simulation().run(workload).duration_ns - saved_ns
+
+
 def test_a_turn_follows_the_answer_and_finds_its_conversation_in_the_cache() -> None:
     jobs = [
         Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=10),

@@ -6,6 +6,8 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +37,8 @@ from penstock.obs.recording import Recorder
 from penstock.testing import sizes_of
 from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import PenstockError
-from penstock.types.plan import Capacity, RowPlan, StepShape
+from penstock.types.plan import Capacity, RowPlan, StepPlan, StepShape
+from penstock.types.result import StepResult, StepTiming
 from penstock.types.stats import StepStats
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
@@ -91,6 +94,27 @@ def test_designed_steps_tell_more_than_as_many_drawn_ones() -> None:
     half = len(chosen)
     told = [np.linalg.slogdet(rows.T @ rows + 1e-9 * np.eye(matrix.shape[1]))[1] for rows in (matrix[:half], matrix[half:])]
     assert told[0] > told[1] + 5
+
+
+def test_rows_of_one_token_begin_with_the_blocks_that_they_read_again() -> None:
+    plans: list[StepPlan] = []
+    done = StepResult(0, {}, StepTiming(0, 1))
+    executor: Any = SimpleNamespace(capacity=CAPACITY, submit=plans.append, collect=lambda _: done)
+    StepRunner(executor, 264).run(StepShape(((1, 40), (64, 0), (1, 70), (1, 40)), 3, num_repeated=2 * 32))
+    tables = [admit.block_ids for admit in plans[0].admits]
+    assert tables[0][:2] == tables[2][:2] == tables[3][:2]
+    others = [*tables[1], *(block_id for idx in (0, 2, 3) for block_id in tables[idx][2:])]
+    assert len({*tables[0][:2], *others}) == 2 + len(others), "and share no other"
+
+
+def test_some_designed_steps_have_a_common_prefix() -> None:
+    common = [shape for shape in design(CAPACITY) if shape.num_repeated]
+    assert len(common) > 5
+    for shape in common:
+        decodes = [context_len for query_len, context_len in shape.rows if query_len == 1]
+        num_common, rest = divmod(shape.num_repeated, len(decodes) - 1)
+        assert rest == num_common % CAPACITY.block_size == 0
+        assert num_common <= min(decodes), "no row writes into a common block"
 
 
 class TimedRunner(StepRunner):

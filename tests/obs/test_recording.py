@@ -93,6 +93,16 @@ def test_blocks_of_a_request_that_begins_and_ends_in_one_step_are_told(tmp_path:
     assert step.num_blocks_free + step.num_blocks_cached == CAPACITY.num_blocks - 1, "none is held afterwards"
 
 
+def test_positions_that_several_requests_hold_are_told(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "r")
+    prompt = [*range(10, 20)]
+    serve(recorder, [make_request(name, [*prompt, idx], max_tokens=4) for idx, name in enumerate("abc")])
+    recorder.close()
+    steps = [*open_recording(tmp_path / "r").steps()]
+    assert max(step.shape.num_repeated for step in steps) == 2 * 8, "two of three requests read two blocks again"
+    assert [step.num_repeated for step in steps if len(step.rows) == 1] == [0], "the first"
+
+
 # ids of prefixes
 
 

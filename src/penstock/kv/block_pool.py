@@ -40,6 +40,8 @@ class BlockPool:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
         self.num_shared = 0
+        self.num_repeats = 0
+        """References to shared blocks, all but one of each."""
         self.now_ns = 0
         """Time of the step being planned; set by the scheduler."""
         self._ref_counts = [0] * num_blocks
@@ -114,6 +116,7 @@ class BlockPool:
         self._rests[block_id] |= rests
         self._ref_counts[block_id] += 1
         self.num_shared += self._ref_counts[block_id] == 2
+        self.num_repeats += self._ref_counts[block_id] >= 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
         """Drop a reference to a block. After the last one it is cached in `group`, or in the group that it had if `group` is
@@ -129,6 +132,7 @@ class BlockPool:
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
             self.num_shared -= self._ref_counts[block_id] == 1
+            self.num_repeats -= 1
         elif keep:
             self._join(self._last_group[block_id], block_id)
         else:

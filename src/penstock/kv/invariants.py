@@ -30,6 +30,8 @@ def _check_free_list(manager: KVManager) -> None:
     num_held = len(counts) - counts.count(0)
     assert len(free) + num_held == manager.num_total_blocks, "free + held is not the total"
     num_shared = num_held - counts.count(1)
+    num_repeats = sum(counts) - num_held
+    assert num_repeats == pool.num_repeats, f"{num_repeats} references are repeats, {pool.num_repeats} are counted"
     assert num_shared == pool.num_shared, f"{num_shared} blocks are shared, {pool.num_shared} are counted"
     assert not any(map(counts.__getitem__, free)), "a held block is in the free list"
 

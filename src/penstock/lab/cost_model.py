@@ -83,6 +83,8 @@ class CostModel:
     """Each KV position before a longer row, once for all of its tokens."""
     narrow_read_ns: float = 0.0
     """Extra per KV position that a row of one token reads in a step of fewer than `NARROW_TOKENS`."""
+    repeated_ns: float = 0.0
+    """Saved for each KV position that a row reads after another one: the processor's caches have it."""
     sample_ns: float = 0.0
     """Each sampled token: computing its logits and choosing it."""
     sample_step_ns: float = 0.0
@@ -112,7 +114,7 @@ class CostModel:
         return self.counted_ns(counts_of(shape))
 
     def counted_ns(self, counts: Counts) -> int:
-        return round(
+        ns = (
             self.step_ns
             + self.decode_row_ns * counts.num_decodes
             + self.prefill_token_ns * counts.num_prefill_tokens
@@ -120,10 +122,12 @@ class CostModel:
             + self.narrow_read_ns * counts.num_narrow_reads
             + self.prefill_read_ns * counts.num_prefill_reads
             + self.prefill_context_ns * counts.num_prefill_context
+            - self.repeated_ns * counts.num_repeated
             + self._sample_ns(counts.num_samples)
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
             + (0.0 if self.kernels is None else self.kernels.step_ns(counts))
         )
+        return round(max(0.0, ns))
 
     def scaled(self, factor: float) -> CostModel:
         """Return this model with all times multiplied, the host's too. Its noise is relative, and stays."""

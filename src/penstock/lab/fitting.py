@@ -32,11 +32,12 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
     "narrow_read_ns": lambda counts: counts.num_narrow_reads,
     "prefill_read_ns": lambda counts: counts.num_prefill_reads,
     "prefill_context_ns": lambda counts: counts.num_prefill_context,
+    "repeated_ns": lambda counts: -counts.num_repeated,  # saved
     "sample_ns": lambda counts: counts.num_samples,
     "sample_step_ns": lambda counts: counts.num_samples > 0,
 }
 _COSTS_OF: Mapping[str, tuple[str, ...]] = {
-    "linear": ("step_ns", "brackets", "decode_read_ns", "sample_ns", "sample_step_ns", "cold_ns"),
+    "linear": ("step_ns", "brackets", "decode_read_ns", "repeated_ns", "sample_ns", "sample_step_ns", "cold_ns"),
     "attention": (
         "step_ns",
         "decode_row_ns",
@@ -45,6 +46,7 @@ _COSTS_OF: Mapping[str, tuple[str, ...]] = {
         "narrow_read_ns",
         "prefill_read_ns",
         "prefill_context_ns",
+        "repeated_ns",
     ),
     "rows": ("step_ns", "brackets", "decode_row_ns", "prefill_token_ns"),
     "sampling": ("sample_step_ns", "sample_ns"),

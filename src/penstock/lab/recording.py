@@ -130,15 +130,15 @@ class StepDone:
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_held: int | None = None
+    num_repeated: int = 0  # as in `StepPlan`
     waited_ns: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
     """The resource that the first waiting request lacked. Older recordings do not have it."""
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(
-            tuple([(row.query_len, row.context_len) for row in self.rows]), sum([row.samples for row in self.rows])
-        )
+        rows = tuple([(row.query_len, row.context_len) for row in self.rows])
+        return StepShape(rows, sum([row.samples for row in self.rows]), self.num_repeated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +337,7 @@ class _Part:
             num_blocks_free=free,
             num_blocks_cached=cached,
             num_blocks_held=line.get("held"),
+            num_repeated=line.get("repeated", 0),
             waited_ns=line.get("waited", 0),
             waits_for=WaitReason(line.get("lacks", "")),
         )

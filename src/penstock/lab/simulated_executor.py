@@ -140,6 +140,7 @@ class SimulatedExecutor(NoAdapters):
             max_context_len,
             max_decode_reads,
             int(min_decode_reads) if num_decodes else 0,
+            plan.num_repeated,
         )
         start_ns = max(plan.now_ns, self._host_until_ns, self._ready_ns)
         step_ns, host_ns = self._times.step_ns(counts), self._times.host_ns(counts)

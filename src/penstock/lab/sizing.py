@@ -230,6 +230,7 @@ def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
         decode_read_ns=cost.decode_read_ns / factor,
         narrow_read_ns=cost.narrow_read_ns / factor,
         prefill_context_ns=cost.prefill_context_ns / factor,
+        repeated_ns=cost.repeated_ns / factor,
         sample_step_ns=cost.sample_step_ns / factor,
         cold_ns=cost.cold_ns / factor,
         kernels=cost.kernels and replace(cost.kernels, read_factor=factor * cost.kernels.read_factor),

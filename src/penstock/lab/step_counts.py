@@ -28,6 +28,8 @@ class Counts(NamedTuple):
     max_decode_reads: int = 0
     """KV positions read by the longest row of one token."""
     min_decode_reads: int = 0
+    num_repeated: int = 0
+    """KV positions that rows read after another row has read them."""
 
     @property
     def num_narrow_reads(self) -> int:
@@ -65,4 +67,5 @@ def counts_of(shape: StepShape) -> Counts:
         max_context_len,
         max(decode_reads, default=0),
         min(decode_reads, default=0),
+        shape.num_repeated,
     )

@@ -20,6 +20,8 @@ from penstock.types.plan import Capacity, StepShape
 
 NUM_SHAPES, NUM_CANDIDATES = 90, 3000
 MOST_CHUNKS = 4
+SHARE_WITH_COMMON = 0.25
+"""Share of the drawn steps whose rows of one token have a prefix in common."""
 
 
 def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
@@ -62,7 +64,12 @@ def _draw(capacity: Capacity, rng: Random) -> StepShape:
     num_tokens = _log_uniform(rng, capacity.max_step_tokens - num_decodes)
     chunks = [(num_tokens // num_chunks, rng.choice((0, _log_uniform(rng, most_context)))) for _ in range(num_chunks)]
     chunks = [chunk for chunk in chunks if chunk[0] > 1]
-    return StepShape((*decodes, *chunks), num_decodes + rng.randint(0, len(chunks)))
+    num_samples = num_decodes + rng.randint(0, len(chunks))
+    num_common = 0
+    if num_decodes > 1 and rng.random() < SHARE_WITH_COMMON:
+        most = min(context_len for _, context_len in decodes)
+        num_common = _log_uniform(rng, most // capacity.block_size) * capacity.block_size
+    return StepShape((*decodes, *chunks), num_samples, (num_decodes - 1) * num_common)
 
 
 def _log_uniform(rng: Random, most: int) -> int:

@@ -106,6 +106,9 @@ class StepRunner:
     def _admit(self, shape: StepShape, names: Sequence[str], samples: Sequence[int], step_id: int) -> Iterator[AdmitRow]:
         capacity = self._executor.capacity
         first, size, num_state_blocks = 1, capacity.block_size, capacity.num_state_blocks
+        num_others = sum([query_len == 1 for query_len, _ in shape.rows]) - 1
+        num_common = shape.num_repeated // num_others // size if num_others > 0 else 0  # blocks of all rows of one token
+        common: tuple[int, ...] = ()
         for place, (name, row, num_samples) in enumerate(zip(names, shape.rows, samples, strict=True)):
             length, num_blocks = (
                 sum(row) + (not num_samples),
@@ -115,6 +118,9 @@ class StepRunner:
             tokens = tuple((1000 + step_id * 31 + place * 613 + idx * 7) % self._vocab_size for idx in range(length))
             blocks = tuple(range(first, first + num_blocks))
             first += num_blocks
+            if row[0] == 1:
+                common = common or blocks[:num_common]
+                blocks = common + blocks[len(common) :]
             admit = AdmitRow(name, tokens, length, blocks, row[1], SamplingParams(temperature=0.0))
             # States lie at the pool's end, each row's in the same blocks in every step.
             end = capacity.num_blocks - place * num_state_blocks

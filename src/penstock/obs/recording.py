@@ -385,6 +385,8 @@ class _Writer:
             line["accepted"] = [guesses.get(row.request_id, (0, 0))[1] for row in stats.rows if row.samples > 1]
         line["state"] = (stats.num_running, stats.num_waiting, stats.num_blocks_free, stats.num_blocks_cached)
         line["held"] = stats.counts.num_blocks_held
+        if stats.counts.num_repeated:
+            line["repeated"] = stats.counts.num_repeated
         if stats.counts.waits_for:
             line["lacks"] = stats.counts.waits_for.value
         if stats.waited_ns:

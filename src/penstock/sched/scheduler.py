@@ -467,6 +467,7 @@ class Scheduler:
         rows = tuple(step.rows)
         counts.num_rows = len(rows)
         counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
+        counts.num_repeated = self.kv.pool.num_repeats * self.kv.block_size
         counts.max_prefill_tokens = max(0, step.limits.max_tokens - counts.num_decodes)
         self._note_served(step, rows)
         if self._padding.is_active:
@@ -474,7 +475,8 @@ class Scheduler:
             rows += tuple(step.padding_rows)
         releases = self._running.take_releases(step.admits)
         admits = tuple(step.admits.values())
-        plan = StepPlan(self._num_steps, step.now_ns, admits, rows, releases, self._save_states(step), guesses)
+        saves = self._save_states(step)
+        plan = StepPlan(self._num_steps, step.now_ns, admits, rows, releases, saves, guesses, counts.num_repeated)
         self._num_steps += 1
         self._flights.append(Flight(plan.step_id, counts))
         return plan

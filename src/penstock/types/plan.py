@@ -95,6 +95,8 @@ class StepPlan:
     They are the last tokens of the row's query. The row samples after its last known token and after each guess, and keeps
     these tokens up to the first that is not the next guess. The others, and KV after them, count for nothing.
     """
+    num_repeated: int = 0
+    """KV positions that several requests hold, counted for each but one. For cost models: reading them again is cheaper."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +107,7 @@ class StepPlan:
 class StepShape:
     rows: tuple[tuple[int, int], ...]  # (query_len, context_len) of each row
     num_samples: int
+    num_repeated: int = 0  # as in `StepPlan`
 
 
 @dataclass(frozen=True, slots=True)

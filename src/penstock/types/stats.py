@@ -113,6 +113,7 @@ class StepCounts:
     """The reason at the last attempt to plan before this step, which may have made no plan."""
     num_blocks_held: int = 0
     """Blocks held by requests and adapters while the step is computed, including requests that end with it."""
+    num_repeated: int = 0  # as in `StepPlan`
     rested: Sequence[str] = ()
     """Ids of decoding requests that got no row: the step had no time for them, or was reserved for background requests or
     prompts."""
