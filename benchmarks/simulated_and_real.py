@@ -5,8 +5,8 @@
 
 `penstock profile` measures steps up to the server's limits. Then a server answers made-up requests, the workload at some
 load, made-up ones again, and so on. The profile's cost model is refitted to the recorded steps of all made-up requests, so
-client and HTTP count. The simulation also knows the server's KV blocks and rows, and how long client, HTTP and text take
-for a made-up request; nothing of the workloads' own runs. Speculation is off in both. A simulation is the mean of five, which
+client and HTTP count. The simulation also knows the server's KV blocks and rows, and how long client and HTTP take for a
+made-up request; nothing of the workloads' own runs. Speculation is off in both. A simulation is the mean of five, which
 differ by their noise.
 
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, linear_regression, median
+from statistics import fmean, median
 from typing import Any
 
 from sessions import serving
@@ -50,7 +50,7 @@ from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.recording import StepDone, open_recording
 from penstock.lab.records import Record
 from penstock.lab.simulation import Outcome
-from penstock.lab.steps import steps_of
+from penstock.lab.steps import steps_of, texts_of
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
@@ -161,12 +161,13 @@ class Told:
             at_s = began_s + at_ns / 1e9
             return next((idx for idx, run in enumerate(runs) if run.begin_s <= at_s <= run.end_s), None)
 
-        def is_made_up(step: StepDone) -> bool:
-            idx = run_at(step.planned_ns)
+        def is_made_up(at_ns: int) -> bool:
+            idx = run_at(at_ns)
             return idx is not None and runs[idx].name == MADE_UP_NAME
 
-        steps = steps_of(recording, is_taken=is_made_up, max_steps=1 << 30)
-        self.cost = fit(steps, are_in_order=True, base=base).cost
+        steps = steps_of(recording, is_taken=lambda step: is_made_up(step.planned_ns), max_steps=1 << 30)
+        texts = texts_of(recording, is_taken=lambda request: is_made_up(request.arrival.arrival_ns))
+        self.cost = fit(steps, are_in_order=True, base=base, texts=texts).cost
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
         real_ns, told_ns = [0] * len(runs), [0] * len(runs)
@@ -181,34 +182,27 @@ class Told:
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
         """The share of blocks that requests held in each run, mean over time."""
         alone = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency is None}
-        one_by_one = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency == 1}
-        requests = [(run_at(request.arrival.arrival_ns), request) for request in recording.requests()]
         of_engine = [
             request.departure.first_token_ns - request.arrival.arrival_ns
-            for idx, request in requests
-            if idx in alone and request.departure is not None and request.departure.first_token_ns is not None
+            for request in recording.requests()
+            if run_at(request.arrival.arrival_ns) in alone and request.departure is not None
+            if request.departure.first_token_ns is not None
         ]
         of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]
         self._http_ns = fmean(of_client) - fmean(of_engine)
-        texts = [
-            (request.arrival.num_prompt_tokens, request.arrival.queued_ns - request.arrival.arrival_ns)
-            for idx, request in requests
-            if idx in one_by_one and request.arrival.queued_ns is not None
-        ]
-        self._text_ns = linear_regression(*zip(*texts, strict=True))
         print(
-            f"outside of the engine: {self._http_ns / 1e6:.1f} ms for client and HTTP, {self._text_ns.intercept / 1e6:.1f} ms "
-            f"and {self._text_ns.slope / 1e3:.1f} us a token for the text"
+            f"outside of the engine: {self._http_ns / 1e6:.1f} ms for client and HTTP, {self.cost.text_ns / 1e6:.1f} ms "
+            f"and {self.cost.text_token_ns / 1e3:.1f} us a token for the text"
         )
 
     def as_client(self, record: Record) -> Record:
-        """Return a simulated record with the time that client, HTTP and the prompt's text add to the first token.
+        """Return a simulated record with the time that client and HTTP add to the first token.
 
-        These times delay no other request, and not the conversation's next turn.
+        It delays no other request, and not the conversation's next turn.
         """
         if record.first_ns is None:
             return record
-        added_ns = round(self._http_ns + self._text_ns.intercept + self._text_ns.slope * record.num_prompt_tokens)
+        added_ns = round(self._http_ns)
         return replace(record, first_ns=record.first_ns + added_ns, ended_ns=record.ended_ns + added_ns)
 
 

@@ -56,6 +56,14 @@ def test_positions_that_several_rows_read_have_a_price_of_their_own() -> None:
     assert fitted_steps().cost.repeated_ns == 0, "no step tells it"
 
 
+def test_the_time_of_texts_grows_with_their_tokens() -> None:
+    texts = [(num, 1_000_000 + 1_500 * num) for num in range(10, 3000, 100)]
+    texts[7] = texts[7][0], 90_000_000
+    fitted = fit(steps(), texts=texts).cost
+    assert [fitted.prompt_ns(num) for num in (0, 2000)] == pytest.approx([1_000_000, 4_000_000], rel=0.02)
+    assert fitted_steps().cost.prompt_ns(2000) == 0
+
+
 def test_a_fit_onto_another_keeps_its_proportions_and_its_range() -> None:
     """A server is a tenth slower than a profile, takes more for each step and token, and had short contexts only."""
     base = replace(fit(steps(noise=0.0)).cost, residuals=())

@@ -55,6 +55,16 @@ def test_who_comes_during_a_step_is_planned_after_it() -> None:
     assert second.first_scheduled_ns == first.first_token_ns == cost((32, 0))
 
 
+def test_a_request_is_queued_once_its_text_is_read() -> None:
+    jobs = [Job(arrival_ns=at * MS, num_prompt_tokens=32, num_output_tokens=1) for at in (0, 1, 100)]
+    jobs[1] = replace(jobs[1], cancelled_ns=2 * MS)
+    texts = replace(COST, text_ns=1.0 * MS, text_token_ns=0.25 * MS)
+    first, gone, third = simulation(cost=texts).run(of(*jobs)).records
+    assert first.first_ns == 9 * MS + cost((32, 0))
+    assert (gone.first_ns, gone.ended_ns) == (None, 2 * MS), "its client left before the engine knew it"
+    assert third.first_ns == 109 * MS + cost((32, 0))
+
+
 def test_the_clients_limit_ends_an_output_as_well() -> None:
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=50)]
     stats = Simulation(capacity=CAPACITY, make_policies=make_policies, max_tokens=20).run(of(*jobs)).ended[0]

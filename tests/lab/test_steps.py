@@ -17,7 +17,7 @@ from penstock.clock import VirtualClock, WallClock
 from penstock.engine.ports import Detokenizer
 from penstock.lab.cost_model import CostModel, coldness_after
 from penstock.lab.fitting import units_of
-from penstock.lab.recording import open_recording
+from penstock.lab.recording import Arrival, RecordedRequest, StepDone, open_recording
 from penstock.lab.step_counts import counts_of
 from penstock.lab.step_design import _draw, design
 from penstock.lab.steps import (
@@ -29,6 +29,7 @@ from penstock.lab.steps import (
     measure,
     measure_with_host,
     steps_of,
+    texts_of,
 )
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
@@ -38,6 +39,7 @@ from penstock.testing import sizes_of
 from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, RowPlan, StepPlan, StepShape
+from penstock.types.request import NO_WAITS, WaitTimes
 from penstock.types.result import StepResult, StepTiming
 from penstock.types.stats import StepStats
 from support.parity.tiny import write_case
@@ -217,6 +219,24 @@ def test_steps_of_a_recording(tmp_path: Path) -> None:
         "after the second it was idle; the last has no next"
     )
     assert [step.group for step in steps] == [0, 0, 1, 1]
+
+
+def test_texts_are_timed_while_the_engine_is_idle() -> None:
+    step: Any = {"rows": (), "parts_ns": {}, "num_running": 0, "num_waiting": 0, "num_blocks_free": 0, "num_blocks_cached": 0}
+    steps = [StepDone(step_id=idx, planned_ns=at, ended_ns=at + 50, **step) for idx, at in enumerate((100, 200))]
+    came = {1: (0, 40), 2: (60, 120), 3: (155, 160), 4: (210, 252), 5: (260, None), 6: (300, 320)}
+    waits = {6: WaitTimes(model=10)}
+    requests = [
+        RecordedRequest(
+            Arrival(
+                id=key, arrival_ns=at, queued_ns=queued, num_prompt_tokens=key, max_tokens=1, tenant="", priority=0,
+                deadline_ns=None, beam_width=1, blocks=(), is_repeated=False, waits=waits.get(key, NO_WAITS),
+            )
+        )
+        for key, (at, queued) in came.items()
+    ]  # fmt: skip
+    recording: Any = SimpleNamespace(steps=lambda: iter(steps), requests=lambda: requests)
+    assert texts_of(recording) == [(1, 40), (3, 5)], "2 and 4 came to a busy engine, 5 was refused, 6 waited for its model"
 
 
 def test_with_two_steps_in_flight_the_host_is_hidden(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
     from penstock.lab.cost_files import load_cost
     from penstock.lab.fitting import fit
     from penstock.lab.profiling import recording_lines
-    from penstock.lab.steps import steps_of
+    from penstock.lab.steps import steps_of, texts_of
 
     for line in recording_lines(recording):
         print(line)
@@ -192,7 +192,8 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
             raise ConfigError(cause, remedy="Name a fit of the same model.")
         steps = steps_of(recording)
         try:
-            fitted = fit(steps, are_in_order=True, base=None if base is None else base.cost)
+            onto_cost = None if base is None else base.cost
+            fitted = fit(steps, are_in_order=True, base=onto_cost, texts=texts_of(recording))
         except ValueError as error:
             raise ConfigError(f"The recording can't be fitted: {error}.", remedy="Record more traffic.") from None
         header = recording.header

@@ -100,6 +100,10 @@ class CostModel:
     """The same, for each row."""
     host_prefill_ns: float = 0.0
     """The same, for a step with prompts."""
+    text_ns: float = 0.0
+    """From a request's arrival to the engine's queue, in which its text becomes tokens."""
+    text_token_ns: float = 0.0
+    """The same, for each token of the prompt."""
     residuals: tuple[Residuals, ...] = ()
     """Noise by step time, ascending. The last entry is also for longer steps. Empty means no noise."""
     residual_correlation: float = 0.0
@@ -138,6 +142,10 @@ class CostModel:
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
         return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))
+
+    def prompt_ns(self, num_tokens: int) -> int:
+        """Return the time from a request's arrival to the engine's queue."""
+        return round(self.text_ns + self.text_token_ns * num_tokens)
 
     def noise(self, rng: Random) -> Noise:
         return Noise(self.residuals, self.residual_correlation, rng)

@@ -79,8 +79,16 @@ class Fit:
     num_steps: int
 
 
-def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False, base: CostModel | None = None) -> Fit:
+def fit(
+    steps: Sequence[MeasuredStep],
+    *,
+    are_in_order: bool = False,
+    base: CostModel | None = None,
+    texts: Sequence[tuple[int, int]] = (),
+) -> Fit:
     """Fit a cost model to measured steps. `are_in_order`: each step ran right after the one before it, so noise can correlate.
+
+    `texts`: as from `steps.texts_of`; without any, texts take no time.
 
     `base`: a fit to more kinds of steps. Its proportions stay: only a factor and extra costs per step and sample are fitted.
     The host's time and the noise come from `steps`.
@@ -106,6 +114,7 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False, base: Cost
     most = Counts(*np.max(np.array(table.counts)[table.is_step], axis=0).tolist())
     model = replace(
         table.model(cost),
+        **_texts(texts),
         residuals=_residuals(raw / modelled, modelled),
         residual_correlation=_correlation(raw / modelled) if are_in_order else 0.0,
         host_residuals=_means(host) if has_host.any() else (),
@@ -231,6 +240,14 @@ def units_of(counts: Sequence[Counts]) -> tuple[tuple[float, ...], dict[str, Flo
     for idx, (begin, end) in enumerate(pairwise((0.0, *edges))):
         units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
     return edges, units
+
+
+def _texts(texts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    if not texts:
+        return {}
+    num_tokens, measured = np.array(texts, dtype=float).T
+    costs = _robust(np.stack([np.ones(len(texts)), num_tokens], axis=1), measured, np.maximum(measured, 1.0))
+    return dict(zip(("text_ns", "text_token_ns"), costs.tolist(), strict=True))
 
 
 def _edges(num_tokens: Floats) -> tuple[float, ...]:

@@ -47,6 +47,8 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("host_step_ns", "host, each step", 1e3, "us"),
         ("host_row_ns", "host, each row", 1e3, "us"),
         ("host_prefill_ns", "host, step with prompts", 1e3, "us"),
+        ("text_ns", "text, each request", 1e3, "us"),
+        ("text_token_ns", "text, each token of the prompt", 1e3, "us"),
         ("cold_ns", "short step after a long one", 1e3, "us"),
     ):
         if value := getattr(cost, name):

@@ -265,8 +265,8 @@ class _Fleet:
         """Replica -> ids of calls that moved to another replica, until this one reports their abort."""
         self._moving: set[str] = set()
         """Ids of calls whose KV is on its way from a prefill replica to a decode replica."""
-        self._fetching: dict[str, Request] = {}
-        """Id of a call that waits for KV from another replica -> the request to begin when the KV arrives."""
+        self._coming: dict[str, Request] = {}
+        """Id of a call whose text becomes tokens, or that waits for KV from another replica -> the request to begin."""
 
     def _make(self, kind: str, number: int) -> VirtualServer:
         """Make a server. If the name was used before, continue the earlier server's timeline."""
@@ -300,8 +300,24 @@ class _Fleet:
                 self._front.dispatcher.on_end(request.request_id)
             raise
         self._places[request.request_id] = name
+        if text_ns := self._simulation.cost.prompt_ns(request.num_prompt_tokens):
+            self._note(self._clock.now_ns() + text_ns, request, partial(self._begin, name, request, choice))
+        else:
+            self._begin(name, request, choice)
+
+    def _begin(self, name: str, request: Request, choice: Choice | None) -> None:
         if choice is None or not self._fetch(request, choice):
             self.servers[name].begin(request)
+
+    def _note(self, at_ns: int, request: Request, begin: Callable[[], None]) -> None:
+        """Call `begin` at an instant, unless the request is aborted before."""
+        self._coming[request.request_id] = request
+
+        def act() -> None:
+            if self._coming.pop(request.request_id, None) is not None:
+                begin()
+
+        self._traffic.agenda.note(at_ns, act)
 
     def abort(self, call: Call) -> None:
         request_id = call.request.request_id
@@ -309,7 +325,7 @@ class _Fleet:
             return
         if request_id not in self._moving:
             server = self.servers[self._places[request_id]]
-            if (request := self._fetching.pop(request_id, None)) is not None:
+            if (request := self._coming.pop(request_id, None)) is not None:
                 server.begin(request)
             server.abort(request_id)
             return
@@ -376,17 +392,15 @@ class _Fleet:
 
     def _copy(self, giver: str, taker: VirtualServer, request: Request, num_tokens: int, num_missing: int) -> None:
         """Send the KV of `num_missing` tokens over the link. Then cache the KV of `num_tokens`, and begin the request."""
-        link, request_id = self._link, request.request_id
+        link = self._link
         assert link is not None, "replicas have links"
         self._free_ns[giver] = max(self._clock.now_ns(), self._free_ns[giver]) + link.busy_ns(num_missing)
-        self._fetching[request_id] = request
 
-        def arrive() -> None:
-            if self._fetching.pop(request_id, None) is not None:  # otherwise the call was aborted
-                copy_kv(self.servers[giver], taker, request, num_tokens)
-                taker.begin(request)
+        def begin() -> None:
+            copy_kv(self.servers[giver], taker, request, num_tokens)
+            taker.begin(request)
 
-        self._traffic.agenda.note(self._free_ns[giver] + link.latency_ns, arrive)
+        self._note(self._free_ns[giver] + link.latency_ns, request, begin)
 
     # Moving an answer after its first token.
 

@@ -5,6 +5,7 @@ Each round has another order, so that a slow phase of the machine affects all sh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
@@ -18,13 +19,13 @@ from penstock.engine.output import OutputStage
 from penstock.engine.ports import DetokenizerFactory, Executor, NullObserver
 from penstock.engine.stepper import Stepper
 from penstock.lab.cost_model import coldness_after, shape_of_rows
-from penstock.lab.recording import Recording, StepDone
+from penstock.lab.recording import RecordedRequest, Recording, StepDone
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import PenstockError
 from penstock.types.events import Add, TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, StepShape
-from penstock.types.request import Request
+from penstock.types.request import NO_WAITS, Request
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import HOST_PARTS, StepStats
 
@@ -276,6 +277,22 @@ def _measured(step: StepDone, after: StepDone | None, coldness: float, group: in
         host_ns = after.planned_ns - step.planned_ns - execute_ns
     own = {name: ns for name, ns in step.parts_ns.items() if name not in ENGINE_PARTS}
     return MeasuredStep(step.shape, execute_ns, own, host_ns, coldness=coldness, group=group)
+
+
+def texts_of(recording: Recording, *, is_taken: Callable[[RecordedRequest], bool] = lambda _: True) -> list[tuple[int, int]]:
+    """Return the number of prompt tokens and the time until it was queued, of each request that waited for nothing else.
+
+    A busy engine reads its queue between steps, so only requests that came to an idle one are taken.
+    """
+    steps = [(step.planned_ns, step.ended_ns) for step in recording.steps()]
+    texts: list[tuple[int, int]] = []
+    for request in recording.requests():
+        arrival = request.arrival
+        if arrival.queued_ns is not None and arrival.waits == NO_WAITS and is_taken(request):
+            idx = bisect_left(steps, (arrival.queued_ns,))
+            if idx == 0 or steps[idx - 1][1] <= arrival.arrival_ns:
+                texts.append((arrival.num_prompt_tokens, arrival.queued_ns - arrival.arrival_ns))
+    return texts
 
 
 ENGINE_PARTS = frozenset({"execute", *HOST_PARTS})
