@@ -11,9 +11,8 @@ process that speaks HTTP, which in the single server includes the engine. Figure
 
 `routers` sends the requests of a workload of `routing.py`, capped, through each router to new processes with empty caches, at
 `--load` of the rate at which `least-work` answers all at once, without guesses. `one server` has the threads and the memory
-of all replicas. With `--simulated`, the cost model is fitted to made-up requests to servers with one thread, as many at once
-as there are replicas; an error is simulated / real - 1. Client, front and replicas share the machine: with fewer cores than
-processes, they slow each other more than those fitted servers.
+of all replicas. With `--simulated`, the cost model is fitted to made-up requests through a front to as many replicas; an error
+is simulated / real - 1.
 
 `stubs` sends them to replicas that compute hashes and take as long per step as 8 billion 4-bit weights on 16 cores would
 (`split.py`). The simulation has the same step times, and gives the rate for `--load`.
@@ -26,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -42,7 +40,7 @@ from cluster_processes import MAX_QUEUE, Stub, Values, send_all, started
 from other_routers import OTHERS, router_of
 from printed import origin, table
 from routing import BLOCK_SIZE, MAX_STEP_TOKENS, ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read, serve
-from simulated_and_real import Run, Told, measure, profile
+from simulated_and_real import Told, profile, send_turns
 from split import MACHINES
 from usage import cpu_s
 from workloads import DEFAULT_TRACES, read_tokenizer
@@ -56,6 +54,7 @@ from penstock.lab.links import Link
 from penstock.lab.prompts import WORDS, write_prompts
 from penstock.lab.records import Sent
 from penstock.lab.simulation import Simulation
+from penstock.lab.target import Target
 from penstock.lab.transforms import cap_lengths
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
@@ -171,16 +170,13 @@ def print_errors(simulated: Mapping[str, Figures], real: Mapping[str, Figures]) 
     print(table(("error of the simulation", *COMPARED), errors), end="\n\n")
 
 
-def answer_made_up(path: Path) -> list[Run]:
-    tokenizer = read_tokenizer(locate(config_from({})).path)
-    return measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"])
-
-
 def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapping[str, Figures]) -> dict[str, Figures]:
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(args.replicas) as pool:
-        paths = [Path(folder) / f"steps{number}.rec" for number in range(args.replicas)]
-        runs = pool.map(answer_made_up, paths)
-        told = Told(paths[0], runs[0], profile(Path(folder) / "profile.json", ["--threads", "1"]))
+    tokenizer = read_tokenizer(locate(config_from(values)).path)
+    with tempfile.TemporaryDirectory() as folder:
+        base, path = profile(Path(folder) / "profile.json", ["--threads", "1"]), Path(folder) / "steps.rec"
+        with started(args.replicas, "least-work", values, path) as (url, _):
+            runs = send_turns(Target(url=url, model=DEFAULT_MODEL), {}, tokenizer, repeat=1, users=args.replicas)
+        told = Told(path, runs, base)
     link = Link(bytes_per_token=kv_bytes_per_token(config_from(values)), bytes_per_s=LINK_BYTES_PER_S, latency_ns=LINK_NS)
     server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, link=link, max_tokens=None)
     found: dict[str, Figures] = {}

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from other_routers import router_of
@@ -64,7 +65,7 @@ class PacedExecutor(HashExecutor):
 
     def submit(self, plan: StepPlan) -> Ticket:
         rows = tuple([(row.query_len, row.context_len) for row in plan.rows])
-        shape = StepShape(rows, sum([row.samples for row in plan.rows]))
+        shape = StepShape(rows, sum([row.samples for row in plan.rows]), plan.num_repeated)
         self._ready_s = time.monotonic() + self._cost.duration_ns(shape) / 1e9
         return super().submit(plan)
 
@@ -111,14 +112,20 @@ def serve_replica(replica_port: int, name: str, num_replicas: int, what: Values 
 
 
 @contextmanager
-def started(num_replicas: int, router: str, what: Values | Stub) -> Iterator[tuple[str, int]]:
-    """Start a server and replicas. Return its URL and the id of its process."""
+def started(num_replicas: int, router: str, what: Values | Stub, recording: Path | None = None) -> Iterator[tuple[str, int]]:
+    """Start a server and replicas. Return its URL and the id of its process. The first replica's recording is at a path."""
     with bind_socket(HOST, 0) as one, bind_socket(HOST, 0) as other:
         port, replica_port = one.getsockname()[1], other.getsockname()[1]
     make = multiprocessing.get_context("spawn").Process
     processes = [make(target=serve, args=(port, replica_port, num_replicas, router, what))]
     names = [f"r{number}" for number in range(num_replicas)]
-    processes += [make(target=serve_replica, args=(replica_port, name, num_replicas, what)) for name in names]
+    kinds = [what] * num_replicas
+    if recording is not None and not isinstance(what, Stub):
+        kinds[0] = {**what, "record": str(recording), "record_size": "2GiB"}
+    processes += [
+        make(target=serve_replica, args=(replica_port, name, num_replicas, kind))
+        for name, kind in zip(names, kinds, strict=True)
+    ]
     for process in processes:
         process.start()
     url, end_s = f"http://{HOST}:{port}", time.monotonic() + START_S

@@ -123,29 +123,24 @@ def figures_of(records: Sequence[Record], occupancy: float) -> Figures:
     return found
 
 
-def measure(
-    preset: str,
-    workloads: Mapping[str, Workload],
-    tokenizer: Tokenizer,
-    repeat: int,
-    path: Path,
-    words: Sequence[str] = (),
+def send_turns(
+    target: Target, workloads: Mapping[str, Workload], tokenizer: Tokenizer, *, repeat: int, users: int = 1
 ) -> list[Run]:
-    """Made-up requests before, between and after the workloads, each `repeat` times. The server's recording is at `path`.
+    """Made-up requests before, between and after the workloads, each `repeat` times.
 
-    `words`: further options of the server.
+    `users`: multiplies the made-up requests, for a target of several replicas.
     """
     made_up = [
-        (replace(MADE_UP, requests=num, arrivals="closed", seed=num), Pace(concurrency=at)) for at, num in CLOSED.items()
+        (replace(MADE_UP, requests=users * num, arrivals="closed", seed=num), Pace(concurrency=users * at))
+        for at, num in CLOSED.items()
     ]
-    made_up += [(replace(MADE_UP, requests=num, rate=rate, seed=num), Pace()) for rate, num in OPEN.items()]
+    made_up += [(replace(MADE_UP, requests=users * num, rate=users * rate, seed=num), Pace()) for rate, num in OPEN.items()]
     between = [(MADE_UP_NAME, make_workload(choice), pace) for choice, pace in made_up]
     turns = [turn for name, workload in [*workloads.items()] * repeat for turn in ((name, workload, Pace()), *between)]
     runs: list[Run] = []
-    with server([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
-        for name, workload, pace in (*between, *turns):
-            sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
-            runs.append(Run(name, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
+    for name, workload, pace in (*between, *turns):
+        sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
+        runs.append(Run(name, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
     return runs
 
 
@@ -166,7 +161,7 @@ class Told:
             return idx is not None and runs[idx].name == MADE_UP_NAME
 
         steps = steps_of(recording, is_taken=lambda step: is_made_up(step.planned_ns), max_steps=1 << 30)
-        texts = texts_of(recording, is_taken=lambda request: is_made_up(request.arrival.arrival_ns))
+        texts = texts_of(recording, is_taken=lambda arrival: is_made_up(arrival.arrival_ns))
         self.cost = fit(steps, are_in_order=True, base=base, texts=texts).cost
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
@@ -198,7 +193,7 @@ class Told:
     def as_client(self, record: Record) -> Record:
         """Return a simulated record with the time that client and HTTP add to the first token.
 
-        It delays no other request, and not the conversation's next turn.
+        This time delays neither other requests nor the conversation's next turn.
         """
         if record.first_ns is None:
             return record
@@ -282,7 +277,8 @@ def main() -> None:
         middles: dict[str, dict[str, dict[str, Figures]]] = {name: {} for name in workloads}
         for preset in args.presets:
             path = Path(folder) / f"{preset}.rec"
-            runs = measure(preset, workloads, tokenizer, args.repeat, path)
+            with server([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB"]) as target:
+                runs = send_turns(target, workloads, tokenizer, repeat=args.repeat)
             compared = compare(preset, runs, Told(path, runs, base))
             for workload, (real, simulated) in compared.items():
                 print(f"\n{preset}, {workload}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")

@@ -88,7 +88,7 @@ def test_costs_may_be_named(tmp_path: Path) -> None:
         ('{"format": "other", "version": 3}', "is 'other' of version 3"),
         (
             '{"format": "penstock-cost-model", "version": 9}',
-            "of version 9; this Penstock reads .* of versions 3 to 5",
+            "of version 9; this Penstock reads .* of versions 3 to 6",
         ),
         ('{"format": "penstock-cost-model", "version": 3}', "is a damaged cost model"),
         ('{"format": "penstock-cost-model", "version": 3, "cost": [], "source": ""}', "is a damaged cost model"),

@@ -48,6 +48,8 @@ def test_a_position_that_another_row_has_read_costs_less() -> None:
     common = replace(own, num_repeated=96)
     assert replace(COST, repeated_ns=60.0).duration_ns(common) == COST.duration_ns(own) - 96 * 60
     assert replace(COST, repeated_ns=1e9).duration_ns(common) == 0, "a damaged fit"
+    apart = StepShape(((1, 100), (64, 0)), 2, num_repeated=960)
+    assert replace(COST, repeated_ns=60.0).duration_ns(apart) == COST.duration_ns(apart), "held by requests without a row"
 
 
 def test_chunks_read_as_much_as_the_whole_prompt() -> None:

@@ -53,7 +53,7 @@ def test_positions_that_several_rows_read_have_a_price_of_their_own() -> None:
     common = [replace(shape, num_repeated=rng.choice((0, 50, 400)) * (len(shape.rows) - 1)) for shape in shapes(200)]
     fitted = fit([MeasuredStep(shape, cost.duration_ns(shape), group=idx % 20) for idx, shape in enumerate(common)]).cost
     assert fitted.repeated_ns == pytest.approx(60, rel=0.1)
-    assert fitted_steps().cost.repeated_ns == 0, "no step tells it"
+    assert fitted_steps().cost.repeated_ns == 0, "no step has any"
 
 
 def test_the_time_of_texts_grows_with_their_tokens() -> None:
@@ -62,6 +62,8 @@ def test_the_time_of_texts_grows_with_their_tokens() -> None:
     fitted = fit(steps(), texts=texts).cost
     assert [fitted.prompt_ns(num) for num in (0, 2000)] == pytest.approx([1_000_000, 4_000_000], rel=0.02)
     assert fitted_steps().cost.prompt_ns(2000) == 0
+    onto = replace(COST, residuals=(), text_ns=7.0)
+    assert fit(steps(noise=0.0), base=onto.scaled(0.5)).cost.text_ns == 3.5, "the base's, though steps take twice as long"
 
 
 def test_a_fit_onto_another_keeps_its_proportions_and_its_range() -> None:
@@ -200,7 +202,7 @@ def test_the_range_is_told() -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_too_few_steps_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 10 costs apart"):
+    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 9 costs apart"):
         fit([MeasuredStep(shape, 1, group=idx) for idx, shape in enumerate(shapes(count))])
 
 

@@ -17,7 +17,7 @@ from penstock.clock import VirtualClock, WallClock
 from penstock.engine.ports import Detokenizer
 from penstock.lab.cost_model import CostModel, coldness_after
 from penstock.lab.fitting import units_of
-from penstock.lab.recording import Arrival, RecordedRequest, StepDone, open_recording
+from penstock.lab.recording import Arrival, StepDone, open_recording
 from penstock.lab.step_counts import counts_of
 from penstock.lab.step_design import _draw, design
 from penstock.lab.steps import (
@@ -224,18 +224,17 @@ def test_steps_of_a_recording(tmp_path: Path) -> None:
 def test_texts_are_timed_while_the_engine_is_idle() -> None:
     step: Any = {"rows": (), "parts_ns": {}, "num_running": 0, "num_waiting": 0, "num_blocks_free": 0, "num_blocks_cached": 0}
     steps = [StepDone(step_id=idx, planned_ns=at, ended_ns=at + 50, **step) for idx, at in enumerate((100, 200))]
-    came = {1: (0, 40), 2: (60, 120), 3: (155, 160), 4: (210, 252), 5: (260, None), 6: (300, 320)}
+    came = {1: (0, 40), 2: (60, 150), 3: (155, 160), 4: (210, 252), 5: (260, None), 6: (300, 320)}
     waits = {6: WaitTimes(model=10)}
     requests = [
-        RecordedRequest(
-            Arrival(
-                id=key, arrival_ns=at, queued_ns=queued, num_prompt_tokens=key, max_tokens=1, tenant="", priority=0,
-                deadline_ns=None, beam_width=1, blocks=(), is_repeated=False, waits=waits.get(key, NO_WAITS),
-            )
+        Arrival(
+            id=key, arrival_ns=at, queued_ns=queued, num_prompt_tokens=key, max_tokens=1, tenant="", priority=0,
+            deadline_ns=None, beam_width=1, blocks=(), is_repeated=False, waits=waits.get(key, NO_WAITS),
         )
         for key, (at, queued) in came.items()
     ]  # fmt: skip
-    recording: Any = SimpleNamespace(steps=lambda: iter(steps), requests=lambda: requests)
+    events = [*requests[:1], steps[0], *requests[1:3], steps[1], *requests[3:]]
+    recording: Any = SimpleNamespace(events=lambda: iter(events))
     assert texts_of(recording) == [(1, 40), (3, 5)], "2 and 4 came to a busy engine, 5 was refused, 6 waited for its model"
 
 

@@ -557,8 +557,8 @@ async def test_between_two_looks_is_ten_times_as_long_as_one_takes(monkeypatch):
         beyond_s.append(rest_s - 10 * (watch._ended_s - watch._began_s))
 
     watch = FolderWatch(SimpleNamespace(may_grow=True, look=look))
+    first = second = None
     monkeypatch.setattr(asyncio, "sleep", note)
-    second = None
     first = asyncio.create_task(watch.look())
     assert await asyncio.to_thread(has_begun.wait, 20)
     second = asyncio.create_task(watch.look())

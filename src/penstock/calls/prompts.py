@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 2**20
 """Most characters of one text, unless the context has room for more. Tokenising them takes about a second."""
 _LONGEST_TOKEN = 128
-"""Characters of Qwen2.5's longest token, a run of spaces."""
+"""Most characters that we expect of a token. Qwen2.5's longest has as many, all of them spaces."""
 MAX_SCORED = 2**19
 """Most log-probabilities of prompts in one answer, alternatives included: 80 MB of memory."""
 MAX_SCORED_IN_STREAM = 2**14
@@ -154,7 +154,9 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
     if isinstance(prompt, TokenPrompt):
         token_ids = prompt.token_ids
     else:
-        if keep is None and (least := len(prompt.cuts)) > max_model_len:  # each part of a cut prompt has a token or more
+        # Even the longest tokens would be too many, or one for each part of a cut prompt.
+        least = max(len(prompt.text) // _LONGEST_TOKEN, len(prompt.cuts))
+        if least > max_model_len and keep is None:
             raise _too_long(f"{limit_words(running.name, max_model_len)}; the prompt has at least {least}.", prompt.param)
         check_text_size(prompt.text, running, prompt.param)
         token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)

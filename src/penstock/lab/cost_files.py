@@ -23,9 +23,9 @@ from penstock.types.errors import PenstockError
 from penstock.types.plan import StepShape
 
 FORMAT = "penstock-cost-model"
-VERSION = 5
-READ_VERSIONS = (3, 4, 5)
-"""Version 3 has no kernel tables; those of version 4 always have `mixtures`."""
+VERSION = 6
+READ_VERSIONS = (3, 4, 5, 6)
+"""Version 3 has no kernel tables; those of version 4 always have `mixtures`; version 5 has no `repeated_ns` and `text_ns`."""
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 _STEP_COLUMNS = ("rows", "tokens", "context", "ms")

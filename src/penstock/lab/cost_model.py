@@ -84,7 +84,7 @@ class CostModel:
     narrow_read_ns: float = 0.0
     """Extra per KV position that a row of one token reads in a step of fewer than `NARROW_TOKENS`."""
     repeated_ns: float = 0.0
-    """Saved for each KV position that a row reads after another one: the processor's caches have it."""
+    """Saved for each KV position that a row of one token reads after another one: the processor's caches have it."""
     sample_ns: float = 0.0
     """Each sampled token: computing its logits and choosing it."""
     sample_step_ns: float = 0.0
@@ -126,7 +126,7 @@ class CostModel:
             + self.narrow_read_ns * counts.num_narrow_reads
             + self.prefill_read_ns * counts.num_prefill_reads
             + self.prefill_context_ns * counts.num_prefill_context
-            - self.repeated_ns * counts.num_repeated
+            - self.repeated_ns * counts.num_repeated_reads
             + self._sample_ns(counts.num_samples)
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
             + (0.0 if self.kernels is None else self.kernels.step_ns(counts))

@@ -32,7 +32,7 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
     "narrow_read_ns": lambda counts: counts.num_narrow_reads,
     "prefill_read_ns": lambda counts: counts.num_prefill_reads,
     "prefill_context_ns": lambda counts: counts.num_prefill_context,
-    "repeated_ns": lambda counts: -counts.num_repeated,  # saved
+    "repeated_ns": lambda counts: -counts.num_repeated_reads,  # saved
     "sample_ns": lambda counts: counts.num_samples,
     "sample_step_ns": lambda counts: counts.num_samples > 0,
 }
@@ -58,6 +58,9 @@ _COSTS_BEYOND = ("base", "step_ns", "sample_ns")
 """Costs fitted on top of a `base` model: a factor on its time, and the CPU time of HTTP and text."""
 _OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
+_TEXT_COSTS = ("text_ns", "text_token_ns")
+_LEAST_TEXT_NS = 1e5
+"""The errors of shorter times count as if they were this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def fit(
 ) -> Fit:
     """Fit a cost model to measured steps. `are_in_order`: each step ran right after the one before it, so noise can correlate.
 
-    `texts`: as from `steps.texts_of`; without any, texts take no time.
+    `texts`: as from `steps.texts_of`; without any, texts take as long as in `base`, or no time.
 
     `base`: a fit to more kinds of steps. Its proportions stay: only a factor and extra costs per step and sample are fitted.
     The host's time and the noise come from `steps`.
@@ -96,8 +99,9 @@ def fit(
     Raises ValueError if there are too few steps or groups to separate the costs, or if a step took no time.
     """
     names = sorted({step.group for step in steps})
-    if len(steps) < len(_UNITS) or len(names) < 2:
-        raise ValueError(f"{len(steps)} steps in {len(names)} groups can't tell {len(_UNITS)} costs apart")
+    num_costs = len(_UNITS) - (not any(step.shape.num_repeated for step in steps))  # tables of steps have no common prefixes
+    if len(steps) < num_costs or len(names) < 2:
+        raise ValueError(f"{len(steps)} steps in {len(names)} groups can't tell {num_costs} costs apart")
     if min(step.execute_ns for step in steps) <= 0:
         raise ValueError("a step that took no time has no relative error")
     table = _Table(steps, base)
@@ -188,7 +192,7 @@ class _Table:
         predicted = {
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }
-        predicted[TOTAL] = np.sum([predicted[part] for part in self.parts], axis=0)
+        predicted[TOTAL] = np.maximum(1.0, np.sum([predicted[part] for part in self.parts], axis=0))
         step_ns, row_ns, prefill_ns = (cost.get(HOST, {}).get(name, 0.0) for name in _HOST_COSTS)
         predicted[HOST] = step_ns + row_ns * self._num_rows + prefill_ns * self._has_prefill
         return predicted
@@ -198,7 +202,7 @@ class _Table:
             found = cost[TOTAL]
             scaled = self._base.scaled(found["base"])
             besides: dict[str, Any] = {name: getattr(scaled, name) + found[name] for name in ("step_ns", "sample_ns")}
-            besides |= {name: getattr(self._base, name) for name in _HOST_COSTS} | dict(cost.get(HOST, {}))
+            besides |= {name: getattr(self._base, name) for name in (*_HOST_COSTS, *_TEXT_COSTS)} | dict(cost.get(HOST, {}))
             return replace(scaled, **besides)
         totals: dict[str, float] = {}
         for part in cost.values():
@@ -246,8 +250,8 @@ def _texts(texts: Sequence[tuple[int, int]]) -> dict[str, Any]:
     if not texts:
         return {}
     num_tokens, measured = np.array(texts, dtype=float).T
-    costs = _robust(np.stack([np.ones(len(texts)), num_tokens], axis=1), measured, np.maximum(measured, 1.0))
-    return dict(zip(("text_ns", "text_token_ns"), costs.tolist(), strict=True))
+    matrix = np.stack([np.ones(len(texts)), num_tokens], axis=1)
+    return dict(zip(_TEXT_COSTS, _robust(matrix, measured, np.maximum(measured, _LEAST_TEXT_NS)).tolist(), strict=True))
 
 
 def _edges(num_tokens: Floats) -> tuple[float, ...]:

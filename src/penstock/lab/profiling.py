@@ -43,7 +43,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("narrow_read_ns", "extra in a step of < 16 tokens", 1, "ns"),
         ("prefill_read_ns", "KV position read by a prompt", 1, "ns"),
         ("prefill_context_ns", "KV position before a prompt's", 1, "ns"),
-        ("repeated_ns", "saved if another row reads it", 1, "ns"),
+        ("repeated_ns", "saved if an earlier row read it", 1, "ns"),
         ("host_step_ns", "host, each step", 1e3, "us"),
         ("host_row_ns", "host, each row", 1e3, "us"),
         ("host_prefill_ns", "host, step with prompts", 1e3, "us"),

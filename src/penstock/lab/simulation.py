@@ -284,6 +284,7 @@ class _Fleet:
     # Calls: submitted, aborted, routed.
 
     def submit(self, call: Call) -> None:
+        """Begin a call after the time of its text. Its replica is chosen before, unlike in a real cluster."""
         if self.crew is not None and self.crew.hold(call):
             return
         request, name, choice = call.request, self._names[0], None

@@ -29,12 +29,17 @@ class Counts(NamedTuple):
     """KV positions read by the longest row of one token."""
     min_decode_reads: int = 0
     num_repeated: int = 0
-    """KV positions that rows read after another row has read them."""
+    """As in `StepPlan`."""
 
     @property
     def num_narrow_reads(self) -> int:
         """Positions read by rows of one token in a step of few tokens."""
         return self.num_decode_reads if self.num_tokens < NARROW_TOKENS else 0
+
+    @property
+    def num_repeated_reads(self) -> int:
+        """Positions that rows of one token read after another one has, at most: those who hold them may have no row."""
+        return min(self.num_repeated, self.num_decode_reads - self.max_decode_reads)
 
     @property
     def has_prompts(self) -> bool:

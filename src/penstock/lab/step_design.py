@@ -20,8 +20,8 @@ from penstock.types.plan import Capacity, StepShape
 
 NUM_SHAPES, NUM_CANDIDATES = 90, 3000
 MOST_CHUNKS = 4
-SHARE_WITH_COMMON = 0.25
-"""Share of the drawn steps whose rows of one token have a prefix in common."""
+COMMON_SHARE = 0.25
+"""How likely the rows of one token of a drawn step have a prefix in common."""
 
 
 def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
@@ -66,7 +66,7 @@ def _draw(capacity: Capacity, rng: Random) -> StepShape:
     chunks = [chunk for chunk in chunks if chunk[0] > 1]
     num_samples = num_decodes + rng.randint(0, len(chunks))
     num_common = 0
-    if num_decodes > 1 and rng.random() < SHARE_WITH_COMMON:
+    if num_decodes > 1 and rng.random() < COMMON_SHARE:
         most = min(context_len for _, context_len in decodes)
         num_common = _log_uniform(rng, most // capacity.block_size) * capacity.block_size
     return StepShape((*decodes, *chunks), num_samples, (num_decodes - 1) * num_common)

@@ -5,7 +5,6 @@ Each round has another order, so that a slow phase of the machine affects all sh
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
@@ -19,7 +18,7 @@ from penstock.engine.output import OutputStage
 from penstock.engine.ports import DetokenizerFactory, Executor, NullObserver
 from penstock.engine.stepper import Stepper
 from penstock.lab.cost_model import coldness_after, shape_of_rows
-from penstock.lab.recording import RecordedRequest, Recording, StepDone
+from penstock.lab.recording import Arrival, Recording, StepDone
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import PenstockError
@@ -279,19 +278,20 @@ def _measured(step: StepDone, after: StepDone | None, coldness: float, group: in
     return MeasuredStep(step.shape, execute_ns, own, host_ns, coldness=coldness, group=group)
 
 
-def texts_of(recording: Recording, *, is_taken: Callable[[RecordedRequest], bool] = lambda _: True) -> list[tuple[int, int]]:
+def texts_of(recording: Recording, *, is_taken: Callable[[Arrival], bool] = lambda _: True) -> list[tuple[int, int]]:
     """Return the number of prompt tokens and the time until it was queued, of each request that waited for nothing else.
 
     A busy engine reads its queue between steps, so only requests that came to an idle one are taken.
     """
-    steps = [(step.planned_ns, step.ended_ns) for step in recording.steps()]
     texts: list[tuple[int, int]] = []
-    for request in recording.requests():
-        arrival = request.arrival
-        if arrival.queued_ns is not None and arrival.waits == NO_WAITS and is_taken(request):
-            idx = bisect_left(steps, (arrival.queued_ns,))
-            if idx == 0 or steps[idx - 1][1] <= arrival.arrival_ns:
-                texts.append((arrival.num_prompt_tokens, arrival.queued_ns - arrival.arrival_ns))
+    busy_until_ns = 0
+    for event in recording.events():
+        if isinstance(event, StepDone):
+            busy_until_ns = event.ended_ns
+        if not isinstance(event, Arrival) or event.is_repeated or event.waits != NO_WAITS:
+            continue
+        if event.queued_ns is not None and event.arrival_ns >= busy_until_ns and is_taken(event):
+            texts.append((event.num_prompt_tokens, event.queued_ns - event.arrival_ns))
     return texts
 
 
