@@ -173,10 +173,11 @@ def print_errors(simulated: Mapping[str, Figures], real: Mapping[str, Figures]) 
 def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapping[str, Figures]) -> dict[str, Figures]:
     tokenizer = read_tokenizer(locate(config_from(values)).path)
     with tempfile.TemporaryDirectory() as folder:
-        base, path = profile(Path(folder) / "profile.json", ["--threads", "1"]), Path(folder) / "steps.rec"
-        with started(args.replicas, "least-work", values, path) as (url, _):
+        base = profile(Path(folder) / "profile.json", ["--threads", "1"])
+        paths = [Path(folder) / f"steps-{number}.rec" for number in range(args.replicas)]
+        with started(args.replicas, "least-work", values, paths) as (url, _):
             runs = send_turns(Target(url=url, model=DEFAULT_MODEL), {}, tokenizer, repeat=1, users=args.replicas)
-        told = Told(path, runs, base)
+        told = Told(paths[0], runs, base, beside=paths[1:])
     link = Link(bytes_per_token=kv_bytes_per_token(config_from(values)), bytes_per_s=LINK_BYTES_PER_S, latency_ns=LINK_NS)
     server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, link=link, max_tokens=None)
     found: dict[str, Figures] = {}

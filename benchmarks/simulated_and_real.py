@@ -147,8 +147,8 @@ def send_turns(
 class Told:
     """The costs that a recording tells by its made-up requests, and how full the cache was in each run."""
 
-    def __init__(self, path: Path, runs: Sequence[Run], base: CostModel) -> None:
-        """`base`: fitted to steps up to the server's limits."""
+    def __init__(self, path: Path, runs: Sequence[Run], base: CostModel, beside: Sequence[Path] = ()) -> None:
+        """`base`: fitted to steps up to the server's limits. `beside`: recordings of other replicas that took requests."""
         recording = open_recording(path)
         began_s = datetime.fromisoformat(recording.header.began).timestamp()
 
@@ -179,7 +179,8 @@ class Told:
         alone = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency is None}
         of_engine = [
             request.departure.first_token_ns - request.arrival.arrival_ns
-            for request in recording.requests()
+            for one in (recording, *map(open_recording, beside))
+            for request in one.requests()
             if run_at(request.arrival.arrival_ns) in alone and request.departure is not None
             if request.departure.first_token_ns is not None
         ]

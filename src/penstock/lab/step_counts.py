@@ -38,7 +38,7 @@ class Counts(NamedTuple):
 
     @property
     def num_repeated_reads(self) -> int:
-        """Positions that rows of one token read after another one has, at most: those who hold them may have no row."""
+        """Positions that rows of one token read after another one has. Too many if requests without a row hold some of them."""
         return min(self.num_repeated, self.num_decode_reads - self.max_decode_reads)
 
     @property
