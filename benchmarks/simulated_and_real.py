@@ -47,7 +47,7 @@ from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
 from penstock.lab.pacing import Pace
 from penstock.lab.prompts import Tokenizer, write_prompts
-from penstock.lab.recording import StepDone, open_recording
+from penstock.lab.recording import Recording, StepDone, open_recording
 from penstock.lab.records import Record
 from penstock.lab.simulation import Outcome
 from penstock.lab.steps import steps_of, texts_of
@@ -148,12 +148,11 @@ class Told:
     """The costs that a recording tells by its made-up requests, and how full the cache was in each run."""
 
     def __init__(self, path: Path, runs: Sequence[Run], base: CostModel, beside: Sequence[Path] = ()) -> None:
-        """`base`: fitted to steps up to the server's limits. `beside`: recordings of other replicas that took requests."""
+        """`base`: fitted to steps up to the server's limits. `beside`: of other replicas, for the time of HTTP."""
         recording = open_recording(path)
-        began_s = datetime.fromisoformat(recording.header.began).timestamp()
 
-        def run_at(at_ns: int) -> int | None:
-            at_s = began_s + at_ns / 1e9
+        def run_at(at_ns: int, of: Recording = recording) -> int | None:
+            at_s = datetime.fromisoformat(of.header.began).timestamp() + at_ns / 1e9
             return next((idx for idx, run in enumerate(runs) if run.begin_s <= at_s <= run.end_s), None)
 
         def is_made_up(at_ns: int) -> bool:
@@ -181,7 +180,7 @@ class Told:
             request.departure.first_token_ns - request.arrival.arrival_ns
             for one in (recording, *map(open_recording, beside))
             for request in one.requests()
-            if run_at(request.arrival.arrival_ns) in alone and request.departure is not None
+            if run_at(request.arrival.arrival_ns, one) in alone and request.departure is not None
             if request.departure.first_token_ns is not None
         ]
         of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]

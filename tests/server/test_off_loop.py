@@ -629,6 +629,7 @@ async def test_too_many_long_texts_are_a_429(held, monkeypatch):
 def few_chars(monkeypatch):
     """A limit of texts that takes less time than the real one: as that one, beyond the toy's context, and large work."""
     monkeypatch.setattr(prompts, "MAX_TEXT_CHARS", LARGE_SIZE + 1)
+    monkeypatch.setattr(prompts, "MAX_TOKEN_CHARS", 9)  # the toy's longest
     return prompts.MAX_TEXT_CHARS
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 2**20
 """Most characters of one text, unless the context has room for more. Tokenising them takes about a second."""
-_LONGEST_TOKEN = 128
+MAX_TOKEN_CHARS = 128
 """Most characters that we expect of a token. Qwen2.5's longest has as many, all of them spaces."""
 MAX_SCORED = 2**19
 """Most log-probabilities of prompts in one answer, alternatives included: 80 MB of memory."""
@@ -155,7 +155,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
         token_ids = prompt.token_ids
     else:
         # Even the longest tokens would be too many, or one for each part of a cut prompt.
-        least = max(len(prompt.text) // _LONGEST_TOKEN, len(prompt.cuts))
+        least = max(len(prompt.text) // MAX_TOKEN_CHARS, len(prompt.cuts))
         if least > max_model_len and keep is None:
             raise _too_long(f"{limit_words(running.name, max_model_len)}; the prompt has at least {least}.", prompt.param)
         check_text_size(prompt.text, running, prompt.param)
@@ -291,7 +291,7 @@ def check_text_size(text: str, running: RunningModel, param: str) -> None:
 def _exceeded_size(text: str, running: RunningModel) -> int | None:
     if len(text) <= MAX_TEXT_CHARS:
         return None
-    limit = max(MAX_TEXT_CHARS, running.model.capacity.max_model_len * _LONGEST_TOKEN)
+    limit = max(MAX_TEXT_CHARS, running.model.capacity.max_model_len * MAX_TOKEN_CHARS)
     return limit if len(text) > limit else None
 
 

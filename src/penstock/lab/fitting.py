@@ -59,7 +59,8 @@ _COSTS_BEYOND = ("base", "step_ns", "sample_ns")
 _OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 _TEXT_COSTS = ("text_ns", "text_token_ns")
-MIN_TEXTS = 10
+_MIN_TEXTS = 10
+"""Fewer requests, such as the first one and another, would give a line that no third one is near."""
 _LEAST_TEXT_NS = 1e5
 """The errors of shorter times count as if they were this long."""
 
@@ -92,7 +93,7 @@ def fit(
 ) -> Fit:
     """Fit a cost model to measured steps. `are_in_order`: each step ran right after the one before it, so noise can correlate.
 
-    `texts`: as from `steps.texts_of`; with fewer than `MIN_TEXTS`, texts take as long as in `base`, or no time.
+    `texts`: as from `steps.texts_of`; with fewer than ten, texts take as long as in `base`, or no time.
 
     `base`: a fit to more kinds of steps. Its proportions stay: only a factor and extra costs per step and sample are fitted.
     The host's time and the noise come from `steps`.
@@ -177,7 +178,7 @@ class _Table:
             matrix = np.stack([self._units[name][is_fitted] for name in names], axis=1)
             solution = _robust(matrix, self.measured[part][is_fitted], whole)
             costs = dict(zip(names, solution.tolist(), strict=True))
-            if "repeated_ns" in costs:  # reading again costs something
+            if "repeated_ns" in costs:  # no saving is larger than what is saved from
                 costs["repeated_ns"] = min(costs["repeated_ns"], costs["decode_read_ns"])
             cost[part] = costs
         host = self.measured[HOST]
@@ -196,7 +197,7 @@ class _Table:
         predicted = {
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }
-        predicted[TOTAL] = np.sum([predicted[part] for part in self.parts], axis=0)
+        predicted[TOTAL] = np.maximum(1.0, np.sum([predicted[part] for part in self.parts], axis=0))
         step_ns, row_ns, prefill_ns = (cost.get(HOST, {}).get(name, 0.0) for name in _HOST_COSTS)
         predicted[HOST] = step_ns + row_ns * self._num_rows + prefill_ns * self._has_prefill
         return predicted
@@ -251,7 +252,7 @@ def units_of(counts: Sequence[Counts]) -> tuple[tuple[float, ...], dict[str, Flo
 
 
 def _texts(texts: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    if len(texts) < MIN_TEXTS:
+    if len(texts) < _MIN_TEXTS:
         return {}
     num_tokens, measured = np.array(texts, dtype=float).T
     matrix = np.stack([np.ones(len(texts)), num_tokens], axis=1)

@@ -38,7 +38,7 @@ class Counts(NamedTuple):
 
     @property
     def num_repeated_reads(self) -> int:
-        """Positions that rows of one token read after another one has. Too many if requests without a row hold some of them."""
+        """Positions that rows of one token read again, at most: what prompts and requests without a row hold counts, too."""
         return min(self.num_repeated, self.num_decode_reads - self.max_decode_reads)
 
     @property
