@@ -65,6 +65,13 @@ def test_a_request_is_queued_once_its_text_is_read() -> None:
     assert third.first_ns == 109 * MS + cost((32, 0))
 
 
+def test_texts_are_read_in_the_order_of_arrival() -> None:
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=num, num_output_tokens=1) for num in (64, 32, 8)]
+    records = simulation(cost=replace(COST, text_token_ns=1e5)).run(of(*jobs)).records
+    firsts = [record.first_ns or 0 for record in records]
+    assert firsts == sorted(firsts), "a short text does not overtake"
+
+
 def test_the_clients_limit_ends_an_output_as_well() -> None:
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=50)]
     stats = Simulation(capacity=CAPACITY, make_policies=make_policies, max_tokens=20).run(of(*jobs)).ended[0]

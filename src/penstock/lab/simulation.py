@@ -265,6 +265,8 @@ class _Fleet:
         """Replica -> ids of calls that moved to another replica, until this one reports their abort."""
         self._moving: set[str] = set()
         """Ids of calls whose KV is on its way from a prefill replica to a decode replica."""
+        self._texts_read_ns = 0
+        """When the texts of all calls so far are read."""
         self._coming: dict[str, Request] = {}
         """Id of a call whose text becomes tokens, or that waits for KV from another replica -> the request to begin."""
 
@@ -284,7 +286,7 @@ class _Fleet:
     # Calls: submitted, aborted, routed.
 
     def submit(self, call: Call) -> None:
-        """Begin a call after the time of its text. Its replica is chosen before, unlike in a real cluster."""
+        """Begin a call once its text is read, after those before it. Its replica is chosen before, unlike in a real cluster."""
         if self.crew is not None and self.crew.hold(call):
             return
         request, name, choice = call.request, self._names[0], None
@@ -302,7 +304,8 @@ class _Fleet:
             raise
         self._places[request.request_id] = name
         if text_ns := self._simulation.cost.prompt_ns(request.num_prompt_tokens):
-            self._note(self._clock.now_ns() + text_ns, request, partial(self._begin, name, request, choice))
+            self._texts_read_ns = max(self._clock.now_ns(), self._texts_read_ns) + text_ns
+            self._note(self._texts_read_ns, request, partial(self._begin, name, request, choice))
         else:
             self._begin(name, request, choice)
 
