@@ -175,7 +175,8 @@ def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapp
     with tempfile.TemporaryDirectory() as folder:
         base = profile(Path(folder) / "profile.json", ["--threads", "1"])
         paths = [Path(folder) / f"steps-{number}.rec" for number in range(args.replicas)]
-        with started(args.replicas, "least-work", values, paths) as (url, _):
+        recorded = [{**values, "record": str(path), "record_size": 2 << 30} for path in paths]
+        with started(args.replicas, "least-work", values, recorded) as (url, _):
             runs = send_turns(Target(url=url, model=DEFAULT_MODEL), {}, tokenizer, repeat=1, users=args.replicas)
         told = Told(paths[0], runs, base, beside=paths[1:])
     link = Link(bytes_per_token=kv_bytes_per_token(config_from(values)), bytes_per_s=LINK_BYTES_PER_S, latency_ns=LINK_NS)

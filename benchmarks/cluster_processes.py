@@ -10,7 +10,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from other_routers import router_of
@@ -112,16 +111,14 @@ def serve_replica(replica_port: int, name: str, num_replicas: int, what: Values 
 
 
 @contextmanager
-def started(num_replicas: int, router: str, what: Values | Stub, recordings: Sequence[Path] = ()) -> Iterator[tuple[str, int]]:
-    """Start a server and replicas, which write these recordings. Return its URL and the id of its process."""
+def started(num_replicas: int, router: str, what: Values | Stub, own: Sequence[Values] = ()) -> Iterator[tuple[str, int]]:
+    """Start a server and replicas. Return its URL and the id of its process. `own`: the replicas' settings, if they differ."""
     with bind_socket(HOST, 0) as one, bind_socket(HOST, 0) as other:
         port, replica_port = one.getsockname()[1], other.getsockname()[1]
     make = multiprocessing.get_context("spawn").Process
     processes = [make(target=serve, args=(port, replica_port, num_replicas, router, what))]
     names = [f"r{number}" for number in range(num_replicas)]
-    kinds = [what] * num_replicas
-    if recordings and not isinstance(what, Stub):
-        kinds = [{**what, "record": str(path), "record_size": 2 << 30} for path in recordings]
+    kinds = own or [what] * num_replicas
     processes += [
         make(target=serve_replica, args=(replica_port, name, num_replicas, kind))
         for name, kind in zip(names, kinds, strict=True)

@@ -132,7 +132,7 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
     from penstock.lab.fitting import fit
     from penstock.lab.recording import open_recording
     from penstock.lab.replayed import show
-    from penstock.lab.steps import steps_of, texts_of
+    from penstock.lab.steps import steps_of
     from penstock.lab.traces import read_workload
     from penstock.serve.ops.requests import choice_of
     from penstock.serve.ops.status import capacity_of
@@ -157,7 +157,7 @@ def _read_recording(path: Path) -> tuple[Evidence, Predictor]:
         predictor = Predictor(evidence, read_workload(path))
     predictor.depth = header.depth
     with suppress(ArithmeticError, ValueError, PenstockError):  # too few steps, or steps without times
-        predictor.cost = fit(steps_of(recording), are_in_order=True, texts=texts_of(recording)).cost
+        predictor.cost = fit(steps_of(recording), are_in_order=True).cost
     with suppress(PenstockError):  # nothing was guessed
         predictor.acceptance = acceptance_of(str(path))
     return evidence, predictor

@@ -61,8 +61,6 @@ _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 _TEXT_COSTS = ("text_ns", "text_token_ns")
 _MIN_TEXTS = 10
 """Fewer requests, such as the first one and another, would give a line that no third one is near."""
-_LEAST_TEXT_NS = 1e5
-"""The errors of shorter times count as if they were this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +254,8 @@ def _texts(texts: Sequence[tuple[int, int]]) -> dict[str, Any]:
         return {}
     num_tokens, measured = np.array(texts, dtype=float).T
     matrix = np.stack([np.ones(len(texts)), num_tokens], axis=1)
-    return dict(zip(_TEXT_COSTS, _robust(matrix, measured, np.maximum(measured, _LEAST_TEXT_NS)).tolist(), strict=True))
+    usual = np.full(len(texts), max(1.0, float(measured.mean())))  # relative errors would mean nothing for times near 0
+    return dict(zip(_TEXT_COSTS, _robust(matrix, measured, usual).tolist(), strict=True))
 
 
 def _edges(num_tokens: Floats) -> tuple[float, ...]:

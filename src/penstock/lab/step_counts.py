@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     """KV positions read by the longest row of one token."""
     min_decode_reads: int = 0
     num_repeated: int = 0
-    """As in `StepPlan`."""
+    """KV positions that several requests hold, counted for each but one."""
 
     @property
     def num_narrow_reads(self) -> int:
