@@ -12,9 +12,10 @@ differ by their noise.
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
 capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run.
 The tables have the median of the runs and, for noise, the least and largest real run around their median. "Time of steps" is
-the real time of a run's steps over the cost model's time for them: if it differs between rounds, the machine did. KV
-occupancy is the time-averaged share of blocks that requests hold. With several `--presets` it prints how both rank
-them. The last line is one JSON object.
+the real time of a run's steps over the cost model's mean time for them, noise included: where it is not 1, the machine was
+faster or slower than during the made-up requests. "At own speed" multiplies the costs by it, which leaves the errors that
+are not the machine's. KV occupancy is the time-averaged share of blocks that requests hold. With several `--presets` it prints
+how both rank them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from penstock.lab.workload import Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
+from penstock.types.plan import StepShape
 
 ROWS = 32
 MADE_UP_NAME = "made up"
@@ -164,13 +166,13 @@ class Told:
         self.cost = fit(steps, are_in_order=True, base=base, texts=texts).cost
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
-        real_ns, told_ns = [0] * len(runs), [0] * len(runs)
+        real_ns, told_ns = [0.0] * len(runs), [0.0] * len(runs)
         every_step = steps_of(recording, is_taken=lambda _: True, max_steps=1 << 30)
         for step, done in zip(every_step, recording.steps(), strict=True):
             if (run_no := run_at(done.ended_ns)) is not None:
                 steps_in[run_no].append(done)
                 real_ns[run_no] += step.execute_ns
-                told_ns[run_no] += self.cost.duration_ns(step.shape)
+                told_ns[run_no] += mean_ns(self.cost, step.shape)
         self.step_ratios = [real / told for real, told in zip(real_ns, told_ns, strict=True)]
         """The real time of each run's steps over what the cost model says of the same steps."""
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
@@ -201,6 +203,13 @@ class Told:
         return replace(record, first_ns=record.first_ns + added_ns, ended_ns=record.ended_ns + added_ns)
 
 
+def mean_ns(cost: CostModel, shape: StepShape) -> float:
+    """Return the time of a step, with the mean of its noise."""
+    ns = cost.duration_ns(shape)
+    ratios = next((one.ratios for one in cost.residuals if ns <= one.up_to_ns), cost.residuals[-1].ratios)
+    return ns * fmean(ratios)
+
+
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
     """Blocks that requests hold, mean over time: while steps are computed, and between them."""
     total = 0.0
@@ -212,22 +221,28 @@ def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
     return total / (steps[-1].ended_ns - steps[0].ended_ns)
 
 
-def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, tuple[list[Figures], list[Figures]]]:
-    """Name of a workload and load -> figures of the real runs, and of their simulations."""
+def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, dict[str, list[Figures]]]:
+    """Name of a workload and load -> kind -> figures of each run: real, simulated, and simulated at that run's own speed."""
     settings = config_from({"preset": preset, "max_num_seqs": ROWS, "speculation": "off"})
-    found: dict[str, tuple[list[Figures], list[Figures]]] = {}
-    for idx, run in enumerate(runs):
+    found: dict[str, dict[str, list[Figures]]] = {}
+    for run, ratio, occupancy in zip(runs, told.step_ratios, told.occupancies, strict=True):
         if run.name == MADE_UP_NAME:
             continue
-        server = replace(simulation_of(settings, told.cost, num_blocks=told.num_blocks), max_tokens=None)
-        outcomes = [replace(server, seed=seed).run(run.workload) for seed in SEEDS]
+        of_run = {"real": figures_of(run.records, occupancy) | {STEP_TIME: ratio}}
+        for kind, factor in (("simulated", 1.0), ("own speed", ratio)):
+            server = simulation_of(settings, told.cost.scaled(factor), num_blocks=told.num_blocks)
+            outcomes = [replace(server, max_tokens=None, seed=seed).run(run.workload) for seed in SEEDS]
+            seen = [figures_of([told.as_client(record) for record in one.records], _occupancy(one)) for one in outcomes]
+            of_run[kind] = {name: fmean(one[name] for one in seen) for name in seen[0]} | {STEP_TIME: factor}
         if outcomes[0].num_outside:
             print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
-        simulated = [figures_of([told.as_client(record) for record in one.records], _occupancy(one)) for one in outcomes]
-        reals, means = found.setdefault(run.name, ([], []))
-        reals.append(figures_of(run.records, told.occupancies[idx]) | {STEP_TIME: told.step_ratios[idx]})
-        means.append({name: fmean(one[name] for one in simulated) for name in simulated[0]} | {STEP_TIME: 1.0})
+        for kind, figures in of_run.items():
+            found.setdefault(run.name, {}).setdefault(kind, []).append(figures)
     return found
+
+
+def error_of(simulated: Sequence[float], real: Sequence[float]) -> str:
+    return f"{median(told / seen - 1 for told, seen in zip(simulated, real, strict=True)):+.1%}"
 
 
 def _occupancy(outcome: Outcome) -> float:
@@ -280,15 +295,16 @@ def main() -> None:
             with server([*GUESSES, "--preset", preset, "--record", str(path), "--record-size", "2GiB"]) as target:
                 runs = send_turns(target, workloads, tokenizer, repeat=args.repeat)
             compared = compare(preset, runs, Told(path, runs, base))
-            for workload, (real, simulated) in compared.items():
-                print(f"\n{preset}, {workload}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")
-                kinds = {"real": real, "simulated": simulated}
-                middle = {kind: {name: median(one[name] for one in some) for name in real[0]} for kind, some in kinds.items()}
+            for workload, kinds in compared.items():
+                print(f"\n{preset}, {workload}\n\n| | real | simulated | error | at own speed | real runs |")
+                print("|---|---|---|---|---|---|")
+                middle = {kind: {name: median(one[name] for one in some) for name in some[0]} for kind, some in kinds.items()}
                 middles[workload][preset] = middle
                 for name, value in middle["real"].items():
-                    error = median(told[name] / seen[name] - 1 for seen, told in zip(real, simulated, strict=True))
-                    spread = " to ".join(f"{bound(one[name] for one in real) / value - 1:+.0%}" for bound in (min, max))
-                    print(f"| {name} | {value:.4g} | {middle['simulated'][name]:.4g} | {error:+.1%} | {spread} |", flush=True)
+                    values = {kind: [one[name] for one in some] for kind, some in kinds.items()}
+                    errors = " | ".join(error_of(values[kind], values["real"]) for kind in ("simulated", "own speed"))
+                    spread = " to ".join(f"{bound(values['real']) / value - 1:+.0%}" for bound in (min, max))
+                    print(f"| {name} | {value:.4g} | {middle['simulated'][name]:.4g} | {errors} | {spread} |", flush=True)
     for words, by_preset in middles.items():
         for name in RANKED if len(by_preset) > 1 else ():
             orders = [sorted(by_preset, key=lambda one: by_preset[one][kind][name]) for kind in ("real", "simulated")]
