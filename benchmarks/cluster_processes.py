@@ -35,6 +35,8 @@ from penstock.types.plan import Capacity, StepPlan, StepShape, Ticket
 from penstock.types.result import StepResult
 
 HOST, SECRET, START_S, MAX_QUEUE = "127.0.0.1", b"a secret of benchmarks", 120.0, 4096
+UNENDING = {"logit_bias": {"0": -100, "1": -100, "2": -100}}
+"""Bans SmolLM2's tokens without text. An answer of a forced length would have them, and the next turn's prompt not."""
 Values = Mapping[str, Any]
 """Settings by key."""
 
@@ -144,7 +146,7 @@ def started(num_replicas: int, router: str, what: Values | Stub, own: Sequence[V
 
 
 def send_all(workload: Workload, url: str, model: str) -> Sent:
-    sent = send(workload, Target(url=url, model=model))
+    sent = send(workload, Target(url=url, model=model, extra_body={} if model == "toy" else UNENDING))
     failed = [record for record in sent.records if record.end is not End.OK]
     if failed:
         print(f"{len(failed)} of {len(sent.records)} requests failed: {failed[0].error}", file=sys.stderr, flush=True)
