@@ -144,6 +144,8 @@ class MarkReader:
         self._has_content = False
         """Whether content other than white space was returned."""
         self._call: _CallReader | None = None
+        self._blank = ""
+        """White space before `_call`, which is content unless a call begins."""
         if self._reasoning is None:
             self._step = self._read_content
         else:
@@ -164,6 +166,7 @@ class MarkReader:
             if not self._skips_space or self._held.strip():
                 self._parts.append(Reasoning(self._held.rstrip()))
         elif self._call is not None:
+            self._add_content(self._blank)
             self._parts += self._call.finish()
         else:
             self._add_content(self._held)
@@ -236,7 +239,9 @@ class MarkReader:
         return False
 
     def _begin_calls(self, way: Way, at: int) -> bool:
-        self._add_content(self._held[:at].rstrip())
+        before = self._held[:at].rstrip()
+        self._add_content(before)
+        self._blank = self._held[len(before) : at]
         self._call = _CallReader(way, self._new_call_id, self._types)
         self._held = self._held[at:]
         self._step = self._read_calls
@@ -259,11 +264,15 @@ class MarkReader:
 
     def _read_calls(self) -> bool:
         assert self._call is not None
-        self._parts += self._call.push(self._held)
+        parts = self._call.push(self._held)
+        if parts:
+            self._blank = ""
+        self._parts += parts
         self._held = ""
         if self._call.is_over:  # the rest is text, as the model wrote it
-            self._held, self._call, self._tools = self._call.rest(), None, None
-            self._step, self._skips_space = self._read_content, True
+            self._skips_space |= not self._blank
+            self._held, self._call, self._tools = self._blank + self._call.rest(), None, None
+            self._step = self._read_content
             return True
         return False
 
