@@ -66,7 +66,6 @@ def test_a_chat_template_of_the_environment_is_for_chats(penstock: Penstock, tin
         ("--top-k", "99999999999"),
         ("--stop", ""),
         ("--temperature", "nan"),
-        ("--temperature", "1e-300"),
         ("--top-p", "nan"),
         ("--min-p", "nan"),
     ],

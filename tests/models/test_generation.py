@@ -42,7 +42,7 @@ def test_the_keys_of_vllm_and_suppress_tokens_count(tmp_path):
     assert ignored_settings(said) == []
 
 
-def test_a_temperature_too_low_for_a_request_is_greedy(tmp_path):
+def test_a_temperature_near_0_is_greedy(tmp_path):
     assert sampling_defaults(generation(tmp_path, temperature=1e-6), 10).temperature == 0.0
 
 

@@ -90,6 +90,10 @@ def test_what_is_said_wins_even_if_it_is_zero():
     assert sampling(top_k=-1).top_k == 0
 
 
+def test_a_temperature_near_0_is_greedy():
+    assert [sampling(temperature=low).temperature for low in (1e-300, 1e-6, 1e-4)] == [0.0, 0.0, 1e-4]
+
+
 def test_repeat_last_n_limits_what_the_penalties_count():
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     assert sampling(**penalties, repeat_last_n=64).penalty_window == 64

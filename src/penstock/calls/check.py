@@ -138,8 +138,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
             raise _invalid(names, ("sampling", name), "can't be computed by this server's backend: leave it out")
     values = {name: _value(name, request, running) for name, parameter in PARAMETERS.items() if parameter.neutral is not None}
     if 0 < values["temperature"] < MIN_TEMPERATURE:
-        rule = f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {values['temperature']}"
-        raise _invalid(names, ("sampling", "temperature"), rule)
+        values["temperature"] = 0.0
     values["top_k"] = max(0, values["top_k"])
     window = values.pop("repeat_last_n")
     if window == 0:

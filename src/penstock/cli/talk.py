@@ -10,7 +10,7 @@ import click
 
 from penstock.cli.options import NumberRange, add_options, config_options, setting_keys, warn_of_unknown_variables
 from penstock.types.errors import PenstockError, counted
-from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
+from penstock.types.sampling import PARAMETERS, Parameter
 
 if TYPE_CHECKING:
     from penstock.inprocess import RequestOutput, StructuredOutputsParams
@@ -102,8 +102,6 @@ class Session:
         from penstock.inprocess import SamplingParams
         from penstock.llm import LLM
 
-        if 0 < (values["temperature"] or 0) < MIN_TEMPERATURE:
-            raise click.BadParameter(f"0 is greedy; otherwise at least {MIN_TEMPERATURE}.", param_hint="'--temperature'")
         warn_of_unknown_variables()
         asked = {name: values[name] for name in ("max_tokens", "stop", *_SAMPLING) if values[name] is not None}
         asked |= {"seed": values["answer_seed"], "structured_outputs": structured_outputs}

@@ -96,7 +96,7 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
 def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
     """Return the sampling defaults in a model's settings. Raises ModelError for a value that a request may not have.
 
-    A temperature too low for a request is 0.
+    A temperature below `MIN_TEMPERATURE` is 0, as in requests.
     """
     values = {key: value for key, value in generation.values.items() if value is not None}
     found: dict[str, Any] = {}

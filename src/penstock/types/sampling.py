@@ -50,7 +50,7 @@ class Matcher(Protocol):
 
 
 MIN_TEMPERATURE = 1e-4
-"""The lowest temperature above 0. Below it, divided logits can no longer be told apart."""
+"""A temperature below this counts as 0, because divided logits could no longer be told apart."""
 
 MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for (OpenAI's limit)."""
@@ -167,7 +167,7 @@ _NUMBERS = (
         1.0,
         (0, 2),
         f"temperature {_EVERYWHERE} anthropic cohere tgi cli",
-        "Divides the logits. 0 always takes the likeliest token.",
+        "Divides the logits. Below 0.0001, the likeliest token is taken.",
         sampler="temperature",
         tgi=(0, 2, True),
         llama_cpp=(-math.inf, 2),
