@@ -332,7 +332,7 @@ def test_what_several_threads_ask_runs_together(model: LLM) -> None:
     [
         ({"temperature": 3.0}, "'temperature' must be at most 2"),
         ({"temperature": float("nan")}, "'temperature'"),
-        ({"top_p": 0.0}, "'top_p' must be"),
+        ({"top_p": -0.1}, "'top_p' must be"),
         ({"n": 0}, "'n' must be at least 1"),
         ({"max_tokens": "8"}, "'max_tokens' must be an integer"),
         ({"stop": ["", "a"]}, r"'stop\[0\]'"),

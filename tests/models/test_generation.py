@@ -57,7 +57,7 @@ def test_null_and_absent_are_the_same(tmp_path):
         ("temperature", float("nan"), "temperature is nan"),
         ("temperature", "warm", "temperature is 'warm'"),
         ("temperature", True, "temperature is True"),
-        ("top_p", 0, "top_p is 0"),
+        ("top_p", -0.1, r"top_p is -0\.1"),
         ("top_k", 1.5, r"top_k is 1\.5"),
         ("top_k", 2**31, "top_k is"),
         ("max_new_tokens", 0, "max_new_tokens is 0"),

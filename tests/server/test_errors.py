@@ -59,7 +59,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
     ({"prompt": "a", "temperature": -0.1}, "temperature"),
     ({"prompt": "a", "temperature": 2.1}, "temperature"),
-    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, "top_p"),
     ({"prompt": "a", "top_p": 1.1}, "top_p"),
     ({"prompt": "a", "top_k": -2}, "top_k"),
     ({"prompt": "a", "min_p": 1.5}, "min_p"),

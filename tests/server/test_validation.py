@@ -94,6 +94,11 @@ def test_a_temperature_near_0_is_greedy():
     assert [sampling(temperature=low).temperature for low in (1e-300, 1e-6, 1e-4)] == [0.0, 0.0, 1e-4]
 
 
+def test_a_top_p_of_0_keeps_the_likeliest_token():
+    params = sampling(top_p=0, top_k=40)
+    assert (params.top_p, params.top_k) == (1.0, 1)
+
+
 def test_repeat_last_n_limits_what_the_penalties_count():
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     assert sampling(**penalties, repeat_last_n=64).penalty_window == 64

@@ -139,6 +139,8 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
     values = {name: _value(name, request, running) for name, parameter in PARAMETERS.items() if parameter.neutral is not None}
     if 0 < values["temperature"] < MIN_TEMPERATURE:
         values["temperature"] = 0.0
+    if values["top_p"] == 0:
+        values |= {"top_k": 1, "top_p": 1.0}
     values["top_k"] = max(0, values["top_k"])
     window = values.pop("repeat_last_n")
     if window == 0:

@@ -22,8 +22,8 @@ MAX_SUPPRESSED = 1024  # each suppressed token slows down every step a little
 _NUMBERS: Mapping[str, tuple[str, type[int] | type[float], float, float]] = {
     "temperature": ("temperature", float, 0.0, 2.0),
     "general.sampling.temp": ("temperature", float, 0.0, 2.0),
-    "top_p": ("top_p", float, 1e-9, 1.0),
-    "general.sampling.top_p": ("top_p", float, 1e-9, 1.0),
+    "top_p": ("top_p", float, 0.0, 1.0),
+    "general.sampling.top_p": ("top_p", float, 0.0, 1.0),
     "min_p": ("min_p", float, 0.0, 1.0),
     "general.sampling.min_p": ("min_p", float, 0.0, 1.0),
     "repetition_penalty": ("repetition_penalty", float, 0.01, 100.0),

@@ -185,10 +185,11 @@ _NUMBERS = (
     ),
     _number(
         1.0,
-        (0, 1, True),
+        (0, 1),
         f"top_p {_EVERYWHERE} anthropic cohere=p tgi cli",
         "Keeps the smallest set of likeliest tokens with at least this probability.",
         sampler="top_p",
+        tgi=(0, 1, True),
     ),
     _number(
         0.0,
