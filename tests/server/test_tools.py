@@ -326,6 +326,20 @@ async def test_usage_tells_the_tokens_of_reasoning(said, includes):
     assert events(streamed.text)[0][-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(reasoning)}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"timings_per_token": True}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
+    ids=["timings", "usage"],
+)
+async def test_usage_and_timings_come_in_the_events_of_the_text(fields):
+    runtime = says("Fine.")
+    async with make_client(runtime) as client:
+        response = await client.post(CHAT, json=ASK | {"tools": [NOW], "stream": True} | fields)
+    runtime.close()
+    deltas = [choice["delta"] for chunk in events(response.text)[0] for choice in chunk["choices"]]
+    assert deltas.count({}) == 1, "the finish reason's"
+
+
 async def test_reasoning_can_be_left_out_and_turned_off():
     choice = await ask(f"{THOUGHT}Done.", chat_template=THINKING_TEMPLATE, include_reasoning=False)
     assert "reasoning_content" not in choice["message"]

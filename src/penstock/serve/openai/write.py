@@ -265,14 +265,16 @@ class ChatWriter(AnswerWriter):
     def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
         """Return an event for each part of a chunk: reasoning, content, or a piece of a tool call.
 
-        Unless the answer is plain (`_is_plain`), an event without text follows, with log-probabilities and token ids.
+        An event without text follows for log-probabilities and token ids, and for usage or timings that no other event has.
         """
         parts = choice.read(chunk)
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         deltas = [delta for part in parts if (delta := _delta(part)) is not None]
         events = [self._prefixes[index] + fast_json.dumps(delta)[1:] + end for delta in deltas]
-        if not self._is_plain and (said := self._content(index, chunk, shows_text=False)):
-            events.append(said)
+        has_tokens = self._options.has_logprobs or self._options.has_token_ids
+        is_silent = not events and chunk.finish_reason is None
+        if has_tokens or (is_silent and not self._is_plain):
+            events.append(self._content(index, chunk, shows_text=False))
         return b"".join(events)
 
     def _content(self, index: int, chunk: OutputChunk, *, shows_text: bool = True) -> bytes:
