@@ -125,6 +125,10 @@ def test_a_malformed_list_of_headers_is_not_told_back():
         ("http://localhost:3000", b"http://localhost:3000"),
         ("https://page.example:443", b"https://page.example"),
         ("http://[::1]:8080", b"http://[::1]:8080"),
+        ("app://obsidian.md", b"app://obsidian.md"),
+        ("tauri://localhost", b"tauri://localhost"),
+        ("vscode-webview://1a2b", b"vscode-webview://1a2b"),
+        ("chrome-extension://abcdefgh/", b"chrome-extension://abcdefgh"),
     ],
 )
 def test_origins_are_what_browsers_make_of_them(origin, sent):
@@ -161,6 +165,10 @@ def test_a_host_stands_for_its_origins_of_both_schemes_and_without_a_port_of_all
         "localhost:x",
         "*.page.example",
         "ftp://a",
+        "file:///a",
+        "file://a",
+        "data:a",
+        "a+b://",
         "https://a/b",
         "https://*.a",
         '["https://a"]',

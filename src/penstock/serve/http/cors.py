@@ -33,7 +33,7 @@ Headers = list[tuple[bytes, bytes]]
 
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: like `https://example.org:8443`; or a host with or without a port, for both schemes; or `*` for any.
+        """`origins`: like `https://example.org:8443` or `app://name`; or a host (and port) for http and https; or `*`.
 
         Raises `ConfigError` for values that no browser would send.
         """
@@ -92,9 +92,9 @@ def _checked(origin: str) -> bytes:
         port, host = parts.port, parts.hostname or ""
     except ValueError:
         parts, port, host = urlsplit(""), None, ""
-    is_whole = parts.scheme in _DEFAULT_PORTS and host.isascii() and parts.path in ("", "/")
+    is_whole = parts.scheme not in ("", "file", "ftp") and host.isascii() and parts.path in ("", "/")
     if not host or not is_whole or parts.query or parts.fragment or "@" in parts.netloc or "*" in host:
         raise ConfigError(f"{origin!r} is not the origin of a page (--allowed-origins).", remedy=remedy)
     host = f"[{host}]" if ":" in host else host
-    is_default = port in (None, _DEFAULT_PORTS[parts.scheme])
+    is_default = port in (None, _DEFAULT_PORTS.get(parts.scheme))
     return f"{parts.scheme}://{host}{'' if is_default else f':{port}'}".encode()
