@@ -16,7 +16,7 @@ from penstock.serve.bodies import MAX_LOGGED_CHARS, MAX_LOGGED_NAMES, Body, Igno
 from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
-from penstock.serve.messages import PART_NO_EFFECT, CalledFunction, ChatMessage, ToolCallBody
+from penstock.serve.messages import PART_NO_EFFECT, CalledFunction, ChatMessage, FunctionBody, ToolBody, ToolCallBody
 from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OllamaCall, OllamaFunction, OptionsBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
@@ -145,6 +145,7 @@ def test_the_docs_list_every_field_without_effect():
             *(f"tool_calls.function.{name}" for name in CalledFunction.no_effect),
             *(f"content.{name}" for name in PART_NO_EFFECT),
         },
+        "a chat's tools": {*ToolBody.no_effect, *(f"function.{name}" for name in FunctionBody.no_effect)},
         "`/v1/responses`": {
             *ResponsesBody.no_effect,
             *(f"text.{name}" for name in TextOptions.no_effect),
@@ -210,6 +211,12 @@ TEXTS = {"user", "safety_identifier", "prompt_cache_key", "session_id"}
 )
 async def test_messages_may_have_fields_that_ask_for_nothing(client, fields):
     await check_plain(client, CHAT, {"messages": [{"role": "user", "content": "hi", **fields}]})
+
+
+async def test_tools_may_be_marked_for_a_cache(client):
+    function = {"name": "now", "cache_control": EPHEMERAL}
+    tool = {"type": "function", "function": function, "cache_control": EPHEMERAL}
+    await check_plain(client, CHAT, {"tools": [tool], "tool_choice": "none"})
 
 
 @pytest.mark.parametrize(

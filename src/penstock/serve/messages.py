@@ -37,6 +37,7 @@ class FunctionBody(Body):
     """JSON schema of the arguments. None: the function takes no arguments."""
     strict: bool | None = None
     """True: refuse a schema that can't be enforced. Otherwise a call may have any object as arguments."""
+    cache_control: Unread = None
 
 
 class ToolBody(Body):
@@ -47,6 +48,7 @@ class ToolBody(Body):
 
     type: Literal["function"]
     function: FunctionBody
+    cache_control: Unread = None
 
 
 class CalledFunction(Body):
