@@ -349,8 +349,15 @@ async def test_reasoning_can_be_left_out_and_turned_off():
         assert choice["message"]["content"] == "Done."
 
 
-async def test_an_effort_of_none_ends_the_block_of_a_template_without_a_switch():
-    always = CHAT_TEMPLATE.replace("{{ suffix }}", "<think>\n{# </think> #}")
+async def test_a_template_gets_its_switch_beside_the_effort():
+    template = "{% set effort = reasoning_effort %}" + THINKING_TEMPLATE
+    choice = await ask(f"{THOUGHT}Done.", chat_template=template, reasoning_effort="none")
+    assert choice["message"]["content"] == f"{THOUGHT}Done.", "the prompt has an empty block"
+
+
+@pytest.mark.parametrize("begin", ["", "{% set effort = reasoning_effort %}"], ids=["none", "effort"])
+async def test_an_effort_of_none_ends_the_block_of_a_template_without_a_switch(begin):
+    always = begin + CHAT_TEMPLATE.replace("{{ suffix }}", "<think>\n{# </think> #}")
     end = "\n</think>"
     none = await ask("a" * len(end) + "Hm.", chat_template=always, reasoning_effort="none")
     assert none["message"]["content"] == "Hm."

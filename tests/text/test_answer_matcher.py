@@ -208,20 +208,22 @@ def test_a_token_may_reach_across_the_end_of_the_reasoning():
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_the_end_of_the_reasoning_is_forced_when_its_budget_is_used_up(budget):
-    marks = REASONING["think"]
+@pytest.mark.parametrize("name", REASONING)
+def test_the_end_of_the_reasoning_is_forced_when_its_budget_is_used_up(name, budget):
+    marks = REASONING[name]
     for is_bound in (True, False):
-        grammar = Grammar(GrammarKind.REGEX, "[0-9]{2}", Lead(marks.open, marks.close)) if is_bound else None
+        lead = Lead(marks.open, marks.close, marks.lead)
+        grammar = Grammar(GrammarKind.REGEX, "[0-9]{2}", lead) if is_bound else None
         plan = AnswerPlan(reasoning=marks, max_reasoning_tokens=budget)
-        matcher = matcher_of(PLAIN, grammar, plan)
-        say(matcher, PLAIN, "<think>" + "a" * budget)
-        text = b""
-        for _ in PLAIN.encode(marks.forced, add_special_tokens=False):
-            [token_id] = allowed(matcher, PLAIN)
-            text += PLAIN.token_bytes(token_id)
+        matcher = matcher_of(SPECIAL, grammar, plan)
+        say(matcher, SPECIAL, marks.open + "a" * budget)
+        text, forced = b"", marks.forced + ("" if is_bound else marks.lead)
+        for _ in SPECIAL.encode(forced, add_special_tokens=False):
+            [token_id] = allowed(matcher, SPECIAL)
+            text += SPECIAL.token_bytes(token_id)
             matcher.accept((token_id,))
-        assert text.decode() == marks.forced
-        say(matcher, PLAIN, "12")
+        assert text.decode() == forced
+        say(matcher, SPECIAL, f"{marks.lead * is_bound}12")
         assert (matcher.mask() is None) == (not is_bound)
 
 

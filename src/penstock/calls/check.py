@@ -335,8 +335,8 @@ def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
     """Return the limit of reasoning tokens, or None. It is 0 if the client turns reasoning off and the template can't."""
     budget = request.max_reasoning_tokens
     if budget is None:
-        has_switch = dialect.takes_effort or dialect.takes_enable_thinking
-        return 0 if request.reasoning_effort == "none" and not has_switch and dialect.reasoning is not None else None
+        is_off = request.reasoning_effort == "none" and not dialect.takes_enable_thinking
+        return 0 if is_off and dialect.reasoning is not None else None
     if dialect.reasoning is None:
         rule = "is for models that write reasoning in a block of its own; this model does not"
         raise _invalid(request.names, ("max_reasoning_tokens",), rule)
@@ -349,9 +349,12 @@ def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, An
         return {}
     if effort not in _EFFORTS:
         raise _invalid(request.names, ("reasoning_effort",), f"must be one of {', '.join(_EFFORTS)}")
+    variables: dict[str, Any] = {}
     if dialect.takes_effort:
-        return {"reasoning_effort": TEMPLATE_EFFORTS.get(effort, effort)}
-    return {"enable_thinking": effort != "none"} if dialect.takes_enable_thinking else {}
+        variables["reasoning_effort"] = TEMPLATE_EFFORTS.get(effort, effort)
+    if dialect.takes_enable_thinking:
+        variables["enable_thinking"] = effort != "none"
+    return variables
 
 
 def _invalid(names: Names, path: tuple[str | int, ...], rule: str) -> Rejected:

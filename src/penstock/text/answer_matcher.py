@@ -211,9 +211,12 @@ class AnswerMatcher:
         if self._state is _State.OPENING:
             return None if self._inner is None else self._inner.mask()
         if self._state is _State.REASONING:
-            limit = self._plan.max_reasoning_tokens
-            if limit is not None and self._num_reasoning >= limit and not self._forced and self._plan.reasoning is not None:
-                self._forced = self._tokens.encode(self._plan.reasoning.forced)
+            limit, marks = self._plan.max_reasoning_tokens, self._plan.reasoning
+            if limit is not None and self._num_reasoning >= limit and not self._forced and marks is not None:
+                # Behind the close alone, gpt-oss can begin another block. Beside tools it has to be free to call one instead.
+                lead = marks.lead if self._grammar is None else ""
+                self._forced = self._tokens.encode(marks.forced + lead)
+                self._watch = _Watch((marks.close + lead,), is_at_start=False)
             if self._forced:
                 return self._tokens.only(self._forced[0])
             if not self._is_bound:
