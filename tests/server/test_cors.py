@@ -129,6 +129,7 @@ def test_a_malformed_list_of_headers_is_not_told_back():
         ("tauri://localhost", b"tauri://localhost"),
         ("vscode-webview://1a2b", b"vscode-webview://1a2b"),
         ("chrome-extension://abcdefgh/", b"chrome-extension://abcdefgh"),
+        ("safari-web-extension://0A-BC", b"safari-web-extension://0A-BC"),
     ],
 )
 def test_origins_are_what_browsers_make_of_them(origin, sent):

@@ -78,14 +78,14 @@ class Cors:
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def _allows(self, origin: bytes) -> bool:
-        if self._takes_any or origin in self._origins:
+        if self._takes_any or origin.lower() in self._origins:  # hosts of an app's scheme keep their capitals
             return True
         parts = _ORIGIN.fullmatch(origin)
         return parts is not None and not self._hosts.isdisjoint((parts["host"], parts["host"] + (parts["port"] or b"")))
 
 
 def _checked(origin: str) -> bytes:
-    """Return an origin as browsers write it: in small letters, without the scheme's default port."""
+    """Return an origin in small letters, without the scheme's default port."""
     remedy = "Give one --allowed-origins for each: https://example.org, localhost:3000 or localhost. * allows any origin."
     try:
         parts = urlsplit(origin.strip())
