@@ -99,6 +99,12 @@ def test_a_top_p_of_0_keeps_the_likeliest_token():
     assert (params.top_p, params.top_k) == (1.0, 1)
 
 
+def test_a_models_top_p_of_0_keeps_the_likeliest_token(monkeypatch):
+    monkeypatch.setattr(RUNNING, "defaults", SamplingDefaults(top_p=0.0))
+    params = sampling()
+    assert (params.top_p, params.top_k) == (1.0, 1)
+
+
 def test_repeat_last_n_limits_what_the_penalties_count():
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     assert sampling(**penalties, repeat_last_n=64).penalty_window == 64
