@@ -95,7 +95,7 @@ CASES = {
         Case(prompt(max_tokens=True), "integer", param="max_tokens"),
         Case(prompt(temperature="hot"), "number", param="temperature"),
         Case(prompt(temperature=3), "at most 2", param="temperature"),
-        Case(prompt(top_p=0), "greater than 0", param="top_p"),
+        Case(prompt(top_p=-0.1), "at least 0", param="top_p"),
         Case(prompt(stream="yes"), "true or false", param="stream"),
         Case(prompt(stop=7), "'stop'", param="stop"),
         Case(prompt(seed=2**70), "'seed'", param="seed"),
