@@ -11,6 +11,7 @@ from penstock.kv.eviction import LowestPriorityFirst
 from penstock.kv.exchange import Room, Span
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
+from penstock.kv.pool_map import BlockState, draw
 from penstock.kv.tiers import Tier
 from penstock.testing import make_request
 from penstock.types.request import Request
@@ -190,3 +191,13 @@ def test_what_a_request_gives_back_meanwhile_goes_to_its_group() -> None:
     manager.exchange.release(offered)
     check(manager)
     assert sum(map(len, manager.pool.groups().values())) == 3
+
+
+def test_the_map_of_the_pool_does_not_show_what_is_on_its_way_as_free() -> None:
+    manager, request = KVManager(9, BLOCK), make_request("a", 13)
+    cached(manager, request)
+    offered = manager.exchange.offer(span_of(request))
+    room = manager.exchange.make_room(span_of(make_request("b", range(100, 109))))
+    states = draw(manager, ()).states
+    assert states[BlockState.SHARED] == len(offered) + len(room.block_ids) == 5
+    assert states[BlockState.FREE] + states[BlockState.CACHED] == manager.pool.num_available

@@ -22,6 +22,7 @@ class BlockState(StrEnum):
     """In the free list, with content that a prefix hit or a request with the adapter can reuse."""
     HELD = "held"
     SHARED = "shared"
+    """Held by several requests, or on its way from or to another replica."""
     ADAPTER = "adapter"
     NULL = "null"
 
@@ -62,6 +63,8 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     codes: list[BlockState | int] = [BlockState.FREE] * manager.pool.num_blocks
     for block_id in cached:
         codes[block_id] = BlockState.CACHED
+    for block_id in manager.exchange.held:
+        codes[block_id] = BlockState.SHARED
     for idx, block_ids in enumerate(holdings):
         for block_id in block_ids:
             codes[block_id] = idx if ref_counts[block_id] < 2 else BlockState.SHARED
