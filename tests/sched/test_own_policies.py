@@ -282,6 +282,12 @@ class TestGuard:
         with pytest.raises(PolicyError, match=rf"Own' returned .* from {method}, .* {says}"):
             run(make_policies(order=policy), max_rows=1)
 
+    def test_ranks_in_a_circle_name_the_policy(self):
+        key = {"key": lambda self, request, now_ns: (0,)}
+        order = answers("outranks", lambda request, other, now_ns: True, has_ranks=True, **key)
+        with pytest.raises(PolicyError, match=r"order '.*Own' returned True from outranks in a circle"):
+            run(make_policies(order=order), max_rows=3, max_step_tokens=4)
+
     def test_a_key_may_shrink_once_the_request_has_waited(self):
         """A lane that is empty for a while begins anew, as does the key of a request that was preempted."""
 

@@ -116,6 +116,9 @@ class Joining:
         num_before = {one.request_id: sum(outranks(other, one, now_ns) for other in left) for one in left}
         while left:
             firsts = [request for request in left if not num_before[request.request_id]]
+            if not firsts:
+                circle = "each of these prompts is outranked by another one or by itself, but one must be first"
+                raise PolicyError("order", self._order, f"returned True from outranks in a circle: {circle}")
             first = next((request for request in firsts if request not in late), firsts[0])
             left.remove(first)
             ranked.append(first)
