@@ -324,6 +324,19 @@ def test_a_search_that_was_preempted_comes_back_when_there_is_room_for_all_its_b
     assert executor.num_computed_tokens < 2 * sum(request.num_tokens for request in (other, *search))
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_without_eviction_there_is_room_for_all_beams_at_their_limits(comes_first: bool) -> None:
+    """Also while only the first beam runs, and computes the prompt."""
+    capacity = Capacity(num_blocks=40, block_size=4, max_rows=12, max_step_tokens=32, max_model_len=100)
+    core = make_core(capacity, make_policies(reserve="no-evict"))
+    search = search_requests(3, [3] * 8, max_tokens=40, stops=())  # 2 blocks, and 10 for each beam
+    other = make_request("other", [1] * 8, max_tokens=40)  # 12 blocks
+    requests = [*search, other] if comes_first else [other, *search]
+    outcomes = run(core, HashExecutor(capacity, model=Apart()), *requests)
+    assert [tuple(outcomes[request.request_id].token_ids) for request in search] == expected_hypotheses(search[0], Apart())
+    assert not any(request.num_preemptions for request in requests)
+
+
 def test_searches_that_wait_cost_a_step_nothing() -> None:
     num_calls: list[int] = []
     for num_searches in (2, 40):

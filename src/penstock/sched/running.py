@@ -241,6 +241,9 @@ class Running:
             leaving |= {other.request_id for other in yielding}
             staying = [other for other in self if other.request_id not in leaving]
             num_final -= sum(map(self._final_blocks, [*without, *yielding]))
+        for group in self._groups.running:
+            if group.carriers[0].request_id not in leaving:  # the rest of its beams are forked later
+                num_final += (group.width - group.num_running) * self._final_blocks(group.carriers[0])
         if number != BASE:
             num_missing = adapters.num_missing(number, candidate.packed)
             num_available -= num_missing
@@ -256,10 +259,11 @@ class Running:
         num_prompt = num_blocks_for(request.num_tokens) + num_state
         num_limit = num_blocks_for(request.max_total_tokens - 1) + num_state
         num_fork_blocks = num_final_fork_blocks = 0
-        forks = () if request.sampling.beams is None else self._groups.forks(request)
-        if forks:
+        forks: Sequence[tuple[Request, int]] = ()
+        if request.sampling.beams is not None:
+            forks = self._groups.forks(request)
             num_fork_blocks = sum(num_blocks_for(fork.num_tokens) - num_same for fork, num_same in forks)
-            num_final_fork_blocks = sum(self._final_blocks(fork) - num_same for fork, num_same in forks)
+            num_final_fork_blocks = self.final_blocks_alone(request) - self._final_blocks(request)
         view = AdmissionView(
             request=request,
             running=staying,
