@@ -30,11 +30,18 @@ def make_door(**limits: Any) -> Admission:
 
 
 def step(
-    door: Admission, at_s: float, *, num_waiting: int = 0, waits_for: WaitReason = WaitReason.NOTHING, num_tokens: int = 8
+    door: Admission,
+    at_s: float,
+    *,
+    num_waiting: int = 0,
+    waits_for: WaitReason = WaitReason.NOTHING,
+    num_tokens: int = 8,
+    num_guessed: int = 0,
 ) -> None:
     """One of 50 ms."""
     at_ns = int(at_s * SECOND)
-    counts = StepCounts(num_rows=8, num_tokens=num_tokens, num_sampled_tokens=8, waits_for=waits_for)
+    counts = StepCounts(num_rows=8, num_tokens=num_tokens, num_sampled_tokens=8 + num_guessed, waits_for=waits_for)
+    counts.guesses = {"other": (num_guessed, num_guessed)}
     door.on_step(StepStats(0, at_ns - SECOND // 20, at_ns, 8, num_waiting, 100, 50, 0, counts))
 
 
@@ -447,6 +454,13 @@ class TestDeadlines:
             step(door, idx / 20)
         assert refusal(door, make_load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, min_new_tokens=100) is not None
         assert refusal(door, make_load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, max_new_tokens=100) is None
+
+    def test_guesses_that_hold_save_an_answer_steps(self):
+        door = make_door()
+        for idx in range(100):
+            step(door, idx / 20, num_tokens=72, num_guessed=64)
+        assert refusal(door, make_load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, min_new_tokens=100) is None
+        assert refusal(door, make_load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, min_new_tokens=200) is not None
 
     def test_a_deadline_that_has_passed_is_refused_on_an_idle_server_too(self):
         assert refusal(make_door(), make_load(), 5, deadline_ns=5) is not None

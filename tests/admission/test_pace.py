@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from penstock.admission.estimates import Pace
 from penstock.types.stats import StepCounts, StepStats, WaitReason
 
@@ -36,6 +38,17 @@ def test_guesses_are_no_prompts():
     assert pace.prefill_ns(200) == 100 * MILLISECOND
     step(pace, num_rows=8, num_tokens=68, guesses={"a": (15, 4)}, waits_for=WaitReason.NOTHING)  # not full without them
     assert pace.prefill_ns(200) == 100 * MILLISECOND
+
+
+def test_guesses_and_forced_tokens_shorten_the_time_between_tokens():
+    pace = Pace(128)
+    step(pace, num_rows=8, num_tokens=8, num_sampled_tokens=8)
+    assert pace.token_ns == 50 * MILLISECOND
+    more = {"guesses": {"a": (15, 12), "b": (5, 0)}, "forced": {"b": 4}}
+    for _ in range(200):
+        step(pace, num_rows=8, num_tokens=28, num_sampled_tokens=24, **more)
+    assert pace.token_ns == pytest.approx(50 * MILLISECOND / 3, rel=0.01)
+    assert pace.step_ns == 50 * MILLISECOND
 
 
 def test_a_step_with_background_rows_does_not_tell_how_fast_prompts_are_computed():

@@ -94,6 +94,16 @@ class TestEarliestDeadlineFirst:
         easy = make_request("9 s", deadline_ns=9 * S)
         assert drain(order, lost, urgent, easy) == ["19 tokens in 2 s", "9 s", "21 tokens in 2 s"]
 
+    def test_guesses_that_hold_save_an_answer_steps(self) -> None:
+        order = EarliestDeadlineFirst()
+        for _ in range(60):
+            order.served((), {}, StepRecord(num_decodes=1, num_prefill_tokens=0, duration_ns=S // 10), num_decodes=1)
+            order.gained(make_request("other"), 1)
+        lost = make_request("41 tokens in 2 s", deadline_ns=2 * S, predicted_new_tokens=41)
+        urgent = make_request("39 tokens in 2 s", deadline_ns=2 * S, predicted_new_tokens=39)
+        easy = make_request("9 s", deadline_ns=9 * S)
+        assert drain(order, lost, urgent, easy) == ["39 tokens in 2 s", "9 s", "41 tokens in 2 s"]
+
     def test_a_prompt_that_takes_too_long_gives_way_too(self) -> None:
         """A step of 50 ms, or of 150 ms with 100 tokens of prompts, that is 1 ms a token."""
         order = EarliestDeadlineFirst()

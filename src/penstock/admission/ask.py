@@ -78,7 +78,8 @@ class DoorView:
     ttft_ns: int
     """Expected time from now to the first token; 0 before any measurement."""
     own_prefill_ns: int
-    step_ns: int
+    token_ns: int
+    """Expected time between two tokens."""
     ns_per_request: int | None
     """Expected time between two ends while others wait; None before any measurement."""
     num_blocks_demanded: int

@@ -258,7 +258,7 @@ class Admission:
             num_new_tokens=num_new_tokens,
             ttft_ns=max(load_ns, self._expect_ns(ask, load, ns_per_request or 0, num_kept)) + own_prefill_ns,
             own_prefill_ns=own_prefill_ns,
-            step_ns=self.pace.step_ns,
+            token_ns=self.pace.token_ns,
             ns_per_request=ns_per_request,
             num_blocks_demanded=num_blocks_demanded + num_blocks_kept + num_blocks_own,
             num_blocks_own=num_blocks_own,
@@ -293,7 +293,7 @@ class Admission:
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
         num_running = max(1, load.num_running)
-        forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
+        forecast_ns = self.lengths.new_tokens(1, None) * self.pace.token_ns / num_running
         return self.drain.ns_per_request(now_ns, forecast_ns, num_running)
 
     @property
@@ -377,7 +377,7 @@ def check_deadlines(view: DoorView) -> Refusal | None:
     ask = view.ask
     ttft_ns = int(LEAST_SHARE * view.ttft_ns)
     wait_ns = max(0, ttft_ns - view.own_prefill_ns)
-    total_ns = ttft_ns + (ask.min_new_tokens - 1) * view.step_ns
+    total_ns = ttft_ns + (ask.min_new_tokens - 1) * view.token_ns
     for reason, what, deadline_ns, least_ns in (
         (RejectReason.QUEUE_TIMEOUT, "the wait", ask.queue_deadline_ns, wait_ns),
         (RejectReason.FIRST_TOKEN_TIMEOUT, "the first token", ask.first_token_deadline_ns, ttft_ns),

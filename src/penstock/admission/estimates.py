@@ -50,12 +50,19 @@ class Pace:
     def __init__(self, max_step_tokens: int) -> None:
         self._half_step_tokens = max_step_tokens / 2
         self._step_ns = 0.0
+        self._tokens_per_row = 1.0
+        """Mean tokens that a sampling row gets in a step: guesses and forced tokens make it more than 1."""
         self._prefill_tokens = 0.0
         self._prefill_ns = 0.0
 
     @property
     def step_ns(self) -> int:
         return int(self._step_ns)
+
+    @property
+    def token_ns(self) -> int:
+        """Mean time between two tokens of an answer."""
+        return int(self._step_ns / self._tokens_per_row)
 
     def prefill_ns(self, num_tokens: float) -> int:
         """Return the expected time to compute `num_tokens` prompt tokens while decodes run as recently."""
@@ -66,6 +73,10 @@ class Pace:
         self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
         # A row's last token samples like a decode; padding is not a prompt.
         counts = stats.counts
+        num_more = sum(counts.forced.values()) + sum([accepted for _, accepted in counts.guesses.values()])
+        num_sampled = counts.num_sampled_tokens
+        if num_sampled > num_more:
+            self._tokens_per_row += (num_sampled / (num_sampled - num_more) - self._tokens_per_row) * STEP_WEIGHT
         num_tokens = counts.num_tokens - sum([num for num, _ in counts.guesses.values()])
         num_prefill_tokens = num_tokens - counts.num_padding_tokens - counts.num_rows
         # Other steps show how many prompts came, not how fast they could be computed. Where background requests got tokens, a

@@ -98,6 +98,12 @@ class EarliestDeadlineFirst(Order):
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
         self._decode_step_ns = 0
+        self._num_decodes = 0
+        """Decodes of the last step."""
+        self._num_gained = 0
+        """Tokens that they got beyond one each."""
+        self._milli_tokens = 1000
+        """Mean tokens that a decode gets in a step, in thousandths."""
         self._prompt_ns = 0
         """Mean extra time of a step with prompts."""
         self._prompt_tokens = 0
@@ -109,7 +115,8 @@ class EarliestDeadlineFirst(Order):
         if deadline_ns is None:
             return (0, due_ns)
         prompt_ns = self._prompt_ns * request.num_prompt_tokens // max(1, self._prompt_tokens)
-        end_ns = now_ns + prompt_ns + self._step_ns * (request.predicted_new_tokens or 1)
+        answer_ns = 1000 * self._step_ns * (request.predicted_new_tokens or 1) // self._milli_tokens
+        end_ns = now_ns + prompt_ns + answer_ns
         is_lost = self._judge(request.request_id, looks_lost=end_ns > deadline_ns)
         return (int(is_lost), min(due_ns, deadline_ns))
 
@@ -132,7 +139,11 @@ class EarliestDeadlineFirst(Order):
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        del rows, requests, num_decodes
+        del rows, requests
+        if self._num_decodes:
+            value = 1000 + 1000 * self._num_gained // self._num_decodes
+            self._milli_tokens = _smoothed(self._milli_tokens, value)
+        self._num_decodes, self._num_gained = num_decodes, 0
         if last_step is not None:
             duration_ns = last_step.duration_ns + last_step.waited_ns
             self._step_ns = _smoothed(self._step_ns, duration_ns)
@@ -141,6 +152,10 @@ class EarliestDeadlineFirst(Order):
                 self._prompt_tokens = _smoothed(self._prompt_tokens, last_step.num_prefill_tokens)
             else:
                 self._decode_step_ns = _smoothed(self._decode_step_ns, duration_ns)
+
+    def gained(self, request: Request, num_tokens: int) -> None:
+        del request
+        self._num_gained += num_tokens
 
 
 def _smoothed(mean: int, value: int) -> int:
