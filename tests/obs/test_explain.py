@@ -667,6 +667,16 @@ def test_steps_of_the_background_are_told_apart() -> None:
     assert (told.num_sat_out_steps, told.longest_gap.gap_ns, told.longest_gap.has_sat_out) == (1, 19 * MS, False)
 
 
+def test_lines_of_a_batch_wait_in_a_queue_of_their_own() -> None:
+    bench = Bench(max_rows=1)
+    bench.add("first", 8, max_tokens=8)
+    bench.steps()
+    for name in ("line", "person", "next line"):
+        bench.add(name, 8, max_tokens=2, background="line" in name)
+    bench.steps(3)
+    assert [bench.told(name).num_before for name in ("line", "person", "next line")] == [0, 0, 1]
+
+
 def test_a_line_that_rests_beside_others_waits_for_no_prompt() -> None:
     journal = Journal(10)
     journal.on_queued(make_request("line", 8, background=True), 0)

@@ -80,7 +80,8 @@ class Journal:
         self._last_pieces: list[tuple[Life, int]] = []
         """Requests with one prompt token left, and how often they were preempted. The next step computes it like a decode."""
         self._waits = Waits()
-        self._turns = Turns()
+        self._turns = Turns(), Turns()
+        """Of all requests but background ones, and of those: the classes have queues of their own."""
         self._log = StepLog()
         self._last_step = 0
         """The engine's number of the last step."""
@@ -179,7 +180,7 @@ class Journal:
 
     def _turn(self, life: Life, ticket: Ticket) -> Turn:
         """Return a request's turn. It is unknown for a request that stands for a call of several texts."""
-        return Turn() if life.call_id else self._turns.turn_of(ticket)
+        return Turn() if life.call_id else self._turns[life.is_background].turn_of(ticket)
 
     def _settle(self) -> None:
         noted = self._noted
@@ -191,7 +192,7 @@ class Journal:
         self._lives[life.request_id] = life
         if life.call_id:
             self._lives_by_call[life.call_id] = life
-        life.ticket = self._turns.come(life.arrival_ns)
+        life.ticket = self._turns[life.is_background].come(life.arrival_ns)
         life.num_before = life.ticket.num_before
         if life.search_id:
             beams = self._searches[life.search_id]
@@ -288,7 +289,7 @@ class Journal:
         life.phase = Phase.PREFILL
         life.num_target_tokens = admission.num_tokens
         if life.began is None and life.ticket is not None:
-            turn = self._turns.admit(life.ticket, now)
+            turn = self._turns[life.is_background].admit(life.ticket, now)
             life.began, life.turn = now, turn if not life.call_id else life.turn
             life.num_hit_tokens, life.stop = admission.num_hit_tokens, admission.stop
         elif life.pauses and life.pauses[-1].ended is None:
@@ -365,7 +366,7 @@ class Journal:
         self._close_decodes(life, stop)
         if life.began is None and life.ticket is not None:
             life.turn = self._turn(life, life.ticket)
-            self._turns.leave(life.ticket)
+            self._turns[life.is_background].leave(life.ticket)
         self._lives.pop(life.request_id, None)
         if life.call_id:
             del self._lives_by_call[life.call_id]
