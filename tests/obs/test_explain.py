@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.obs.explain.explanation import (
+    BACKGROUND,
     GRAMMAR,
     INTAKE,
     MODEL,
@@ -675,6 +676,8 @@ def test_lines_of_a_batch_wait_in_a_queue_of_their_own() -> None:
         bench.add(name, 8, max_tokens=2, background="line" in name)
     bench.steps(3)
     assert [bench.told(name).num_before for name in ("line", "person", "next line")] == [0, 0, 1]
+    assert [bench.told(name).waited_for_ns for name in ("line", "person")] == [{BACKGROUND: 3 * MS}, {WaitReason.ROWS: 3 * MS}]
+    assert bench.told("line").waits_for == BACKGROUND
 
 
 def test_a_line_that_rests_beside_others_waits_for_no_prompt() -> None:

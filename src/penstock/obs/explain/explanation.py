@@ -29,6 +29,8 @@ INTAKE = "intake"
 """Waiting to be queued: for tokenisation and the end of the running step."""
 ORDER = "order"
 """Waiting past its turn in order of arrival."""
+BACKGROUND = "background"
+"""A background request: waiting for what other requests leave."""
 STEP = "step"
 """Waiting for the next step only."""
 
@@ -147,7 +149,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         prefill_ns=max(0, decode_from_ns - began_ns),
         decode_ns=max(0, end.at_ns - decode_from_ns),
         waited_for_ns=_waited_for(life, life.began or end, turn),
-        waits_for=(waits_for.value or STEP) if is_waiting else "",
+        waits_for=(BACKGROUND if life.is_background else waits_for.value or STEP) if is_waiting else "",
         num_passed_by=turn.num_passed_by,
         num_prompt_tokens=life.num_prompt_tokens,
         num_generated_tokens=num_generated,
@@ -159,7 +161,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
         max_batch=steps.max_rows,
         longest_gap=decodes.longest,
-        pauses=[_pause(pause, life.arrival_ns, end) for pause in life.pauses],
+        pauses=[_pause(life, pause, end) for pause in life.pauses],
     )
 
 
@@ -235,29 +237,32 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     if turn.due is not None and turn.due.at_ns < due.at_ns:
         due = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued
         why_later = ORDER
-    waited = _told(due.since(life.queued))
+    waited = _told(life, life.queued, due)
     waited[why_later] = waited.get(why_later, 0) + until.at_ns - due.at_ns
     return _some(before | waited)
 
 
-def _told(by_reason_ns: Sequence[int]) -> dict[str, int]:
+def _told(life: Life, since: WaitMark, until: WaitMark) -> dict[str, int]:
+    """Split a time in the queue by what the queue lacked. That is not known of the background's queue."""
+    if life.is_background:
+        return _some({BACKGROUND: until.at_ns - since.at_ns})
     names = [reason.value or STEP for reason in REASONS]
-    return _some(dict(zip(names, by_reason_ns, strict=False)))
+    return _some(dict(zip(names, until.since(since), strict=False)))
 
 
 def _some(parts_ns: dict[str, int]) -> dict[str, int]:
     return {name: part_ns for name, part_ns in parts_ns.items() if part_ns > 0}
 
 
-def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> ExplainedPause:
+def _pause(life: Life, pause: Pause, end: WaitMark) -> ExplainedPause:
     until = pause.ended or end
     return ExplainedPause(
-        began_ns=pause.began.at_ns - arrival_ns,
+        began_ns=pause.began.at_ns - life.arrival_ns,
         reason=pause.reason,
         is_swap=pause.is_swap,
         num_lost_tokens=max(0, pause.num_computed_tokens - pause.num_found_tokens),
         waited_ns=until.at_ns - pause.began.at_ns,
-        waited_for_ns=_told(until.since(pause.began)),
+        waited_for_ns=_told(life, pause.began, until),
         is_over=pause.ended is not None,
     )
 
@@ -270,6 +275,7 @@ _WAITS = {
     PROMPT: "for its prompt to be tokenised",
     INTAKE: "before it was queued",
     STEP: "for the next step",
+    BACKGROUND: "for what other requests leave",
     ORDER: "because later requests went first",
     WaitReason.ROWS.value: "for a free row",
     WaitReason.TOKENS.value: "for room for its prompt in a step",

@@ -13,6 +13,7 @@ const WAITS = {
   loading: "Its beginning came from the tier below the cache",
   gate: "Its batch was not complete",
   order: "Others went first",
+  background: "Other requests left it no room",
   step: "The next step",
 };
 const REMEDIES = {
@@ -23,6 +24,7 @@ const REMEDIES = {
   adapter: "--max-loras, --max-cpu-loras",
   gate: "--batching",
   order: "--policy",
+  background: "--background-share",
 };
 const PREFIX_ENDS = {
   differs: "then the cache goes on with another token",
