@@ -167,6 +167,18 @@ def test_what_has_no_place_in_staging_is_dropped_and_counted() -> None:
     house.ask(SESSION)
 
 
+def test_of_a_prompt_that_has_no_place_in_staging_the_beginning_is_kept() -> None:
+    house = House(num_staged_blocks=4)
+    house.ask(SESSION)
+    kv, other = house.core.scheduler.kv, make_request("other", OTHERS)
+    kv.allocate(other, kv.lookup_prefix(other), other.num_tokens)  # nearly all blocks at once
+    house.transfers.depart()
+    house.finish()
+    kv.free("other")
+    assert house.transfers.stats.num_dropped_blocks > 0
+    assert house.ask(SESSION)[1] >= 12, "three blocks, for which there was a place"
+
+
 def test_what_arrives_late_is_of_use_to_the_next() -> None:
     house = House()
     house.ask(SESSION)

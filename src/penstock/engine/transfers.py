@@ -189,12 +189,14 @@ class Transfers:
         is_probe = not self._tier.is_open
         # One probe at a time: probes that hang would fill the staging memory.
         num_staged = min(len(spills), int(not self.num_moving_blocks) if is_probe else self._num_spillable)
-        for spill in spills[num_staged:]:
+        # The last are worth most: those in use longest ago, and of these the ends of prompts, are evicted first.
+        dropped, spills = spills[: len(spills) - num_staged], spills[len(spills) - num_staged :]
+        for spill in dropped:
             self._tier.spilled(spill.block_hash, is_sound=False)
-        self.stats.num_dropped_blocks += len(spills) - num_staged
+        self.stats.num_dropped_blocks += len(dropped)
         if num_staged:
-            moves = [_Move(spill, self._free.pop(), is_probe) for spill in spills[:num_staged]]
-            block_ids = [spill.block_id for spill in spills[:num_staged]]
+            moves = [_Move(spill, self._free.pop(), is_probe) for spill in spills]
+            block_ids = [spill.block_id for spill in spills]
             ready = self._blocks.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
             for start in range(0, num_staged, BLOCKS_PER_JOB):
                 part = moves[start : start + BLOCKS_PER_JOB]
