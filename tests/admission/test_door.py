@@ -40,7 +40,7 @@ def step(
 ) -> None:
     """One of 50 ms."""
     at_ns = int(at_s * SECOND)
-    counts = StepCounts(num_rows=8, num_tokens=num_tokens, num_sampled_tokens=8 + num_guessed, waits_for=waits_for)
+    counts = StepCounts(num_rows=8, num_tokens=num_tokens, num_decodes=8 + num_guessed, waits_for=waits_for)
     counts.guesses = {"other": (num_guessed, num_guessed)}
     door.on_step(StepStats(0, at_ns - SECOND // 20, at_ns, 8, num_waiting, 100, 50, 0, counts))
 

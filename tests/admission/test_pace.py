@@ -42,13 +42,22 @@ def test_guesses_are_no_prompts():
 
 def test_guesses_and_forced_tokens_shorten_the_time_between_tokens():
     pace = Pace(128)
-    step(pace, num_rows=8, num_tokens=8, num_sampled_tokens=8)
+    step(pace, num_rows=8, num_tokens=8, num_decodes=8)
     assert pace.token_ns == 50 * MILLISECOND
     more = {"guesses": {"a": (15, 12), "b": (5, 0)}, "forced": {"b": 4}}
     for _ in range(200):
-        step(pace, num_rows=8, num_tokens=28, num_sampled_tokens=24, **more)
+        step(pace, num_rows=8, num_tokens=28, num_decodes=28, **more)
     assert pace.token_ns == pytest.approx(50 * MILLISECOND / 3, rel=0.01)
     assert pace.step_ns == 50 * MILLISECOND
+
+
+def test_steps_that_compute_forced_tokens_without_sampling_count():
+    pace = Pace(128)
+    for _ in range(100):
+        step(pace, num_rows=1, num_tokens=1, num_decodes=1, forced={"a": 45})
+        for _ in range(2):
+            step(pace, num_rows=1, num_tokens=16, num_decodes=16)
+    assert pace.token_ns == pytest.approx(50 * MILLISECOND / 16, rel=0.1), "48 tokens in 3 steps"
 
 
 def test_a_step_with_background_rows_does_not_tell_how_fast_prompts_are_computed():

@@ -51,7 +51,7 @@ class Pace:
         self._half_step_tokens = max_step_tokens / 2
         self._step_ns = 0.0
         self._tokens_per_row = 1.0
-        """Mean tokens that a sampling row gets in a step: guesses and forced tokens make it more than 1."""
+        """Mean tokens that a row gets in a step: guesses and forced tokens make it more than 1. Rows of prompts count as 1."""
         self._prefill_tokens = 0.0
         self._prefill_ns = 0.0
 
@@ -74,9 +74,9 @@ class Pace:
         # A row's last token samples like a decode; padding is not a prompt.
         counts = stats.counts
         num_more = sum(counts.forced.values()) + sum([accepted for _, accepted in counts.guesses.values()])
-        num_sampled = counts.num_sampled_tokens
-        if num_sampled > num_more:
-            self._tokens_per_row += (num_sampled / (num_sampled - num_more) - self._tokens_per_row) * STEP_WEIGHT
+        if counts.num_decodes:
+            # Not per sampled token: a row does not sample while it computes many forced tokens.
+            self._tokens_per_row += (1 + num_more / max(1, counts.num_rows) - self._tokens_per_row) * STEP_WEIGHT
         num_tokens = counts.num_tokens - sum([num for num, _ in counts.guesses.values()])
         num_prefill_tokens = num_tokens - counts.num_padding_tokens - counts.num_rows
         # Other steps show how many prompts came, not how fast they could be computed. Where background requests got tokens, a
