@@ -243,7 +243,7 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
 
 
 def _told(life: Life, since: WaitMark, until: WaitMark) -> dict[str, int]:
-    """Split a time in the queue by what the queue lacked. That is not known of the background's queue."""
+    """Split a time in the queue by what the queue lacked. This is not recorded for the background's queue."""
     if life.is_background:
         return _some({BACKGROUND: until.at_ns - since.at_ns})
     names = [reason.value or STEP for reason in REASONS]
