@@ -25,7 +25,7 @@ from penstock.sched.queue import WaitingQueue
 from penstock.testing import Driver, HashExecutor, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Add
-from penstock.types.plan import Capacity
+from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request, RequestStatus
 
 S = 1_000_000_000
@@ -97,7 +97,8 @@ class TestEarliestDeadlineFirst:
     def test_guesses_that_hold_save_an_answer_steps(self) -> None:
         order = EarliestDeadlineFirst()
         for _ in range(60):
-            order.served((), {}, StepRecord(num_decodes=1, num_prefill_tokens=0, duration_ns=S // 10), num_decodes=1)
+            rows = (RowPlan("other", context_len=20, query_len=2, new_block_ids=(), samples=2),)
+            order.served(rows, {}, StepRecord(num_decodes=2, num_prefill_tokens=0, duration_ns=S // 10), num_decodes=1)
             order.gained(make_request("other"), 1)
         lost = make_request("41 tokens in 2 s", deadline_ns=2 * S, predicted_new_tokens=41)
         urgent = make_request("39 tokens in 2 s", deadline_ns=2 * S, predicted_new_tokens=39)

@@ -98,12 +98,12 @@ class EarliestDeadlineFirst(Order):
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
         self._decode_step_ns = 0
-        self._num_decodes = 0
-        """Decodes of the last step."""
+        self._num_rows = 0
+        """Rows of the last step, prompts included; 0 without decodes."""
         self._num_gained = 0
-        """Tokens that they got beyond one each."""
+        """Tokens that these got beyond one each."""
         self._milli_tokens = 1000
-        """Mean tokens that a decode gets in a step, in thousandths."""
+        """Mean tokens that a row gets in a step, in thousandths; more than 1000 with guesses and forced tokens."""
         self._prompt_ns = 0
         """Mean extra time of a step with prompts."""
         self._prompt_tokens = 0
@@ -139,11 +139,11 @@ class EarliestDeadlineFirst(Order):
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        del rows, requests
-        if self._num_decodes:
-            value = 1000 + 1000 * self._num_gained // self._num_decodes
+        del requests
+        if self._num_rows:
+            value = 1000 + 1000 * self._num_gained // self._num_rows
             self._milli_tokens = _smoothed(self._milli_tokens, value)
-        self._num_decodes, self._num_gained = num_decodes, 0
+        self._num_rows, self._num_gained = len(rows) if num_decodes else 0, 0
         if last_step is not None:
             duration_ns = last_step.duration_ns + last_step.waited_ns
             self._step_ns = _smoothed(self._step_ns, duration_ns)
