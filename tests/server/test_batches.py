@@ -18,7 +18,7 @@ from penstock.config import ServerConfig
 from penstock.config.routes import AgreementConfig
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
-from penstock.engine.thread import ENGINE_FAILED
+from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK
 from penstock.jobs import store as store_module
 from penstock.jobs.lines import Lines, Progress
 from penstock.jobs.store import Batch, Store
@@ -399,7 +399,8 @@ def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
             assert counted(ann, ended(ann, first)) == once(200)
 
 
-def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answered(tmp_path, monkeypatch):
+@pytest.mark.parametrize("why", [ENGINE_FAILED, ENGINE_STUCK])
+def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answered(tmp_path, monkeypatch, why):
     with serving(tmp_path) as server, server.client() as client:
         real, under_way, alone = server.batches._requests.ask, {}, []
 
@@ -417,7 +418,7 @@ def test_a_line_that_breaks_the_engine_does_so_three_times_and_others_are_answer
                 del under_way[request_id]
                 return await real(owner, url, body, request_id, *rest)
             del under_way[request_id]
-            told = {"error": {"message": f"The request failed: {ENGINE_FAILED}."}}
+            told = {"error": {"message": f"The request failed: {why}."}}
             return Answered(503, 0.0, json.dumps(told).encode())
 
         monkeypatch.setattr(server.batches._requests, "ask", ask)

@@ -30,7 +30,7 @@ import msgspec
 
 from penstock import fast_json
 from penstock.deploy.deployment import Deployment
-from penstock.engine.thread import ENGINE_FAILED
+from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK
 from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import (
     ALONE_AFTER,
@@ -518,7 +518,7 @@ class BatchRunner:
             elif answered.status in BUSY_STATUSES:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
-                has_failed = ENGINE_FAILED in running.refusal
+                has_failed = any(why in running.refusal for why in (ENGINE_FAILED, ENGINE_STUCK))
                 if course.decided is not None:
                     running.decided[line.place] = course.decided
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
