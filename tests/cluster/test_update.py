@@ -213,6 +213,16 @@ def test_settings_of_the_server_do_not_change(make: Callable[..., Config]) -> No
         cluster.models.update([make(1, max_body_size=1 << 20)], Routing())
 
 
+def test_a_ray_of_this_machine_has_cpus_for_an_update_to_more(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cluster.models.usable_cpus", lambda: 16)
+    for num_threads, num_cpus in ((1, 32), (10, 40)):
+        models = ClusterModels([make(1, threads=num_threads, replicas=2)], Routing(), bind_socket, is_elsewhere=False)
+        assert models.num_cpus == num_cpus
+        models.close()
+
+
 def test_an_address_of_another_machine_is_refused(make: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match="Check --replica-host: it must be an address of this machine"):
         ClusterModels([make(1, replica_host="192.0.2.1")], Routing(), bind_socket, is_elsewhere=False)

@@ -35,6 +35,7 @@ from penstock.deploy.routes import check_routes, open_routes, warn_of_other_file
 from penstock.deploy.running import ServedModel
 from penstock.deploy.splits import Split, check_splits, read_split
 from penstock.engine.bridge import Bridge
+from penstock.machine import usable_cpus
 from penstock.models import generation
 from penstock.models.cache import expand_home
 from penstock.models.catalog import ModelSource
@@ -103,8 +104,9 @@ class ClusterModels:
 
     @property
     def num_cpus(self) -> int:
-        """Twice the CPUs of all replicas, because an update runs old and new ones side by side."""
-        return 2 * sum(member.num_threads * member.config.cluster.most for member in self._members)
+        """Twice the CPUs of all replicas, or of the machine if it has more: an update runs old and new ones side by side."""
+        num_threads = sum(member.num_threads * member.config.cluster.most for member in self._members)
+        return 2 * max(num_threads, usable_cpus())
 
     def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
         """Start the replicas of each model. Return the deployment once each model has a replica."""
