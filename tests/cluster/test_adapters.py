@@ -118,3 +118,22 @@ def test_files_that_differ_at_a_replica_are_refused_there(config: Config, folder
         adapters.want(ref)
         wait_until(lambda: adapters.state(ref.number).failure)
         assert "changed while it was used" in adapters.state(ref.number).failure
+
+
+def test_files_that_were_replaced_are_read_again_once_a_replica_refuses_them(config: Config, folder: Path) -> None:
+    with site(config_with(config, router="round-robin")) as cluster:
+        before = answer(cluster.url, "red", "a")
+        shutil.rmtree(folder / "red")
+        write(folder / "red", seed=9)
+        assert answer(cluster.url, "red", "a") == before, "one replica refuses, and the other still has the old files' content"
+        after = [answer(cluster.url, "red", "a") for _ in range(2)]
+        assert (after[0][0], after[0] != before, after[0] == after[1]) == (200, True, True)
+
+
+def test_an_adapter_that_no_replica_can_load_may_be_asked_for_again(config: Config, folder: Path) -> None:
+    with site(config) as cluster:
+        for replica in cluster.crews[0].replicas:
+            adapters = replica.running.adapters
+            adapters.with_content = lambda _, path, find=adapters.with_content: find(b"x" * 16, path)
+        status, told = answer(cluster.url, "red", "a")
+        assert (status, "changed while it was used. Ask again" in told) == (503, True), told

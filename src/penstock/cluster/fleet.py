@@ -50,7 +50,7 @@ from penstock.engine.core import LATE_DETAILS, next_limit, request_stats
 from penstock.engine.outbox import Outbox
 from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSink, TokenObserver
 from penstock.engine.state import SHUTTING_DOWN, EngineState
-from penstock.engine.thread import ABORT_GRACE_S
+from penstock.engine.thread import ABORT_GRACE_S, ENGINE_FAILED, ENGINE_STUCK
 from penstock.kv.pool_map import PoolMap
 from penstock.obs.explain.explanation import Explanation, Route
 from penstock.sched.adapters import ADAPTER_NOT_LOADED, LOAD_TIMEOUT_NS
@@ -670,7 +670,8 @@ class Fleet:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
             elif len(flight.failed_at) >= MAX_LOSSES:
-                self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas failed with it, the last one: {flight.last_loss}")
+                told = f"{MAX_LOSSES} replicas failed with it, the last one: {flight.last_loss}"
+                self._end(flight, FinishReason.ERROR, told, RejectReason.UNAVAILABLE if flight.was_refused else None)
             elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:
@@ -734,7 +735,10 @@ class Fleet:
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
                 if chunk.reject_reason == RejectReason.UNAVAILABLE:
-                    flight.count_loss(replica.name, chunk.detail)
+                    is_refusal, ref = chunk.detail not in (ENGINE_FAILED, ENGINE_STUCK), flight.request.adapter
+                    flight.count_loss(replica.name, chunk.detail, is_refusal=is_refusal)
+                    if is_refusal and ref is not None and self._adapters is not None:
+                        self._adapters.doubt(ref, chunk.detail)
                 self._detach(flight)
                 moving.append(flight)
                 continue

@@ -257,6 +257,11 @@ class Adapters:
                 self._names[name] = _Name(path, is_found=True, adapter=adapter)
             return adapter.refer()
 
+    def doubt(self, ref: AdapterRef, why: str) -> None:
+        """Make `find` return a new adapter, which is read anew: another process could not load this one. `why`: the cause."""
+        with self._changed:
+            self._by_number[ref.number].failure = why
+
     def has(self, name: str) -> bool:
         """Return whether the name is registered, or was found in the folder before."""
         return name in self._names
