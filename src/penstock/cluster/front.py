@@ -89,7 +89,12 @@ def _front(
     metrics = lasting.metrics
     metrics.settings_hash, metrics.num_replicas = blueprint.settings_hash, config.cluster.replicas
     admission = Admission(
-        lasting.limits, info.capacity, reads_priority=blueprint.policies.reads_priority, tenants=lasting.tenants
+        lasting.limits,
+        info.capacity,
+        reads_priority=blueprint.policies.reads_priority,
+        tenants=lasting.tenants,
+        adapters=lasting.adapters,
+        max_adapters=blueprint.lora.max_loras,
     )
     max_running = blueprint.policies.max_running(info.capacity)
     connect(fleet, bridge, admission, metrics, max_running=max_running)
