@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.cli.main import cli
 from penstock.cli.options import GroupedCommand, config_options, model_argument
 from penstock.config import Config
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
@@ -72,6 +73,23 @@ def test_the_file_may_come_from_the_environment_and_the_model_be_an_argument(tmp
     assert config.model.model == "given"
     assert not config.kv.prefix_caching
     assert _config("--prefix-caching", env={"PENSTOCK_CONFIG": str(path)}).kv.prefix_caching
+
+
+def test_a_file_of_several_models_does_not_mean_the_default_one(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[[models]]\nmodel = "first"\n[[models]]\nmodel = "second"\n')
+    result, _ = _invoke("--config", str(path))
+    assert (result.exit_code, "[[models]]: name one of them, such as first." in result.output) == (2, True), result.output
+    assert _config("second", "--config", str(path)).model.model == "second"
+    assert _config(env={"PENSTOCK_CONFIG": str(path), "PENSTOCK_MODEL": "second"}).model.model == "second"
+
+
+@pytest.mark.parametrize("words", [("run", "Hello"), ("bench", "--in-process"), ("simulate",), ("profile",)], ids=" ".join)
+def test_commands_that_may_need_no_model_ask_which_one_if_they_do(words: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[[models]]\nmodel = "first"\n')
+    result = CliRunner().invoke(cli, [*words, "--config", str(path)])
+    assert (result.exit_code, "name one of them, such as first." in result.output) == (2, True), result.output
 
 
 def test_every_setting_has_a_flag_and_an_environment_variable() -> None:

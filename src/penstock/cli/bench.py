@@ -22,6 +22,7 @@ from penstock.cli.options import (
     GroupedCommand,
     NumberRange,
     add_options,
+    check_named,
     client_tls,
     config_options,
     is_given,
@@ -170,7 +171,7 @@ _bench_options = add_options(
 
 
 @click.command(cls=_Bench)
-@model_argument
+@functools.partial(model_argument, is_optional=True)
 @_bench_options
 @functools.partial(workload_options, without=("rate",))
 @config_options(*_COMPONENTS, without=_NOT_HERE[1:])
@@ -300,6 +301,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
             raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
     if values["endpoint"] == Endpoint.EMBEDDINGS:
         raise click.UsageError("--endpoint embeddings needs a server: leave out --in-process.")
+    check_named()
     tokenizer = _named_tokenizer(values) or load_tokenizer_of(values["model"], values["cache"])
     settings = {key: values[key] for key in _SETTINGS if key not in _NOT_HERE}
     with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):

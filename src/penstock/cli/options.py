@@ -134,8 +134,11 @@ def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Com
     return _option(next(item for item in all_settings() if item.key == key), *short, raises=raises)
 
 
-def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with the argument MODEL and the option --model. The command gets either one as `model`."""
+def model_argument(command: Callable[..., Any], *, is_optional: bool = False) -> Callable[..., Any]:
+    """Decorate a command with the argument MODEL and the option --model. The command gets either one as `model`.
+
+    `is_optional`: the command may need no model. If it needs one, it calls `check_named`.
+    """
 
     @functools.wraps(command)
     def with_model(*, model_word: str | None, **values: Any) -> Any:
@@ -143,11 +146,21 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
             if is_given("model"):
                 raise click.UsageError("The model is given twice: as an argument and with --model.")
             values["model"] = model_word
+        elif not is_optional:
+            check_named()
         return command(**values)
 
     return click.argument("model_word", required=False, metavar="[MODEL]", shell_complete=complete_model)(
         model_option(with_model)
     )
+
+
+def check_named() -> None:
+    """Raise UsageError if no model was named, and the --config file has [[models]]: the default model is then not meant."""
+    context, tables = click.get_current_context(), tables_of_file()
+    is_named = context.params.get("model_word") or context.get_parameter_source("model") is not ParameterSource.DEFAULT
+    if tables and not is_named:
+        raise click.UsageError(f"The --config file has [[models]]: name one of them, such as {tables[0]['model']}.")
 
 
 def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:

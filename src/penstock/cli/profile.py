@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from penstock.cli.options import (
     NOT_IN_THE_LAB,
     GroupedCommand,
     NumberRange,
+    check_named,
     config_options,
     is_given,
     model_argument,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
-@model_argument
+@partial(model_argument, is_optional=True)
 @click.option(
     "--fit", "fit_file", type=FILE, callback=output_file, help="Fit the simulator's cost model, and write it to FILE."
 )
@@ -142,6 +144,7 @@ def profile(
             raise click.UsageError("--trace is about a recording: name one with --from.")
         if fit_file is not None and plot_file is not None:
             raise click.UsageError("--plot draws the table, which --fit does not make: leave one of them out.")
+        check_named()
         if fit_file is None:
             _show_steps(config_from(values), rounds, plot_file)
         else:

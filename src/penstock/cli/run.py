@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, is_given, model_option
+from penstock.cli.options import EPILOG, GroupedCommand, check_named, is_given, model_option
 from penstock.cli.talk import CUT_OFF, NotEmpty, Session, check_text, stats_line, talk_options
 from penstock.types.errors import PenstockError
 
@@ -50,6 +50,8 @@ def run(words: tuple[str, ...], **values: Any) -> None:
         if is_given("model"):
             raise click.UsageError("The model is given twice: as an argument and with --model.")
         values["model"] = model
+    else:
+        check_named()
     text = "\n\n".join(part for part in (prompt, piped.strip("\n")) if part.strip())
     if not text:
         named = f"{model} names a model; " if model is not None else ""

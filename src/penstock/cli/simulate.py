@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from time import process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from penstock.cli.options import (
     NOT_IN_THE_LAB,
     GroupedCommand,
     NumberRange,
+    check_named,
     config_options,
     is_given,
     model_argument,
@@ -83,7 +84,7 @@ class _Replicas(click.ParamType[_Bounds]):
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
-@model_argument
+@partial(model_argument, is_optional=True)
 @workload_options
 @click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop with this many users; arrival times are ignored.")
 @click.option("--load", type=NumberRange(min=0, min_open=True), help="Rate as a share of what the first variant can serve.")
@@ -219,8 +220,11 @@ def _has_link(asked: Mapping[str, Any]) -> bool:
 
 def _check_model(values: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError if a model, or the type of its KV cache, is given, and no variant reads its files."""
-    for asked in ({**values, **changed} for changed in changes):
+    for changed in changes:
+        asked = {**values, **changed}
         if asked["blocks"] is None or (asked["kv_bytes_per_token"] is None and _has_link(asked)):
+            if "model" not in changed:
+                check_named()
             return
     if is_given("model") or is_given("model_word"):
         remedy = "Leave out the model, and set --max-model-len to its longest context."
