@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from penstock.cli.top import replica_lines
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS, Fleet
@@ -432,6 +433,10 @@ def test_a_replica_that_leaves_is_drained_and_others_go_on(pool) -> None:
         wait_until(lambda: len(flights(made)) == 4 and all(flight.replica for flight in flights(made)))
         made.replicas["r0"].call(made.replicas["r0"].replica.leave)
         wait_until(lambda: made.replicas["r0"].running.engine.state is EngineState.DRAINING)
+        wait_until(lambda: made.fleet.num_replicas == 1)
+        told = httpx.get(f"{made.server.url}/load").json()["replicas"]
+        assert [(one["name"], one["ready"]) for one in told] == [("r0", False), ("r1", True)]
+        assert ["takes no requests" in line for line in replica_lines(told)] == [False, True, False]
         late = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[4:]]
         for replica in made.replicas.values():
             replica.executor.open()

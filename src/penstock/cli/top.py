@@ -250,10 +250,11 @@ def replica_lines(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"{'replica':{_NAME_WIDTH}}  {'running':>7}  {'waiting':>7}  {'tokens left':>11}  {'KV held':>7}  address"]
     for one in replicas:
         held = 1 - one["kv_blocks_free"] / one["kv_blocks"] if one["kv_blocks"] else 0.0
+        away = "" if one["ready"] else ", takes no requests"
         silent = f", silent for {one['silent_s']:.1f} s" if one["silent_s"] > _SILENT_S else ""
         lines.append(
             f"{one['name'][:_NAME_WIDTH]:{_NAME_WIDTH}}  {one['requests_running']:7}  {one['requests_waiting']:7}  "
-            f"{one['tokens_left']:11}  {held:7.0%}  {one['address']}{silent}"
+            f"{one['tokens_left']:11}  {held:7.0%}  {one['address']}{away}{silent}"
         )
     return lines if replicas else ["No replicas"]
 

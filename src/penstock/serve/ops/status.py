@@ -38,6 +38,7 @@ class ModelLoad(TypedDict):
 class Replica(TypedDict):
     name: str
     address: str
+    ready: bool
     requests_in_flight: Count
     requests_running: Count
     requests_waiting: Count
@@ -249,6 +250,7 @@ def _replica(one: ReplicaLoad) -> Replica:
     return {
         "name": one.name,
         "address": one.address,
+        "ready": one.is_ready,
         "requests_in_flight": one.num_in_flight,
         "requests_running": one.load.num_running,
         "requests_waiting": one.load.num_waiting,

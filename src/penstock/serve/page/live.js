@@ -238,7 +238,8 @@ function showReplicas(replicas) {
   byId("kv-panel").hidden = Boolean(replicas);
   const rows = (replicas ?? []).map((one) => [
     one.name, count(one.requests_running), count(one.requests_waiting), count(one.tokens_left),
-    one.kv_blocks ? share(one.kv_blocks - one.kv_blocks_free, one.kv_blocks) : "–", one.address,
+    one.kv_blocks ? share(one.kv_blocks - one.kv_blocks_free, one.kv_blocks) : "–",
+    one.ready ? one.address : `${one.address}, takes no requests`,
   ]);
   fillTable(byId("replicas"), ["Replica", "Running", "Waiting", "Tokens left", "KV held", "Address"], rows);
 }
