@@ -16,6 +16,7 @@ from penstock.cluster.process import ReplicaThread
 from penstock.config import Config
 from penstock.config.components import config_from
 from penstock.config.routing import Routing
+from penstock.deploy.resources import MemoryBudget
 from penstock.serve.http.listener import bind_socket
 from penstock.types.errors import ConfigError, PenstockError
 from support.server.completions import URL
@@ -221,6 +222,14 @@ def test_a_ray_of_this_machine_has_cpus_for_an_update_to_more(
         models = ClusterModels([make(1, threads=num_threads, replicas=2)], Routing(), bind_socket, is_elsewhere=False)
         assert models.num_cpus == num_cpus
         models.close()
+
+
+def test_a_front_needs_no_memory_for_models_that_its_replicas_hold(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cluster.models.MemoryBudget", lambda: MemoryBudget(lambda: 1 << 20))
+    with site(make(1), make(2, served_model_name=("other",))) as cluster:
+        assert cluster.ask("other") != cluster.ask()
 
 
 def test_an_address_of_another_machine_is_refused(make: Callable[..., Config]) -> None:

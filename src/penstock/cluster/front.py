@@ -52,7 +52,7 @@ def serve_replicas(
         adapters=lasting.adapters,
         metrics=lasting.metrics,
         load=partial(_front, config, source, fleet, bridge, machine, lasting, on_closed),
-        plan=MemoryShare,
+        plan=partial(MemoryShare, num_reserve_bytes=0),  # its replicas have the memory
         read_facts=partial(read_facts, source),
         is_fixed=True,
         max_waiting=config.admission.max_queue,
