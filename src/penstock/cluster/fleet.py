@@ -428,9 +428,6 @@ class Fleet:
         if not secrets.compare_digest(hello.proof, prove(self._secret, REPLICA, replica.nonce)):
             link.close("it does not know the cluster's secret")
             return
-        if hello.format != FORMAT:
-            link.close(f"it speaks version {hello.format}, and this front {FORMAT}")
-            return
         if self.model is not None and hello.model.fingerprint != self.model.fingerprint:
             link.close(f"its answers would differ: {hello.model.fingerprint} instead of {self.model.fingerprint}")
             return

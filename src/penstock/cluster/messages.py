@@ -21,7 +21,7 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
-FORMAT = 4
+FORMAT = 5
 """Version of these messages."""
 NONCE_BYTES = 32
 FRONT, REPLICA = b"front", b"replica"
@@ -99,7 +99,6 @@ class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A replica's first message. Its model is loaded by then."""
 
-    format: int
     proof: bytes
     """Result of `prove`, which shows that the sender knows the secret. So does the one in `Welcome`."""
     nonce: bytes

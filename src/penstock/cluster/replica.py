@@ -208,7 +208,7 @@ class Replica:
             return
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         proof, model = prove(self._secret, REPLICA, nonce), self._running.model
-        link.send(Hello(FORMAT, proof, self._nonce, self._name, model, self._blocks_port(link.own_host)))
+        link.send(Hello(proof, self._nonce, self._name, model, self._blocks_port(link.own_host)))
 
     def _blocks_port(self, host: str) -> int:
         """Return the port for KV blocks at the address `host`, or 0 if this replica can't share blocks. Listens if needed."""
