@@ -36,7 +36,9 @@ def line(custom_id="a", **fields) -> bytes:
 
 def prepared(folder, data: bytes, most=MOST) -> int:
     (folder / "in").write_bytes(data)
-    return prepare(folder / "base", folder / "in", (URL,), most, lambda: False)
+    prepare(folder / "base", folder / "in", (URL,), most, lambda: False)
+    with closing(sqlite3.connect(folder / "base")) as base:
+        return base.execute("SELECT num_lines FROM progress").fetchone()[0]
 
 
 def errors_of(folder, data: bytes, most=MOST) -> list[tuple[int | None, str]]:
@@ -163,11 +165,10 @@ def test_not_all_errors_are_listed(tmp_path):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_repeated_id_is_found(tmp_path, ids):
     """None: an empty line."""
-    (tmp_path / "in").write_bytes(b"\n".join(b"" if one is None else line(one) for one in ids))
+    text = b"\n".join(b"" if one is None else line(one) for one in ids)
     repeated = [nth + 1 for nth, one in enumerate(ids) if one is not None and one in ids[:nth]]
     with pytest.raises(BadLines) if repeated else nullcontext() as raised:
-        num_lines = prepare(tmp_path / "base", tmp_path / "in", (URL,), MOST, lambda: False)
-        assert num_lines == sum(one is not None for one in ids)
+        assert prepared(tmp_path, text) == sum(one is not None for one in ids)
     if repeated:
         assert [error["line"] for error in raised.value.errors] == repeated
 

@@ -86,8 +86,8 @@ class Stopped(Exception):
     """The check of a file was stopped."""
 
 
-def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> int:
-    """Check the lines of a file, and write them to a new database in the order in which they run. Return their number.
+def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> None:
+    """Check the lines of a file, and write them to a new database in the order in which they run.
 
     `urls`: paths that the lines may request. `CACHE_KIB` limits the memory, however many lines there are. Raises BadLines,
     Stopped, OSError and sqlite3.Error, and leaves no database then.
@@ -98,7 +98,7 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
     try:
         with closing(sqlite3.connect(new, isolation_level=None)) as base:
             base.set_progress_handler(is_stopped, _STOP_CHECK_INSTRUCTIONS)
-            num_lines = _fill(base, unsorted, source, _checked(source, urls, max_line_bytes, is_stopped))
+            _fill(base, unsorted, source, _checked(source, urls, max_line_bytes, is_stopped))
         sync(new)
         new.rename(path)
         sync(path.parent)
@@ -108,7 +108,6 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
         raise
     finally:
         remove((new, unsorted))
-    return num_lines
 
 
 def _check_there(source: Path) -> None:
@@ -117,8 +116,8 @@ def _check_there(source: Path) -> None:
         raise BadLines([_error(None, "file_not_found", "The file is gone.")])
 
 
-def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator[_Row]) -> int:
-    """Write lines to a database, sorted by their keys. Return their number. Raises BadLines."""
+def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator[_Row]) -> None:
+    """Write lines to a database, sorted by their keys. Raises BadLines."""
     base.execute("PRAGMA journal_mode = OFF")  # not crash-safe: after a crash the file is prepared again
     base.execute("PRAGMA synchronous = OFF")
     base.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
@@ -141,7 +140,6 @@ def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator
     base.execute("INSERT INTO lines (start, size) SELECT start, size FROM unsorted ORDER BY key, number")
     base.execute("INSERT INTO progress VALUES (?, 0, 0, 0, 0, ?)", (num_lines, b"{}"))
     base.execute("COMMIT")
-    return num_lines
 
 
 def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> Iterator[_Row]:
