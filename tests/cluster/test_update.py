@@ -218,7 +218,7 @@ def test_a_ray_of_this_machine_has_cpus_for_an_update_to_more(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.cluster.models.usable_cpus", lambda: 16)
-    for num_threads, num_cpus in ((1, 32), (10, 40)):
+    for num_threads, num_cpus in ((1, 16), (10, 40)):
         models = ClusterModels([make(1, threads=num_threads, replicas=2)], Routing(), bind_socket, is_elsewhere=False)
         assert models.num_cpus == num_cpus
         models.close()

@@ -104,9 +104,9 @@ class ClusterModels:
 
     @property
     def num_cpus(self) -> int:
-        """Twice the CPUs of all replicas, or of the machine if it has more: an update runs old and new ones side by side."""
+        """Twice the CPUs of all replicas, because an update runs old and new ones side by side. At least the machine's CPUs."""
         num_threads = sum(member.num_threads * member.config.cluster.most for member in self._members)
-        return 2 * max(num_threads, usable_cpus())
+        return max(2 * num_threads, usable_cpus())
 
     def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
         """Start the replicas of each model. Return the deployment once each model has a replica."""

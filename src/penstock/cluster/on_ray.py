@@ -61,10 +61,7 @@ def connected(address: str | None, num_cpus: int, *, waits: bool = True) -> Iter
 
     `waits`: try again while Ray is still starting. Raises PenstockError if there is none.
     """
-    local: dict[str, Any] = {}
-    if address is None:
-        system = {"prestart_worker_first_driver": False}  # otherwise an idle process starts for each CPU
-        local = {"num_cpus": num_cpus, "include_dashboard": False, "_system_config": system}
+    local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False} if address is None else {}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     end_s = time.monotonic() + CONNECT_TIMEOUT_S
     while not ray.is_initialized():
