@@ -24,6 +24,7 @@ from penstock.cluster.replica import Replica
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
+from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK
 from penstock.sched.routing.routers import LeastWork, RoundRobin
 from penstock.sched.scaling import Scaler
 from penstock.serve.http.listener import bind_socket
@@ -817,12 +818,13 @@ def hang_up_after(replica: ThreadedReplica, flush: Callable[[], None]) -> None:
         replica.replica._link.close("a test")
 
 
-def test_refusals_of_engines_that_fail_do_not_go_round_for_ever(pool) -> None:
+@pytest.mark.parametrize(("why", "status"), [(ENGINE_FAILED, 500), (ENGINE_STUCK, 500), ("the engine is not running", 503)])
+def test_refusals_do_not_go_round_for_ever_and_blame_only_a_request_that_engines_failed_with(why: str, status: int) -> None:
     with cluster(num_replicas=2) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
         for replica in made.replicas.values():
-            replica.replica._take = partial(refuse, replica.replica)
-        assert post(made, PROMPTS[0]).status_code == 500
+            replica.replica._take = partial(refuse, replica.replica, why=why)
+        assert post(made, PROMPTS[0]).status_code == status
 
 
 def test_a_request_that_a_replica_refused_goes_to_another_although_the_first_one_holds_its_prefix(pool) -> None:
@@ -836,10 +838,18 @@ def test_a_request_that_a_replica_refused_goes_to_another_although_the_first_one
         assert made.fleet.num_moved["lost"] == 1
 
 
-def refuse(replica: Replica, submit: Submit) -> None:
+def test_a_request_that_one_engine_failed_with_is_not_retried_after_refusals() -> None:
+    with cluster(num_replicas=2) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for why, replica in zip((ENGINE_FAILED, "the engine is not running"), made.replicas.values(), strict=True):
+            replica.replica._take = partial(refuse, replica.replica, why=why)
+        assert post(made, PROMPTS[0]).status_code == 500
+
+
+def refuse(replica: Replica, submit: Submit, why: str = "the engine is not running") -> None:
     for work in submit.works:
         request = request_of(work, submit.prompt_token_ids, 0)
-        replica._refuse(request, FinishReason.ERROR, "the engine failed", "unavailable")
+        replica._refuse(request, FinishReason.ERROR, why, "unavailable")
 
 
 def test_a_cold_replica_compiles_a_grammar_once_for_a_burst(pool) -> None:

@@ -326,6 +326,28 @@ def test_files_that_changed_while_requests_wait_fail_and_nobody_who_waits_is_to_
         assert again.fingerprint != ref.fingerprint
 
 
+def test_an_adapter_that_another_process_could_not_load_is_read_again_only_if_its_files_changed(
+    disk: Disk, tmp_path: Path
+) -> None:
+    with registry(disk, tmp_path, "a") as adapters:
+        ref = found(adapters, "a")
+        adapters.want(ref)
+        disk.wait()
+        adapters.doubt(ref)
+        assert adapters.known("a") is None
+        assert found(adapters, "a") is ref
+        assert adapters.known("a") is ref
+        rewrite(tmp_path / "a")
+        assert found(adapters, "a") is ref, "nobody doubts it"
+        adapters.doubt(ref)
+        again = found(adapters, "a")
+        adapters.want(again)
+        disk.wait()
+        assert again.fingerprint != ref.fingerprint
+        adapters.doubt(ref)
+        assert adapters.known("a") is again, "an older one is in doubt"
+
+
 def test_what_was_read_once_and_is_gone_is_no_fault_of_those_who_wait(disk: Disk, tmp_path: Path) -> None:
     write_adapter(tmp_path / "folder" / "gone", ONE)
     with registry(disk, tmp_path, "b", most=1) as adapters:

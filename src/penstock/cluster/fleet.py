@@ -667,8 +667,9 @@ class Fleet:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
             elif len(flight.failed_at) >= MAX_LOSSES:
-                told = f"{MAX_LOSSES} replicas failed with it, the last one: {flight.last_loss}"
-                self._end(flight, FinishReason.ERROR, told, RejectReason.UNAVAILABLE if flight.was_refused else None)
+                verb, because = ("failed with", None) if flight.has_failed else ("refused", RejectReason.UNAVAILABLE)
+                told = f"{MAX_LOSSES} replicas {verb} it, the last one: {flight.last_loss}"
+                self._end(flight, FinishReason.ERROR, told, because)
             elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:
@@ -735,7 +736,7 @@ class Fleet:
                     is_refusal, ref = chunk.detail not in (ENGINE_FAILED, ENGINE_STUCK), flight.request.adapter
                     flight.count_loss(replica.name, chunk.detail, is_refusal=is_refusal)
                     if is_refusal and ref is not None and self._adapters is not None:
-                        self._adapters.doubt(ref, chunk.detail)
+                        self._adapters.doubt(ref)
                 self._detach(flight)
                 moving.append(flight)
                 continue

@@ -57,8 +57,8 @@ class Flight:
     """Generated tokens at the last of these losses."""
     last_loss: str = ""
     """Cause of the last loss, for error messages."""
-    was_refused: bool = False
-    """The last loss was a refusal: that replica goes on without the request."""
+    has_failed: bool = False
+    """A replica failed while it had the request, which may be the cause. Refusals do not count."""
     last_token_ns: int = 0
     before: tuple[str, ...] = ()
     """Names of the replicas that the request was sent to, in order."""
@@ -77,8 +77,10 @@ class Flight:
         num_tokens = len(self.request.output_token_ids)
         if num_tokens - self.num_tokens_at_loss >= PROGRESS:
             self.failed_at.clear()
+            self.has_failed = False
         self.failed_at.append(name)
-        self.num_tokens_at_loss, self.last_loss, self.was_refused = num_tokens, why, is_refusal
+        self.has_failed |= not is_refusal
+        self.num_tokens_at_loss, self.last_loss = num_tokens, why
 
     def note(self, chunk: OutputChunk) -> int | None:
         """Record a chunk's progress. Return the time since the previous tokens, or None for the first tokens or without any."""

@@ -74,6 +74,8 @@ class _Adapter:
     failed_at_ns: int = 0
     has_changed: bool = False
     """The files have other content now, so the adapter can never be loaded again."""
+    is_doubted: bool = False
+    """Another process could not load it. `find` checks whether its files have changed."""
     stamp: object = None
     """`_stamp` of the files at the last reading."""
     num_pages: int = 0
@@ -200,7 +202,8 @@ class Adapters:
                 return None
             if entry.adapter is None and not entry.is_found:
                 entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
-            return None if entry.adapter is None or entry.adapter.failure else entry.adapter.refer()
+            adapter = entry.adapter
+            return None if adapter is None or adapter.failure or adapter.is_doubted else adapter.refer()
 
     def may_find(self, name: str) -> bool:
         """Return whether `find` may succeed for a name that is not `known`, for example because its file is new."""
@@ -236,6 +239,7 @@ class Adapters:
                 adapter = None
             if adapter is None:
                 adapter = entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
+            adapter.is_doubted = False
             return adapter.refer()
 
     def with_content(self, fingerprint: bytes, path: Path) -> AdapterRef:
@@ -257,10 +261,10 @@ class Adapters:
                 self._names[name] = _Name(path, is_found=True, adapter=adapter)
             return adapter.refer()
 
-    def doubt(self, ref: AdapterRef, why: str) -> None:
-        """Make `find` return a new adapter, which is read anew: another process could not load this one. `why`: the cause."""
+    def doubt(self, ref: AdapterRef) -> None:
+        """Note that another process could not load the adapter. If its files have changed, the next `find` has them read."""
         with self._changed:
-            self._by_number[ref.number].failure = why
+            self._by_number[ref.number].is_doubted = True
 
     def has(self, name: str) -> bool:
         """Return whether the name is registered, or was found in the folder before."""
@@ -447,7 +451,9 @@ class Adapters:
         return bool(adapter.failure) and (adapter.has_changed or is_fresh)
 
     def _is_replaceable(self, adapter: _Adapter, stamp: object) -> bool:
-        """Return whether a new adapter should replace a failed one: its files have changed, or it may be read again."""
+        """Return whether a new adapter should replace a failed or doubted one: its files changed, or it may be read again."""
+        if adapter.is_doubted and adapter.stamp != stamp:
+            return True
         return bool(adapter.failure) and bool(adapter.fingerprint or not self._has_failed(adapter) or adapter.stamp != stamp)
 
     def _want(self, number: int, *, is_urgent: bool) -> None:
