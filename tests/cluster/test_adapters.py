@@ -140,11 +140,12 @@ def test_an_adapter_that_no_replica_can_load_may_be_asked_for_again(config: Conf
 
 
 def test_an_answer_without_a_limit_ends_where_the_kv_cache_does_beside_its_adapter(config: Config) -> None:
-    with site(config_with(config, kv_cache_memory=48 << 10)) as cluster:
+    with site(config_with(config, kv_cache_memory=40 << 10)) as cluster:
         [front] = cluster.deployment.running
+        context = front.model.capacity.max_model_len
         assert answer(cluster.url, "red", "a")[0] == 200  # its size is known now
         body = {"model": "red", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
         got = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)
         assert got.status_code == 200, got.text
         assert got.json()["choices"][0]["finish_reason"] == "length"
-        assert got.json()["usage"]["total_tokens"] < front.model.capacity.max_model_len
+        assert 100 < got.json()["usage"]["total_tokens"] < context

@@ -13,6 +13,8 @@ from penstock.models.weights import LoadedModel
 
 BYTES_PER_VALUE = 2
 """Replicas pack adapters as bf16 or float16."""
+RANKS_TOGETHER = 8
+"""The native backend pads ranks to about a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ def connect_adapters(adapters: Adapters, blueprint: Blueprint, model: LoadedMode
     block_bytes = footprint.block_bytes(model.spec, blueprint.compute.kv_dtype, blueprint.compute.block_size)
 
     def size_of(factors: AdapterFactors) -> AdapterSize:
-        num_values = sum(a.size + b.size for a, b in factors.by_weight.values())
+        num_values = 0
+        for a, b in factors.by_weight.values():
+            num_values += (a.shape[1] + len(b)) * -(-len(a) // RANKS_TOGETHER) * RANKS_TOGETHER
         return AdapterSize(-(-BYTES_PER_VALUE * num_values // block_bytes))
 
     read = adapter_reader(blueprint.lora.max_lora_rank, model)
