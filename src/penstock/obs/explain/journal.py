@@ -81,7 +81,7 @@ class Journal:
         """Requests with one prompt token left, and how often they were preempted. The next step computes it like a decode."""
         self._waits = Waits()
         self._turns = Turns(), Turns()
-        """Of all requests but background ones, and of those: the classes have queues of their own."""
+        """The queue of requests that are not background, and the background's."""
         self._log = StepLog()
         self._last_step = 0
         """The engine's number of the last step."""
