@@ -36,7 +36,7 @@ from penstock.types.result import StepResult
 
 HOST, SECRET, START_S, MAX_QUEUE = "127.0.0.1", b"a secret of benchmarks", 120.0, 4096
 UNENDING = {"logit_bias": {"0": -100, "1": -100, "2": -100}}
-"""Bans SmolLM2's tokens without text. An answer of a forced length would have them, and the next turn's prompt not."""
+"""Bans SmolLM2's ends of text and turn. An answer of a forced length would go on past them, and the next prompt lack them."""
 Values = Mapping[str, Any]
 """Settings by key."""
 

@@ -6,16 +6,16 @@
 `penstock profile` measures steps up to the server's limits. Then a server answers made-up requests, the workload at some
 load, made-up ones again, and so on. The profile's cost model is refitted to the recorded steps of all made-up requests, so
 client and HTTP count. The simulation also knows the server's KV blocks and rows, and how long client and HTTP take for a
-made-up request; nothing of the workloads' own runs. Speculation is off in both. A simulation is the mean of five, which
-differ by their noise.
+made-up request; nothing of the workloads' own runs, except at own speed. Speculation is off in both. A simulation is the
+mean of five, which differ by their noise.
 
 A workload is a file, with its lengths divided by a number after a slash, or one of `CORNERS`. A load is a share of the
 capacity: the rate of the first 60 requests when all are there at once. An error is (simulated - real) / real of one run.
 The tables have the median of the runs and, for noise, the least and largest real run around their median. "Time of steps" is
 the real time of a run's steps over the cost model's mean time for them, noise included: where it is not 1, the machine was
-faster or slower than during the made-up requests. "At own speed" multiplies the costs by it, which leaves the errors that
-are not the machine's. KV occupancy is the time-averaged share of blocks that requests hold. With several `--presets` it prints
-how both rank them. The last line is one JSON object.
+faster or slower than during the made-up requests, or the model misjudges these steps. "At own speed" multiplies the costs by
+it: what is left is not due to the mean time of steps. KV occupancy is the time-averaged share of blocks that requests hold.
+With several `--presets` it prints how both rank them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from penstock.deploy.forecast import simulation_of
 from penstock.lab.arrivals import num_arrivals
 from penstock.lab.client import send
 from penstock.lab.cost_files import load_cost
-from penstock.lab.cost_model import CostModel
+from penstock.lab.cost_model import CostModel, cold_share
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
 from penstock.lab.pacing import Pace
@@ -51,13 +51,12 @@ from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.recording import Recording, StepDone, open_recording
 from penstock.lab.records import Record
 from penstock.lab.simulation import Outcome
-from penstock.lab.steps import steps_of, texts_of
+from penstock.lab.steps import MeasuredStep, steps_of, texts_of
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.models.cache import default_cache_dir
 from penstock.models.catalog import DEFAULT_MODEL, resolve
-from penstock.types.plan import StepShape
 
 ROWS = 32
 MADE_UP_NAME = "made up"
@@ -166,15 +165,15 @@ class Told:
         self.cost = fit(steps, are_in_order=True, base=base, texts=texts).cost
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
-        real_ns, told_ns = [0.0] * len(runs), [0.0] * len(runs)
+        real_ns, told_ns = [0] * len(runs), [0.0] * len(runs)
         every_step = steps_of(recording, is_taken=lambda _: True, max_steps=1 << 30)
         for step, done in zip(every_step, recording.steps(), strict=True):
             if (run_no := run_at(done.ended_ns)) is not None:
                 steps_in[run_no].append(done)
                 real_ns[run_no] += step.execute_ns
-                told_ns[run_no] += mean_ns(self.cost, step.shape)
+                told_ns[run_no] += mean_ns(self.cost, step)
         self.step_ratios = [real / told for real, told in zip(real_ns, told_ns, strict=True)]
-        """The real time of each run's steps over what the cost model says of the same steps."""
+        """The real time of each run's steps over the cost model's mean time for the same steps, noise included."""
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
         """The share of blocks that requests held in each run, mean over time."""
         alone = {idx for idx, run in enumerate(runs) if run.name == MADE_UP_NAME and run.pace.concurrency is None}
@@ -203,11 +202,12 @@ class Told:
         return replace(record, first_ns=record.first_ns + added_ns, ended_ns=record.ended_ns + added_ns)
 
 
-def mean_ns(cost: CostModel, shape: StepShape) -> float:
-    """Return the time of a step, with the mean of its noise."""
-    ns = cost.duration_ns(shape)
-    ratios = next((one.ratios for one in cost.residuals if ns <= one.up_to_ns), cost.residuals[-1].ratios)
-    return ns * fmean(ratios)
+def mean_ns(cost: CostModel, step: MeasuredStep) -> float:
+    """Return the modelled time of a step, with the mean of its noise."""
+    num_tokens = sum([query_len for query_len, _ in step.shape.rows])
+    ns = cost.duration_ns(step.shape) + cost.cold_ns * cold_share(step.coldness, num_tokens)
+    last = cost.residuals[-1]
+    return ns * fmean(next(one for one in cost.residuals if ns <= one.up_to_ns or one is last).ratios)
 
 
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
@@ -232,17 +232,17 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[str, dict[s
         for kind, factor in (("simulated", 1.0), ("own speed", ratio)):
             server = simulation_of(settings, told.cost.scaled(factor), num_blocks=told.num_blocks)
             outcomes = [replace(server, max_tokens=None, seed=seed).run(run.workload) for seed in SEEDS]
-            seen = [figures_of([told.as_client(record) for record in one.records], _occupancy(one)) for one in outcomes]
-            of_run[kind] = {name: fmean(one[name] for one in seen) for name in seen[0]} | {STEP_TIME: factor}
-        if outcomes[0].num_outside:
-            print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
+            means = [figures_of([told.as_client(record) for record in one.records], _occupancy(one)) for one in outcomes]
+            of_run[kind] = {name: fmean(one[name] for one in means) for name in means[0]} | {STEP_TIME: factor}
+            if outcomes[0].num_outside and kind == "simulated":
+                print(f"{run.name}: {outcomes[0].num_outside} of {outcomes[0].num_steps} steps lie outside of the fitted range")
         for kind, figures in of_run.items():
             found.setdefault(run.name, {}).setdefault(kind, []).append(figures)
     return found
 
 
 def error_of(simulated: Sequence[float], real: Sequence[float]) -> str:
-    return f"{median(told / seen - 1 for told, seen in zip(simulated, real, strict=True)):+.1%}"
+    return f"{median(one / other - 1 for one, other in zip(simulated, real, strict=True)):+.1%}"
 
 
 def _occupancy(outcome: Outcome) -> float:

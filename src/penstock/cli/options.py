@@ -156,7 +156,7 @@ def model_argument(command: Callable[..., Any], *, is_optional: bool = False) ->
 
 
 def check_named() -> None:
-    """Raise UsageError if no model was named, and the --config file has [[models]]: the default model is then not meant."""
+    """Raise UsageError if no model is named although the --config file has [[models]]."""
     context, tables = click.get_current_context(), tables_of_file()
     is_named = context.params.get("model_word") or context.get_parameter_source("model") is not ParameterSource.DEFAULT
     if tables and not is_named:

@@ -219,13 +219,19 @@ def _has_link(asked: Mapping[str, Any]) -> bool:
 
 
 def _check_model(values: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if a model, or the type of its KV cache, is given, and no variant reads its files."""
+    """Raise ConfigError if a model, or the type of its KV cache, is given, and no variant reads its files.
+
+    Raises UsageError if a variant reads those of the default model, and the --config file has [[models]].
+    """
+    readers = []
     for changed in changes:
         asked = {**values, **changed}
         if asked["blocks"] is None or (asked["kv_bytes_per_token"] is None and _has_link(asked)):
-            if "model" not in changed:
-                check_named()
-            return
+            readers.append(changed)
+    if any("model" not in changed for changed in readers):
+        check_named()
+    if readers:
+        return
     if is_given("model") or is_given("model_word"):
         remedy = "Leave out the model, and set --max-model-len to its longest context."
         raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)

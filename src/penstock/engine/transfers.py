@@ -189,7 +189,7 @@ class Transfers:
         is_probe = not self._tier.is_open
         # One probe at a time: probes that hang would fill the staging memory.
         num_staged = min(len(spills), int(not self.num_moving_blocks) if is_probe else self._num_spillable)
-        # The last are worth most: those in use longest ago, and of these the ends of prompts, are evicted first.
+        # Keep the last: blocks unused for longest, and the ends of prompts, are evicted first.
         dropped, spills = spills[: len(spills) - num_staged], spills[len(spills) - num_staged :]
         for spill in dropped:
             self._tier.spilled(spill.block_hash, is_sound=False)

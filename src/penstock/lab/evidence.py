@@ -103,7 +103,7 @@ class Visit:
             **choice["waited"]["for_ms"],
             "preempted": sum(pause["waited_ms"] for pause in choice["preemptions"]),
             "sat out": choice["sat_out"]["ms"],
-            "background": decode["rested_ms"],  # replaces the wait of a line of a batch, which is no fault
+            "background": decode["rested_ms"],  # replaces the wait of this name of a batch's line, which is expected
             "other models": time_ms["other_models"],
         }
         steps_ms = time_ms["decode"] - parts_ms["preempted"] - parts_ms["sat out"] - parts_ms["background"]

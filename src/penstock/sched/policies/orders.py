@@ -101,7 +101,7 @@ class EarliestDeadlineFirst(Order):
         self._num_rows = 0
         """Rows of the last step, prompts included; 0 without decodes."""
         self._num_gained = 0
-        """Tokens that these got beyond one each."""
+        """Tokens beyond one per row in the last step."""
         self._milli_tokens = 1000
         """Mean tokens that a row gets in a step, in thousandths; more than 1000 with guesses and forced tokens."""
         self._prompt_ns = 0
