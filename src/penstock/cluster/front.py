@@ -88,14 +88,7 @@ def _front(
     tokenizer, chat_template = load_text(blueprint.settings.chat_template, model)
     metrics = lasting.metrics
     metrics.settings_hash, metrics.num_replicas = blueprint.settings_hash, config.cluster.replicas
-    admission = Admission(
-        lasting.limits,
-        info.capacity,
-        reads_priority=blueprint.policies.reads_priority,
-        tenants=lasting.tenants,
-        adapters=lasting.adapters,
-        max_adapters=blueprint.lora.max_loras,
-    )
+    admission = lasting.make_admission(blueprint, info.capacity)
     max_running = blueprint.policies.max_running(info.capacity)
     connect(fleet, bridge, admission, metrics, max_running=max_running)
     metrics.max_rows, metrics.max_step_tokens = max_running, info.capacity.max_step_tokens

@@ -62,7 +62,6 @@ class EngineMaker:
         tap: EngineTap | None = None,
     ) -> None:
         """`executor` and `store` (the tier below the KV pool) are for the first engine. `blueprint` has its memory plan."""
-        from penstock.admission.door import Admission
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
         from penstock.engine.ports import ObserverGroup
@@ -81,14 +80,7 @@ class EngineMaker:
         self.metrics.settings_hash = blueprint.settings_hash
         self.metrics.max_adapters = blueprint.lora.max_loras
         self.metrics.tier.medium = "host" if blueprint.cache.kv_host_size_bytes else "disk"
-        self.admission = Admission(
-            lasting.limits,
-            executor.capacity,
-            reads_priority=blueprint.policies.reads_priority,
-            tenants=lasting.tenants,
-            adapters=self.adapters,
-            max_adapters=blueprint.lora.max_loras,
-        )
+        self.admission = lasting.make_admission(blueprint, executor.capacity)
         self.signals = Signals(blueprint.policies.max_running(executor.capacity), self.admission.drain.rate)
         self.admission.on_call = self.signals.on_call
         if self.journal is not None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from penstock.config import ServerConfig
 
 if TYPE_CHECKING:
-    from penstock.admission.door import AdmissionLimits
+    from penstock.admission.door import Admission, AdmissionLimits
     from penstock.admission.tenants import Tenants
     from penstock.deploy.adapters import Adapters
+    from penstock.deploy.blueprint import Blueprint
     from penstock.deploy.running import Sources
     from penstock.obs.explain.journal import Journal
+    from penstock.types.plan import Capacity
 
 
 class Lasting:
@@ -45,6 +47,19 @@ class Lasting:
         from penstock.admission.tenants import Tenants
 
         return Tenants(self.limits.tenant_max_concurrent, self.limits.tenant_tokens_per_minute)
+
+    def make_admission(self, blueprint: Blueprint, capacity: Capacity) -> Admission:
+        """Make the door before an engine, or before a cluster's replicas."""
+        from penstock.admission.door import Admission
+
+        return Admission(
+            self.limits,
+            capacity,
+            reads_priority=blueprint.policies.reads_priority,
+            tenants=self.tenants,
+            adapters=self.adapters,
+            max_adapters=blueprint.lora.max_loras,
+        )
 
     @cached_property
     def sources(self) -> Sources:
