@@ -380,6 +380,11 @@ void write_block(Engine& self, int block, const Vector<uint8_t>& content) {
     self.kv().write_block(block, content.data());
 }
 
+nb::ndarray<nb::numpy, float, nb::ndim<2>> buffer(nb::handle_t<Engine> self, int id) {
+    const Engine::View view = nb::cast<Engine&>(self).buffer(id);
+    return {view.data, {static_cast<size_t>(view.rows), static_cast<size_t>(view.width)}, self};
+}
+
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> kv_memory(nb::handle_t<Engine> self) {
     Engine& engine = nb::cast<Engine&>(self);
     const auto bytes = static_cast<size_t>(engine.kv().bytes());
@@ -552,6 +557,7 @@ void bind_engine(nb::module_& m) {
              },
              "inv_freq"_a, "factor"_a, "growth"_a = 0.0f, "growth_len"_a = 1, "samples"_a = false)
         .def("add_buffer", &Engine::add_buffer, "width"_a, "per_sample"_a)
+        .def("buffer", &buffer, "id"_a, "A buffer's rows, [largest step's rows, width]: no copy. The engine lives as long.")
         .def_prop_ro("has_tiles", [](const Engine& self) { return self.kernels().has_tiles; },
                      "Whether quantised weights multiply activations in bf16, by tiles; else in groups of integers.")
         .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a, "by_row"_a = false)
@@ -600,6 +606,9 @@ void bind_engine(nb::module_& m) {
         .def("drop_adapter", [](Engine& self, int64_t number) { adapters_of(self).drop(number); }, "number"_a)
         .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,
              "Logits are multiplied by `scale`, then capped; `cap` 0 is none.")
+        .def("name_logits",
+             [](Engine& self, const Vector<int32_t>& tokens) { self.name_logits({tokens.data(), tokens.data() + tokens.size()}); }, "tokens"_a,
+             "The token of each logit, for logits of a part of the vocabulary.")
         .def("set_states", &Engine::set_states, "buffer"_a, "per_sample"_a, "The buffer with the answers to texts.")
         .def("use_all_members", &Engine::use_all_members, "From now on all threads take part in every step, whether that pays or not: for tests.")
         .def("poison_buffers", &Engine::poison_buffers, "Fills all buffers with NaN, so that a test sees any use of what no step has written.")

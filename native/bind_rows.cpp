@@ -258,7 +258,7 @@ class NamedRows {
         if (!table_->fits(engine.shape()) || table_->num_state_blocks() != engine.recurrence().num_blocks()) {
             throw std::invalid_argument("the engine's sizes do not fit the row table");
         }
-        if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
+        if (!engine.has_named_logits()) throw std::invalid_argument("the logits are not of the vocabulary");
     }
 
     int slot_of(nb::handle name) {

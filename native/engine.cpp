@@ -196,6 +196,14 @@ void Engine::set_logits(int buffer, float scale, float cap) {
     }
 }
 
+void Engine::name_logits(std::vector<int32_t> tokens) {
+    if (static_cast<int64_t>(tokens.size()) != logits_width()) throw std::invalid_argument("there is not one token for each logit");
+    for (const int32_t token : tokens) {
+        if (token < 0 || token >= shape_.vocab_size) throw std::invalid_argument("a logit is of a token outside the vocabulary");
+    }
+    logits_.name_tokens(std::move(tokens));
+}
+
 void Engine::set_states(int buffer, bool per_sample) {
     states_buffer_ = buffer;
     states_are_of_samples_ = per_sample;

@@ -67,6 +67,8 @@ class Engine final : private Work {
     // After the last instruction. Logits are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
     // std::invalid_argument if that changes them and they are not the last instruction's product.
     void set_logits(int buffer, float scale, float cap);
+    // After `set_logits`: the token of each logit, for logits of a part of the vocabulary. std::invalid_argument unless there is one each.
+    void name_logits(std::vector<int32_t> tokens);
     // After the last instruction, of a program that computes texts whole: the buffer with their answers. `per_sample`: it has a row for each
     // sample, and else one for each token.
     void set_states(int buffer, bool per_sample);
@@ -105,6 +107,13 @@ class Engine final : private Work {
     void poison_buffers();
     // A step's positions must be below this.
     int32_t num_positions() const { return num_positions_; }
+    // Whether there are logits, each of a known token.
+    bool has_named_logits() const { return logits_width() == logits_.num_named(); }
+    struct View {
+        float* data;
+        int64_t rows, width;
+    };
+    View buffer(int id) const { return {buffers_.at(id).data(), buffers_[id].rows, buffers_[id].width}; }
     int64_t logits_width() const { return logits_buffer_ < 0 ? 0 : buffers_[logits_buffer_].width; }
     StepTimes times() const;  // of the last step
     int64_t waited_ns() const { return waited_ns_; }  // for how long the last step waited for its turn on the team

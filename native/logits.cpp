@@ -105,6 +105,14 @@ int32_t Logits::best_of_row(int row) const {
 }
 
 void Logits::draw(int row, int member) {
+    draw_among(row, member);
+    if (tokens_.empty()) return;
+    SampleResult& sample = samples_[row];
+    if (sample.token >= 0) sample.token = tokens_[sample.token];
+    for (int i = 0; i < sample.num_top; ++i) sample.top_ids[i] = tokens_[sample.top_ids[i]];
+}
+
+void Logits::draw_among(int row, int member) {
     if (wants_best_[row]) {
         samples_[row].token = best_of_row(row);
         return;
@@ -113,9 +121,9 @@ void Logits::draw(int row, int member) {
     SamplerScratch& scratch = draw_scratch_[member];
     try {
         if (const int32_t target = input_.target_of(row); target >= 0) {
-            return score_token(logits_ + row * width_, shape_.vocab_size, target, sampling_[slot].num_prompt_logprobs, scratch, samples_[row]);
+            return score_token(logits_ + row * width_, num_named(), target, sampling_[slot].num_prompt_logprobs, scratch, samples_[row]);
         }
-        sample_row(logits_ + row * width_, shape_.vocab_size, sampling_[slot], mask_of(row),
+        sample_row(logits_ + row * width_, num_named(), sampling_[slot], mask_of(row),
                    input_.tokens + slot * input_.tokens_stride, input_.num_tokens_before(row), input_.num_prompt_of_slot[slot], scratch,
                    samples_[row]);
     } catch (const std::bad_alloc&) {  // must not leave the task; `end_step` tells it

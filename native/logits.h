@@ -25,6 +25,9 @@ class Logits {
     // `multiply` will be called: the product is the last instruction of a program, of all strands together.
     // Its results are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
     void expect_product(float scale, float cap);
+    // Logit i is of token `tokens[i]`, not of token i: the logits are of a part of the vocabulary.
+    void name_tokens(std::vector<int32_t> tokens) { tokens_ = std::move(tokens); }
+    int num_named() const { return tokens_.empty() ? shape_.vocab_size : static_cast<int>(tokens_.size()); }
 
     // `logits` [num_logits, width] are where rows are kept that need them. `product` is the stage of the product, and `panels` those of its
     // matrix; null if another instruction makes the logits. `awaits_masks`: whoever needs a mask waits until `admit_masks`.
@@ -46,6 +49,7 @@ class Logits {
     // What a product's results, [rows, ld], become before anybody looks at them.
     void change(float* logits, int64_t ld, int num_rows, int count) const;
     int32_t best_of_row(int row) const;
+    void draw_among(int row, int member);
     const uint32_t* mask_of(int row) const;
 
     EngineShape shape_;
@@ -54,6 +58,7 @@ class Logits {
     std::vector<SamplerScratch> draw_scratch_;  // per member
     std::vector<Floats> scratch_;              // per member, of a product's rows
     float scale_ = 1.0f, cap_ = 0.0f;
+    std::vector<int32_t> tokens_;  // empty: of all tokens
 
     // State of the step.
     StepInput input_{};

@@ -81,6 +81,10 @@ class Loading:
     settings: ModelConfig
     floats: Floats
     merged: tuple[MergedAdapter, ...]
+    head: Path | None = None
+    """Folder of a draft head for the model."""
+    is_of_head: bool = False
+    """Load the head in place of the model."""
 
     def load(self, *, max_weight_bytes: int | None = None) -> LoadedModel:
         """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
@@ -97,11 +101,16 @@ class Loading:
             task=self.settings.task,
             pooling=cast("Pooling | None", self.settings.pooling),
         )
-        if not self.merged:
-            return model
-        from penstock.models.merging import with_adapters
+        if self.merged:
+            from penstock.models.merging import with_adapters
 
-        return with_adapters(model, self.merged)
+            model = with_adapters(model, self.merged)
+        if self.head is None:
+            return model
+        from penstock.models.eagle import load_head
+
+        head = load_head(self.head, model)
+        return head.model if self.is_of_head else head.attached(model)
 
 
 def _check_vocab(vocab: GgufVocab) -> None:

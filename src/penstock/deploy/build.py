@@ -50,7 +50,7 @@ def build(
         if model.encoder is None:
             log_kv(blueprint, model)
         tokenizer, chat_template = text.result()
-        if blueprint.draft is not None:
+        if blueprint.draft is not None and not blueprint.draft.loading.is_of_head:
             small = blueprint.draft.loading.load()
             check_same_tokens(tokenizer, tokenizer_of(small), model, small)
         store = _open_tier(blueprint, model, executor, resources)

@@ -1,15 +1,20 @@
-"""The small model of --speculation-model: its checks beside the large one, and its executor."""
+"""The small model or draft head of --speculation-model: its checks beside the large model, and its executor."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.config import LoraConfig
 from penstock.config.units import format_size
 from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.executor import SeatOf, build_executor
-from penstock.types.errors import ConfigError
+from penstock.deploy.resources import MemoryShare
+from penstock.deploy.sizing import KvPlan
+from penstock.types.errors import ConfigError, NotEnoughFreeMemory
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
@@ -29,13 +34,8 @@ def with_draft(blueprint: Blueprint, model: LoadedModel, small: Blueprint, small
 
     Raises ConfigError if one of the models keeps a recurrent state, which can't go back to the last guess that was right.
     """
-    from penstock.models.architectures import describe
-
-    for one in (model, small_model):
-        program = describe(one.spec)
-        if program.state or program.paged_state:
-            cause = f"{one.name} keeps a recurrent state, which can't go back to the last guess that was right."
-            raise ConfigError(cause, remedy=DRAFT_REMEDY)
+    _check_no_state(model)
+    _check_no_state(small_model)
     plan, capacity, most = small.measured_plan, small.measured_plan.capacity, blueprint.measured_plan.capacity
     num_blocks = min(capacity.num_blocks, most.num_blocks)
     longest = min(capacity.max_model_len, most.max_model_len, (num_blocks - 1) * capacity.block_size)
@@ -44,6 +44,51 @@ def with_draft(blueprint: Blueprint, model: LoadedModel, small: Blueprint, small
     small = replace(small, plan=replace(plan, capacity=capacity, num_bytes=num_kv_bytes))
     num_bytes = small.share.num_weight_bytes + num_kv_bytes + small.share.num_step_bytes
     return replace(blueprint, draft=small, share=replace(blueprint.share, num_draft_bytes=num_bytes))
+
+
+def with_head(blueprint: Blueprint, model: LoadedModel, path: Path, left_bytes: int) -> tuple[Blueprint, LoadedModel]:
+    """Return the blueprint and the model with a draft head, whose KV cache holds as many tokens as the model's.
+
+    Raises ConfigError for a recurrent state, ModelError for a head of another model, and NotEnoughMemory if it takes more than
+    `left_bytes`.
+    """
+    from penstock.models.eagle import load_head
+
+    _check_no_state(model)
+    head = load_head(path, model)
+    (shape,), capacity, compute = head.program.kv_shapes, blueprint.measured_plan.capacity, blueprint.compute
+    if compute.kv_dtype is KvDtype.INT4:  # one layer saves little, and not all heads have a width that fits
+        compute = replace(compute, kv_dtype=KvDtype.INT8)
+    num_kv_bytes = capacity.num_blocks * capacity.block_size * shape.num_bytes(compute.kv_dtype)
+    num_bytes = head.num_bytes + num_kv_bytes
+    if num_bytes > left_bytes:
+        raise NotEnoughFreeMemory(
+            f"Beside {blueprint.name}, the draft head {path.name} has no room: it takes {format_size(num_bytes)}, and "
+            f"{format_size(max(0, left_bytes))} are left.",
+            instead="Leave out --speculation-model, lower --kv-cache-memory",
+        )
+    small = replace(
+        blueprint,
+        names=(head.model.name,),
+        loading=replace(blueprint.loading, head=path, is_of_head=True),
+        compute=compute,
+        lora=LoraConfig(),
+        plan=KvPlan(capacity, num_kv_bytes, is_shortened=False),
+        share=MemoryShare(num_weight_bytes=head.num_bytes),
+        expert_folder=None,
+        packed=None,
+    )
+    share = replace(blueprint.share, num_draft_bytes=num_bytes)
+    return replace(blueprint, loading=replace(blueprint.loading, head=path), draft=small, share=share), head.attached(model)
+
+
+def _check_no_state(model: LoadedModel) -> None:
+    from penstock.models.architectures import describe
+
+    program = describe(model.spec)
+    if program.state or program.paged_state:
+        cause = f"{model.name} keeps a recurrent state, which can't go back to the last guess that was right."
+        raise ConfigError(cause, remedy=DRAFT_REMEDY)
 
 
 def check_same_tokens(large: Tokenizer, small: Tokenizer, model: LoadedModel, small_model: LoadedModel) -> None:
@@ -68,12 +113,18 @@ def check_same_tokens(large: Tokenizer, small: Tokenizer, model: LoadedModel, sm
 
 def open_draft(small: Blueprint, seat_of: SeatOf, vocab_size: int, clock: Clock) -> DraftModel:
     """Load the weights of the small model. It computes with the threads of the large one, in turn."""
-    from penstock.engine.draft_model import DraftModel
+    from penstock.engine.draft_model import DraftModel, HeadDrafter
 
-    executor = build_executor(small, small.loading.load(), seat_of)
-    draft = DraftModel(executor, clock, vocab_size=vocab_size)
-    request = Request("warm-up", (0,), SamplingParams(), 0)
-    draft.read([(request, 1)])
+    model = small.loading.load()
+    executor = build_executor(small, model, seat_of)
+    request = Request("warm-up", (0, 0), SamplingParams(), 0)
+    if small.loading.is_of_head:
+        width = model.spec.hidden_size
+        draft: DraftModel = HeadDrafter(executor, clock, vocab_size=vocab_size, num_features=width)
+        draft.see([(request.request_id, 0, 0, 1)], bytes(4 * width))
+    else:
+        draft = DraftModel(executor, clock, vocab_size=vocab_size)
+    draft.read([(request, draft.num_behind(request))])
     took_ns = min([draft.go_on([request]).duration_ns for _ in range(3)])
     draft.ended(request.request_id)
     _log.info(

@@ -213,7 +213,7 @@ def _make(blueprint: Blueprint, model: LoadedModel, capacity: Capacity, **extras
     module, _, attribute = EXECUTORS[compute.options.backend].partition(":")
     executor: Executor = getattr(import_module(module), attribute)(
         model,
-        describe(model.spec),
+        model.program or describe(model.spec),
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
         max_rows=capacity.max_rows,

@@ -20,7 +20,7 @@ from penstock.config import Config, KvConfig, Load, LoraConfig, ModelConfig, Sch
 from penstock.config.routing import Routing
 from penstock.config.units import format_size, nanoseconds
 from penstock.deploy.build import build
-from penstock.deploy.draft import DRAFT_REMEDY, with_draft
+from penstock.deploy.draft import DRAFT_REMEDY, with_draft, with_head
 from penstock.deploy.engine_maker import EngineTap, seat_of
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
@@ -213,13 +213,18 @@ def plan_share(config: Config, source: ModelSource, resources: Resources, availa
 
 def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
     """Return what `resolve` does, with the small model of --speculation-model in the blueprint."""
+    from penstock.models.hf_config import is_draft_head
+
     blueprint, model = resolve(config, source, machine)
     if config.scheduler.speculation_model is None:
         return blueprint, model
     small, share = _draft_config(config, blueprint), blueprint.share
     left_bytes = machine.available_bytes - share.num_bytes + share.num_reserve_bytes
+    draft = locate(small)
+    if is_draft_head(draft.path):
+        return with_head(blueprint, model, draft.path, left_bytes)
     try:
-        beside = resolve(small, locate(small), replace(machine, available_bytes=left_bytes, num_models=1))
+        beside = resolve(small, draft, replace(machine, available_bytes=left_bytes, num_models=1))
     except NotEnoughMemory as error:
         message = f"Beside {blueprint.name}, the model {small.model.model} that guesses for it has no room: {error.message}"
         instead = "Leave out --speculation-model, lower --kv-cache-memory"

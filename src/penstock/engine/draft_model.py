@@ -1,4 +1,4 @@
-"""A draft model for speculative decoding. It has an executor and KV blocks of its own.
+"""A draft model, or a draft head, for speculative decoding. It has an executor and KV blocks of its own.
 
 Its steps run in their own thread. If a step fails or hangs, the engine continues without the model's guesses. Called by the
 engine's thread.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import exp
 from queue import Empty, SimpleQueue
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.clock import Clock
 from penstock.engine.ports import Executor
-from penstock.sched.drafting import Drafted
+from penstock.sched.drafting import Drafted, Seen
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import StepResult
@@ -24,6 +28,8 @@ from penstock.types.sampling import SamplingParams
 
 TIMEOUT_S = 10.0
 """A step of the small model that takes longer counts as hung."""
+MOST_UNREAD = 1024
+"""Features of a request that a head has not read yet. Older ones are dropped, so it does not read the beginning of a long prompt."""
 _SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
 
 _logger = logging.getLogger(__name__)
@@ -32,12 +38,23 @@ _logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Row:
     block_ids: list[int] = field(default_factory=list)
+    first: int = 0
+    """The request's first token that is read. 0 unless a head has no features of the tokens before it."""
     num_read: int = 0
-    """Tokens of the request with KV in the blocks."""
+    """The request's tokens before this one have KV in the blocks, from `first` on."""
     tail: list[int] = field(default_factory=list)
     """Guesses with KV after those tokens. The large model may accept some of them."""
     guess: int = -1
     """The newest guess, which has no KV yet."""
+    features: deque[NDArray[np.float32]] = field(default_factory=deque)
+    """For a head: the large model's features of the tokens from `features_at` on."""
+    features_at: int = -1
+    hidden: NDArray[np.float32] | None = None
+    """For a head: its features of the token before the guess."""
+
+    @property
+    def features_end(self) -> int:
+        return self.features_at + len(self.features)
 
 
 class DraftModel:
@@ -61,11 +78,14 @@ class DraftModel:
         self._thread = threading.Thread(target=self._compute, name="penstock-draft", daemon=True)
         self._thread.start()
 
+    def see(self, seen: Sequence[Seen], features: bytes | memoryview) -> None:
+        del seen, features
+
     def num_behind(self, request: Request) -> int:
         if not self._is_on or request.num_tokens >= self._capacity.max_model_len:
             return 0
         row = self._rows.get(request.request_id)
-        return request.num_tokens - (0 if row is None else _settle(row, request))
+        return request.num_tokens - (0 if row is None else self._settle(row, request))
 
     def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
         self._num_in_use = len(chunks)
@@ -74,31 +94,36 @@ class DraftModel:
             self._rows.move_to_end(request.request_id)
         admits: list[AdmitRow] = []
         plans: list[RowPlan] = []
+        features: list[NDArray[np.float32]] = []
         room = self._capacity.max_step_tokens
         for request, num_tokens in chunks:
             row = self._rows[request.request_id]
-            begin = _settle(row, request)
+            begin = self._settle(row, request)
             end = begin + min(num_tokens, room)
             token_ids = (*request.prompt_token_ids, *request.output_token_ids)
             is_known = begin < end and max(token_ids[begin:]) < self._vocab_size
-            if not is_known or not self._has_blocks(row, end):
+            first = row.first
+            if not is_known or not self._has_blocks(row, end - first):
                 continue
             row.num_read, room = end, room - (end - begin)
-            admits.append(
-                AdmitRow(request.request_id, token_ids, request.num_prompt_tokens, tuple(row.block_ids), begin, _SAMPLING)
-            )
-            plans.append(RowPlan(request.request_id, begin, end - begin, (), samples=int(end == request.num_tokens)))
-        return self._step(admits, plans)
+            num_prompt, block_ids = max(1, request.num_prompt_tokens - first), tuple(row.block_ids)
+            admits.append(AdmitRow(request.request_id, token_ids[first:], num_prompt, block_ids, begin - first, _SAMPLING))
+            plans.append(RowPlan(request.request_id, begin - first, end - begin, (), samples=int(end == request.num_tokens)))
+            features += self._features(row, begin, end)
+        return self._step(admits, plans, features)
 
     def go_on(self, requests: Sequence[Request]) -> Drafted:
         plans: list[RowPlan] = []
+        features: list[NDArray[np.float32]] = []
         for request in requests:
             row = self._rows[request.request_id]
-            num_read, num_blocks = row.num_read + len(row.tail), len(row.block_ids)
+            num_read, num_blocks = row.num_read - row.first + len(row.tail), len(row.block_ids)
             if num_read + 1 < self._capacity.max_model_len and self._has_blocks(row, num_read + 1):
                 row.tail.append(row.guess)
                 plans.append(RowPlan(request.request_id, num_read, 1, tuple(row.block_ids[num_blocks:]), 1))
-        return self._step([], plans)
+                if row.hidden is not None:
+                    features.append(row.hidden)
+        return self._step([], plans, features)
 
     def ended(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
@@ -119,6 +144,25 @@ class DraftModel:
         self._executor.close()
         return True
 
+    def _settle(self, row: _Row, request: Request) -> int:
+        """Count the guesses that became the request's tokens as read, and forget the others. Return how many tokens are read,
+        at most all but the last."""
+        if row.tail:
+            new = request.output_token_ids[row.num_read - request.num_prompt_tokens :]
+            is_right = [token_id == other for token_id, other in zip(row.tail, new, strict=False)]
+            row.num_read += [*is_right, False].index(False)
+            row.tail = []
+        row.num_read = min(row.num_read, request.num_tokens - 1)
+        return row.num_read
+
+    def _features(self, row: _Row, begin: int, end: int) -> Sequence[NDArray[np.float32]]:
+        """Return what the executor is given beside the tokens from `begin` to `end`."""
+        del row, begin, end
+        return ()
+
+    def _keep(self, features: bytes | memoryview, plans: Sequence[RowPlan]) -> None:
+        """Note what the executor kept of the rows that sampled."""
+
     def _has_blocks(self, row: _Row, num_tokens: int) -> bool:
         """Allocate blocks for a row's first `num_tokens` tokens. If needed, evict rows that the last `read` did not use."""
         num_missing = -(-num_tokens // self._capacity.block_size) - len(row.block_ids)
@@ -131,7 +175,7 @@ class DraftModel:
         row.block_ids += [self._free.pop() for _ in range(num_missing)]
         return True
 
-    def _step(self, admits: Sequence[AdmitRow], rows: Sequence[RowPlan]) -> Drafted:
+    def _step(self, admits: Sequence[AdmitRow], rows: Sequence[RowPlan], features: Sequence[NDArray[np.float32]]) -> Drafted:
         """Compute a step. The executor first releases rows that were dropped or are admitted again."""
         began_ns = self._clock.now_ns()
         if not rows or not self._is_on:
@@ -140,7 +184,10 @@ class DraftModel:
         releases = {name for name in self._known if name in admitted or name not in self._rows}
         self._known = self._known - releases | admitted
         self._num_steps += 1
-        self._plans.put(StepPlan(self._num_steps, 0, tuple(admits), tuple(rows), tuple(sorted(releases))))
+        plan = StepPlan(self._num_steps, 0, tuple(admits), tuple(rows), tuple(sorted(releases)))
+        if features:
+            plan.features = np.concatenate(features).data
+        self._plans.put(plan)
         try:
             result = self._results.get(timeout=self._timeout_s)
         except Empty:
@@ -149,6 +196,7 @@ class DraftModel:
             self._is_on = False
             _logger.error("the draft model is off from now on, since it failed; answers go on without it", exc_info=result)
             return Drafted({}, self._clock.now_ns() - began_ns)
+        self._keep(result.features, rows)
         for request_id in result.failures:
             self.ended(request_id)
         guesses: dict[str, tuple[int, float]] = {}
@@ -166,13 +214,62 @@ class DraftModel:
                 self._results.put(error)
 
 
-def _settle(row: _Row, request: Request) -> int:
-    """Count the guesses that became the request's tokens as read, and forget the others. Return how many tokens are read, at
-    most all but the last."""
-    if row.tail:
-        new = request.output_token_ids[row.num_read - request.num_prompt_tokens :]
-        is_right = [token_id == other for token_id, other in zip(row.tail, new, strict=False)]
-        row.num_read += [*is_right, False].index(False)
+
+class HeadDrafter(DraftModel):
+    """A head, which reads features of the large model beside the tokens.
+
+    It reads token i with the features of token i - 1. Its own features stand in for those of guesses, so accepted guesses are
+    read again. Without the features of some tokens (a cached prefix, a long prompt) it begins after them.
+    """
+
+    def __init__(
+        self, executor: Executor, clock: Clock, *, vocab_size: int, num_features: int, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """`num_features`: of a token."""
+        super().__init__(executor, clock, vocab_size=vocab_size, timeout_s=timeout_s)
+        self._num_features = num_features
+
+    def see(self, seen: Sequence[Seen], features: bytes | memoryview) -> None:
+        found = np.frombuffer(features, np.float32).reshape(-1, self._num_features)
+        for request_id, position, at, num in seen if self._is_on else ():
+            row = self._rows.setdefault(request_id, _Row())
+            if position > row.features_end or row.features_at < 0:
+                row.features.clear()
+                self._restart(row, position)
+            known = row.features_end - position
+            row.features.extend(found[at + known : at + num].copy())
+            num_extra = len(row.features) - MOST_UNREAD
+            if num_extra > 0:
+                for _ in range(num_extra):
+                    row.features.popleft()
+                self._restart(row, row.features_at + num_extra)
+
+    def _restart(self, row: _Row, position: int) -> None:
+        """Have the first features be those of the token at `position`. Forget the KV, unless it is of all tokens before."""
+        row.features_at = position
+        if row.num_read <= position:
+            row.first = row.num_read = position + 1
+
+    def num_behind(self, request: Request) -> int:
+        row = self._rows.get(request.request_id)
+        if not self._is_on or row is None or row.features_end != request.num_tokens - 1:
+            return 0
+        is_full = request.num_tokens - row.first >= self._capacity.max_model_len
+        return 0 if is_full else request.num_tokens - self._settle(row, request)
+
+    def _settle(self, row: _Row, request: Request) -> int:
         row.tail = []
-    row.num_read = min(row.num_read, request.num_tokens - 1)
-    return row.num_read
+        row.num_read = min(row.num_read, request.num_tokens - 1)
+        return row.num_read
+
+    def _features(self, row: _Row, begin: int, end: int) -> Sequence[NDArray[np.float32]]:
+        found = list(islice(row.features, begin - 1 - row.features_at, end - 1 - row.features_at))
+        while row.features_at < end - 2:  # the last token may be read again
+            row.features.popleft()
+            row.features_at += 1
+        return found
+
+    def _keep(self, features: bytes | memoryview, plans: Sequence[RowPlan]) -> None:
+        found = np.frombuffer(features, np.float32).reshape(-1, self._num_features)
+        for plan, hidden in zip([plan for plan in plans if plan.samples], found, strict=True):
+            self._rows[plan.request_id].hidden = hidden

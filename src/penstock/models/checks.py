@@ -209,9 +209,12 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(1, width[op.out], op.bias)
             case prog.LinearAttention():
                 add(1, op.num_heads, op.step_bias, op.decay, op.skip)
-            case prog.Linear() | prog.Logits():
+            case prog.Linear():
                 add(width[op.out], width[op.x], op.weight)
                 add(1, width[op.out], op.bias)
+            case prog.Logits():
+                add(width[op.out], width[op.x], op.weight)
+                add(1, width[op.out], op.bias, op.tokens)
             case _:
                 pass
     return shapes

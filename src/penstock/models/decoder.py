@@ -71,6 +71,16 @@ class Decoder:
         self._ops.append(prog.Embed(found, weight, scale))
         return found
 
+    def given(self, name: str) -> str:
+        """Return a buffer that is filled before the first operation. [num_tokens, hidden_size]"""
+        return self._buffer(name, self._spec.hidden_size)
+
+    def beside(self, x: str, y: str, out: str) -> str:
+        """Return the columns of x and then those of y."""
+        joint = self._buffer(out, self._widths[x] + self._widths[y])
+        self._ops += [prog.Place(joint, x, 0), prog.Place(joint, y, self._widths[x])]
+        return joint
+
     def add_positions(self, x: str) -> str:
         """x += the learned embedding of each token's position."""
         self._ops.append(prog.EmbedPositions(x, x, "positions", self._spec.max_model_len, self._spec.first_position))

@@ -29,6 +29,7 @@ from penstock.models.hf_config import (
     JsonFile,
     configured_biases,
     find_tokenizer,
+    is_draft_head,
     read_bos_id,
     read_chat_templates,
     read_eos_ids,
@@ -129,7 +130,7 @@ def load_hf_directory(
 
     `load.LoadOptions` describes the other options. Raises ModelError before any weight is read.
     """
-    _refuse_adapter(path)
+    _refuse_other(path)
     described = _describe(path, task, pooling)
     config, architecture, head = described.config, described.architecture, described.head
     files, ending = described.files, described.ending
@@ -233,7 +234,12 @@ def _is_copy(output: Stored, embed: Stored) -> bool:
     return all(np.array_equal(ours[rows], theirs[rows]) for rows in row_slices(*embed.shape))
 
 
-def _refuse_adapter(path: Path) -> None:
+def _refuse_other(path: Path) -> None:
+    if is_draft_head(path):
+        raise ModelError(
+            f"{path}: this is a draft head (EAGLE), not a model.",
+            remedy="Serve the model that it was trained for with --speculation-model PATH.",
+        )
     file = path / "adapter_config.json"
     if not file.is_file() or any(path.glob("model*.safetensors")):
         return

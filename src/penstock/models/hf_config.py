@@ -96,6 +96,17 @@ def json_file(path: Path, data: bytes) -> JsonFile:
         raise damaged(path, f"can't be read as a JSON object: {error}") from error
 
 
+_HEAD_CLASSES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
+
+
+def is_draft_head(path: Path) -> bool:
+    """Return whether a directory holds a draft head (EAGLE), not a model. Raises ModelError for a damaged config.json."""
+    values = read_json(path / "config.json", is_optional=True).values
+    classes = values.get("architectures")
+    is_named = isinstance(classes, list) and any(one in _HEAD_CLASSES for one in classes if isinstance(one, str))
+    return is_named or "draft_vocab_size" in values or "speculators_model_type" in values
+
+
 def read_weight_map(path: Path) -> Mapping[str, str] | None:
     """Return the directory's file of each tensor, by model.safetensors.index.json, or None without it. Raises ModelError.
 

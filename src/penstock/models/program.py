@@ -15,6 +15,10 @@ from penstock.types.kv_dtype import KvDtype, padded_head_dim, padded_latent
 from penstock.types.model_spec import Activation, AttentionSpec, Mask, Scoring
 
 
+HEAD_FC = "fc"
+"""A draft head's weight that the program of its model multiplies."""
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """An operation of a program. Its fields name buffers and weights. `out` may be an input of the same shape."""
@@ -343,6 +347,13 @@ class Columns(Map):
 
 
 @dataclass(frozen=True, slots=True)
+class Place(Map):
+    """The columns of out from `first` on = x, and any after them = 0. Columns before `first` stay."""
+
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class GatherRows(Map):
     """out = the last token's x for each row that samples."""
 
@@ -375,11 +386,15 @@ class Softcap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Logits(Map):
-    """The last operation: out = scale * (x @ weight.T + bias). Only a `Softcap` may follow."""
+    """The last operation: out = scale * (x @ weight.T + bias). Only a `Softcap` may follow.
+
+    Logit i is of token i, or with `tokens`, of the token that this weight has in column i.
+    """
 
     weight: str
     scale: float = 1.0
     bias: str | None = None
+    tokens: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +482,10 @@ class Program:
     buffers: tuple[tuple[str, int], ...]  # (name, width), in order of first use
     kv_shapes: tuple[KvShape, ...]  # of each layer with keys and values
     vocab_size: int
+    given: str = ""
+    """Buffer that `StepPlan.features` fills before the first operation; empty: none."""
+    kept: str = ""
+    """Buffer that becomes `StepResult.features`; empty: none."""
 
     def __post_init__(self) -> None:
         has_cache = any(isinstance(op, _WITH_CACHE) for op in self.ops)
@@ -518,6 +537,11 @@ class Program:
         ]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0
+
+    @property
+    def keeps_samples(self) -> bool:
+        """Whether `kept` has a row for each row that samples. Otherwise, it has one for each token."""
+        return any(isinstance(op, GatherRows) and op.out == self.kept for op in self.ops)
 
     def width(self, name: str) -> int:
         return dict(self.buffers)[name]

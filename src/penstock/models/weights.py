@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes, stored_bytes
+from penstock.models.program import Program
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
@@ -271,6 +272,8 @@ class LoadedModel:
     """The settings that apply: `models.generation.with_sampling_defaults` sets them."""
     encoder: EncoderInfo | None = None  # None: the model writes text
     notes: tuple[str, ...] = ()  # notes on converted weights, logged already
+    program: Program | None = None
+    """What a step computes, if that does not follow from the spec."""
 
     @property
     def chat_template(self) -> str | None:

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from penstock.sched.policies.base import StepRecord
 from penstock.sched.policies.budgets import FIRST_TOKENS, MIN_CHUNK_TOKENS, MIN_PREFILL_NS, StepCost
+from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 
 FIRST_PROBABILITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -38,8 +39,16 @@ class Drafted:
     duration_ns: int
 
 
+Seen: TypeAlias = tuple[str, int, int, int]
+"""Request id, position of its first token in a step, index of that token in the step, number of its tokens that hold."""
+
+
 class Drafter(Protocol):
     """A small model that drafts tokens. Its methods never raise: after a failure they return no guesses."""
+
+    def see(self, seen: Sequence[Seen], features: bytes | memoryview) -> None:
+        """Take over the features that the large model kept of a step's tokens (`StepResult.features`)."""
+        ...
 
     def num_behind(self, request: Request) -> int:
         """Return how many of a request's tokens have no KV in the small model. 0: it can't guess for this request."""
@@ -87,6 +96,19 @@ class Drafting:
         self.spent_ns = 0
         """Time of the small model for the last step."""
         self._sort()
+
+    def see(self, rows: Sequence[RowPlan], running: Mapping[str, Request], features: bytes | memoryview) -> None:
+        """Hand a committed step's features to the small model, but not those of guesses that were wrong."""
+        seen: list[Seen] = []
+        at = 0
+        for row in rows:
+            request = running.get(row.request_id)
+            if request is not None:
+                end = min(row.context_len + row.query_len, request.num_tokens - 1)
+                if end > row.context_len:
+                    seen.append((row.request_id, row.context_len, at, end - row.context_len))
+            at += row.query_len
+        self._drafter.see(seen, features)
 
     def chance(self, request: Request) -> float:
         """Return the chance of the request's next draft."""

@@ -276,6 +276,11 @@ class Guessing:
                 record = self._records[request_id] = Record()
             record.learn(num_matched, num_guesses, len(token_ids) - 1)
 
+    def see(self, rows: Sequence[RowPlan], running: Mapping[str, Request], features: bytes | memoryview) -> None:
+        """Note the features that a committed step kept of its tokens, for a small model that reads them."""
+        if self._drafting is not None:
+            self._drafting.see(rows, running, features)
+
     def time(self, step: StepRecord) -> None:
         """Note how long a step took."""
         if step.num_decodes and not step.num_prefill_tokens and step.duration_ns:

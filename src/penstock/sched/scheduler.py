@@ -526,6 +526,8 @@ class Scheduler:
             is_last=not self._flights,
             apart={*grouped, *failures} if grouped or failures else (),
         )
+        if result.features and self._guessing is not None:
+            self._guessing.see(plan.rows, self._running.requests, result.features)
         for request_id, (_, num_accepted) in flight.counts.guesses.items():
             request = self._running.requests[request_id]
             if num_accepted and not request.background:

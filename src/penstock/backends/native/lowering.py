@@ -54,10 +54,10 @@ COMPUTED = frozenset(
         *("LinearAttention.min_step", "LinearAttention.max_step"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("HeadLinear", "HeadLinear.is_transposed", "LatentWrite", "LatentAttention"),
-        *("Scale", "Scale.factor", "Scale.weight", "Columns"),
+        *("Scale", "Scale.factor", "Scale.weight", "Columns", "Place"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows", "SparseRows"),
         *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
-        *("Logits", "Logits.scale", "Logits.bias", "Softcap", "Act", "GatedActivation"),
+        *("Logits", "Logits.scale", "Logits.bias", "Logits.tokens", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
         *("Experts", "Experts without gate", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
@@ -77,6 +77,9 @@ class Lowered(NamedTuple):
     """The engine's site ids for each supported name of `models.adapter.sites`."""
     matrices: Mapping[str, tuple[Form, int]]
     """Form and id of each packed matrix by weight name; several names are joined with ` + `."""
+    given: int
+    """Ids of the buffers `Program.given` and `Program.kept`; -1: none."""
+    kept: int
 
 
 def lower(
@@ -105,7 +108,8 @@ def lower(
     for group in fuse(program.ops, known):
         emitter.emit(group)
     emitter.flush_all()
-    return Lowered(emitter.sites, known.matrices)
+    given, kept = (emitter.buffer_id(name) for name in (program.given, program.kept))
+    return Lowered(emitter.sites, known.matrices, given, kept)
 
 
 def check_program(program: Program) -> None:
@@ -348,6 +352,8 @@ class _Emitter:
                 self._map(RowOpKind.SCALE, group, value=float(factor))
             case prog.Columns():
                 self._map(RowOpKind.COLUMNS, group, n=group.first)
+            case prog.Place():
+                self._map(RowOpKind.PLACE_HEADS, group, n=1, head_dim=group.first)
             case prog.Softcap():
                 pass  # `set_logits` gets the cap
             case prog.GatherRows() | prog.FirstRows() | prog.MeanRows() | prog.SparseRows():
@@ -357,6 +363,9 @@ class _Emitter:
                 self._map(_GATHERINGS[type(group)], group)
             case _:
                 raise AssertionError(f"{type(group).__name__} is in COMPUTED without a case")
+
+    def buffer_id(self, name: str) -> int:
+        return self._buffers[name] if name else NONE
 
     def flush(self) -> None:
         if self._pending:
@@ -509,6 +518,8 @@ class _Emitter:
         bias = self._weights.vector(op.bias)
         self._engine.add_linear([(matrix, activation, out, bias, NONE)], self._on_samples, sites=sites)
         self._engine.set_logits(out, op.scale, self._softcaps.get(op.out, 0.0))
+        if op.tokens is not None:
+            self._engine.name_logits(self._weights.tensor(op.tokens).dequantize()[0].astype(np.int32))
 
     def _emit_states(self, op: prog.States) -> None:
         x = self._buffer(op.x)
@@ -803,7 +814,7 @@ class _Weights:
 
     def _mapped(self, name: str, form: Form) -> int | None:
         """Return the id of a matrix in the file of packed weights, or None without such a file."""
-        if self._file is None:
+        if self._file is None or name == prog.HEAD_FC:  # the file was made for the model alone
             return None
         place, (fmt, num_rows, num_cols, by_row) = self._file.place(name, form), form
         try:

@@ -81,6 +81,10 @@ class ReferenceExecutor:
         self._state_blocks: dict[int, tuple[int, ...]] = {}  # by slot
         self._sources: dict[int, tuple[int, ...]] = {}  # where the states of this step's new rows are read, by slot
         self._saves: Sequence[StateSave] = ()
+        self._features = np.zeros((0, 0), np.float32)
+        """`StepPlan.features` of the submitted step."""
+        self._kept: list[NDArray[np.float32]] = []
+        """`StepResult.features` of the rows computed so far."""
         self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
         self._is_closed = False
@@ -173,6 +177,8 @@ class ReferenceExecutor:
         self._sources = {slot: row.state_source for slot, row in batch.admitted}
         self._state_blocks.update((slot, row.state_block_ids) for slot, row in batch.admitted)
         self._saves = plan.saves
+        if self._program.given:
+            self._features = np.frombuffer(plan.features, np.float32).reshape(plan.num_tokens, -1)
         self._forget_stale_blocks(plan)
         follow = {request_id for request_id, slot in _samplers(batch) if self._sampling[slot].follows_grammar}
         if follow:
@@ -199,6 +205,7 @@ class ReferenceExecutor:
         if self._capacity.is_one_pass:
             self._read_texts(batch, start_ns)
             return
+        self._kept = []
         samples, prompt_logprobs = self._run_rows(batch, masks)
         for request_id, drawn in samples.items():
             self._batches.append(self._batches.slot(request_id), [one.token_id for one in drawn] or [NO_TOKEN])
@@ -213,6 +220,7 @@ class ReferenceExecutor:
                 logprobs={request_id: tuple(entries) for request_id, entries in told.items() if entries},
                 prompt_logprobs=prompt_logprobs,
                 failures={request_id: NO_USABLE_LOGIT for request_id, drawn in samples.items() if not drawn},
+                features=b"".join([rows.tobytes() for rows in self._kept]),
             )
         )
 
@@ -327,8 +335,13 @@ class ReferenceExecutor:
             second_at=int(self._batches.second_at[slot]),
             adapter=self._adapter(int(self._batches.adapters[slot])),
         )
+        if self._program.given:
+            row.buffers[self._program.given] = self._features[start:end]
         if not self._state.matrices:
-            return self._interpreter.run(row)
+            result = self._interpreter.run(row)
+            if self._program.kept:
+                self._kept.append(row.buffers[self._program.kept])
+            return result
         own = self._state_blocks[slot]
         source = self._sources.get(slot, own)
         row.state = self._read_state(source) if source else self._no_state()

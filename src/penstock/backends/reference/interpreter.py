@@ -87,6 +87,7 @@ class Interpreter:
             prog.Add: lambda op, row: row.buffers[op.a] + row.buffers[op.b] * np.float32(op.factor),
             prog.Scale: self._scale,
             prog.Columns: self._columns,
+            prog.Place: self._place,
             prog.GatherRows: self._gather_rows,
             prog.FirstRows: self._first_rows,
             prog.MeanRows: self._mean_rows,
@@ -157,7 +158,12 @@ class Interpreter:
         out = self._adapted_product(op, row)
         if op.bias is not None:
             out = out + self._vector(op.bias)
-        return out * np.float32(op.scale)
+        out = out * np.float32(op.scale)
+        if op.tokens is None:
+            return out
+        of_all = np.full((len(out), self._program.vocab_size), -np.inf, np.float32)
+        of_all[:, self._vector(op.tokens).astype(np.int64)] = out
+        return of_all
 
     def _adapted_product(self, op: prog.Linear | prog.Logits, row: RowRun) -> F32:
         x = row.buffers[op.x]
@@ -352,6 +358,14 @@ class Interpreter:
 
     def _columns(self, op: prog.Columns, row: RowRun) -> F32:
         return row.buffers[op.x][:, op.first : op.first + self._widths[op.out]]
+
+    def _place(self, op: prog.Place, row: RowRun) -> F32:
+        x = row.buffers[op.x]
+        out = np.zeros((len(x), self._widths[op.out]), np.float32)
+        if op.first:
+            out[:, : op.first] = row.buffers[op.out][:, : op.first]
+        out[:, op.first : op.first + x.shape[1]] = x
+        return out
 
     def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> F32:
         # From here on, products use only the gathered tokens.

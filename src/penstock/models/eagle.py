@@ -1,0 +1,216 @@
+"""Draft heads (EAGLE-3): one layer that guesses a model's next tokens from the model's own hidden states.
+
+The model keeps features of every token: its residual stream before three of its layers, side by side, multiplied by `fc`. The
+head reads the embedding of a token beside the features of the token before it, and guesses the token after it. To guess
+further, it reads its own residual stream in place of features.
+
+Source: arXiv 2503.01840. Checkpoints come in the layouts of EAGLE, SpecForge and speculators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from penstock.models import checks
+from penstock.models import program as prog
+from penstock.models.architectures import describe, with_biases
+from penstock.models.decoder import Decoder
+from penstock.models.formats import Floats, WeightFormat
+from penstock.models.hf import open_weights
+from penstock.models.hf_config import JsonFile, read_json, read_spec
+from penstock.models.program import HEAD_FC, Op, Program
+from penstock.models.safetensors_file import FLOAT8, StoredTensor
+from penstock.models.weights import LoadedModel, WeightTensor, held_weight_bytes
+from penstock.types.errors import ModelError, damaged
+from penstock.types.model_spec import ModelSpec
+
+FEATURES = "features"
+_SOURCES = "feature_sources"
+"""Buffers of the model's program: what it keeps, and the three residual streams that this is made of."""
+_NUM_SOURCES = 3
+
+_TOP = {"fc.weight": HEAD_FC, "norm.weight": "norm", "lm_head.weight": "output", "embed_tokens.weight": "embed"}
+_LAYER = with_biases(
+    {
+        "input_layernorm": "embed_norm",
+        "hidden_norm": "attn_norm",
+        **{f"self_attn.{name}_proj": name for name in "qkvo"},
+        "post_attention_layernorm": "mlp_norm",
+        **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftHead:
+    model: LoadedModel
+    """The head's weights, and the embeddings of the model that it guesses for."""
+    program: Program
+    layers: tuple[int, ...]
+    """The model's layers before which its residual stream is read."""
+    fc: WeightTensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the head's weights in memory, without the model's embeddings."""
+        fc = held_weight_bytes(HEAD_FC, self.fc.format, (self.fc.num_rows, self.fc.num_cols), Floats.BF16)
+        return self.model.num_weight_bytes + fc
+
+    def attached(self, model: LoadedModel) -> LoadedModel:
+        """Return the model with a program that keeps the features."""
+        program = self.extended(model.program or describe(model.spec))
+        return replace(model, weights={**model.weights, HEAD_FC: self.fc}, program=program)
+
+    def extended(self, program: Program) -> Program:
+        """Return the model's program with operations that compute and keep the features."""
+        ops, width = list(program.ops), self.fc.num_cols // _NUM_SOURCES
+        buffers = (*program.buffers, (_SOURCES, self.fc.num_cols), (FEATURES, self.fc.num_rows))
+        for idx, layer in enumerate(self.layers):
+            at = _first_of_layer(ops, layer)
+            x = getattr(ops[at], "x", None)
+            if not isinstance(x, str) or program.width(x) != width or _is_gathered(ops[:at]):
+                raise ModelError(
+                    f"{self.model.path}: features before layer {layer} can't be computed for this model.",
+                    remedy="Use another draft head, or leave out --speculation-model.",
+                )
+            ops.insert(at, prog.Place(_SOURCES, x, idx * width))
+        ops.insert(_first_of_layer(ops, self.layers[-1]), prog.Linear(FEATURES, _SOURCES, HEAD_FC))
+        return replace(program, ops=tuple(ops), buffers=buffers, kept=FEATURES)
+
+
+def _first_of_layer(ops: Sequence[Op], layer: int) -> int:
+    """Return the index of the first operation that reads a weight of the layer."""
+    prefix = f"layers.{layer}."
+    for at, op in enumerate(ops):
+        if any(str(getattr(op, field.name)).startswith(prefix) for field in fields(op)):
+            return at
+    raise AssertionError(f"no operation of layer {layer}")
+
+
+def _is_gathered(ops: Sequence[Op]) -> bool:
+    return any(isinstance(op, prog.GatherRows) for op in ops)
+
+
+def load_head(path: Path, model: LoadedModel) -> DraftHead:
+    """Load the head of a directory, for a model. Reads no weights but its token ids. Raises ModelError."""
+    config = _flat(read_json(path / "config.json"))
+    if config.require("vocab_size", int) != model.spec.vocab_size:
+        raise ModelError(
+            f"{path}: the head guesses for a model with {config.values['vocab_size']} tokens, and {model.name} has "
+            f"{model.spec.vocab_size}.",
+            remedy="Use the head that was trained for this model.",
+        )
+    stored = {ours: tensor for name, tensor in open_weights(path).items() if (ours := _our_name(name))}
+    shapes = {name: (1, *tensor.shape)[-2:] for name, tensor in stored.items() if name != "tokens"}
+    num_tokens = shapes.get("output", (model.spec.vocab_size, 0))[0]
+    spec = replace(read_spec(config, "llama", shapes, has_partial_rope=False), vocab_size=num_tokens)
+    checks.check_spec(spec, config.path)
+    tokens = _token_ids(stored.pop("tokens", None), num_tokens, model.spec.vocab_size, path)
+    norms_first = config.get("norm_before_residual", bool) or False
+    program = _describe(spec, model.spec.vocab_size, norms_first=norms_first, has_tokens=tokens is not None)
+    target_size = config.get("target_hidden_size", int) or model.spec.hidden_size
+    checks.check_weights(_with_fc(program, target_size, spec.hidden_size), shapes | _given_shapes(program, shapes), path)
+    weights = {name: _weight(name, tensor, path) for name, tensor in stored.items()}
+    fc, embed = weights.pop(HEAD_FC), weights.get("embed", model.weights["embed"])
+    if (embed.num_rows, embed.num_cols) != (model.spec.vocab_size, spec.hidden_size):
+        raise ModelError(
+            f"{path}: the head reads embeddings of {spec.hidden_size} columns, and those of {model.name} have {embed.num_cols}.",
+            remedy="Use the head that was trained for this model.",
+        )
+    weights |= {"embed": embed} | ({} if tokens is None else {"tokens": tokens})
+    return DraftHead(
+        LoadedModel(path.resolve().name, spec, weights, model.tokenizer_source, None, (), path, program=program),
+        program,
+        _layers(config, model.spec),
+        fc,
+    )
+
+
+def _flat(config: JsonFile) -> JsonFile:
+    """Return the settings of config.json with those of speculators' nested layer at the top."""
+    kind = config.get("speculators_model_type", str)
+    if kind not in (None, "eagle3"):
+        raise checks.unsupported(config.path, f"the head is of the kind {kind!r}", "EAGLE-3 is")
+    nested = config.get("transformer_layer_config", dict) or {}
+    flat = JsonFile(config.path, {**config.values, **nested})
+    flat.only_all(num_hidden_layers=1, hidden_act="silu", tie_word_embeddings=False)
+    return flat
+
+
+def _layers(config: JsonFile, spec: ModelSpec) -> tuple[int, ...]:
+    """Return the layers before which features are read.
+
+    At the top, config.json counts as vLLM does: layer i means the input of layer i. In `eagle_config` it means the output.
+    """
+    num, key = spec.num_layers, "eagle_aux_hidden_state_layer_ids"
+    nested = JsonFile(config.path, config.get("eagle_config", dict) or {})
+    found = config.get(key, list) or [one + 1 for one in nested.get(key, list) or () if type(one) is int]
+    layers = tuple(found or (2, num // 2, num - 3))
+    is_valid = all(type(one) is int and 0 <= one < num for one in layers) and sorted(set(layers)) == list(layers)
+    if not is_valid or len(layers) != _NUM_SOURCES:
+        raise config.error(f"{key} makes features of the layers {layers}; a model of {num} layers has no such three")
+    return layers
+
+
+def _our_name(name: str) -> str | None:
+    """Return our name of a tensor in the file, or None for one that is not needed."""
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    if name == "t2d" or name.endswith("rotary_emb.inv_freq"):
+        return None
+    if name == "d2t":
+        return "tokens"
+    rest = name.removeprefix("layers.0.")
+    return f"layers.0.{_LAYER.get(rest, rest)}" if rest != name else _TOP.get(name, name)
+
+
+def _token_ids(stored: StoredTensor | None, num: int, vocab_size: int, path: Path) -> WeightTensor | None:
+    """Return the token of each of the head's `num` logits. The file has the differences to the logits' numbers."""
+    if stored is None:
+        if num != vocab_size:
+            raise damaged(path, f"the tensor d2t is missing: {num} logits are not those of all {vocab_size} tokens")
+        return None
+    differences = stored.integers("I64", "I32").reshape(-1).astype(np.int64)
+    ids = np.arange(len(differences)) + differences
+    if len(ids) != num or ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+        raise damaged(path, f"the tensor d2t does not name {num} of {vocab_size} tokens")
+    return WeightTensor("tokens", 1, num, WeightFormat.F32, ids.astype(np.float32).reshape(1, num))
+
+
+def _weight(name: str, tensor: StoredTensor, path: Path) -> WeightTensor:
+    if tensor.dtype == FLOAT8:
+        raise checks.unsupported(path, f"{name} is in fp8", "heads in bf16, f16 and f32 are")
+    num_rows, num_cols = (1, *tensor.shape)[-2:]
+    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array().reshape(num_rows, num_cols))
+
+
+def _given_shapes(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Return the shapes of weights that are not in the file."""
+    wanted = checks.weight_shapes(program)
+    return {name: wanted[name] for name in ("embed", "tokens") if name in wanted and name not in shapes}
+
+
+def _with_fc(program: Program, target_size: int, hidden_size: int) -> Program:
+    """Return the program with the product of the model's program, to check the weights of both."""
+    buffers = (*program.buffers, (_SOURCES, _NUM_SOURCES * target_size), (FEATURES, hidden_size))
+    return replace(program, ops=(*program.ops, prog.Linear(FEATURES, _SOURCES, HEAD_FC)), buffers=buffers)
+
+
+def _describe(spec: ModelSpec, vocab_size: int, *, norms_first: bool, has_tokens: bool) -> Program:
+    """Return the head's program. `norms_first`: the residual stream begins with normed features."""
+    build = Decoder(spec)
+    given = x = build.given(FEATURES)
+    token = build.look_up("embed", "token", spec.hidden_size, 1.0)
+    normed = build.norm(x, "layers.0.attn_norm", "hidden")
+    x = normed if norms_first else x
+    both = build.beside(build.norm(token, "layers.0.embed_norm", token), normed, "both")
+    mixed = build.attention(0, both)
+    x, mixed = build.gather_after_last(0, x, mixed)
+    build.add_output(0, x, mixed)
+    build.add_mlp(0, x, build.norm(x, "layers.0.mlp_norm"))
+    program = build.finish(build.norm(x, "norm"))
+    ops = [replace(op, tokens="tokens") if isinstance(op, prog.Logits) and has_tokens else op for op in program.ops]
+    return replace(program, ops=tuple(ops), vocab_size=vocab_size, given=given, kept=x)
