@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,22 +104,41 @@ class HeadInNumpy:
         self._embed = as_bf16(target.weights()["model.embed_tokens.weight"])
         self._norms_first = norms_first
 
-    def guesses(self, token_ids: list[int], sources: F32, num: int) -> tuple[list[int], list[float]]:
-        """Return guesses after the tokens, and their probabilities. `sources`: the three residual streams side by side, of all
-        tokens but the last."""
-        states = sources @ self._weights["fc.weight"].T
-        read = list(token_ids[1:])
+    def features(self, sources: F32) -> F32:
+        """`sources`: the model's three residual streams side by side."""
+        return sources @ self._weights["fc.weight"].T
+
+    def guesses(self, token_ids: Sequence[int], features: F32, num: int) -> tuple[list[int], list[float]]:
+        """Return guesses after the tokens, and their probabilities. `features`: of all tokens but the last."""
         guesses: list[int] = []
         chances: list[float] = []
-        for _ in range(num):
+        for chance_of in self._chances(token_ids, features, guesses):
+            guesses.append(int(np.argmax(chance_of)))
+            chances.append(float(chance_of.max()))
+            if len(guesses) == num:
+                break
+        return guesses, chances
+
+    def worst(self, token_ids: Sequence[int], features: F32, guesses: Sequence[int]) -> float:
+        """Return the least probability of a guess, given those before it, divided by that of the likeliest token. Rounding may
+        decide between two that are nearly as likely."""
+        chances = zip(guesses, self._chances(token_ids, features, guesses), strict=False)
+        return min([float(chance_of[guess] / chance_of.max()) for guess, chance_of in chances])
+
+    def _chances(self, token_ids: Sequence[int], features: F32, guesses: Sequence[int]) -> Iterator[F32]:
+        """Yield the probability of each token for each guess. The caller appends a guess before it asks for the next."""
+        states, read, place = features, list(token_ids[1:]), 0
+        while True:
             last = self._layer(self._embed[read], states)[-1:]
             logits = (self._norm(last, "norm") @ self._weights["lm_head.weight"].T)[0]
             shares = np.exp(logits - logits.max())
-            guesses.append(int(self._tokens[np.argmax(logits)]))
-            chances.append(float(shares.max() / shares.sum()))
-            read.append(guesses[-1])
-            states = np.concatenate([states, last])
-        return guesses, chances
+            chances = np.zeros(self._target.vocab_size, np.float32)
+            chances[self._tokens] = shares / shares.sum()
+            yield chances
+            if place == len(guesses):
+                return
+            read.append(guesses[place])
+            states, place = np.concatenate([states, last]), place + 1
 
     def _layer(self, embedded: F32, states: F32) -> F32:
         normed = self._norm(states, "midlayer.hidden_norm")
@@ -136,7 +155,8 @@ class HeadInNumpy:
     def _attention(self, x: F32) -> F32:
         num, heads, kv_heads, dim = len(x), self._target.num_heads, self._target.num_kv_heads, self._target.head_dim
         q, k, v = (
-            (x @ self._weights[f"midlayer.self_attn.{name}_proj.weight"].T).reshape(num, -1, dim).swapaxes(0, 1) for name in "qkv"
+            (x @ self._weights[f"midlayer.self_attn.{name}_proj.weight"].T).reshape(num, -1, dim).swapaxes(0, 1)
+            for name in "qkv"
         )
         q, k = self._turned(q), np.repeat(self._turned(k), heads // kv_heads, axis=0)
         scores = q @ k.swapaxes(1, 2) / np.sqrt(dim) + np.triu(np.full((num, num), -np.inf), 1)

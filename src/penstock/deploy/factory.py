@@ -219,10 +219,10 @@ def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blu
     if config.scheduler.speculation_model is None:
         return blueprint, model
     small, share = _draft_config(config, blueprint), blueprint.share
-    left_bytes = machine.available_bytes - share.num_bytes + share.num_reserve_bytes
-    draft = locate(small)
+    left_bytes, draft = machine.available_bytes - share.num_bytes, locate(small)
     if is_draft_head(draft.path):
         return with_head(blueprint, model, draft.path, left_bytes)
+    left_bytes += share.num_reserve_bytes
     try:
         beside = resolve(small, draft, replace(machine, available_bytes=left_bytes, num_models=1))
     except NotEnoughMemory as error:

@@ -29,7 +29,7 @@ from penstock.types.sampling import SamplingParams
 TIMEOUT_S = 10.0
 """A step of the small model that takes longer counts as hung."""
 MOST_UNREAD = 1024
-"""Features of a request that a head has not read yet. Older ones are dropped, so it does not read the beginning of a long prompt."""
+"""Features of a request that a head has yet to read. Older ones are dropped, so it reads only the end of a long prompt."""
 _SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
 
 _logger = logging.getLogger(__name__)
@@ -212,7 +212,6 @@ class DraftModel:
                 self._results.put(self._executor.collect(self._executor.submit(plan)))
             except Exception as error:
                 self._results.put(error)
-
 
 
 class HeadDrafter(DraftModel):

@@ -105,8 +105,10 @@ def load_head(path: Path, model: LoadedModel) -> DraftHead:
             remedy="Use the head that was trained for this model.",
         )
     stored = {ours: tensor for name, tensor in open_weights(path).items() if (ours := _our_name(name))}
-    shapes = {name: (1, *tensor.shape)[-2:] for name, tensor in stored.items() if name != "tokens"}
-    num_tokens = shapes.get("output", (model.spec.vocab_size, 0))[0]
+    shapes = {name: _shape(tensor) for name, tensor in stored.items() if name != "tokens"}
+    if "output" not in shapes:
+        raise damaged(path, "the tensor lm_head.weight is missing")
+    num_tokens = shapes["output"][0]
     spec = replace(read_spec(config, "llama", shapes, has_partial_rope=False), vocab_size=num_tokens)
     checks.check_spec(spec, config.path)
     tokens = _token_ids(stored.pop("tokens", None), num_tokens, model.spec.vocab_size, path)
@@ -118,7 +120,8 @@ def load_head(path: Path, model: LoadedModel) -> DraftHead:
     fc, embed = weights.pop(HEAD_FC), weights.get("embed", model.weights["embed"])
     if (embed.num_rows, embed.num_cols) != (model.spec.vocab_size, spec.hidden_size):
         raise ModelError(
-            f"{path}: the head reads embeddings of {spec.hidden_size} columns, and those of {model.name} have {embed.num_cols}.",
+            f"{path}: the head reads embeddings of {spec.hidden_size} columns, and those of {model.name} have "
+            f"{embed.num_cols}.",
             remedy="Use the head that was trained for this model.",
         )
     weights |= {"embed": embed} | ({} if tokens is None else {"tokens": tokens})
@@ -180,14 +183,19 @@ def _token_ids(stored: StoredTensor | None, num: int, vocab_size: int, path: Pat
     return WeightTensor("tokens", 1, num, WeightFormat.F32, ids.astype(np.float32).reshape(1, num))
 
 
+def _shape(tensor: StoredTensor) -> tuple[int, int]:
+    num_rows, num_cols = (1, 1, *tensor.shape)[-2:]
+    return num_rows, num_cols
+
+
 def _weight(name: str, tensor: StoredTensor, path: Path) -> WeightTensor:
     if tensor.dtype == FLOAT8:
         raise checks.unsupported(path, f"{name} is in fp8", "heads in bf16, f16 and f32 are")
-    num_rows, num_cols = (1, *tensor.shape)[-2:]
+    num_rows, num_cols = _shape(tensor)
     return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array().reshape(num_rows, num_cols))
 
 
-def _given_shapes(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+def _given_shapes(program: Program, shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """Return the shapes of weights that are not in the file."""
     wanted = checks.weight_shapes(program)
     return {name: wanted[name] for name in ("embed", "tokens") if name in wanted and name not in shapes}

@@ -14,7 +14,6 @@ from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype, padded_head_dim, padded_latent
 from penstock.types.model_spec import Activation, AttentionSpec, Mask, Scoring
 
-
 HEAD_FC = "fc"
 """A draft head's weight that the program of its model multiplies."""
 

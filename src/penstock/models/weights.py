@@ -273,7 +273,7 @@ class LoadedModel:
     encoder: EncoderInfo | None = None  # None: the model writes text
     notes: tuple[str, ...] = ()  # notes on converted weights, logged already
     program: Program | None = None
-    """What a step computes, if that does not follow from the spec."""
+    """The operations of a step, if they do not follow from the spec."""
 
     @property
     def chat_template(self) -> str | None:
