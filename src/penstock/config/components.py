@@ -275,7 +275,8 @@ class SchedulerConfig(Component):
     speculation_args: Mapping[str, object] | None = _arguments_of("--speculation")
     speculation_model: str | None = setting(
         None,
-        "Small draft model with the same vocabulary, given like MODEL. It guesses where --speculation does not. CPU only.",
+        "Small draft model with the same vocabulary, or draft head (EAGLE-3) of the model, given like MODEL. It guesses where "
+        "--speculation does not. CPU only.",
     )
     budget: str | None = choice(
         None,
