@@ -100,7 +100,10 @@ class HeadInNumpy:
     """Guesses of a head, from all tokens at once, by the equations of the paper's code: no cache, no steps."""
 
     def __init__(self, target: TinyLlama, seed: int = 0, *, norms_first: bool = False) -> None:
-        self._target, self._weights, self._tokens = target, head_weights(target, seed), guessable(target, seed)
+        self._target, self._tokens = target, guessable(target, seed)
+        self._weights = {
+            name: _in_8_bits(values) if values.ndim == 2 else values for name, values in head_weights(target, seed).items()
+        }
         self._embed = as_bf16(target.weights()["model.embed_tokens.weight"])
         self._norms_first = norms_first
 
@@ -171,3 +174,11 @@ class HeadInNumpy:
         return np.concatenate(
             [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)], axis=2
         ).astype(np.float32)
+
+
+def _in_8_bits(values: F32) -> F32:
+    """Round each group of 32 columns to 255 values."""
+    groups = values.reshape(len(values), -1, 32)
+    scales = (np.abs(groups).max(axis=2, keepdims=True) / 127).astype(np.float16).astype(np.float32)
+    rounded: F32 = np.rint(groups / scales) * scales
+    return rounded.reshape(values.shape)

@@ -22,6 +22,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.formats import Floats, WeightFormat
 from penstock.models.hf import open_weights
 from penstock.models.hf_config import JsonFile, read_json, read_spec
+from penstock.models.merging import in_8_bits
 from penstock.models.program import HEAD_FC, Op, Program
 from penstock.models.safetensors_file import FLOAT8, StoredTensor
 from penstock.models.weights import LoadedModel, WeightTensor, held_weight_bytes
@@ -117,6 +118,8 @@ def load_head(path: Path, model: LoadedModel) -> DraftHead:
     target_size = config.get("target_hidden_size", int) or model.spec.hidden_size
     checks.check_weights(_with_fc(program, target_size, spec.hidden_size), shapes | _given_shapes(program, shapes), path)
     weights = {name: _weight(name, tensor, path) for name, tensor in stored.items()}
+    # A guess reads most of them, and rounding costs at most a guess.
+    weights |= {name: in_8_bits(one) for name, one in weights.items() if one.num_rows > 1 and name != "embed"}
     fc, embed = weights.pop(HEAD_FC), weights.get("embed", model.weights["embed"])
     if (embed.num_rows, embed.num_cols) != (model.spec.vocab_size, spec.hidden_size):
         raise ModelError(

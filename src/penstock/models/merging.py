@@ -99,6 +99,14 @@ def _merged(base: WeightTensor, changes: Sequence[_Change]) -> WeightTensor:
     return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, tuple(changes), fmt))
 
 
+def in_8_bits(base: WeightTensor) -> WeightTensor:
+    """Return a matrix in Q8_0, or as it is if 32 does not divide its columns."""
+    if base.num_cols % GROUP:
+        return base
+    rows = MergedRows(base, (), WeightFormat.Q8_0)
+    return WeightTensor(base.name, base.num_rows, base.num_cols, rows.format, rows)
+
+
 def _merged_experts(base: WeightTensor, changes: Sequence[Sequence[_Change]]) -> WeightTensor:
     """Return a stack of matrices, each with its own changes. Unchanged ones are converted to the same format."""
     num_rows = base.num_rows // len(changes)
@@ -130,7 +138,10 @@ class MergedRows:
             for change in self.changes:
                 values = change.apply(values, slice(begin, end, step))
         if not np.isfinite(values).all():
-            raise ModelError(f"{self.base.name} has numbers that are not finite.", remedy="Use the model without this adapter.")
+            raise ModelError(
+                f"{self.base.name} has numbers that are not finite.",
+                remedy="Leave out the adapter or draft head that brings them.",
+            )
         if self.format is WeightFormat.F32:
             return values
         if self.format is WeightFormat.BF16:
@@ -150,7 +161,9 @@ def _to_q8_0(values: F32, name: str) -> NDArray[np.uint8]:
     groups = values.reshape(len(values), -1, GROUP)
     scales = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
     if scales.size and float(scales.max()) > _MAX_SCALE:
-        raise ModelError(f"{name} has numbers that Q8_0 can't hold.", remedy="Merge the adapter into the bf16 original.")
+        raise ModelError(
+            f"{name} has numbers that Q8_0 can't hold.", remedy="Use the bf16 original, or leave out the adapter or draft head."
+        )
     halves = scales.astype(np.float16)
     used = halves.astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
