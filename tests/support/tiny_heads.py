@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,37 +111,21 @@ class HeadInNumpy:
         """`sources`: the model's three residual streams side by side."""
         return sources @ self._weights["fc.weight"].T
 
-    def guesses(self, token_ids: Sequence[int], features: F32, num: int) -> tuple[list[int], list[float]]:
-        """Return guesses after the tokens, and their probabilities. `features`: of all tokens but the last."""
-        guesses: list[int] = []
-        chances: list[float] = []
-        for chance_of in self._chances(token_ids, features, guesses):
-            guesses.append(int(np.argmax(chance_of)))
-            chances.append(float(chance_of.max()))
-            if len(guesses) == num:
-                break
-        return guesses, chances
-
-    def worst(self, token_ids: Sequence[int], features: F32, guesses: Sequence[int]) -> float:
-        """Return the least probability of a guess, given those before it, divided by that of the likeliest token. Rounding may
-        decide between two that are nearly as likely."""
-        chances = zip(guesses, self._chances(token_ids, features, guesses), strict=False)
-        return min([float(chance_of[guess] / chance_of.max()) for guess, chance_of in chances])
-
-    def _chances(self, token_ids: Sequence[int], features: F32, guesses: Sequence[int]) -> Iterator[F32]:
-        """Yield the probability of each token for each guess. The caller appends a guess before it asks for the next."""
-        states, read, place = features, list(token_ids[1:]), 0
-        while True:
+    def judged(self, token_ids: Sequence[int], features: F32, guesses: Sequence[int]) -> list[tuple[float, float]]:
+        """Return (probability, that of the likeliest token) of each guess, given those before it. Rounding may decide between
+        two tokens that are nearly as likely."""
+        states, read = features, list(token_ids[1:])
+        found: list[tuple[float, float]] = []
+        for guess in guesses:
             last = self._layer(self._embed[read], states)[-1:]
             logits = (self._norm(last, "norm") @ self._weights["lm_head.weight"].T)[0]
             shares = np.exp(logits - logits.max())
             chances = np.zeros(self._target.vocab_size, np.float32)
             chances[self._tokens] = shares / shares.sum()
-            yield chances
-            if place == len(guesses):
-                return
-            read.append(guesses[place])
-            states, place = np.concatenate([states, last]), place + 1
+            found.append((float(chances[guess]), float(chances.max())))
+            read.append(guess)
+            states = np.concatenate([states, last])
+        return found
 
     def _layer(self, embedded: F32, states: F32) -> F32:
         normed = self._norm(states, "midlayer.hidden_norm")

@@ -13,7 +13,7 @@ from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.executor import SeatOf, build_executor
 from penstock.deploy.resources import MemoryShare
 from penstock.deploy.sizing import KvPlan
-from penstock.types.errors import ConfigError, NotEnoughFreeMemory
+from penstock.types.errors import ConfigError, ModelError, NotEnoughFreeMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -52,6 +52,7 @@ def with_head(blueprint: Blueprint, model: LoadedModel, path: Path, left_bytes: 
     Raises ConfigError for a recurrent state, ModelError for a head of another model, and NotEnoughMemory if it takes more than
     `left_bytes`.
     """
+    from penstock.engine.draft_model import MOST_UNREAD
     from penstock.models.eagle import load_head
 
     _check_no_state(model)
@@ -60,7 +61,8 @@ def with_head(blueprint: Blueprint, model: LoadedModel, path: Path, left_bytes: 
     if compute.kv_dtype is KvDtype.INT4:  # one layer saves little, and not all heads have a width that fits
         compute = replace(compute, kv_dtype=KvDtype.INT8)
     num_kv_bytes = capacity.num_blocks * capacity.block_size * shape.num_bytes(compute.kv_dtype)
-    num_bytes = head.num_bytes + num_kv_bytes
+    num_unread_bytes = 4 * MOST_UNREAD * head.fc.num_rows * capacity.max_rows
+    num_bytes = head.num_bytes + num_kv_bytes + num_unread_bytes + head.num_step_bytes(capacity.max_step_tokens)
     if num_bytes > left_bytes:
         raise NotEnoughFreeMemory(
             f"Beside {blueprint.name}, the draft head {path.name} has no room: it takes {format_size(num_bytes)}, and "
@@ -124,7 +126,9 @@ def open_draft(small: Blueprint, seat_of: SeatOf, vocab_size: int, clock: Clock)
         draft.see([(request.request_id, 0, 0, 1)], bytes(4 * width))
     else:
         draft = DraftModel(executor, clock, vocab_size=vocab_size)
-    draft.read([(request, draft.num_behind(request))])
+    if not draft.read([(request, draft.num_behind(request))]).guesses:
+        draft.close()
+        raise ModelError(f"{small.name} guesses no token.", remedy=DRAFT_REMEDY)
     took_ns = min([draft.go_on([request]).duration_ns for _ in range(3)])
     draft.ended(request.request_id)
     _log.info(

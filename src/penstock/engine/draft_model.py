@@ -28,7 +28,7 @@ from penstock.types.sampling import SamplingParams
 
 TIMEOUT_S = 10.0
 """A step of the small model that takes longer counts as hung."""
-MOST_UNREAD = 1024
+MOST_UNREAD = 256
 """Features of a request that a head has yet to read. Older ones are dropped, so it reads only the end of a long prompt."""
 _SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
 
@@ -46,15 +46,8 @@ class _Row:
     """Guesses with KV after those tokens. The large model may accept some of them."""
     guess: int = -1
     """The newest guess, which has no KV yet."""
-    features: deque[NDArray[np.float32]] = field(default_factory=deque)
-    """For a head: the large model's features of the tokens from `features_at` on."""
-    features_at: int = -1
     hidden: NDArray[np.float32] | None = None
     """For a head: its features of the token before the guess."""
-
-    @property
-    def features_end(self) -> int:
-        return self.features_at + len(self.features)
 
 
 class DraftModel:
@@ -109,7 +102,7 @@ class DraftModel:
             num_prompt, block_ids = max(1, request.num_prompt_tokens - first), tuple(row.block_ids)
             admits.append(AdmitRow(request.request_id, token_ids[first:], num_prompt, block_ids, begin - first, _SAMPLING))
             plans.append(RowPlan(request.request_id, begin - first, end - begin, (), samples=int(end == request.num_tokens)))
-            features += self._features(row, begin, end)
+            features += self._features(request, begin, end)
         return self._step(admits, plans, features)
 
     def go_on(self, requests: Sequence[Request]) -> Drafted:
@@ -155,9 +148,9 @@ class DraftModel:
         row.num_read = min(row.num_read, request.num_tokens - 1)
         return row.num_read
 
-    def _features(self, row: _Row, begin: int, end: int) -> Sequence[NDArray[np.float32]]:
+    def _features(self, request: Request, begin: int, end: int) -> Sequence[NDArray[np.float32]]:
         """Return what the executor is given beside the tokens from `begin` to `end`."""
-        del row, begin, end
+        del request, begin, end
         return ()
 
     def _keep(self, features: bytes | memoryview, plans: Sequence[RowPlan]) -> None:
@@ -214,6 +207,25 @@ class DraftModel:
                 self._results.put(error)
 
 
+@dataclass(slots=True)
+class _Unread:
+    """The features of consecutive tokens of a request."""
+
+    position: int
+    """That of the first of these tokens."""
+    features: deque[NDArray[np.float32]] = field(default_factory=deque)
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.features)
+
+    def forget(self, position: int) -> None:
+        """Forget the features of tokens before a position."""
+        while self.features and self.position < position:
+            self.features.popleft()
+            self.position += 1
+
+
 class HeadDrafter(DraftModel):
     """A head, which reads features of the large model beside the tokens.
 
@@ -227,45 +239,44 @@ class HeadDrafter(DraftModel):
         """`num_features`: of a token."""
         super().__init__(executor, clock, vocab_size=vocab_size, timeout_s=timeout_s)
         self._num_features = num_features
+        self._unread: dict[str, _Unread] = {}
 
     def see(self, seen: Sequence[Seen], features: bytes | memoryview) -> None:
+        if not self._is_on:
+            self._unread.clear()
+            return
         found = np.frombuffer(features, np.float32).reshape(-1, self._num_features)
-        for request_id, position, at, num in seen if self._is_on else ():
-            row = self._rows.setdefault(request_id, _Row())
-            if position > row.features_end or row.features_at < 0:
-                row.features.clear()
-                self._restart(row, position)
-            known = row.features_end - position
-            row.features.extend(found[at + known : at + num].copy())
-            num_extra = len(row.features) - MOST_UNREAD
-            if num_extra > 0:
-                for _ in range(num_extra):
-                    row.features.popleft()
-                self._restart(row, row.features_at + num_extra)
-
-    def _restart(self, row: _Row, position: int) -> None:
-        """Have the first features be those of the token at `position`. Forget the KV, unless it is of all tokens before."""
-        row.features_at = position
-        if row.num_read <= position:
-            row.first = row.num_read = position + 1
+        for request_id, position, at, num in seen:
+            unread = self._unread.get(request_id)
+            if unread is None or position > unread.end:
+                unread = self._unread[request_id] = _Unread(position)
+            new = found[at + unread.end - position : at + num]
+            unread.features += [one.copy() for one in new]  # a view would keep the whole step
+            unread.forget(unread.end - MOST_UNREAD)
 
     def num_behind(self, request: Request) -> int:
-        row = self._rows.get(request.request_id)
-        if not self._is_on or row is None or row.features_end != request.num_tokens - 1:
+        unread = self._unread.get(request.request_id)
+        if not self._is_on or unread is None or unread.end != request.num_tokens - 1:
             return 0
-        is_full = request.num_tokens - row.first >= self._capacity.max_model_len
-        return 0 if is_full else request.num_tokens - self._settle(row, request)
+        row = self._rows.get(request.request_id) or _Row()
+        begin = self._settle(row, request)
+        return 0 if request.num_tokens - row.first >= self._capacity.max_model_len else request.num_tokens - begin
+
+    def ended(self, request_id: str) -> None:
+        super().ended(request_id)
+        self._unread.pop(request_id, None)
 
     def _settle(self, row: _Row, request: Request) -> int:
-        row.tail = []
-        row.num_read = min(row.num_read, request.num_tokens - 1)
+        row.tail, row.num_read = [], min(row.num_read, request.num_tokens - 1)
+        first = self._unread[request.request_id].position + 1
+        if row.num_read < first:  # it has not read the tokens before, or no longer has their KV
+            row.first = row.num_read = first
         return row.num_read
 
-    def _features(self, row: _Row, begin: int, end: int) -> Sequence[NDArray[np.float32]]:
-        found = list(islice(row.features, begin - 1 - row.features_at, end - 1 - row.features_at))
-        while row.features_at < end - 2:  # the last token may be read again
-            row.features.popleft()
-            row.features_at += 1
+    def _features(self, request: Request, begin: int, end: int) -> Sequence[NDArray[np.float32]]:
+        unread = self._unread[request.request_id]
+        found = list(islice(unread.features, begin - 1 - unread.position, end - 1 - unread.position))
+        unread.forget(end - 2)  # the last token may be read again
         return found
 
     def _keep(self, features: bytes | memoryview, plans: Sequence[RowPlan]) -> None:

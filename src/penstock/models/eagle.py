@@ -61,6 +61,11 @@ class DraftHead:
         fc = held_weight_bytes(HEAD_FC, self.fc.format, (self.fc.num_rows, self.fc.num_cols), Floats.BF16)
         return self.model.num_weight_bytes + fc
 
+    def num_step_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the buffers for steps of up to `num_tokens`, the model's additional ones included."""
+        widths = [width for _, width in self.program.buffers]
+        return 4 * num_tokens * (sum(widths) + self.fc.num_cols + self.fc.num_rows)
+
     def attached(self, model: LoadedModel) -> LoadedModel:
         """Return the model with a program that keeps the features."""
         program = self.extended(model.program or describe(model.spec))
@@ -106,14 +111,16 @@ def load_head(path: Path, model: LoadedModel) -> DraftHead:
             remedy="Use the head that was trained for this model.",
         )
     stored = {ours: tensor for name, tensor in open_weights(path).items() if (ours := _our_name(name))}
-    shapes = {name: _shape(tensor) for name, tensor in stored.items() if name != "tokens"}
+    shapes = {name: _shape(name, tensor) for name, tensor in stored.items() if name != "tokens"}
     if "output" not in shapes:
         raise damaged(path, "the tensor lm_head.weight is missing")
     num_tokens = shapes["output"][0]
     spec = replace(read_spec(config, "llama", shapes, has_partial_rope=False), vocab_size=num_tokens)
     checks.check_spec(spec, config.path)
     tokens = _token_ids(stored.pop("tokens", None), num_tokens, model.spec.vocab_size, path)
-    norms_first = config.get("norm_before_residual", bool) or False
+    norms_first = config.get("norm_before_residual", bool)
+    if norms_first is None:
+        norms_first = "speculators_model_type" in config.values
     program = _describe(spec, model.spec.vocab_size, norms_first=norms_first, has_tokens=tokens is not None)
     target_size = config.get("target_hidden_size", int) or model.spec.hidden_size
     checks.check_weights(_with_fc(program, target_size, spec.hidden_size), shapes | _given_shapes(program, shapes), path)
@@ -142,19 +149,29 @@ def _flat(config: JsonFile) -> JsonFile:
     if kind not in (None, "eagle3"):
         raise checks.unsupported(config.path, f"the head is of the kind {kind!r}", "EAGLE-3 is")
     nested = config.get("transformer_layer_config", dict) or {}
-    flat = JsonFile(config.path, {**config.values, **nested})
-    flat.only_all(num_hidden_layers=1, hidden_act="silu", tie_word_embeddings=False)
+    # The head's output never is the embedding: files may say so, and have both.
+    flat = JsonFile(config.path, {**config.values, **nested, "tie_word_embeddings": False})
+    for one in (flat, _own(config)):
+        one.only_all(norm_output=False, norm_before_fc=False, fc_norm=False, parallel_drafting=False)
+        one.only_all(use_aux_hidden_state=True, return_hidden_post_norm=False, logit_scale=1.0)
+    flat.only_all(num_hidden_layers=1, hidden_act="silu", use_sliding_window=False, quantization_config=None)
     return flat
+
+
+def _own(config: JsonFile) -> JsonFile:
+    return JsonFile(config.path, config.get("eagle_config", dict) or {})
 
 
 def _layers(config: JsonFile, spec: ModelSpec) -> tuple[int, ...]:
     """Return the layers before which features are read.
 
-    At the top, config.json counts as vLLM does: layer i means the input of layer i. In `eagle_config` it means the output.
+    At the top of config.json, i means the input of layer i. In `eagle_config` it may also mean the output: then the first is 1.
+    Source: SGLang, which serves both kinds of files.
     """
     num, key = spec.num_layers, "eagle_aux_hidden_state_layer_ids"
-    nested = JsonFile(config.path, config.get("eagle_config", dict) or {})
-    found = config.get(key, list) or [one + 1 for one in nested.get(key, list) or () if type(one) is int]
+    found, nested = config.get(key, list), _own(config).get(key, list)
+    if not found and nested:
+        found = [one + 1 for one in nested if type(one) is int] if nested[0] == 1 else nested
     layers = tuple(found or (2, num // 2, num - 3))
     is_valid = all(type(one) is int and 0 <= one < num for one in layers) and sorted(set(layers)) == list(layers)
     if not is_valid or len(layers) != _NUM_SOURCES:
@@ -186,16 +203,18 @@ def _token_ids(stored: StoredTensor | None, num: int, vocab_size: int, path: Pat
     return WeightTensor("tokens", 1, num, WeightFormat.F32, ids.astype(np.float32).reshape(1, num))
 
 
-def _shape(tensor: StoredTensor) -> tuple[int, int]:
-    num_rows, num_cols = (1, 1, *tensor.shape)[-2:]
+def _shape(name: str, tensor: StoredTensor) -> tuple[int, int]:
+    if len(tensor.shape) not in (1, 2):
+        raise damaged(tensor.path, f"the tensor {name} has the shape {tensor.shape}, not that of a vector or matrix")
+    num_rows, num_cols = (1, *tensor.shape)[-2:]
     return num_rows, num_cols
 
 
 def _weight(name: str, tensor: StoredTensor, path: Path) -> WeightTensor:
     if tensor.dtype == FLOAT8:
         raise checks.unsupported(path, f"{name} is in fp8", "heads in bf16, f16 and f32 are")
-    num_rows, num_cols = _shape(tensor)
-    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array().reshape(num_rows, num_cols))
+    (num_rows, num_cols), values = _shape(name, tensor), tensor.array()
+    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values.reshape(num_rows, num_cols))
 
 
 def _given_shapes(program: Program, shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:

@@ -103,7 +103,7 @@ class Drafting:
         at = 0
         for row in rows:
             request = running.get(row.request_id)
-            if request is not None:
+            if request is not None and request.sampling.beams is None:
                 end = min(row.context_len + row.query_len, request.num_tokens - 1)
                 if end > row.context_len:
                     seen.append((row.request_id, row.context_len, at, end - row.context_len))
