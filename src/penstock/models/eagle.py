@@ -30,7 +30,7 @@ from penstock.types.errors import ModelError, damaged
 from penstock.types.model_spec import ModelSpec
 
 FEATURES = "features"
-_SOURCES = "feature_sources"
+SOURCES = "feature_sources"
 """Buffers of the model's program: what it keeps, and the three residual streams that this is made of."""
 _NUM_SOURCES = 3
 
@@ -73,19 +73,30 @@ class DraftHead:
 
     def extended(self, program: Program) -> Program:
         """Return the model's program with operations that compute and keep the features."""
-        ops, width = list(program.ops), self.fc.num_cols // _NUM_SOURCES
-        buffers = (*program.buffers, (_SOURCES, self.fc.num_cols), (FEATURES, self.fc.num_rows))
-        for idx, layer in enumerate(self.layers):
-            at = _first_of_layer(ops, layer)
-            x = getattr(ops[at], "x", None)
-            if not isinstance(x, str) or program.width(x) != width or _is_gathered(ops[:at]):
-                raise ModelError(
-                    f"{self.model.path}: features before layer {layer} can't be computed for this model.",
-                    remedy="Use another draft head, or leave out --speculation-model.",
-                )
-            ops.insert(at, prog.Place(_SOURCES, x, idx * width))
-        ops.insert(_first_of_layer(ops, self.layers[-1]), prog.Linear(FEATURES, _SOURCES, HEAD_FC))
-        return replace(program, ops=tuple(ops), buffers=buffers, kept=FEATURES)
+        program = with_sources(program, self.layers)
+        if program.width(SOURCES) != self.fc.num_cols:
+            raise _not_for(self.model.path, f"it makes features of {self.fc.num_cols} columns")
+        ops = list(program.ops)
+        last = max(at for at, op in enumerate(ops) if isinstance(op, prog.Place) and op.out == SOURCES)
+        ops.insert(last + 1, prog.Linear(FEATURES, SOURCES, HEAD_FC))
+        return replace(program, ops=tuple(ops), buffers=(*program.buffers, (FEATURES, self.fc.num_rows)), kept=FEATURES)
+
+
+def with_sources(program: Program, layers: Sequence[int]) -> Program:
+    """Return a model's program that also puts its residual streams before some layers side by side, and keeps them."""
+    ops, width = list(program.ops), 0
+    for layer in layers:
+        at = _first_of_layer(ops, layer)
+        x = getattr(ops[at], "x", None)
+        if not isinstance(x, str) or any(isinstance(op, prog.GatherRows) for op in ops[:at]):
+            raise _not_for("A draft head", f"the model's residual stream before layer {layer} can't be kept")
+        ops.insert(at, prog.Place(SOURCES, x, width))
+        width += program.width(x)
+    return replace(program, ops=tuple(ops), buffers=(*program.buffers, (SOURCES, width)), kept=SOURCES)
+
+
+def _not_for(head: object, cause: str) -> ModelError:
+    return ModelError(f"{head} can't guess for this model: {cause}.", remedy="Use another head, or leave it out.")
 
 
 def _first_of_layer(ops: Sequence[Op], layer: int) -> int:
@@ -95,10 +106,6 @@ def _first_of_layer(ops: Sequence[Op], layer: int) -> int:
         if any(str(getattr(op, field.name)).startswith(prefix) for field in fields(op)):
             return at
     raise AssertionError(f"no operation of layer {layer}")
-
-
-def _is_gathered(ops: Sequence[Op]) -> bool:
-    return any(isinstance(op, prog.GatherRows) for op in ops)
 
 
 def load_head(path: Path, model: LoadedModel) -> DraftHead:
@@ -225,8 +232,8 @@ def _given_shapes(program: Program, shapes: Mapping[str, tuple[int, int]]) -> di
 
 def _with_fc(program: Program, target_size: int, hidden_size: int) -> Program:
     """Return the program with the product of the model's program, to check the weights of both."""
-    buffers = (*program.buffers, (_SOURCES, _NUM_SOURCES * target_size), (FEATURES, hidden_size))
-    return replace(program, ops=(*program.ops, prog.Linear(FEATURES, _SOURCES, HEAD_FC)), buffers=buffers)
+    buffers = (*program.buffers, (SOURCES, _NUM_SOURCES * target_size), (FEATURES, hidden_size))
+    return replace(program, ops=(*program.ops, prog.Linear(FEATURES, SOURCES, HEAD_FC)), buffers=buffers)
 
 
 def _describe(spec: ModelSpec, vocab_size: int, *, norms_first: bool, has_tokens: bool) -> Program:
