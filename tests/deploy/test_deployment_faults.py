@@ -116,9 +116,9 @@ def test_the_memory_and_the_threads_of_a_hung_step_are_not_free_when_its_model_l
         assert not running.close()
     assert (resources.memory.left_bytes(), resources.memory.stuck_bytes()) == (left_bytes, share.num_bytes)
     assert resources.memory.share("one") is None
-    assert "a step of one has not come back: it holds" in caplog.text
+    assert "a step or load of one has not come back: it holds" in caplog.text
     assert resources.team("two", 2)[0] is not team, "others do not wait for the threads that it holds"
-    with pytest.raises(NotEnoughMemory, match=r"a step of one that has not come back holds"):
+    with pytest.raises(NotEnoughMemory, match=r"a step or load of one that has not come back holds"):
         raise resources.memory.explained("two", NotEnoughFreeMemory("It does not fit.", instead="Take another"))
     hung_step.set()
     for thread in engine_threads():
@@ -128,7 +128,7 @@ def test_the_memory_and_the_threads_of_a_hung_step_are_not_free_when_its_model_l
     assert asyncio.run(answer(running))
     running.close()
     assert resources.memory.left_bytes() == left_bytes + share.num_bytes
-    assert "a step of one has come back" in caplog.text
+    assert "a step or load of one has come back" in caplog.text
 
 
 def test_an_engine_that_is_made_anew_is_counted_beside_the_one_whose_step_hangs(path: Path, hung_step: threading.Event) -> None:

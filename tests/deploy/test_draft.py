@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from penstock.config import Backend, BackendConfig, Config, KvConfig, Load, ModelConfig, SchedulerConfig, SharingConfig
-from penstock.deploy import factory
+from penstock.deploy import engine_maker, factory
 from penstock.deploy.draft import open_draft
 from penstock.deploy.factory import start_deployment, start_model
 from penstock.deploy.resolve import resolve as resolve_blueprint
 from penstock.deploy.resources import MemoryBudget, Resources
+from penstock.engine import supervisor
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
@@ -164,6 +165,43 @@ def test_a_model_that_failed_gets_a_new_one(
     assert running.metrics.guesses.total() > num_guesses
     assert running.close(30.0)
     assert [draft.num_behind(make_request()) for draft in opened] == [0, 0], "both are closed"
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False])
+def test_a_model_that_is_closed_while_its_engine_restarts_leaves_nothing(
+    large: Path, small: Path, opened: list[DraftModel], monkeypatch: pytest.MonkeyPatch, *, ends_in_time: bool
+) -> None:
+    resources, is_loading, may_load = Resources(), threading.Event(), threading.Event()
+    running = start(large, config(small), resources)
+    share = resources.memory.share("large")
+    assert share is not None
+    open_next = engine_maker.open_draft
+
+    def open_late(*arguments: Any) -> DraftModel:
+        is_loading.set()
+        assert may_load.wait(60.0)
+        return open_next(*arguments)
+
+    def fail(*_: Any) -> None:
+        raise ExecutorFailure("broken")
+
+    monkeypatch.setattr(engine_maker, "open_draft", open_late)
+    with monkeypatch.context() as broken:
+        broken.setattr(executor_class(Backend.NATIVE), "collect", fail)
+        answers(running)
+    assert is_loading.wait(60.0)
+    if ends_in_time:
+        threading.Timer(0.1, may_load.set).start()
+        running.close()
+    else:
+        monkeypatch.setattr(supervisor, "ABORT_GRACE_S", 0.0)
+        running.close()
+        assert resources.memory.stuck_bytes("large") == share.num_bytes
+        may_load.set()
+        running.engine._thread.join(60.0)
+    assert len(opened) == 2
+    assert not any(draft.is_alive for draft in opened)
+    assert (resources.memory.stuck_bytes(), resources.memory.share("large"), resources.loads) == (0, None, {})
 
 
 class TestRefused:

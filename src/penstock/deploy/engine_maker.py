@@ -5,6 +5,7 @@ Imports are inside functions, so that importing this file is fast.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -73,6 +74,9 @@ class EngineMaker:
         """The store of each engine so far. The last one is in use."""
         self._engine: Engine | None = None
         self._draft: DraftModel | None = None
+        self._making = threading.Lock()
+        """Held while an engine is being made."""
+        self._is_released = False
         self.tokenizer = tokenizer
         self.clock, self.bridge = WallClock(), Bridge()
         self.metrics, self.journal, self.sources = lasting.metrics, lasting.journal, lasting.sources
@@ -101,7 +105,18 @@ class EngineMaker:
         self._token_observer = ObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
-        """Return a new engine, not started yet. Raises the errors of loading a model."""
+        """Return a new engine, not started yet. The caller closes it. Raises the errors of loading a model."""
+        with self._making:
+            try:
+                engine = self._next(on_failed)
+                if not self._is_released:
+                    self._resources.loads[self.blueprint.name] = engine.load
+                return engine
+            finally:
+                if self._is_released:  # meanwhile, so `release` missed what is new
+                    self._close_parts()
+
+    def _next(self, on_failed: Callable[[], None]) -> Engine:
         executor, self._first_executor = self._first_executor, None
         self._close_draft()
         if executor is None:
@@ -133,22 +148,29 @@ class EngineMaker:
     def release(self) -> None:
         """Close the model's files and connections, and free its memory. Call this after the engine has ended.
 
-        A stuck step keeps its memory until it returns. Cyclic references are cut, because the garbage collector ignores objects
-        from before the server began.
+        A stuck step keeps its memory until it returns, and so does the load of a new engine. Cyclic references are cut, because
+        the garbage collector ignores objects from before the server began.
         """
+        self._is_released = True
         self._opened.close()
         self.bridge.detach()
-        self._close_draft()
         engine, self._engine = self._engine, None
         if self.adapters is not None:
             self.adapters.close()
+        self._close_parts()
+        self._resources.loads.pop(self.blueprint.name, None)
+        if engine is not None and engine.is_alive:
+            self._give_up(lambda: engine.is_alive)
+        if self._making.locked():
+            self._resources.memory.hold_stuck(self.blueprint.name, self._making.locked)
+        self._resources.memory.give_back(self.blueprint.name)
+
+    def _close_parts(self) -> None:
+        """Close what `make` opens beside the engine."""
+        self._close_draft()
         for store in self._stores:
             if store is not None:
                 store.close()
-        if engine is not None and engine.is_alive:
-            self._give_up(lambda: engine.is_alive)
-        self._resources.loads.pop(self.blueprint.name, None)
-        self._resources.memory.give_back(self.blueprint.name)
 
     def _executor_from_files(self) -> Executor:
         blueprint, plan = self.blueprint, self.blueprint.measured_plan
@@ -197,7 +219,6 @@ class EngineMaker:
         )
         for tap in self._taps:
             tap.watch(scheduler, engine.blocks)
-        self._resources.loads[self.blueprint.name] = engine.load
         return engine
 
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:

@@ -78,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Stuck:
-    """Memory that a stuck step of an abandoned engine still uses."""
+    """Memory that a stuck step of an abandoned engine, or the load of an engine for an unloaded model, still uses."""
 
     name: str
     share: MemoryShare
@@ -131,7 +131,7 @@ class MemoryBudget:
             back = [one for one in self._stuck if not one.is_held()]
             self._stuck = [one for one in self._stuck if one not in back]
             for one in back:
-                _log.warning("a step of %s has come back: %s are free again", one.name, format_size(one.share.num_bytes))
+                _log.warning("a step or load of %s has come back: %s are free", one.name, format_size(one.share.num_bytes))
             return sum(one.share.num_bytes for one in self._stuck if name in (None, one.name))
 
     def share(self, name: str) -> MemoryShare | None:
@@ -154,7 +154,7 @@ class MemoryBudget:
             self._shares.pop(name, None)
 
     def hold_stuck(self, name: str, is_held: Callable[[], bool], share: MemoryShare | None = None) -> None:
-        """Reserve a model's share once more while `is_held()` is true, for a stuck step of its old engine.
+        """Reserve a model's share once more while `is_held()` is true, for a stuck step of its old engine, or a load.
 
         `share`: the part that the step uses, if not all of it. Any thread may call `is_held`. It must not call this object.
         """
@@ -162,13 +162,13 @@ class MemoryBudget:
             share = share or self._shares.get(name)
             if share is not None:
                 self._stuck.append(_Stuck(name, share, is_held))
-                _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
+                _log.error("a step or load of %s has not come back: it holds %s until then, or the process ends", name, share)
 
     def explained(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
         """Return the error with the memory that other models and stuck steps hold, and the limit if that is what binds."""
         with self._lock:
             holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]
-            holders += [f"a step of {one.name} that has not come back holds {one.share}" for one in self._stuck]
+            holders += [f"a step or load of {one.name} that has not come back holds {one.share}" for one in self._stuck]
         message, remedy = error.message, error.remedy
         if holders:
             message += f" Of the machine's memory {', '.join(holders)}."

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 from penstock.clock import Clock
 from penstock.engine.state import SHUTTING_DOWN, EngineState
-from penstock.engine.thread import Engine
+from penstock.engine.thread import ABORT_GRACE_S, Engine
 from penstock.kv.pool_map import PoolMap
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
@@ -90,11 +90,16 @@ class Supervisor:
         self._news.set()
 
     def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
-        """Close as `Engine.close` does. Requests in a step that never ends are ended too. Idempotent."""
+        """Close as `Engine.close` does. Requests in a step that never ends are ended too. Idempotent.
+
+        A new engine that is being made gets `ABORT_GRACE_S` to be made and closed again.
+        """
         self.drain()
         ended_cleanly = self._engine.close(timeout_s, detail)
         if not ended_cleanly:
             self._engine.abandon()
+        if self._thread.ident is not None:
+            self._thread.join(ABORT_GRACE_S)
         return ended_cleanly
 
     # The watchdog's thread.
