@@ -16,6 +16,7 @@ from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
 from penstock.serve.cards import ModelCards
 from penstock.text import fim
+from penstock.types.errors import ModelError
 from support.deployments import deployment_of
 from support.server.harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
 from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
@@ -493,6 +494,26 @@ async def test_a_models_files_are_read_again_after_a_load():
     assert [(await cards.of(served)).architecture for _ in range(2)] == ["old", "old"]
     served.num_loads += 1
     assert (await cards.of(served)).architecture == "new"
+
+
+async def test_a_models_files_are_read_again_if_they_could_not_be_read_or_have_changed(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.touch()
+
+    def read_facts():
+        if not path.stat().st_size:
+            raise ModelError("half a file")
+        return ModelFacts(architecture=path.read_text())
+
+    served = ServedModel(names=("a",), metrics=Metrics("a"), load=None, plan=None, read_facts=read_facts, path=path)
+    cards = ModelCards()
+    assert await cards.of(served) == ModelFacts()
+    path.write_text("old")  # copied at last
+    assert (await cards.of(served)).architecture == "old"
+    served.look()
+    path.write_text("newer")
+    served.look()
+    assert (await cards.of(served)).architecture == "newer"
 
 
 async def test_the_digest_of_a_model_does_not_depend_on_its_folder(runtime):

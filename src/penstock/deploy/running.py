@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -270,6 +270,8 @@ class ServedModel:
     # Written by `look`.
     is_gone: bool = False
     """The model was removed from the folder of models."""
+    file_state: tuple[int, int] = (0, 0)
+    """Time of the last change (ns) and size of `path`."""
 
     # Written by the waiting requests, on the event loop.
     num_waiting: int = 0
@@ -328,9 +330,13 @@ class ServedModel:
         return not self.is_gone or self.state in (ModelState.LOADED, ModelState.LOADING)
 
     def look(self) -> None:
-        """Check on disk whether the model is still in the folder of models."""
-        if self.path is not None:
-            self.is_gone = not (self.path.is_file() or (self.path / "config.json").is_file())
+        """Check on disk whether the model is still in the folder of models, and whether it has changed."""
+        if self.path is None:
+            return
+        self.is_gone = not (self.path.is_file() or (self.path / "config.json").is_file())
+        with suppress(OSError):
+            status = self.path.stat()
+            self.file_state = status.st_mtime_ns, status.st_size
 
     def answerer(self) -> RunningModel:
         """Return the loaded model, for a new request. Raises `ModelAway` if it is not loaded, or is being unloaded."""

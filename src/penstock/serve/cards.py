@@ -24,17 +24,24 @@ from penstock.serve.waiting import FolderWatch
 
 
 class ModelCards:
-    """Reads the facts of each model's files at first use, and again after a load. A hanging disk blocks one thread for each."""
+    """Reads the facts of each model's files at first use, and again after a load or if the files have changed.
+
+    A hanging disk blocks one thread for each model.
+    """
 
     def __init__(self) -> None:
-        self._cards: WeakKeyDictionary[ServedModel, tuple[int, asyncio.Future[ModelFacts]]] = WeakKeyDictionary()
-        """The model's number of loads when the reading began, and its result."""
+        self._cards: WeakKeyDictionary[ServedModel, tuple[object, asyncio.Future[ModelFacts]]] = WeakKeyDictionary()
+        """The model's number of loads and its files when the reading began, and its result."""
 
     async def of(self, served: ServedModel) -> ModelFacts:
         """Return the facts of a model's files."""
-        if served not in self._cards or self._cards[served][0] != served.num_loads:
-            self._cards[served] = served.num_loads, asyncio.ensure_future(in_daemon(served.facts))
-        return await asyncio.shield(self._cards[served][1])
+        key = served.num_loads, served.file_state
+        if served not in self._cards or self._cards[served][0] != key:
+            self._cards[served] = key, asyncio.ensure_future(in_daemon(served.facts))
+        facts = await asyncio.shield(self._cards[served][1])
+        if facts == ModelFacts():  # reading failed, and may succeed the next time
+            self._cards.pop(served, None)
+        return facts
 
 
 LISTED_AT_ONCE = 128
