@@ -247,7 +247,7 @@ async def test_a_count_of_tokens_includes_the_sources(models, pipeline: Pipeline
     assert counted.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-async def test_questions_that_wait_are_searched_for_together(pipeline: Pipeline) -> None:
+async def test_questions_that_wait_are_searched_for_together_but_not_too_many(pipeline: Pipeline) -> None:
     calls: list[int] = []
 
     class Slow:
@@ -259,13 +259,13 @@ async def test_questions_that_wait_are_searched_for_together(pipeline: Pipeline)
     slow.lock = pipeline.reader.lock
     searcher = Searcher(slow, 1)
     states = np.ones(STATE_WIDTH, np.float32).tobytes()
-    tasks = [asyncio.create_task(searcher.find(states)) for _ in range(20)]
+    tasks = [asyncio.create_task(searcher.find(states)) for _ in range(40)]
     await asyncio.sleep(0)
     tasks[0].cancel()
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(found[0], asyncio.CancelledError)
     assert all(len(hits) == 1 for hits in found[1:])
-    assert (sum(calls), len(calls) <= 2) == (20, True)
+    assert (sum(calls), len(calls) <= 4, max(calls)) == (40, True, 16)
 
 
 async def test_a_failing_search_is_an_error_and_the_next_one_works(models, pipeline: Pipeline, monkeypatch) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # with NumPy
 
 MAX_HEADER_BYTES = 4000
 """Clients and proxies refuse longer headers."""
+MAX_TOGETHER = 16
+"""Most questions of one search, which has a score for each question and passage in memory."""
 
 
 class PipelineFiller:
@@ -78,7 +80,7 @@ class PipelineFiller:
 
 
 class Searcher:
-    """Searches for all questions that wait, in a thread. For one event loop."""
+    """Searches for the questions that wait, up to `MAX_TOGETHER` at once, in a thread. For one event loop."""
 
     def __init__(self, reader: Reader, num_hits: int) -> None:
         self._reader = reader
@@ -97,7 +99,7 @@ class Searcher:
     async def _search(self) -> None:
         try:
             while self._waiting:
-                together, self._waiting = self._waiting, []
+                together, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
                 try:
                     results = await asyncio.to_thread(self._nearest, [states for states, _ in together])
                 except Exception as error:
