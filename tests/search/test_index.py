@@ -295,6 +295,15 @@ def test_a_folder_that_can_not_be_listed_is_not_gone(folder: Path, tmp_path: Pat
     assert asked(opened(tmp_path / "a.index"), "red") == [["A red car."]]
 
 
+def test_a_folder_that_is_empty_now_leaves_the_index_as_it_is(folder: Path, tmp_path: Path) -> None:
+    run(tmp_path / "a.index", folder)
+    folder.rename(tmp_path / "unmounted")
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="has no documents any more"):
+        run(tmp_path / "a.index", folder)
+    assert asked(opened(tmp_path / "a.index"), "cat") == [["The cat sleeps."]]
+
+
 def test_files_are_found_below_the_folder_alone(tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     (folder / "deep").mkdir(parents=True)

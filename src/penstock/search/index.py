@@ -108,7 +108,10 @@ def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
 
 
 def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
-    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write. Raises ConfigError."""
+    """Bring an index up to date with the files in `folder`. Yield the changes so far after each write.
+
+    Raises ConfigError, also if no file of an index is left: the folder may not be mounted.
+    """
     changes, unlisted = Changes(), list[str]()
 
     def on_error(error: OSError) -> None:
@@ -140,6 +143,11 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
         _write(base, path, pending, embed)
         changes.num_new += len(pending)
         gone = [name for name in known.keys() - seen if not name.startswith(tuple(unlisted))]
+        if gone and not seen:
+            raise ConfigError(
+                f"{folder} has no documents any more, and {path} was left as it is.",
+                remedy="Check that the folder is mounted, or delete the index.",
+            )
         with base:
             for name in gone:
                 base.execute("DELETE FROM passages WHERE path = ?", (name,))
