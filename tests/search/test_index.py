@@ -268,14 +268,16 @@ def test_odd_names_and_texts_stop_nothing(folder: Path, tmp_path: Path, monkeypa
     assert asked(opened(tmp_path / "a.index"), "cat") == [["? The cat sleeps."]]
 
 
-def test_what_is_too_large_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_or_no_file_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAX_BYTES, ".txt", 1 << 20)
     with (folder / "huge.txt").open("wb") as file:
         file.truncate(1 << 40)
     (folder / "deep.txt").mkdir()
     os.mkfifo(folder / "pipe.txt")
+    (folder / "link.txt").symlink_to("link.txt")
     changes = run(tmp_path / "a.index", folder)
-    assert changes.unreadable == {"huge.txt": "it has more than 1 MiB", "pipe.txt": "it is not a file"}
+    not_files = dict.fromkeys(("link.txt", "pipe.txt"), "it is not a file")
+    assert changes.unreadable == {"huge.txt": "it has more than 1 MiB", **not_files}
 
 
 def test_a_folder_that_can_not_be_listed_is_not_gone(folder: Path, tmp_path: Path) -> None:

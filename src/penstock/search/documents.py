@@ -42,7 +42,9 @@ def find(folder: Path, on_error: Callable[[OSError], None]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(place, name)
-            if path.suffix.lower() in MAX_BYTES and not name.startswith(".") and path.resolve().is_relative_to(root):
+            if path.suffix.lower() not in MAX_BYTES or name.startswith("."):
+                continue
+            if Path(os.path.realpath(path)).is_relative_to(root):  # `Path.resolve` raises for a link to itself
                 yield path
 
 
