@@ -644,6 +644,11 @@ def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None
         assert len(reader.embed("long " * 400, truncate_prompt_tokens=-1)) == 1
 
 
+def test_no_texts_have_no_answers(encoders: dict[str, Path]) -> None:
+    with LLM(encoders["bert_gguf"]) as reader:
+        assert reader.embed([]) == reader.score("a", []) == []
+
+
 def test_a_model_that_writes_text_embeds_none(model: LLM) -> None:
     with pytest.raises(PenstockError, match="writes text"):
         model.embed("some text")

@@ -208,7 +208,7 @@ class AsyncLLM(_Facts):
         pairs = Pairs(firsts, seconds, "text_1[{}]".format, "text_2[{}]".format)
         answers = await self._read_texts(pairs.texts(encoder), truncate_prompt_tokens, use_tqdm=use_tqdm)
         found = [ScoringOutput(score) for score in pairs.scores(encoder, [result for _, _, result in answers])]
-        return _outputs(ScoringRequestOutput, answers[-len(seconds) :], found)
+        return _outputs(ScoringRequestOutput, answers[len(answers) - len(seconds) :], found)
 
     async def aclose(self) -> None:
         """End all requests and free the model. Idempotent."""
