@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -642,6 +642,29 @@ def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None
         with pytest.raises(Rejected, match=r"'text_1\[0\]' is empty"):
             reader.score("", "x")
         assert len(reader.embed("long " * 400, truncate_prompt_tokens=-1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda reader: reader.embed(5), "'texts' is of type int"),
+        (lambda reader: reader.embed({"text": "a"}), "'texts' is of type dict"),
+        (lambda reader: reader.embed(["a", 5]), r"'texts\[1\]' is of type int"),
+        (lambda reader: reader.embed(["a", None]), r"'texts\[1\]' is of type NoneType"),
+        (lambda reader: reader.embed(["a", [1, "b"]]), r"'texts\[1\]' is neither a text nor token ids"),
+        (lambda reader: reader.embed("a", dimensions=3.5), r"'dimensions' is 3\.5; this model's vectors can be cut to 1 to"),
+        (lambda reader: reader.embed("a", truncate_prompt_tokens=-5), "'truncate_prompt_tokens' must be at least 1, or -1"),
+        (lambda reader: reader.embed("a", truncate_prompt_tokens=1.5), "'truncate_prompt_tokens' must be at least 1, or -1"),
+        (lambda reader: reader.score("a", 5), "'text_2' is of type int"),
+        (lambda reader: reader.score("a", ["b", 5]), r"'text_2\[1\]' is of type int"),
+        (lambda reader: reader.score([1, 2], "a"), r"'text_1\[0\]' is of type list"),
+    ],
+)
+def test_texts_and_fields_of_another_type_are_named(
+    encoders: dict[str, Path], ask: Callable[[LLM], object], words: str
+) -> None:
+    with LLM(encoders["bert_gguf"]) as reader, pytest.raises(PenstockError, match=words):
+        ask(reader)
 
 
 def test_no_texts_have_no_answers(encoders: dict[str, Path]) -> None:

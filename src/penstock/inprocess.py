@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeGuard, TypeVar
 
@@ -395,10 +395,7 @@ class Asked:
         if self.template is None:
             if isinstance(prompt, str):
                 return TextPrompt(prompt, name)
-            token_ids = [item for item in prompt if type(item) is int] if isinstance(prompt, Sequence) else []
-            if isinstance(prompt, Sequence) and len(token_ids) == len(prompt):
-                return token_ids
-            raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
+            return _token_ids(prompt, name)
         if running.chat_template is None:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
@@ -410,6 +407,13 @@ class Asked:
         with own_errors():
             conversation = read_conversation_with_tools(ChatTemplateFields.model_validate({**fields, "messages": messages}))
         return render_here(conversation, running)
+
+
+def _token_ids(prompt: object, name: str) -> list[int]:
+    token_ids = [item for item in prompt if type(item) is int] if isinstance(prompt, Sequence) else []
+    if isinstance(prompt, Sequence) and len(token_ids) == len(prompt):
+        return token_ids
+    raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
 
 
 def _adapter(running: RunningModel, name: str) -> AdapterRef:
@@ -500,8 +504,13 @@ def own_errors() -> Iterator[None]:
         raise Rejected(RejectReason.INVALID, told.message, param=told.param) from None
 
 
-def several_of(asked: Sequence[Any], part: type) -> Sequence[Any]:
-    """Return a list of prompts or conversations. A single one (a str, or a sequence of `part`) becomes a list of one."""
+def several_of(name: str, asked: Sequence[Any], part: type) -> Sequence[Any]:
+    """Return a list of prompts or conversations. A single one (a str, or a sequence of `part`) becomes a list of one.
+
+    Raises ConfigError for anything else.
+    """
+    if not isinstance(asked, Collection) or isinstance(asked, Mapping | bytes):
+        raise ConfigError(f"'{name}' is of type {type(asked).__name__}.", remedy="Give a list.")
     is_one = isinstance(asked, str) or (len(asked) > 0 and all(isinstance(item, part) for item in asked))
     return [asked] if is_one else asked
 
@@ -511,9 +520,14 @@ def is_pair(text: Prompt | tuple[str, str]) -> TypeGuard[tuple[str, str]]:
     return isinstance(text, tuple) and len(text) == 2 and isinstance(text[0], str)
 
 
-def check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
-    """Raise PenstockError for an empty text. Call this before adding the model's own prompt to the texts."""
+def check_texts(name: str, texts: Sequence[Prompt], kind: type = Sequence) -> None:
+    """Raise PenstockError for an empty text, and for an item of another type than `kind`.
+
+    Call this before adding the model's own prompt to the texts.
+    """
     for index, text in enumerate(texts):
+        if not isinstance(text, kind):
+            raise ConfigError(f"'{name}[{index}]' is of type {type(text).__name__}.", remedy="Give a str.")
         if text == "":
             raise Rejected(RejectReason.INVALID, f"'{name}[{index}]' is empty.", param=f"{name}[{index}]")
 
@@ -534,7 +548,7 @@ def text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, run
         if isinstance(text, str) or is_pair(text):
             tokens = next(encoded)
         else:
-            ids: Any = list(text)
+            ids = _token_ids(text, name)
             check_token_ids(ids, running.model.vocab_size, name)
             tokens = TextTokens(tuple(ids[:most]), 0)
         num_tokens = len(tokens.token_ids)

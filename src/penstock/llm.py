@@ -43,7 +43,7 @@ from penstock.inprocess import (
     SamplingParams,
     ScoringOutput,
     ScoringRequestOutput,
-    check_not_empty,
+    check_texts,
     ended_early,
     is_pair,
     own_errors,
@@ -164,8 +164,8 @@ class AsyncLLM(_Facts):
         with own_errors():
             check_dimensions(dimensions, encoder)
             prefix = prompt_text(encoder, prompt_name)
-        several = several_of(texts, int)
-        check_not_empty("texts", several)
+        several = several_of("texts", texts, int)
+        check_texts("texts", several)
         asked = [prefix + text if isinstance(text, str) else text for text in several]
         answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
         vectors = [embedding(one[2], encoder, dimensions, is_unit=not encoder.has_own_lengths) for one in answers]
@@ -178,7 +178,9 @@ class AsyncLLM(_Facts):
         from penstock.serve.texts.numbers import scores
 
         encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
-        answers = await self._read_texts(several_of(texts, int), truncate_prompt_tokens, use_tqdm=use_tqdm)
+        several = several_of("texts", texts, int)
+        check_texts("texts", several)
+        answers = await self._read_texts(several, truncate_prompt_tokens, use_tqdm=use_tqdm)
         found = [ClassificationOutput(scores(result, encoder.scores), encoder.labels) for _, _, result in answers]
         return _outputs(ClassificationRequestOutput, answers, found)
 
@@ -199,12 +201,12 @@ class AsyncLLM(_Facts):
         from penstock.serve.texts.pairs import Pairs
 
         encoder = self._encoder(Task.RERANK, Task.EMBED, may_be_per_token=True)
-        firsts, seconds = several_of(text_1, int), several_of(text_2, int)
+        firsts, seconds = several_of("text_1", text_1, int), several_of("text_2", text_2, int)
         if len(firsts) not in (1, len(seconds)):
             remedy = "Give one text_1, or as many."
             raise ConfigError(f"There are {len(firsts)} of text_1 and {len(seconds)} of text_2.", remedy=remedy)
-        check_not_empty("text_1", firsts)
-        check_not_empty("text_2", seconds)
+        check_texts("text_1", firsts, str)
+        check_texts("text_2", seconds, str)
         pairs = Pairs(firsts, seconds, "text_1[{}]".format, "text_2[{}]".format)
         answers = await self._read_texts(pairs.texts(encoder), truncate_prompt_tokens, use_tqdm=use_tqdm)
         found = [ScoringOutput(score) for score in pairs.scores(encoder, [result for _, _, result in answers])]
@@ -377,7 +379,7 @@ class LLM(_Facts):
 
         Raises PenstockError if a prompt does not fit, before any prompt runs, and if an answer fails.
         """
-        asked = Asked(several_of(prompts, int), sampling_params, adapters=adapter)
+        asked = Asked(several_of("prompts", prompts, int), sampling_params, adapters=adapter)
         return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
 
     def chat(
@@ -393,7 +395,7 @@ class LLM(_Facts):
 
         The model's chat template makes the prompt, with the fields of `ChatOptions` as `options`.
         """
-        asked = Asked(several_of(messages, Mapping), sampling_params, options, adapter)
+        asked = Asked(several_of("messages", messages, Mapping), sampling_params, options, adapter)
         return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
 
     embed = _blocking(AsyncLLM.embed)

@@ -236,7 +236,7 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
             param = "truncation_side"
             raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate_prompt_tokens', too.", param)
         return None
-    if kept_tokens == 0:
+    if not isinstance(kept_tokens, int) or kept_tokens == 0 or kept_tokens < -1:
         param = "truncate_prompt_tokens"
         raise invalid(f"'{param}' must be at least 1, or -1 for as many as the model takes.", param)
     return Truncation(limit if kept_tokens < 0 else min(kept_tokens, limit), side or "right")
@@ -244,8 +244,8 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
 
 def check_dimensions(dimensions: int | None, encoder: EncoderInfo, param: str = "dimensions") -> None:
     """Raise 400 if the model has fewer dimensions."""
-    if dimensions is not None and not 1 <= dimensions <= encoder.width:
-        raise invalid(f"'{param}' is {dimensions}; this model's vectors can be cut to 1 to {encoder.width}.", param)
+    if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= encoder.width):
+        raise invalid(f"'{param}' is {dimensions!r}; this model's vectors can be cut to 1 to {encoder.width}.", param)
 
 
 def require_embeddings(opened: Opened) -> None:
