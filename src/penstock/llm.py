@@ -290,10 +290,10 @@ class AsyncLLM(_Facts):
 
         async def read(count: Callable[[int], object]) -> None:
             for start in starts:
-                arrival_ns = running.clock.now_ns()
+                arrival_ns, end = running.clock.now_ns(), start + _TEXTS_AT_ONCE
                 requests = [
                     Request(name, text.token_ids, SAMPLING, arrival_ns, parent_id=parent_id, second_at=text.second_at)
-                    for name, text in zip(names[start : start + _TEXTS_AT_ONCE], tokens[start:], strict=False)
+                    for name, text in zip(names[start:end], tokens[start:end], strict=True)
                 ]
                 with running.bridge.open(requests) as stream:
                     while chunks := await stream.next_chunks():
