@@ -62,6 +62,15 @@ def test_objects_become_objects(embed: Embed, tmp_path: Path, vectors: np.ndarra
     assert np.array_equal(np.array([row["embedding"] for row in rows], np.float32), vectors)
 
 
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl"])
+def test_a_byte_order_mark_is_no_text(embed: Embed, tmp_path: Path, vectors: np.ndarray, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    options = ("--field", "q") if name.endswith("l") else ()
+    result = embed(name, *options, "-o", "out.npy")
+    assert result.exit_code == 0, result.exception
+    assert np.array_equal(np.load(tmp_path / "out.npy"), vectors)
+
+
 def test_texts_are_written_in_utf_8_whatever_the_locale(embed: Embed, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("für alle", encoding="utf-8")
     own = locale.setlocale(locale.LC_CTYPE)

@@ -238,7 +238,7 @@ def _texts(file: Path, field: str) -> Generator[str]:
     with file.open("rb") as lines:
         for number, data in enumerate(lines, 1):
             try:
-                line = data.decode()
+                line = data.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
                 raise PenstockError(f"{file}:{number} is not UTF-8 text.", remedy="Convert it, e.g. with iconv.") from None
             if not line.strip():
