@@ -328,6 +328,12 @@ def test_the_visible_text_of_a_page_is_read() -> None:
     assert text.split("\n\n") == ["One two or three", "four", "five", "Name Value", "a", "b", "# on Linux\nmake"]
 
 
+def test_the_indentation_of_preformatted_text_is_kept() -> None:
+    code = "    if a:\n        b()\n\n    c()"
+    page = f"<p>a  <b>b</b>  c</p><pre><code>\n{code}\n</code></pre><p> d"
+    assert passages_of(page, "a.html") == [("", f"a b c\n\n{code}\n\nd")]
+
+
 def test_headings_are_those_of_markdown_and_not_in_code() -> None:
     text = "# A\n\ntext\n\n```sh\n# no heading\nmake\n```\n\n## B ##\nmore"
     assert passages_of(text) == [("A", "text\n\n```sh\n# no heading\nmake\n```"), ("A > B", "more")]

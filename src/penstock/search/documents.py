@@ -144,10 +144,17 @@ class _Page(HTMLParser):
 
     def end(self) -> None:
         """End a block."""
-        text = "".join(self._parts).strip()
+        text = "".join(self._parts)
         self._parts.clear()
-        if text:
-            self.blocks.append(Block(" ".join(text.split()) if self._level else re.sub(r" {2,}", " ", text), self._level))
+        if not text.strip():
+            return
+        if self._level:
+            text = " ".join(text.split())
+        elif self._num_pre:
+            text = text.strip("\r\n").rstrip()
+        else:
+            text = re.sub(r" {2,}", " ", text.strip())
+        self.blocks.append(Block(text, self._level))
 
 
 def _text_of_pdf(path: Path) -> str:
