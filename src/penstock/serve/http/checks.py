@@ -208,9 +208,10 @@ class RequestChecks:
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
         scope[_WORDS_KEY] = self._find_words(scope)
         scope[_TRUSTS_TENANT_KEY] = self._trusts_tenant
-        messages = _LimitedMessages(identity, receive, send, self._max_body_bytes, "--max-body-size", self._bodies)
         if scope["path"] == UPLOAD_PATH:
             messages = _LimitedMessages(identity, receive, send, self._max_upload_bytes, "--jobs-bytes")
+        else:
+            messages = _LimitedMessages(identity, receive, send, self._max_body_bytes, "--max-body-size", self._bodies)
         if self._cors is not None:
             messages.more_headers = self._cors.headers(headers_of(scope))
             if preflight := self._cors.preflight(scope["method"], headers_of(scope)):
