@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -171,8 +172,8 @@ def test_a_model_that_failed_gets_a_new_one(
 def test_a_model_that_is_closed_while_its_engine_restarts_leaves_nothing(
     large: Path, small: Path, opened: list[DraftModel], monkeypatch: pytest.MonkeyPatch, *, ends_in_time: bool
 ) -> None:
-    resources, is_loading, may_load = Resources(), threading.Event(), threading.Event()
-    running = start(large, config(small), resources)
+    resources, is_loading, may_load, tap = Resources(), threading.Event(), threading.Event(), Mock()
+    running = start_model(config(small), resolve(str(large), large.parent), resources, tap=tap)
     share = resources.memory.share("large")
     assert share is not None
     open_next = engine_maker.open_draft
@@ -190,16 +191,15 @@ def test_a_model_that_is_closed_while_its_engine_restarts_leaves_nothing(
         broken.setattr(executor_class(Backend.NATIVE), "collect", fail)
         answers(running)
     assert is_loading.wait(60.0)
+    monkeypatch.setattr(supervisor, "ABORT_GRACE_S", 60.0 if ends_in_time else 0.0)
     if ends_in_time:
         threading.Timer(0.1, may_load.set).start()
-        running.close()
-    else:
-        monkeypatch.setattr(supervisor, "ABORT_GRACE_S", 0.0)
-        running.close()
-        assert resources.memory.stuck_bytes("large") == share.num_bytes
-        may_load.set()
-        running.engine._thread.join(60.0)
+    running.close()
+    assert resources.memory.stuck_bytes("large") == (0 if ends_in_time else share.num_bytes)
+    may_load.set()
+    running.engine._thread.join(60.0)  # type: ignore[attr-defined]
     assert len(opened) == 2
+    assert tap.watch.call_count == (2 if ends_in_time else 1), "no engine is made for a model that is gone"
     assert not any(draft.is_alive for draft in opened)
     assert (resources.memory.stuck_bytes(), resources.memory.share("large"), resources.loads) == (0, None, {})
 

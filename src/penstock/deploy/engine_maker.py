@@ -20,6 +20,7 @@ from penstock.deploy.resources import MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.deploy.tiers import build_tier, cleared
 from penstock.machine import give_back_free_memory
+from penstock.types.errors import ModelAway
 
 if TYPE_CHECKING:
     from penstock.engine.blocks import Blocks
@@ -105,15 +106,15 @@ class EngineMaker:
         self._token_observer = ObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
-        """Return a new engine, not started yet. The caller closes it. Raises the errors of loading a model."""
+        """Return a new engine, not started yet. The caller closes it.
+
+        Raises the errors of loading a model, and ModelAway if `release` was called during the load.
+        """
         with self._making:
             try:
-                engine = self._next(on_failed)
-                if not self._is_released:
-                    self._resources.loads[self.blueprint.name] = engine.load
-                return engine
+                return self._next(on_failed)
             finally:
-                if self._is_released:  # meanwhile, so `release` missed what is new
+                if self._is_released:  # `release` did not see the new draft and store
                     self._close_parts()
 
     def _next(self, on_failed: Callable[[], None]) -> Engine:
@@ -148,7 +149,7 @@ class EngineMaker:
     def release(self) -> None:
         """Close the model's files and connections, and free its memory. Call this after the engine has ended.
 
-        A stuck step keeps its memory until it returns, and so does the load of a new engine. Cyclic references are cut, because
+        A stuck step keeps its memory until it returns, and so does a load of a new engine. Cyclic references are cut, because
         the garbage collector ignores objects from before the server began.
         """
         self._is_released = True
@@ -166,7 +167,7 @@ class EngineMaker:
         self._resources.memory.give_back(self.blueprint.name)
 
     def _close_parts(self) -> None:
-        """Close what `make` opens beside the engine."""
+        """Close the draft model and the stores."""
         self._close_draft()
         for store in self._stores:
             if store is not None:
@@ -193,6 +194,8 @@ class EngineMaker:
         blueprint, small = self.blueprint, self.blueprint.draft
         if small is not None:
             self._draft = open_draft(small, seat_of(blueprint, self._resources), self.tokenizer.vocab_size, self.clock)
+        if self._is_released:  # an engine would take over the adapters and metrics, which the next load may use already
+            raise ModelAway(blueprint.name)
         scheduler = Scheduler(
             executor.capacity,
             blueprint.policies.make(),
@@ -219,6 +222,7 @@ class EngineMaker:
         )
         for tap in self._taps:
             tap.watch(scheduler, engine.blocks)
+        self._resources.loads[blueprint.name] = engine.load
         return engine
 
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:

@@ -92,14 +92,15 @@ class Supervisor:
     def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
         """Close as `Engine.close` does. Requests in a step that never ends are ended too. Idempotent.
 
-        A new engine that is being made gets `ABORT_GRACE_S` to be made and closed again.
+        If an engine is being made, wait up to `ABORT_GRACE_S` until it is made and closed again.
         """
         self.drain()
         ended_cleanly = self._engine.close(timeout_s, detail)
         if not ended_cleanly:
             self._engine.abandon()
         if self._thread.ident is not None:
-            self._thread.join(ABORT_GRACE_S)
+            # `Engine.close` has already waited that long for a step that hangs.
+            self._thread.join(0.0 if self._engine.is_alive else ABORT_GRACE_S)
         return ended_cleanly
 
     # The watchdog's thread.
