@@ -496,24 +496,37 @@ async def test_a_models_files_are_read_again_after_a_load():
     assert (await cards.of(served)).architecture == "new"
 
 
-async def test_a_models_files_are_read_again_if_they_could_not_be_read_or_have_changed(tmp_path):
+async def test_a_models_files_are_read_again_if_they_have_changed(tmp_path):
     path = tmp_path / "a.gguf"
-    path.touch()
+    served = ServedModel(
+        names=("a",),
+        metrics=Metrics("a"),
+        load=None,
+        plan=None,
+        read_facts=lambda: ModelFacts(architecture=path.read_text()),
+        path=path,
+    )
+    cards = ModelCards()
+    for text in ("old", "newer"):
+        path.write_text(text)
+        served.look()
+        assert (await cards.of(served)).architecture == text
+
+
+async def test_a_models_files_that_could_not_be_read_are_read_again_later(monkeypatch):
+    num_reads = 0
 
     def read_facts():
-        if not path.stat().st_size:
-            raise ModelError("half a file")
-        return ModelFacts(architecture=path.read_text())
+        nonlocal num_reads
+        num_reads += 1
+        raise ModelError("half a file")
 
-    served = ServedModel(names=("a",), metrics=Metrics("a"), load=None, plan=None, read_facts=read_facts, path=path)
+    served = ServedModel(names=("a",), metrics=Metrics("a"), load=None, plan=None, read_facts=read_facts)
     cards = ModelCards()
-    assert await cards.of(served) == ModelFacts()
-    path.write_text("old")  # copied at last
-    assert (await cards.of(served)).architecture == "old"
-    served.look()
-    path.write_text("newer")
-    served.look()
-    assert (await cards.of(served)).architecture == "newer"
+    for retry_s, expected in ((float("inf"), 1), (float("inf"), 1), (0.0, 2)):
+        monkeypatch.setattr("penstock.serve.cards.RETRY_S", retry_s)
+        assert await cards.of(served) == ModelFacts()
+        assert num_reads == expected
 
 
 async def test_the_digest_of_a_model_does_not_depend_on_its_folder(runtime):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,26 +23,38 @@ from penstock.serve.asking import find_allowed, may_ask, visible_routes
 from penstock.serve.shapes import Count
 from penstock.serve.waiting import FolderWatch
 
+RETRY_S = 60.0
+"""Time until files that could not be read are read again. It may take 0.1 s of a CPU to find that a file is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    key: object
+    """The model's number of loads and its files when the reading began."""
+    began_s: float
+    facts: asyncio.Future[ModelFacts]
+
+    @property
+    def has_failed(self) -> bool:
+        return self.facts.done() and self.facts.result() == ModelFacts()
+
 
 class ModelCards:
-    """Reads the facts of each model's files at first use, and again after a load or if the files have changed.
+    """Reads the facts of each model's files at first use. Reads them again after a load, or if its files have changed.
 
-    A hanging disk blocks one thread for each model.
+    After a failure it tries again when `RETRY_S` have passed. A hanging disk blocks one thread for each model.
     """
 
     def __init__(self) -> None:
-        self._cards: WeakKeyDictionary[ServedModel, tuple[object, asyncio.Future[ModelFacts]]] = WeakKeyDictionary()
-        """The model's number of loads and its files when the reading began, and its result."""
+        self._cards: WeakKeyDictionary[ServedModel, _Card] = WeakKeyDictionary()
 
     async def of(self, served: ServedModel) -> ModelFacts:
         """Return the facts of a model's files."""
-        key = served.num_loads, served.file_state
-        if served not in self._cards or self._cards[served][0] != key:
-            self._cards[served] = key, asyncio.ensure_future(in_daemon(served.facts))
-        facts = await asyncio.shield(self._cards[served][1])
-        if facts == ModelFacts():  # reading failed, and may succeed the next time
-            self._cards.pop(served, None)
-        return facts
+        key, now_s = (served.num_loads, served.file_state), time.monotonic()
+        card = self._cards.get(served)
+        if card is None or card.key != key or (card.has_failed and now_s >= card.began_s + RETRY_S):
+            card = self._cards[served] = _Card(key, now_s, asyncio.ensure_future(in_daemon(served.facts)))
+        return await asyncio.shield(card.facts)
 
 
 LISTED_AT_ONCE = 128
