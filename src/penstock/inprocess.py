@@ -410,9 +410,10 @@ class Asked:
 
 
 def _token_ids(prompt: object, name: str) -> list[int]:
-    token_ids = [item for item in prompt if type(item) is int] if isinstance(prompt, Sequence) else []
-    if isinstance(prompt, Sequence) and len(token_ids) == len(prompt):
-        return token_ids
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        token_ids = [item for item in prompt if type(item) is int]
+        if len(token_ids) == len(prompt):
+            return token_ids
     raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
 
 

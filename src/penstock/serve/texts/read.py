@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, WithJsonSchema
@@ -236,7 +237,7 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
             param = "truncation_side"
             raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate_prompt_tokens', too.", param)
         return None
-    if not isinstance(kept_tokens, int) or kept_tokens == 0 or kept_tokens < -1:
+    if not isinstance(kept_tokens, Integral) or kept_tokens == 0 or kept_tokens < -1:
         param = "truncate_prompt_tokens"
         raise invalid(f"'{param}' must be at least 1, or -1 for as many as the model takes.", param)
     return Truncation(limit if kept_tokens < 0 else min(kept_tokens, limit), side or "right")
@@ -244,7 +245,7 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
 
 def check_dimensions(dimensions: int | None, encoder: EncoderInfo, param: str = "dimensions") -> None:
     """Raise 400 if the model has fewer dimensions."""
-    if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= encoder.width):
+    if dimensions is not None and not (isinstance(dimensions, Integral) and 1 <= dimensions <= encoder.width):
         raise invalid(f"'{param}' is {dimensions!r}; this model's vectors can be cut to 1 to {encoder.width}.", param)
 
 
@@ -302,7 +303,7 @@ def prompt_text(encoder: EncoderInfo, name: str | None) -> str:
         return encoder.prompts.get(encoder.default_prompt, "")
     if name not in encoder.prompts:
         known = ", ".join(repr(known) for known in encoder.prompts) or "none"
-        raise invalid(f"The model has no prompt {shorten(name)!r}. It has: {known}.", "prompt_name")
+        raise invalid(f"The model has no prompt {shorten(str(name))!r}. It has: {known}.", "prompt_name")
     return encoder.prompts[name]
 
 
