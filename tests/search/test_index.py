@@ -332,6 +332,9 @@ def test_the_indentation_of_preformatted_text_is_kept() -> None:
     code = "    if a:\n        b()\n\n    c()"
     page = f"<p>a  <b>b</b>  c</p><pre><code>\n{code}\n</code></pre><p> d"
     assert passages_of(page, "a.html") == [("", f"a b c\n\n{code}\n\nd")]
+    long = "\n".join(f"{'    ' * (number % 3)}line_{number} = call(one, other)" for number in range(100))
+    for page, name in ((f"<pre>{long}</pre>", "a.html"), (long, "a.md")):
+        assert "\n".join(text for _, text in passages_of(page, name)) == long
 
 
 def test_headings_are_those_of_markdown_and_not_in_code() -> None:

@@ -110,7 +110,7 @@ def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
 def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
     """Bring an index up to date with the files in `folder`. Yield the changes so far after each write.
 
-    Raises ConfigError, also if no file of an index is left: the folder may not be mounted.
+    Raises ConfigError, for example if the folder of an existing index has no documents now: it may not be mounted.
     """
     changes, unlisted = Changes(), list[str]()
 

@@ -11,7 +11,10 @@ from penstock.search.documents import Block
 MAX_CHARS = 800
 """Most characters of a passage: below 256 tokens of English, which small encoders read."""
 MAX_HEADING_CHARS = 200
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_STARTS = re.compile(r"(?<=[.!?])(?=\s)"), re.compile(r"(?=\n)"), re.compile(r"(?<=\S)(?=\s)")
+"""Where sentences, lines and words begin, with the white space before them."""
+_BREAK = re.compile(r"\A(?:\s*\n|\s+)")
+"""White space before a unit that begins a piece, without the indentation of a line."""
 _BETWEEN = "\n\n"
 
 
@@ -28,7 +31,7 @@ def as_read(heading: str, text: str) -> str:
 
 
 def cut(blocks: Iterable[Block]) -> Iterator[Passage]:
-    """Yield passages of whole blocks. Long blocks are cut after sentences, and long sentences after words.
+    """Yield passages of whole blocks. Long blocks are cut between sentences, or lines, or words if those are long.
 
     A heading without text is a passage, too.
     """
@@ -58,20 +61,24 @@ def cut(blocks: Iterable[Block]) -> Iterator[Passage]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield pieces of at most `MAX_CHARS`."""
-    if len(text) <= MAX_CHARS:
-        yield text
-        return
+    """Yield pieces of at most `MAX_CHARS`. White space is kept, except for blanks and line breaks at a cut."""
     piece = ""
-    for sentence in _SENTENCE.split(text):
-        for word in [sentence] if len(sentence) <= MAX_CHARS else _words(sentence):
-            if piece and len(piece) + 1 + len(word) > MAX_CHARS:
-                yield piece
-                piece = ""
-            piece = f"{piece} {word}" if piece else word
+    for unit in _units(text):
+        if piece and len(piece) + len(unit) > MAX_CHARS:
+            yield piece
+            piece, unit = "", _BREAK.sub("", unit)
+        piece += unit
     if piece:
         yield piece
 
 
-def _words(text: str) -> list[str]:
-    return [word[start : start + MAX_CHARS] for word in text.split() for start in range(0, len(word), MAX_CHARS)]
+def _units(text: str, starts: tuple[re.Pattern[str], ...] = _STARTS) -> Iterator[str]:
+    """Yield units of at most `MAX_CHARS`, each with the white space before it."""
+    if len(text) <= MAX_CHARS:
+        yield text
+    elif starts:
+        for part in starts[0].split(text):
+            yield from _units(part, starts[1:])
+    else:
+        for start in range(0, len(text), MAX_CHARS):
+            yield text[start : start + MAX_CHARS]
