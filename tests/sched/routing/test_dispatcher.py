@@ -70,11 +70,11 @@ def test_held_are_whole_blocks_that_were_told_or_are_being_computed() -> None:
     dispatcher.hear(0, Changes(names[:2], []))
     send(dispatcher, request)
     assert router.held[-1] == (8, 0)
-    send(dispatcher, make_request("two", 14))
-    assert router.held[-1] == (8, 12)
+    send(dispatcher, make_request("two", 18))
+    assert router.held[-1] == (8, 16)
     assert router.work[-1] == (0, 21 + 10)
     send(dispatcher, make_request("three", 1))
-    assert router.work[-1] == (0, 21 + 10 + 2 + 10), "of the second prompt, twelve tokens are cached by then"
+    assert router.work[-1] == (0, 21 + 10 + 2 + 10), "of the second prompt, sixteen tokens are cached by then"
 
 
 def test_what_was_expected_is_held_only_if_it_is_told_by_the_first_token() -> None:

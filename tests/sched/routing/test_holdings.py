@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.sched.routing.holdings import Holdings
+from penstock.sched.routing.holdings import STRIDE, Holdings
 
 NAMES = list(range(100, 140))
 
@@ -55,6 +55,21 @@ def test_a_prompt_that_was_sent_is_expected_until_it_is_computed() -> None:
     assert holdings.depths(NAMES, 2) == [0, 20]
     holdings.hear(1, [], NAMES[20:5:-1])
     assert holdings.depths(NAMES, 2) == [0, 6]
+
+
+@pytest.mark.parametrize("depth", [0, 5, 8])
+def test_a_prompt_in_flight_is_held_to_its_last_block_and_by_fours_before(depth: int) -> None:
+    holdings = Holdings(1)
+    holdings.hear(0, NAMES[:depth], [])
+    holdings.expect("one", 0, NAMES[:22], depth)
+    assert holdings.depths(NAMES[:22], 1) == [22]
+    assert holdings.depths(NAMES, 1) == [22]
+    for shared in range(23):
+        other = [*NAMES[:shared], *range(500, 510)]
+        (found,) = holdings.depths(other, 1)
+        assert max(min(depth, shared), shared // STRIDE * STRIDE) <= found <= shared
+    holdings.settle("one")
+    assert holdings.depths(NAMES, 1) == [depth]
 
 
 def test_a_prompt_that_ends_without_a_token_is_not_expected_any_more() -> None:

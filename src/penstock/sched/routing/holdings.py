@@ -5,6 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+STRIDE = 4
+"""Every `STRIDE`-th block of a prompt in flight is remembered, and each after the last of these: noting all took a third of a
+decision's time. Another prompt that departs between two of them is taken to depart at the first."""
+
 
 class Holdings:
     def __init__(self, block_size: int) -> None:
@@ -35,10 +39,12 @@ class Holdings:
 
     def expect(self, request_id: str, replica: int, names: Sequence[int], depth: int) -> None:
         """Note that a replica was sent a request, and will hold its blocks. It holds the first `depth` tokens."""
-        names, coming, bit = names[depth // self._block_size :], self._coming, 1 << replica
-        for name in names:
+        coming, bit, end = self._coming, 1 << replica, len(names) // STRIDE * STRIDE
+        begin = depth // self._block_size
+        noted = [*names[begin // STRIDE * STRIDE + STRIDE - 1 : end : STRIDE], *names[max(begin, end) :]]
+        for name in noted:
             coming[name] = bit
-        self._expected[request_id] = replica, names
+        self._expected[request_id] = replica, noted
 
     def settle(self, request_id: str) -> None:
         """Stop expecting a request's blocks. After its first token or its end its replica has reported them. Idempotent."""
@@ -57,21 +63,23 @@ class Holdings:
         """
         depths = [0] * num_replicas
         if names:
-            holders = self._held.get(names[0], 0) | self._coming.get(names[0], 0)
-            self._search(names, 1, len(names), holders, depths)
+            holders = self._holders(names[0]) | self._coming.get(names[min(STRIDE, len(names)) - 1], 0)
+            self._search(names, 0, len(names) // STRIDE, holders, depths)
         return depths
 
     def num_reported(self, replica: int, names: Sequence[int]) -> int:
         """Return how many of a prompt's first tokens a replica has reported. Unlike `depths`, omits blocks being computed."""
         return self._block_size * bisect_left(names, True, key=lambda name: not self._held.get(name, 0) >> replica & 1)
 
+    def _holders(self, name: int) -> int:
+        return self._held.get(name, 0) | self._coming.get(name, 0)
+
     def _search(self, names: Sequence[int], low: int, high: int, holders: int, depths: list[int]) -> None:
-        """Set the depths of `holders`, each of which holds at least the first `low` blocks and at most the first `high`."""
-        held, coming = self._held.get, self._coming.get
+        """Set the depths of `holders`, each of which holds the first `low` times `STRIDE` blocks and at most `STRIDE` - 1 more
+        than `high` times as many."""
         while low < high and holders:
             middle = (low + high) // 2
-            name = names[middle]
-            found = holders & (held(name, 0) | coming(name, 0))
+            found = holders & self._holders(names[middle * STRIDE + STRIDE - 1])
             if found == holders:
                 low = middle + 1
             elif not found:
@@ -79,7 +87,14 @@ class Holdings:
             else:
                 self._search(names, low, middle, holders & ~found, depths)
                 holders, low = found, middle + 1
+        num_blocks, most = low * STRIDE, min(len(names), low * STRIDE + STRIDE - 1)
+        while holders:
+            found = holders & self._holders(names[num_blocks]) if num_blocks < most else 0
+            self._set(holders & ~found, num_blocks, depths)
+            holders, num_blocks = found, num_blocks + 1
+
+    def _set(self, holders: int, num_blocks: int, depths: list[int]) -> None:
         while holders:
             lowest = holders & -holders
-            depths[lowest.bit_length() - 1] = low * self._block_size
+            depths[lowest.bit_length() - 1] = num_blocks * self._block_size
             holders ^= lowest
