@@ -95,6 +95,20 @@ def test_a_sweep_is_one_result(penstock: Penstock, serve, tmp_path: Path) -> Non
     assert penstock("bench", "compare", "a.json", "b.json").returncode == 1
 
 
+def test_texts_are_new_unless_a_seed_is_given(penstock: Penstock, serve) -> None:
+    sent = []
+    for words in ((), (), ("--seed", "0"), ("--seed", "0")):
+        server = serve()
+        done = penstock("bench", "--url", server.url, *FEW, *words)
+        assert done.returncode == 0, done.stderr
+        sent.append([(len(body["prompt"].split()), body["prompt"], body["max_tokens"]) for body in completions(server)[1:]])
+    first, second, seeded, again = ({prompt for _, prompt, _ in run} for run in sent)
+    assert not first & second, "the second command finds no prompt in the prefix cache"
+    assert seeded == again
+    lengths = [sorted((num_words, max_tokens) for num_words, _, max_tokens in run) for run in sent]
+    assert lengths == lengths[:1] * 4, "only the texts are new"
+
+
 def test_a_chat_is_asked_with_messages_and_more_fields(penstock: Penstock, serve) -> None:
     server = serve()
     words = ("--endpoint", "chat", "--extra-body", '{"top_p": 0.5, "temperature": null}', "--api-key", "k")
@@ -153,7 +167,7 @@ def test_an_error_in_a_run_does_not_lose_those_before_it(serve, tmp_path: Path, 
     run_one = bench._run
 
     def fail_third(*args, **options):
-        if args[-1] == 2:
+        if args[-1] >> 32 == 2:
             raise PenstockError("The third run failed.")
         return run_one(*args, **options)
 

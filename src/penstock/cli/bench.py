@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -194,12 +195,13 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     warn_of_unknown_variables()
     slos, loads = parse_slos(values["slo"]), _loads(choice, values)
     check_exists(choice.workload)  # before a server is asked, or a model loaded
+    text_seed = choice.seed if _is_given("seed") else secrets.randbits(32)  # the server may have the texts of earlier commands
     runs: list[Run] = []
     is_interrupted = False
     try:
         with (_in_process if values["in_process"] else _over_http)(values) as asked:
             for nth, load in enumerate(loads * values["repeat"]):
-                run, is_interrupted = _run(asked, choice, load, values, nth)
+                run, is_interrupted = _run(asked, choice, load, values, text_seed + (nth << 32))
                 if run is not None:
                     runs.append(replace(run, slos=slos, price_per_hour=values["price_per_hour"]))
                 if is_interrupted:
@@ -396,11 +398,11 @@ def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
 
 
 def _run(
-    asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], nth: int
+    asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], text_seed: int
 ) -> tuple[Run | None, bool]:
     """Run the workload at one load. Return (the run, or None without a record; whether the run was interrupted).
 
-    `nth`: index of the run, which seeds its prompts. Runs of one command have different prompts, so that none is cached.
+    `text_seed` seeds the prompts. It differs between the runs of a command, so that none finds its prompts cached.
     Raises ConfigError if all requests were in the warm-up.
     """
     from penstock.lab.figures import Samples
@@ -410,8 +412,7 @@ def _run(
     count = None if tokenizer is None else counter_of(tokenizer)
     if load is not None and load.kind == "rate":
         choice = replace(choice, rate=load.value)
-    seed = choice.seed + (nth << 32)  # far from --seed of other commands, or their texts would be cached
-    workload = write_prompts(make_workload(choice, count), tokenizer, seed=seed)
+    workload = write_prompts(make_workload(choice, count), tokenizer, seed=text_seed)
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
