@@ -124,6 +124,32 @@ def test_repeats_see_what_differs_between_runs() -> None:
     assert by_name(compared(before, far))["itl p50"].is_more_than_noise
 
 
+def test_repeats_of_several_seeds_are_compared_in_pairs() -> None:
+    """Workloads of other seeds are faster or slower themselves; that cancels between runs of one seed."""
+
+    def runs(seeds: Sequence[int], slower: float) -> Result:
+        levels = {1: 1.0, 2: 1.4, 3: 0.8, 4: 1.2}
+        return result_of(*(run_of(random_records(seed, slower=slower * levels[seed]), seed=seed) for seed in seeds))
+
+    before = runs([1, 2, 3, 4], 1.0)
+    shown = by_name(compared(before, runs([1, 2, 3, 4], 1.1)))
+    for figure in ("ttft mean", "tpot p50", "itl p50"):
+        assert shown[figure].is_more_than_noise, figure
+        assert shown[figure].worsening == pytest.approx(0.1, abs=0.01)
+    assert not by_name(compared(before, runs([4, 3, 2, 1], 1.1)))["ttft mean"].is_more_than_noise, "no pairs"
+    assert not any(one.is_more_than_noise for one in by_name(compared(before, before)).values())
+
+
+def test_repeats_of_one_seed_are_not_pairs() -> None:
+    """With one seed, the n-th run of a side has nothing in common with the n-th of the other."""
+
+    def runs(seed: int, levels: Sequence[float]) -> Result:
+        return result_of(*(run_of(random_records(seed, slower=level)) for level in levels))
+
+    found = by_name(compared(runs(1, [1.0, 1.4, 0.8]), runs(1, [1.1, 1.54, 0.88])))
+    assert not any(one.is_more_than_noise for one in found.values())
+
+
 def test_other_workloads_are_refused_unless_asked_for() -> None:
     before, after = made(0), result_of(replace(made(1).runs[0], workload="another"))
     with pytest.raises(ConfigError, match="'made up' and 'another'") as caught:

@@ -1,8 +1,9 @@
 """Compares results of `penstock bench`: finds figures that differ by more than noise.
 
-Figures are compared as ratios. The standard error of a ratio's logarithm comes from the spread between runs (Welch), from the
-figures' own intervals (Zou and Donner, 2008) or, for the same jobs, from a paired block bootstrap (Carlstein, 1986). Holm's
-correction (1979) keeps the chance of any false difference below 5 %. docs/bench-results.md describes the method.
+Figures are compared as ratios. The standard error of a ratio's logarithm comes from the spread between runs (Welch; Student for
+pairs of runs), from the figures' own intervals (Zou and Donner, 2008) or, for the same jobs, from a paired block bootstrap
+(Carlstein, 1986). Holm's correction (1979) keeps the chance of any false difference below 5 %. docs/bench-results.md describes
+the method.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ def _has_equal_slos(before: Sequence[Run], after: Sequence[Run]) -> bool:
 
 def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Difference]:
     has_repeats = min(len(before), len(after)) >= MIN_REPEATS
-    paired = [] if has_repeats or not _is_paired(before, after) else list(map(_paired_spreads, before, after))
+    is_paired = _is_paired(before, after)
+    has_pairs = is_paired and len({run.seed for run in before}) == len(before)
+    paired = list(map(_paired_spreads, before, after)) if is_paired and not has_repeats else []
     is_steady = all(run.figures.steady for run in (*before, *after))
     found = [[_values_of(run, is_steady=is_steady) for run in side] for side in (before, after)]
     for name in dict.fromkeys(name for of_run in found[0] for name in of_run):
@@ -192,7 +195,7 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
         means = [math.fsum(side) / len(side) for side in logs]
         spread: Spread | None
         if has_repeats:
-            spread = _spread_of_repeats(logs)
+            spread = _spread_of_pairs(logs) if has_pairs else _spread_of_repeats(logs)
         elif paired and all(name in of_run for of_run in paired) and all(one.is_known for side in values for one in side):
             spread = _mean_spread([of_run[name] for of_run in paired])
         else:
@@ -240,6 +243,11 @@ def _spread_of_repeats(logs: Sequence[Sequence[float]]) -> Spread:
     total = sum(variances)
     parts = sum(variance**2 / (len(side) - 1) for variance, side in zip(variances, logs, strict=True))
     return Spread(math.sqrt(total), total**2 / parts if parts else sum(map(len, logs)) - 2)
+
+
+def _spread_of_pairs(logs: Sequence[Sequence[float]]) -> Spread:
+    changes = np.subtract(logs[1], logs[0])
+    return Spread(float(np.std(changes, ddof=1)) / math.sqrt(len(changes)), len(changes) - 1)
 
 
 def _spread_of_intervals(values: Sequence[Sequence[Estimate]]) -> Spread | None:
