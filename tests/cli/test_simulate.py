@@ -128,6 +128,20 @@ def test_guesses_are_made_if_it_is_said_how_many_hold(simulate: Simulate) -> Non
     assert "Leave out --speculation-model" in simulate(*SMALL, "--speculation-model", "small.gguf")
 
 
+def test_a_guesser_of_ones_own_is_refused(simulate: Simulate, tmp_path: Path) -> None:
+    """Its figures would be those of the acceptance."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from penstock.sched.policies.base import Guesser\n"
+        "class Mine(Guesser):\n"
+        "    def guess(self, request, most):\n"
+        "        raise NotImplementedError\n"
+    )
+    for words in (("--speculation", f"{path}:Mine"), ("--vary", f"speculation=suffix,{path}:Mine")):
+        out = simulate(*SMALL, "--acceptance", "0.9", *words)
+        assert f"The guesser '{path}:Mine' is not simulated" in out
+
+
 def test_settings_are_compared_side_by_side(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--vary", "policy=fcfs,sjf", "--vary", "max-num-seqs=2,4")
     names = [f"{policy}, {rows}" for policy in ("fcfs", "sjf") for rows in (2, 4)]

@@ -328,6 +328,14 @@ def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
 
 def refuse_unsimulated(config: Config) -> None:
     """Raise ConfigError if the config has parts that a simulation lacks."""
+    from penstock.sched.policies.own import is_own
+
+    guesser = config.scheduler.speculation
+    if guesser is not None and is_own(guesser):
+        raise ConfigError(
+            f"The guesser {guesser!r} is not simulated: simulated tokens have no values to guess from.",
+            remedy="Measure it on a server with `penstock bench`, and leave out --speculation here.",
+        )
     for flag, value, name in (
         ("--kv-disk-size", config.kv.kv_disk_size_bytes, "A tier below the KV cache is"),
         ("--kv-host-size", config.kv.kv_host_size_bytes, "A tier below the KV cache is"),
