@@ -19,9 +19,10 @@ from penstock.lab.simulation_report import SimulatedRun, plots_of
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import MAX_SAMPLES, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import Job, Workload
+from penstock.sched.policies.base import Gate, GateDecision, GateView
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import PolicyError, Rejected, RejectReason
 from penstock.types.plan import Capacity, PaddingId, StepPlan, StepShape
 from penstock.types.request import FinishReason
 from penstock.types.stats import AdapterCounts
@@ -53,6 +54,25 @@ def test_who_comes_during_a_step_is_planned_after_it() -> None:
     jobs = [Job(arrival_ns=at, num_prompt_tokens=32, num_output_tokens=2) for at in (0, 1)]
     first, second = Simulation(capacity=CAPACITY, make_policies=make_policies).run(of(*jobs)).ended
     assert second.first_scheduled_ns == first.first_token_ns == cost((32, 0))
+
+
+class InPairs(Gate):
+    """Looks every millisecond whether two requests wait."""
+
+    def decide(self, view: GateView) -> GateDecision:
+        return GateDecision(0, view.now_ns + MS) if sum(one.num_waiting for one in view.buckets) < 2 else GateDecision(2)
+
+
+def test_a_gate_that_never_fills_its_last_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.lab.simulation.MOST_IDLE_TURNS", 100)
+
+    def run(num_jobs: int) -> int:
+        jobs = [Job(arrival_ns=at * 200 * MS, num_prompt_tokens=32, num_output_tokens=2) for at in range(num_jobs)]
+        return len(Simulation(capacity=CAPACITY, make_policies=lambda: make_policies(gate=InPairs())).run(of(*jobs)).ended)
+
+    assert run(2) == 2, "however long the second client takes"
+    with pytest.raises(PolicyError, match=r"The gate '.*InPairs' was called 100 times without a step between"):
+        run(3)
 
 
 def test_a_request_is_queued_once_its_text_is_read() -> None:

@@ -30,11 +30,14 @@ from penstock.lab.virtual_server import Player, ServerSettings, Timeline, Virtua
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.sched.routing.dispatcher import Choice
 from penstock.sched.routing.routers import RoundRobin, Router
-from penstock.types.errors import ConfigError, Rejected
+from penstock.types.errors import ConfigError, PolicyError, Rejected
 from penstock.types.events import TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats
+
+MOST_IDLE_TURNS = 100_000
+"""Turns in a row without a step, after the last event of a client, at which a gate counts as closed forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +178,9 @@ def play(
     """Run clients and servers in the order of time. At equal times clients act first, then servers by number.
 
     `due`: heap of (instant, number of a server), which `note_due` fills. Stale entries are skipped.
+    Raises PolicyError if a gate is called again and again and never opens.
     """
-    agenda = traffic.agenda
+    agenda, num_idle = traffic.agenda, 0
     with _without_collector():
         while True:
             while due and servers[due[0][1]].player.next_ns != due[0][0]:
@@ -194,6 +198,13 @@ def play(
             player = servers[number].player
             if player.next_ns != NEVER_NS:
                 note_due(due, player, number)
+            if player.begun is not None or agenda.due_ns != NEVER_NS:
+                num_idle = 0
+            elif (num_idle := num_idle + 1) == MOST_IDLE_TURNS:
+                num_idle = 0
+                if not any(server.player.is_computing for server in servers):
+                    what = f"was called {MOST_IDLE_TURNS:,} times without a step between, while all clients wait"
+                    raise PolicyError("gate", servers[number].settings.make_policies().gate, what)
             if on_plan is not None and player.begun is not None:
                 on_plan(player.begun)
 
