@@ -298,6 +298,7 @@ def test_a_preset_that_cannot_be_planned_leaves_the_machine_in(
         (("--hardware", "H300"), "There is no hardware called 'H300'"),
         (("--kv-disk-size", "1GiB", "--hardware", "c7i.4xlarge"), "not simulated"),
         (("--hardware", " , "), "names no hardware"),
+        (("--background-share", "0.1"), "No such option '--background-share'"),
         (("--hardware-table", "absent.csv"), "can't be read as a table"),
         (("--workload", "absent.csv", "--hardware", "L4"), "absent.csv"),
         (("--cost", "absent.json", "--hardware", "L4"), "absent.json"),

@@ -337,6 +337,8 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--replicas", "1..2", "--start-s", "inf"), "inf is not in the range"),
         (("--replicas", "2", "--link-gbytes-per-s", "1", "--link-latency-ms", "nan"), "nan is not a finite number"),
         (("--link-gbytes-per-s", "3"), "--link-gbytes-per-s has no effect with one server"),
+        (("--background-share", "0.1"), "No such option '--background-share'"),
+        (("--vary", "background-share=0,0.1"), "background_share is not an option to compare"),
     ],
 )
 def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], says: str) -> None:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     "model",
     "kv",
     "scheduler",
-    without=(*NOT_IN_THE_LAB, "experts_on_disk"),
+    without=(*NOT_IN_THE_LAB, "experts_on_disk", "background_share"),
 )
 def plan(choice: WorkloadChoice, **values: Any) -> None:
     """Size a deployment: the highest rate that meets the SLOs, its limiting resource, replicas and cost.

@@ -45,6 +45,7 @@ _NO_EFFECT = (
     "task",
     "pooling",
     "kv_disk_path",
+    "background_share",
     "gpu_memory_utilization",
     *(item.key for item in settings_of(BackendConfig) if item.key not in ("device", "steps_in_flight")),
     *(
