@@ -60,6 +60,10 @@ def test_a_wrong_share_is_wrong_usage(files: tuple[str, str]) -> None:
     result = called(compare, *files, "--fail-if-worse", "much")
     assert result.exit_code == 2
     assert "'much' is not a share" in result.output
+    result = called(compare, *files, "--fail-if-worse", "5")
+    assert result.exit_code == 2
+    assert "'5' means 500%; for 5 % write 5%." in result.output
+    assert called(compare, *files, "--fail-if-worse", "500%").exit_code == 0
 
 
 def test_compare_needs_two_files(files: tuple[str, str]) -> None:

@@ -86,6 +86,9 @@ def write_files(result: Result, *, html: Path | None, folder: Path | None) -> No
 
 def _share(text: str) -> float:
     try:
-        return parse_share(text)
+        share = parse_share(text)
+        if share >= 1 and "%" not in text:
+            raise ValueError(f"{text!r} means {share:.0%}; for {text} % write {text}%")
     except ValueError as error:
         raise click.BadParameter(f"{error}.", param_hint="'--fail-if-worse'") from error
+    return share
