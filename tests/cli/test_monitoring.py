@@ -145,12 +145,20 @@ def test_a_disk_that_was_full_is_tried_again_without_force(
     assert penstock_here("monitoring", "render", tmp_path / "own").returncode == 0
 
 
+@pytest.mark.parametrize("target", ["penstock", "http://penstock:8000", ":8000", "penstock:", "penstock:http", "penstock:0"])
+def test_a_target_that_prometheus_would_refuse_is_wrong_usage(penstock_here: Penstock, tmp_path: Path, target: str) -> None:
+    done = penstock_here("monitoring", "render", tmp_path / "own", "--target", target)
+    assert done.returncode == 2
+    assert f"{target!r} is not HOST:PORT" in done.stderr
+    assert not (tmp_path / "own").exists()
+
+
 def test_its_own_folder_is_written_again(penstock: Penstock, tmp_path: Path) -> None:
     first = rendered(penstock, tmp_path / "own")
     again = rendered(
         penstock,
         tmp_path / "own",
-        *("--target", "other:1", "--runbooks", "https://example.org/it's", "--server", "https://example.org"),
+        *("--target", "[::1]:1", "--runbooks", "https://example.org/it's", "--server", "https://example.org"),
     )
     assert first.keys() == again.keys()
     assert {name for name in first if first[name] != again[name]} == {"prometheus.yaml", "datasource.yaml", "rules.yaml"}

@@ -6,9 +6,20 @@ from pathlib import Path
 
 import click
 
+from penstock.config.units import parse_port
 from penstock.types.errors import PenstockError
 
 _MARK = ".penstock-monitoring"
+
+
+def _host_and_port(ctx: click.Context, param: click.Parameter, target: str) -> str:
+    host, _, port = target.rpartition(":")
+    try:
+        if not host or any(char in host for char in "/@ ") or not parse_port(port):
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(f"{target!r} is not HOST:PORT, such as 10.0.0.7:8000.", ctx, param) from None
+    return target
 
 
 @click.group()
@@ -18,7 +29,14 @@ def monitoring() -> None:
 
 @monitoring.command()
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--target", default="host.docker.internal:8000", show_default=True, metavar="HOST:PORT", help="Server to scrape.")
+@click.option(
+    "--target",
+    default="host.docker.internal:8000",
+    callback=_host_and_port,
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Server to scrape.",
+)
 @click.option("--runbooks", default="runbooks", show_default=True, metavar="URL", help="Runbook address that alerts link to.")
 @click.option("--server", metavar="URL", help="Where a browser finds the server. Default: this machine, and the target's port.")
 @click.option("--force", is_flag=True, help="Write into a folder with other files, and over them.")
