@@ -153,6 +153,12 @@ def test_a_target_that_prometheus_would_refuse_is_wrong_usage(penstock_here: Pen
     assert not (tmp_path / "own").exists()
 
 
+def test_a_folder_in_a_file_is_named(penstock_here: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = penstock_here("monitoring", "render", tmp_path / "file" / "own")
+    assert (done.returncode, "can't be written" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
+
+
 def test_its_own_folder_is_written_again(penstock: Penstock, tmp_path: Path) -> None:
     first = rendered(penstock, tmp_path / "own")
     again = rendered(

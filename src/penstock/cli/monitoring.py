@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from penstock.cli.files import check_folder
 from penstock.config.units import parse_port
 from penstock.types.errors import PenstockError
 
@@ -47,6 +48,7 @@ def render(folder: Path, target: str, runbooks: str, server: str | None, force: 
     """
     from penstock.obs.boards.render import render as render_files
 
+    check_folder(folder)
     mark = folder / _MARK
     if folder.exists() and any(folder.iterdir()) and not mark.exists() and not force:
         raise PenstockError(f"{folder} has other files.", remedy="Name an empty folder, or give --force to write over them.")
