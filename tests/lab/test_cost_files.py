@@ -52,6 +52,7 @@ def test_a_table_of_steps_is_fitted(tmp_path: Path) -> None:
     assert found.is_estimated
     assert found.machine == {"cpu": "H999"}
     assert found.words.startswith("H999, estimated, not measured")
+    assert "error" not in found.words, "there are no measured steps to err from"
     assert found.cost.residuals == (), "what a fit misses is no noise"
     shape = StepShape(((1, 1000),) * 16, 16)
     assert found.cost.duration_ns(shape) == pytest.approx(cost.duration_ns(shape), rel=0.02)

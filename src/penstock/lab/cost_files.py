@@ -59,7 +59,7 @@ class SavedCost:
         kind = "estimated, not measured" if self.is_estimated else f"from {origin}"
         missed = self.errors.get("execute")
         parts = [self.model, str(self.machine.get("cpu", "")), kind, self.date]
-        if missed is not None:
+        if missed is not None and not self.is_estimated:  # no step was measured
             parts.append(f"median error {missed.median:.1%} of steps left out")
         return ", ".join(part for part in parts if part)
 
