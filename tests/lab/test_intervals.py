@@ -164,6 +164,10 @@ def test_shares_at_the_edge_have_an_interval_within_0_and_1() -> None:
     assert none.high == pytest.approx(0.161, abs=0.02), "the normal one has 0.161; Student's t, a little more"
     assert (every.value, every.high) == (1, 1)
     assert every.low == pytest.approx(0.839, abs=0.02)
+    latencies = np.random.default_rng(14).exponential(size=500)
+    for count in range(20, 500):
+        none, every = (share_estimate(np.full(count, held), latencies[:count]) for held in (False, True))
+        assert (none.low or 0.0, every.high or 1.0) == (0, 1), "exactly"
 
 
 def test_a_p99_of_waits_is_seldom_known_and_then_covered_badly() -> None:

@@ -213,4 +213,5 @@ def share_estimate(holds: Bools, values: Floats) -> Estimate:
     of = draws.count * _shrink(draws.degrees)
     middle = (share + z * z / (2 * of)) / (1 + z * z / of)
     half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+    # At the ends, rounding would leave 1e-17.
+    return Estimate(share, middle - half if share > 0 else 0.0, middle + half if share < 1 else 1.0)
