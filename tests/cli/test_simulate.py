@@ -258,12 +258,14 @@ def test_blocks_are_compared_with_those_of_the_model(simulate: Simulate, tiny_mo
 
 
 def test_seeds_are_repeats(simulate: Simulate, tmp_path: Path) -> None:
-    simulate(*SMALL, "--vary", "policy=fcfs,sjf", "--vary", "seed=1,2,3", "--json", "r.json")
+    out = simulate(*SMALL, "--vary", "policy=fcfs,sjf", "--vary", "seed=1,2,3", "--json", "r.json")
+    assert re.search(r"^policy=sjf, seed 3 ", out, re.MULTILINE)
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(run["name"], run["seed"]) for run in runs] == [
         (f"policy={name}", n) for name in ("fcfs", "sjf") for n in (1, 2, 3)
     ]
-    simulate(*SMALL, "--vary", "--seed=1,2", "--json", "r.json")
+    out = simulate(*SMALL, "--vary", "--seed=1,2", "--json", "r.json")
+    assert re.findall(r"^seed [12] ", out, re.MULTILINE) == ["seed 1 ", "seed 2 "]
     assert [run["name"] for run in json.loads((tmp_path / "r.json").read_text())["runs"]] == ["", ""]
 
 

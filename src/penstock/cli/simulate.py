@@ -167,7 +167,8 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         began_s = process_time()
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
         wall_s = process_time() - began_s
-        simulated.append(simulation_report.SimulatedRun(name=name, workload=workload, outcome=outcome, wall_s=wall_s))
+        label = ", ".join(filter(None, [name, f"seed {chosen.seed}" if "seed" in changes else ""]))  # also tells repeats apart
+        simulated.append(simulation_report.SimulatedRun(name=label, workload=workload, outcome=outcome, wall_s=wall_s))
         price = asked["price_per_hour"]
         runs.append(
             Run(
