@@ -136,8 +136,24 @@ def test_repeats_of_several_seeds_are_compared_in_pairs() -> None:
     for figure in ("ttft mean", "tpot p50", "itl p50"):
         assert shown[figure].is_more_than_noise, figure
         assert shown[figure].worsening == pytest.approx(0.1, abs=0.01)
-    assert not by_name(compared(before, runs([4, 3, 2, 1], 1.1)))["ttft mean"].is_more_than_noise, "no pairs"
+    assert by_name(compared(before, runs([4, 3, 2, 1], 1.1))) == shown, "in whatever order"
+    others = result_of(*(replace(run, seed=10 * (run.seed or 0)) for run in runs([1, 2, 3, 4], 1.1).runs))
+    assert not by_name(compared(before, others))["ttft mean"].is_more_than_noise, "no pairs"
     assert not any(one.is_more_than_noise for one in by_name(compared(before, before)).values())
+
+
+def test_few_pairs_show_only_large_differences() -> None:
+    """With 2 degrees of freedom, a difference among 20 figures is significant from some 20 standard errors on."""
+
+    def runs(levels: Sequence[float]) -> Result:
+        seeds = range(1, len(levels) + 1)
+        return result_of(
+            *(run_of(random_records(seed, slower=level), seed=seed) for seed, level in zip(seeds, levels, strict=True))
+        )
+
+    shown = by_name(compared(runs([1, 1, 1]), runs([1, 1.01, 0.99])))["ttft mean"]
+    assert not shown.is_more_than_noise
+    assert shown.smallest > 15 * 0.01 / 3**0.5
 
 
 def test_repeats_of_one_seed_are_not_pairs() -> None:

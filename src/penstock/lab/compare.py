@@ -48,6 +48,7 @@ class Difference:
     """after / before - 1, with its interval, or None if the runs are too small."""
     chance: float = 1.0
     """p-value: chance of a difference this large if the two sides are equal, for this figure alone."""
+    spread: Spread | None = None
     smallest: float = math.inf
     """Smallest change that runs of this size detect with a probability of 80 %, after Holm's correction."""
     is_more_than_noise: bool = False
@@ -146,7 +147,7 @@ def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
 
 def _by_load(result: Result, *, are_named: bool) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {}
-    for run in result.runs:
+    for run in sorted(result.runs, key=lambda run: run.seed or 0):  # so that the n-th runs of both sides have the same seed
         words = [run.name if are_named else "", str(run.load or "")]
         runs.setdefault(" at ".join(filter(None, words)), []).append(run)
     return runs
@@ -312,11 +313,11 @@ def _mean_spread(spreads: Sequence[Spread]) -> Spread:
 
 
 def _judged(named: Difference, ratio: float, spread: Spread) -> Difference:
-    """Return `named`, which only names a figure, with its change, p-value and standard error. `ratio` is a logarithm."""
+    """Return `named`, which only names a figure, with its change, p-value and spread. `ratio` is a logarithm."""
     half = student_quantile((1 + LEVEL) / 2, spread.degrees) * spread.error
     change = Estimate(*(math.expm1(value) for value in (ratio, ratio - half, ratio + half)))
     chance = student_tail(ratio / spread.error, spread.degrees) if spread.error else float(ratio == 0)
-    return replace(named, change=change, chance=chance, smallest=spread.error)
+    return replace(named, change=change, chance=chance, spread=spread)
 
 
 def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -331,19 +332,25 @@ def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
         if chance > (1 - LEVEL) / (len(tested) - rank):
             break
         shown.add((i, j))
-    # Standard errors that a difference needs for a power of 80 %, by the normal distribution.
-    normal = NormalDist()
-    factor = normal.inv_cdf(1 - (1 - LEVEL) / 2 / max(1, len(tested))) + normal.inv_cdf(0.8)
+    share = 1 - (1 - LEVEL) / 2 / max(1, len(tested))
     return [
         replace(
             one,
             differences=[
-                replace(difference, is_more_than_noise=(i, j) in shown, smallest=math.expm1(difference.smallest * factor))
+                replace(difference, is_more_than_noise=(i, j) in shown, smallest=_smallest(difference.spread, share))
                 for j, difference in enumerate(one.differences)
             ],
         )
         for i, one in enumerate(comparisons)
     ]
+
+
+def _smallest(spread: Spread | None, share: float) -> float:
+    """Return the smallest change found with a power of 80 %, or infinity. A test's critical value is its quantile `share`."""
+    if spread is None:
+        return math.inf
+    ratio = spread.error * (student_quantile(share, spread.degrees) + student_quantile(0.8, spread.degrees))
+    return math.expm1(ratio) if ratio < 10 else math.inf  # expm1 overflows from 710 on
 
 
 def _percent(share: float) -> str:
