@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,16 @@ def test_the_simulator_sees_shorter_gaps() -> None:
 def test_settings_that_are_not_simulated_do_not_hinder_the_simulator(setting: dict[str, object]) -> None:
     evidence = evidence_of(too_few_rows)
     settings = {**evidence.settings, **setting}
+    assert predictor_of(replace(evidence, settings=settings)).gain({"max_num_seqs": 8}) is not None
+
+
+def test_a_guesser_of_ones_own_does_not_hinder_the_simulator(tmp_path: Path) -> None:
+    """Its acceptance was observed, so the class itself is not needed."""
+    path = tmp_path / "mine.py"
+    guess = "    def guess(self, request, most):\n        return ()\n"
+    path.write_text(f"from penstock.sched.policies.base import Guesser\nclass Mine(Guesser):\n{guess}")
+    evidence = evidence_of(too_few_rows)
+    settings = {**evidence.settings, "speculation": f"{path}:Mine"}
     assert predictor_of(replace(evidence, settings=settings)).gain({"max_num_seqs": 8}) is not None
 
 

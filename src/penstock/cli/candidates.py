@@ -147,11 +147,12 @@ def make_candidate(
     seed: int = 0,
 ) -> Candidate:
     """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises PenstockError."""
-    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_unsimulated, simulated
+    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast, refuse_own_guesser, refuse_unsimulated, simulated
     from penstock.lab.plan import Candidate
     from penstock.lab.sizing import roofline, speeds
 
     refuse_unsimulated(config)
+    refuse_own_guesser(config)
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)

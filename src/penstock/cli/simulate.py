@@ -294,7 +294,7 @@ def _option(context: click.Context, name: str) -> click.Option:
 
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
-    from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
+    from penstock.deploy.forecast import kv_bytes_per_token, refuse_own_guesser, simulation_of
     from penstock.lab.acceptance import acceptance_of
     from penstock.lab.links import Link
     from penstock.lab.scaling import Scaling
@@ -302,6 +302,7 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
 
     # These are also settings of a cluster, in another form.
     config = config_from({key: value for key, value in asked.items() if key not in ("replicas", "router")})
+    refuse_own_guesser(config)
     least, most = asked["replicas"]
     scaling = Scaling(least=least, most=most, start_ns=round(asked["start_s"] * 1e9)) if least < most else None
     link = None

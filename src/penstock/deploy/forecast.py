@@ -326,16 +326,20 @@ def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
 # --- the virtual server of `penstock simulate` ---
 
 
-def refuse_unsimulated(config: Config) -> None:
-    """Raise ConfigError if the config has parts that a simulation lacks."""
+def refuse_own_guesser(config: Config) -> None:
+    """Raise ConfigError if the guesser is a user's class: a simulation guesses by its `acceptance` and never calls it."""
     from penstock.sched.policies.own import is_own
 
     guesser = config.scheduler.speculation
     if guesser is not None and is_own(guesser):
         raise ConfigError(
             f"The guesser {guesser!r} is not simulated: simulated tokens have no values to guess from.",
-            remedy="Measure it on a server with `penstock bench`, and leave out --speculation here.",
+            remedy="Measure it on a server with `penstock bench`, and give --speculation off here.",
         )
+
+
+def refuse_unsimulated(config: Config) -> None:
+    """Raise ConfigError if the config has parts that a simulation lacks."""
     for flag, value, name in (
         ("--kv-disk-size", config.kv.kv_disk_size_bytes, "A tier below the KV cache is"),
         ("--kv-host-size", config.kv.kv_host_size_bytes, "A tier below the KV cache is"),
