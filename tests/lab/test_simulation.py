@@ -14,6 +14,7 @@ from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.pacing import Pace
 from penstock.lab.plots import Panel
 from penstock.lab.records import End
+from penstock.lab.scaling import Scaling
 from penstock.lab.simulation import Simulation, play
 from penstock.lab.simulation_report import SimulatedRun, plots_of
 from penstock.lab.traffic import Call, Traffic
@@ -66,13 +67,15 @@ class InPairs(Gate):
 def test_a_gate_that_never_fills_its_last_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.lab.simulation.MOST_IDLE_TURNS", 100)
 
-    def run(num_jobs: int) -> int:
+    def run(num_jobs: int, scaling: Scaling | None = None) -> int:
         jobs = [Job(arrival_ns=at * 200 * MS, num_prompt_tokens=32, num_output_tokens=2) for at in range(num_jobs)]
-        return len(Simulation(capacity=CAPACITY, make_policies=lambda: make_policies(gate=InPairs())).run(of(*jobs)).ended)
+        simulation = Simulation(capacity=CAPACITY, make_policies=lambda: make_policies(gate=InPairs()), scaling=scaling)
+        return len(simulation.run(of(*jobs)).ended)
 
     assert run(2) == 2, "however long the second client takes"
-    with pytest.raises(PolicyError, match=r"The gate '.*InPairs' was called 100 times without a step between"):
-        run(3)
+    for scaling in (None, Scaling(least=1, most=2, start_ns=MS)):
+        with pytest.raises(PolicyError, match=r"The gate '.*InPairs' was called 100 times without a step between"):
+            run(3, scaling)
 
 
 def test_a_request_is_queued_once_its_text_is_read() -> None:

@@ -15,6 +15,9 @@ class Agenda:
         self._entries: list[tuple[int, int, Callable[[], None]]] = []
         self._num_noted = 0
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def note(self, at_ns: int, action: Callable[[], None]) -> None:
         heappush(self._entries, (at_ns, self._num_noted, action))
         self._num_noted += 1

@@ -37,7 +37,7 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats
 
 MOST_IDLE_TURNS = 100_000
-"""Turns in a row without a step, after the last event of a client, at which a gate counts as closed forever."""
+"""Turns in a row without a step, after the last event on the agenda, at which a gate counts as closed forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Simulation(ServerSettings):
         )
         fleet = _Fleet(self, clock, traffic)
         traffic.begin(fleet)
-        play(clock, traffic, fleet.all_servers, fleet.due, on_plan)
+        play(clock, traffic, fleet.all_servers, fleet.due, on_plan, has_ticks=self.scaling is not None)
         servers, scaled = fleet.all_servers, None if fleet.crew is None else fleet.crew.outcome()
         mean_replicas: float = self.num_replicas + self.num_prefill_replicas
         if scaled is not None:
@@ -174,13 +174,16 @@ def play(
     servers: Sequence[VirtualServer],
     due: list[tuple[int, int]],
     on_plan: Callable[[StepPlan], None] | None = None,
+    *,
+    has_ticks: bool = False,
 ) -> None:
     """Run clients and servers in the order of time. At equal times clients act first, then servers by number.
 
     `due`: heap of (instant, number of a server), which `note_due` fills. Stale entries are skipped.
+    `has_ticks`: one entry of the agenda is the scaling's, which returns every second.
     Raises PolicyError if a gate is called again and again and never opens.
     """
-    agenda, num_idle = traffic.agenda, 0
+    agenda, num_ticks, num_idle = traffic.agenda, int(has_ticks), 0
     with _without_collector():
         while True:
             while due and servers[due[0][1]].player.next_ns != due[0][0]:
@@ -198,7 +201,7 @@ def play(
             player = servers[number].player
             if player.next_ns != NEVER_NS:
                 note_due(due, player, number)
-            if player.begun is not None or agenda.due_ns != NEVER_NS:
+            if player.begun is not None or len(agenda) > num_ticks:
                 num_idle = 0
             elif (num_idle := num_idle + 1) == MOST_IDLE_TURNS:
                 num_idle = 0
