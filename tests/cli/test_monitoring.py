@@ -145,7 +145,20 @@ def test_a_disk_that_was_full_is_tried_again_without_force(
     assert penstock_here("monitoring", "render", tmp_path / "own").returncode == 0
 
 
-@pytest.mark.parametrize("target", ["penstock", "http://penstock:8000", ":8000", "penstock:", "penstock:http", "penstock:0"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "penstock",
+        "http://penstock:8000",
+        ":8000",
+        "penstock:",
+        "penstock:http",
+        "penstock:0",
+        "penstock: 8000",
+        "::1:8000",
+        "a:1,b:2",
+    ],
+)
 def test_a_target_that_prometheus_would_refuse_is_wrong_usage(penstock_here: Penstock, tmp_path: Path, target: str) -> None:
     done = penstock_here("monitoring", "render", tmp_path / "own", "--target", target)
     assert done.returncode == 2

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
 
 from penstock.cli.files import check_folder
-from penstock.config.units import parse_port
+from penstock.config.units import MAX_PORT
 from penstock.types.errors import PenstockError
 
 _MARK = ".penstock-monitoring"
+_HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 
 
 def _host_and_port(ctx: click.Context, param: click.Parameter, target: str) -> str:
-    host, _, port = target.rpartition(":")
-    try:
-        if not host or any(char in host for char in "/@ ") or not parse_port(port):
-            raise ValueError
-    except ValueError:
-        raise click.BadParameter(f"{target!r} is not HOST:PORT, such as 10.0.0.7:8000.", ctx, param) from None
+    found = _HOST_AND_PORT.fullmatch(target)
+    if found is None or not 0 < int(found["port"]) <= MAX_PORT:
+        raise click.BadParameter(f"{target!r} is not HOST:PORT, such as 10.0.0.7:8000.", ctx, param)
     return target
 
 
