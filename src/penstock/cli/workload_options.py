@@ -109,5 +109,11 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="SECONDS",
         help="Mean time from an answer to the next turn.",
     ),
-    click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same workload."),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        show_default=True,
+        help="The same seed gives the same workload. If not given, bench makes up new texts.",
+    ),
 )
