@@ -10,7 +10,7 @@ from penstock.text.answers import AnswerForm, CallArguments, gather
 from penstock.text.dialects import BY_NAME
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.text.parameters import ANY_TYPE, as_json, parameter_types, types_of
-from penstock.text.tool_grammar import Tool, tool_source, types_in
+from penstock.text.tool_grammar import Tool, of_tools, tool_source, types_in
 from penstock.types.errors import GrammarFailure, Rejected
 from support.answering import END_ID, PLAIN, allowed, make_tokenizer, say, wander
 from support.work_time import thread_s
@@ -263,6 +263,47 @@ def test_definitions_that_name_others_often_cost_no_more():
     assert parameter_types(schema) == {"a": {"null"}}
     schema["$defs"]["d14"] = {"anyOf": [{"$ref": "#/$defs/d0"}, {"type": "null"}]}
     assert parameter_types(schema) == {"a": ANY_TYPE}
+
+
+def with_definitions(num, size, **more):
+    """A schema whose parameters refer to a definition each, which refers to another."""
+    definitions = {f"d{nth}": {"type": "array", "items": {"$ref": f"#/$defs/e{nth}"}} for nth in range(num)}
+    definitions |= {f"e{nth}": {"enum": list(range(nth, nth + size))} for nth in range(num)}
+    return {"$defs": definitions, "properties": {f"p{nth}": {"$ref": f"#/$defs/d{nth}"} for nth in range(num)} | more}
+
+
+def test_a_parameter_s_grammar_has_only_the_definitions_that_it_needs():
+    source = grammar_of("seed_oss", Tool("f", with_definitions(50, 5))).source
+    lark, are_followed = of_tools(source, json.dumps)
+    assert are_followed
+    assert len(lark) < 10 * len(source)
+    assert '"e7"' in lark
+    text = '<parameter=p7>["x"]'
+    assert "[" in texts_of(Tool("f", with_definitions(50, 5)), text[:14])
+    with pytest.raises((AssertionError, GrammarFailure)):
+        texts_of(Tool("f", with_definitions(50, 5)), text)
+
+
+def test_definitions_are_copied_to_few_parameters():
+    schema = {"$defs": {"d": {"enum": list(range(4000))}}, "properties": {}}
+    schema["properties"] = {f"p{nth}": {"type": "array", "minItems": nth, "items": {"$ref": "#/$defs/d"}} for nth in range(300)}
+    with pytest.raises(Rejected, match="Share fewer"):
+        of_tools(grammar_of("seed_oss", Tool("f", schema)).source, json.dumps)
+    lark, are_followed = of_tools(grammar_of("seed_oss", Tool("f", schema)).source, json.dumps, lambda _: None)
+    assert not are_followed
+    assert len(lark) < 500_000
+
+
+def test_equal_parameters_of_a_schema_that_can_t_be_followed_are_compiled_once(monkeypatch):
+    compiled, compile_lark = [], Grammars._of_lark
+    monkeypatch.setattr(Grammars, "_of_lark", lambda self, *args: compiled.append(args) or compile_lark(self, *args))
+    texts_of(
+        Tool(
+            "f", {"properties": {f"p{nth}": {"type": "integer"} for nth in range(50)} | {"odd": {"type": "integer", "not": {}}}}
+        ),
+        "",
+    )
+    assert len(compiled) < 5
 
 
 def arguments_of(name, schema, text, *, is_special=False, is_strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -251,6 +252,7 @@ class Grammars:
             raise wrong(f"{rejected.detail}{more}") from rejected
 
     def _of_tools(self, grammar: Grammar) -> CompiledGrammar:
+        @functools.cache
         def check(schema: str) -> None:
             self._of_lark(Grammar(GrammarKind.JSON_SCHEMA), f"{grammar_source.START}%json {schema}\n")
 

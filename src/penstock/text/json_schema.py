@@ -121,6 +121,8 @@ class SchemaCount:
         self.num_schemas = num_schemas
         self.num_spelled = 0
         """The same with the spellings that `json_of` adds. They have the same limit, and beyond it are left out."""
+        self.num_copied_chars = 0
+        """Characters of the definitions that were copied to several schemas."""
 
     def add(self, num_schemas: int) -> None:
         """Count more schemas. Raises `Rejected` beyond `MAX_SCHEMAS`."""
@@ -186,6 +188,12 @@ def lengths_in(value: Any) -> list[int]:
             numbers = [_number(node.get(name)) or 0 for name in _COUNTS[:2]]
             bounds.add(tuple(int(number) for number in numbers if 0 < number < 2**32))
     return [max(pair) for pair in bounds if pair]
+
+
+def definitions_in(schema: Any) -> list[tuple[str, str]]:
+    """Return the definitions that the $refs in a schema name: ("$defs", "x") for `#/$defs/x`."""
+    refs = [node["$ref"] for node, _ in _walk(schema) if isinstance(node, dict) and isinstance(node.get("$ref"), str)]
+    return [(names[0], names[1]) for ref in refs if len(names := _names(ref) or []) > 1 and names[0] in _OF_NAMES[2:]]
 
 
 def place_in(source: str, message: str) -> str:

@@ -24,6 +24,8 @@ _MAX_LENGTH = 2048
 """A longer string that is written in full exceeds llguidance's `max_lexer_states`, and its request would fail."""
 _KEY = r"[^\s<>\"=]{1,64}"
 """Names of tagged parameters."""
+_MAX_COPIED_CHARS = 1 << 18
+"""Most characters of the definitions that are copied to tagged parameters. Each parameter is a grammar of its own."""
 _DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
 
 
@@ -269,15 +271,30 @@ class _Parameters:
         return f"({characters(0)}\\n|{characters(1)}[^\\n])" if least else f"{characters(0)}\\n?"
 
     def _json(self, schema: Any, types: frozenset[str]) -> str:
-        definitions = {name: self._schema[name] for name in ("$defs", "definitions") if name in self._schema}
         try:
-            written = json_schema.json_of(json.loads(json.dumps(definitions | schema)), self._count)
+            written = json_schema.json_of(json.loads(json.dumps(self._definitions(schema) | schema)), self._count)
             if self._check is not None:
                 self._check(written)
         except Rejected as rejected:
             self._cannot_follow(rejected.detail)
             return json_schema.json_of({"type": sorted(types)} if types else {}, self._count)
         return written
+
+    def _definitions(self, schema: Any) -> dict[str, Any]:
+        """Return the definitions that a parameter's schema needs. Raises `Rejected` if all parameters need too many."""
+        needed: dict[str, dict[str, Any]] = {}
+        waiting = json_schema.definitions_in(schema)
+        while waiting:
+            kind, name = waiting.pop()
+            definitions = self._schema.get(kind)
+            if name in needed.get(kind, {}) or not isinstance(definitions, dict) or name not in definitions:
+                continue
+            needed.setdefault(kind, {})[name] = definitions[name]
+            self._count.num_copied_chars += len(json.dumps(definitions[name]))
+            if self._count.num_copied_chars > _MAX_COPIED_CHARS:
+                raise wrong(f"its parameters need more than {_MAX_COPIED_CHARS} characters of definitions. Share fewer.")
+            waiting += json_schema.definitions_in(definitions[name])
+        return needed
 
 
 def _is_text(schema: Any, others: Sequence[str]) -> bool:
