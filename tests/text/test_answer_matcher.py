@@ -120,7 +120,8 @@ def test_a_program_may_name_the_module_functools():
 
 @pytest.mark.parametrize("reasoning", [None, REASONING["think"]])
 def test_a_trigger_at_the_start_counts_there_alone(reasoning):
-    for call in ('{"name": "get"', '<|python_tag|>{"name":'):
+    typed = '{"type": "function", "name": "get"'
+    for call in ('{"name": "get"', '<|python_tag|>{"name":', typed, f"<|python_tag|>{typed}"):
         matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
         say(matcher, PLAIN, f" {call}")
         assert END_ID not in allowed(matcher, PLAIN)

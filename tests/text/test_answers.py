@@ -124,10 +124,22 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         '{{"name": "get"}}',
         "{{ x }} is a variable",
         "{{{",
+        '{"type": "function", "function": {"name": "get", "parameters": {}}}',
         '{"name":' + " " * 300 + '"get", "arguments": {}}',
         'So:\n```json\n{"name": "get", "arguments": {}}\n```',
     ):
         assert at_every_split(form, text).content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"type": "function", "name": "get", "parameters": {"a": 1}}'),
+        ("llama3_json", '<|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}'),
+    ],
+)
+def test_calls_come_in_other_ways_than_the_template_s(name, text):
+    assert at_every_split(form_of(name), text) == Answer(calls=as_calls([("get", '{"a": 1}')]))
 
 
 def test_a_call_without_a_mark_is_one_at_the_beginning_alone_and_of_a_tool_that_was_given():

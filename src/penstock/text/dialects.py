@@ -80,6 +80,11 @@ class ToolFormat:
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _HERMES = Way(trigger="<tool_call>", call=f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n")
 _LLAMA = Way(trigger='{"name": "', call='{"name": "NAME", "parameters": ARGUMENTS}', between="; ", has_no_mark=True)
+_LLAMA_TYPED = replace(
+    _LLAMA,
+    trigger='{"type": "function", "name": "',
+    call='{"type": "function", "name": "NAME", "parameters": ARGUMENTS}',
+)
 
 # Qwen2.5-Coder writes these instead: https://github.com/QwenLM/Qwen3-Coder/issues/180
 # The braces are doubled in the instructions of its template.
@@ -224,7 +229,12 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         marks=('"parameters": ', "<|start_header_id|>"),
         only_at_start=True,
         has_one_call=True,
-        ways=(_LLAMA, replace(_LLAMA, trigger='<|python_tag|>{"name":', begin="<|python_tag|>", has_no_mark=False)),
+        ways=(
+            _LLAMA,
+            _LLAMA_TYPED,
+            replace(_LLAMA, trigger='<|python_tag|>{"name":', begin="<|python_tag|>", has_no_mark=False),
+            replace(_LLAMA_TYPED, trigger='<|python_tag|>{"type":', begin="<|python_tag|>", has_no_mark=False),
+        ),
     ),
     GENERIC,
 )
