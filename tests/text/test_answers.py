@@ -106,6 +106,7 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         "  <tool_call> is a tag.",
         '{"note": "Use <tool_call> tags"}',
         "Use\n<tool_call>",
+        "Write <function=name> and </function> around it.",
         "Use [TOOL_CALLS] \n of \n\n[TOOL_CALLS] the wild",
         '{"name": 3}',
         '{"name"',
@@ -136,6 +137,8 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
     [
         ("llama3_json", '{"type": "function", "name": "get", "parameters": {"a": 1}}'),
         ("llama3_json", '<|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}'),
+        ("qwen3_coder", "<function=get>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<function=get>\n<parameter=a>\n1\n</parameter>\n</function>"),
     ],
 )
 def test_calls_come_in_other_ways_than_the_template_s(name, text):

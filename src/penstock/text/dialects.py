@@ -79,6 +79,12 @@ class ToolFormat:
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _HERMES = Way(trigger="<tool_call>", call=f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n")
+_QWEN_CODER = Way(
+    trigger="<tool_call>",
+    call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+    parameter=Tags("<parameter=KEY>\nVALUE\n</parameter>\n"),
+    between="\n",
+)
 _LLAMA = Way(trigger='{"name": "', call='{"name": "NAME", "parameters": ARGUMENTS}', between="; ", has_no_mark=True)
 _LLAMA_TYPED = replace(
     _LLAMA,
@@ -122,11 +128,12 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         name="qwen3_coder",
         marks=("<tool_call>", "<function=", "<parameter="),
         ways=(
-            Way(
-                trigger="<tool_call>",
-                call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
-                parameter=Tags("<parameter=KEY>\nVALUE\n</parameter>\n"),
-                between="\n",
+            _QWEN_CODER,
+            replace(  # the models forget the first tag
+                _QWEN_CODER,
+                trigger="<function=",
+                call="<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+                between="\n<tool_call>\n",
             ),
         ),
     ),
