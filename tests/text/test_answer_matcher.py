@@ -13,6 +13,7 @@ from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tool_grammar import Tool, tool_source
 from penstock.types.errors import GrammarFailure, Rejected
 from support.answering import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
+from support.work_time import thread_s
 
 TOOLS = [
     Tool("get", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}),
@@ -131,6 +132,31 @@ def test_a_trigger_at_the_start_counts_there_alone(reasoning):
     matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
     say(matcher, PLAIN, '{"name": "Ada", "age": 3}')
     assert matcher.mask() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("hermes", '{"name": "get"'),
+        ("llama3_json", '{"name": "get"'),
+        ("llama3_json", '<|python_tag|>{"name":'),
+        ("hermes", "<think>"),
+    ],
+)
+def test_nothing_begins_an_answer_after_long_white_space(name, begin):
+    for num_blank, is_free in ((256, False), (257, True)):
+        matcher = matcher_of(PLAIN, *auto(name, reasoning=REASONING["think"], max_reasoning_tokens=0))
+        for char in "\n" * num_blank + begin:
+            say(matcher, PLAIN, char)
+        assert (matcher.mask() is None) == is_free
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_an_answer_of_white_space_takes_little_time(name):
+    matcher = matcher_of(PLAIN, *auto(name, reasoning=REASONING["think"]))
+    token_id = across(PLAIN, "\n")
+    matcher.accept([token_id] * 40_000)
+    assert thread_s(lambda: [matcher.copy().accept([token_id]) for _ in range(2_000)]) < 0.1
 
 
 @pytest.mark.parametrize("before", ["", "\n \n", "<think>a {</think>\n\n"])

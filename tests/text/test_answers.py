@@ -17,6 +17,7 @@ from penstock.text.answers import (
 )
 from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.parameters import held_back, match_literal
+from support.work_time import thread_s
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
 REASONING = {one.name: one for one in REASONING_FORMATS}
@@ -143,6 +144,43 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
 )
 def test_calls_come_in_other_ways_than_the_template_s(name, text):
     assert at_every_split(form_of(name), text) == Answer(calls=as_calls([("get", '{"a": 1}')]))
+
+
+BLANK = "\n " * 150
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_little_of_long_white_space_is_left_out_before_a_mark(name):
+    if name == "openai":
+        return
+    way, think = FORMATS[name].ways[0], REASONING["think"]
+    call = written(way, [("get", '{"a": 1}')])
+    answer = at_every_split(form_of(name), BLANK + call)
+    if FORMATS[name].only_at_start:
+        assert answer == Answer(content=BLANK + call)
+    else:
+        assert answer == Answer(content=BLANK[:-256], calls=as_calls([("get", '{"a": 1}')]))
+        assert at_every_split(form_of(name), f"Hi{BLANK}{call}").content == "Hi" + BLANK[:-256]
+    assert at_every_split(form_of(name), f"Hi{BLANK}").content == f"Hi{BLANK}"
+    thought = at_every_split(form_of(name, reasoning=think, is_reasoning=True), f"hm{BLANK}</think>{BLANK}so")
+    assert thought == Answer(reasoning="hm" + BLANK[:-256], content="so")
+    assert at_every_split(form_of(name, reasoning=think), f"{BLANK}<think>hm</think>").reasoning == ""
+    assert at_every_split(form_of(name, reasoning=think), f"{BLANK[:256]}<think>hm</think>").reasoning == "hm"
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json"])
+@pytest.mark.parametrize(
+    ("before", "is_reasoning"), [("", False), ("x", False), ("x", True)], ids=["beginning", "content", "reasoning"]
+)
+def test_an_answer_of_white_space_takes_little_time(name, before, is_reasoning):
+    reader = form_of(name, reasoning=REASONING["think"], is_reasoning=is_reasoning).reader(str)
+    reader.push(before)
+
+    def read():
+        for _ in range(8_000):
+            reader.push("\n" * 64)
+
+    assert thread_s(read) < 0.4
 
 
 def test_a_call_without_a_mark_is_one_at_the_beginning_alone_and_of_a_tool_that_was_given():

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from penstock.text.answers import match_unmarked
+from penstock.text.answers import MAX_BLANK_CHARS, match_unmarked
 from penstock.text.dialects import ReasoningFormat, ToolFormat
 from penstock.text.parameters import held_back
 from penstock.types.errors import GrammarFailure
@@ -266,9 +266,10 @@ class _Watch:
         self._sizes.append(len(data))
         if self._is_at_start:
             text = self.text.lstrip()
-            if text.startswith(self._marks):
+            is_late = len(self.text) - len(text) > MAX_BLANK_CHARS
+            if not is_late and text.startswith(self._marks):
                 return True
-            self.is_over = not any(mark.startswith(text) for mark in self._marks)
+            self.is_over = is_late or not any(mark.startswith(text) for mark in self._marks)
             return False
         if not any(first in self.text for first in self._firsts):
             self._forget(0)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 MAX_UNMARKED_CHARS = 256
 """A call without a mark such as `<tool_call>` must name its tool within this many characters."""
+MAX_BLANK_CHARS = 256
+"""Longer white space is part of the answer, even before a mark, and no reasoning or unmarked call can begin an answer after it.
+
+Without a limit, reading an answer of white space alone would take quadratic time.
+"""
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 
 
@@ -164,7 +169,7 @@ class MarkReader:
         """Return the parts that are still held back, at the end of the answer."""
         if self._step == self._read_reasoning:
             if not self._skips_space or self._held.strip():
-                self._parts.append(Reasoning(self._held.rstrip()))
+                self._parts.append(Reasoning(_trimmed(self._held)))
         elif self._call is not None:
             self._add_content(self._blank)
             self._parts += self._call.finish()
@@ -187,11 +192,12 @@ class MarkReader:
     def _read_beginning(self) -> bool:
         assert self._reasoning is not None
         text = self._held.lstrip()
-        if text.startswith(self._reasoning.open):
+        is_late = len(self._held) - len(text) > MAX_BLANK_CHARS
+        if not is_late and text.startswith(self._reasoning.open):
             self._held = text[len(self._reasoning.open) :]
             self._step, self._skips_space = self._read_reasoning, True
             return True
-        if self._reasoning.open.startswith(text):
+        if not is_late and self._reasoning.open.startswith(text):
             return False
         self._step = self._read_content
         return True
@@ -203,10 +209,10 @@ class MarkReader:
             self._held = self._held.lstrip()
         before, mark, after = self._held.partition(close)
         if mark:
-            self._parts.append(Reasoning(before.rstrip()))
+            self._parts.append(Reasoning(_trimmed(before)))
             self._held, self._step, self._skips_space = after, self._read_content, True
             return True
-        shown = self._held[: len(self._held) - held_back(self._held, (close,))].rstrip()
+        shown = _trimmed(self._held[: len(self._held) - held_back(self._held, (close,))])
         if shown:
             self._skips_space = False
             self._parts.append(Reasoning(shown))
@@ -231,7 +237,7 @@ class MarkReader:
         if at >= 0:
             return self._begin_calls(self._tools.marked[nth], at)
         num_held = self._num_held(triggers)
-        shown = self._held[: len(self._held) - num_held].rstrip()
+        shown = _trimmed(self._held[: len(self._held) - num_held])
         if shown:
             self._has_content = True
             self._add_content(shown)
@@ -239,7 +245,7 @@ class MarkReader:
         return False
 
     def _begin_calls(self, way: Way, at: int) -> bool:
-        before = self._held[:at].rstrip()
+        before = _trimmed(self._held[:at])
         self._add_content(before)
         self._blank = self._held[len(before) : at]
         self._call = _CallReader(way, self._new_call_id, self._types)
@@ -252,7 +258,8 @@ class MarkReader:
         found = [(at, nth) for nth, trigger in enumerate(triggers) if (at := self._held.find(trigger)) >= 0]
         if self._tools.only_at_start:
             num_blank = len(self._held) - len(self._held.lstrip())
-            found = [] if self._has_content else [(at, nth) for at, nth in found if at == num_blank]
+            is_late = self._has_content or num_blank > MAX_BLANK_CHARS
+            found = [] if is_late else [(at, nth) for at, nth in found if at == num_blank]
         return min(found, default=(-1, 0))
 
     def _num_held(self, triggers: Sequence[str]) -> int:
@@ -275,6 +282,11 @@ class MarkReader:
             self._step = self._read_content
             return True
         return False
+
+
+def _trimmed(text: str) -> str:
+    """Return the text without the white space at its end, up to `MAX_BLANK_CHARS`."""
+    return text[: max(len(text.rstrip()), len(text) - MAX_BLANK_CHARS)]
 
 
 class HiddenTokens:
@@ -561,7 +573,9 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
 
     Without `tool_names` the grammar decides from the first token on. It writes calls in the first way.
     """
-    text = text.lstrip()
+    num_chars, text = len(text), text.lstrip()
+    if num_chars - len(text) > MAX_BLANK_CHARS:
+        return None, False
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
     for way in (way for way in (tools.ways if tool_names else tools.ways[:1]) if way.has_no_mark):
