@@ -157,6 +157,7 @@ BAD_CHATS = [
     ({"messages": HI, "reasoning_effort": "much"}, "reasoning_effort"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"xml_tools": []}}, "chat_template_kwargs"),
     ({"messages": HI, "chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
     ({"messages": HI, "logprobs": 3}, "logprobs"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),

@@ -47,7 +47,7 @@ MAX_BIAS = 100
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TEMPLATE_EFFORTS: Mapping[str, str] = MappingProxyType({"xhigh": "high", "max": "high"})
 """Efforts that chat templates do not know -> what they get instead."""
-_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "xml_tools", "documents")
 
 
 def make_call(
@@ -288,7 +288,8 @@ def check_conversation(conversation: Conversation, names: Names) -> None:
         raise wrong(detail, name)
     for name in _RESERVED_VARIABLES:
         if name in conversation.variables:
-            raise _invalid(names, ("chat_template_kwargs",), f"must not set '{name}'; use the field of that name")
+            rule = f"must not set '{name}'; use the field '{name.removeprefix('xml_')}'"
+            raise _invalid(names, ("chat_template_kwargs",), rule)
 
 
 def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
