@@ -140,6 +140,7 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         ("llama3_json", '<|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}'),
         ("qwen3_coder", "<function=get>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
         ("qwen3_coder", "<function=get>\n<parameter=a>\n1\n</parameter>\n</function>"),
+        ("granite", '<tool_call>[{"name": "get", "arguments": {"a": 1}}]'),
     ],
 )
 def test_calls_come_in_other_ways_than_the_template_s(name, text):

@@ -226,10 +226,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             Way(trigger="functools[", begin="functools[", call=_OBJECT, between=", ", end="]"),
         ),
     ),
-    ToolFormat(  # Granite 3
+    ToolFormat(  # Granite 3; 3.1 writes the second
         name="granite",
         marks=("<|tool_call|>",),
-        ways=(Way(trigger="<|tool_call|>", begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),),
+        ways=(
+            Way(trigger="<|tool_call|>", begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),
+            Way(trigger="<tool_call>", begin="<tool_call>[", call=_OBJECT, between=", ", end="]"),
+        ),
     ),
     ToolFormat(  # Llama 3.1, 3.2 and 3.3
         name="llama3_json",
