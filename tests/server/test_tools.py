@@ -349,6 +349,14 @@ async def test_reasoning_can_be_left_out_and_turned_off():
         assert choice["message"]["content"] == "Done."
 
 
+async def test_a_template_may_call_its_switch_thinking():
+    template = CHAT_TEMPLATE + "{% if add_generation_prompt %}{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}"
+    on = await ask("Hm.</think>Yes.", chat_template=template, reasoning_effort="high")
+    assert (on["message"]["reasoning_content"], on["message"]["content"]) == ("Hm.", "Yes.")
+    off = await ask("Yes.", chat_template=template, reasoning_effort="none")
+    assert off["message"]["content"] == "Yes."
+
+
 async def test_a_template_gets_its_switch_beside_the_effort():
     template = "{% set effort = reasoning_effort %}" + THINKING_TEMPLATE
     choice = await ask(f"{THOUGHT}Done.", chat_template=template, reasoning_effort="none")

@@ -155,6 +155,21 @@ def test_a_template_shows_its_formats(model):
     assert (dialect.tools_variable is None) == (tools == "generic")
 
 
+@pytest.mark.parametrize(
+    ("template", "variable"),
+    [
+        (QWEN3, "enable_thinking"),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", "thinking"),
+        ("{% if message.prefix and thinking %}<think>{% endif %}", "thinking"),
+        (GPT_OSS, None),
+        ("{% if 'thinking' in message and not message.thinking %}thinking{% endif %}", None),
+        (PLAIN, None),
+    ],
+)
+def test_the_switch_of_reasoning_is_the_template_s(template, variable):
+    assert find_dialect(template).thinking_variable == variable
+
+
 def test_a_setting_goes_before_what_the_template_shows():
     assert find_dialect(QWEN, tool_parser="mistral").tools.name == "mistral"
     assert find_dialect(QWEN3, reasoning_parser="none").reasoning is None

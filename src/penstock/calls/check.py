@@ -336,7 +336,7 @@ def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
     """Return the limit of reasoning tokens, or None. It is 0 if the client turns reasoning off and the template can't."""
     budget = request.max_reasoning_tokens
     if budget is None:
-        is_off = request.reasoning_effort == "none" and not dialect.takes_enable_thinking
+        is_off = request.reasoning_effort == "none" and dialect.thinking_variable is None
         return 0 if is_off and dialect.reasoning is not None else None
     if dialect.reasoning is None:
         rule = "is for models that write reasoning in a block of its own; this model does not"
@@ -353,8 +353,8 @@ def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, An
     variables: dict[str, Any] = {}
     if dialect.takes_effort:
         variables["reasoning_effort"] = TEMPLATE_EFFORTS.get(effort, effort)
-    if dialect.takes_enable_thinking:
-        variables["enable_thinking"] = effort != "none"
+    if dialect.thinking_variable is not None:
+        variables[dialect.thinking_variable] = effort != "none"
     return variables
 
 

@@ -300,7 +300,8 @@ class Dialect:
     takes_text_arguments: bool = False
     """The template concatenates arguments, so they must be JSON text. Other templates take an object."""
     takes_effort: bool = False
-    takes_enable_thinking: bool = False
+    thinking_variable: str | None = None
+    """The template's variable that turns reasoning on or off, or None."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -322,6 +323,10 @@ PLAIN = Dialect()
 _TOOLS_VARIABLE = re.compile(r"\b(?:xml_)?tools\b")
 _BEGIN = re.compile(r"\{[%{]")
 _TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")
+_THINKING_VARIABLES = (
+    ("enable_thinking", re.compile("enable_thinking")),
+    ("thinking", re.compile(r"\b(?:if|elif|and|or|not)\s+thinking\b(?!\s*[.(\[])")),  # DeepSeek V3.1; not message.thinking
+)
 _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"\]]*\s*(?:\+|-?[%}]\})""")
 
 
@@ -353,7 +358,7 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
         takes_system=not lacks_system,
         takes_text_arguments=_TEXT_ARGUMENTS.search(in_expressions) is not None,
         takes_effort="reasoning_effort" in in_expressions,
-        takes_enable_thinking="enable_thinking" in in_expressions,
+        thinking_variable=next((name for name, used in _THINKING_VARIABLES if used.search(in_expressions)), None),
     )
 
 

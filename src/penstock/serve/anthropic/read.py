@@ -114,8 +114,8 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
 def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
     """Return the template variables that control reasoning. Without `thinking`, the model does not reason, as at Anthropic."""
     variables: dict[str, Any] = {}
-    if dialect.takes_enable_thinking:
-        variables["enable_thinking"] = body.thinking is not None and body.thinking.type != "disabled"
+    if dialect.thinking_variable is not None:
+        variables[dialect.thinking_variable] = body.thinking is not None and body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None and dialect.takes_effort:
         effort = body.output_config.effort
         variables["reasoning_effort"] = TEMPLATE_EFFORTS.get(effort, effort)
@@ -137,7 +137,7 @@ def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
         raise invalid(f"'{param}' is for thinking of the type 'enabled', not '{kind}'.", param)
     if dialect.reasoning is None:
         return None
-    return 0 if kind == "disabled" and not dialect.takes_enable_thinking else budget
+    return 0 if kind == "disabled" and dialect.thinking_variable is None else budget
 
 
 def _tools(body: CountTokensBody) -> list[FunctionTool]:
