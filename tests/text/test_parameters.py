@@ -223,7 +223,7 @@ def test_other_parameters_are_those_that_the_schema_allows():
         {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}}},
         {"properties": {"a": {"allOf": [{"type": "string", "minLength": 2}]}}},
         {"properties": {"a": {"type": "integer", "not": {}}}},
-        {"properties": {"a b": {"type": "string"}}, "required": ["a b"]},
+        {"properties": {"a<b": {"type": "string"}}, "required": ["a<b"]},
         {"$ref": "#/no"},
     ],
 )
@@ -314,6 +314,17 @@ def arguments_of(name, schema, text, *, is_special=False, is_strict=True):
     assert END_ID in allowed(matcher, tokenizer)
     [call] = gather(read(form_of(name, tool), list(text))).calls
     return json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("key", ["a b", 'a"b', "a=b", " ü/\\.*", "x" * 100])
+def test_a_parameter_may_have_any_name_that_a_tag_can_have(key, name, is_special):
+    way, schema = BY_NAME[name].ways[0], {"type": "object", "properties": {key: {"type": "integer"}}}
+    text = way.begin + way.written("f", {key: 1}) + way.end
+    for is_strict, more in ((True, {}), (False, {}), (False, {"additionalProperties": True})):
+        found = arguments_of(name, schema | more, text, is_special=is_special, is_strict=is_strict)
+        assert found == {key: 1}
 
 
 def call_of(*parameters):

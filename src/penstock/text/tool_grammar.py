@@ -23,7 +23,9 @@ _LENGTHS = ("minLength", "maxLength")
 _MAX_LENGTH = 2048
 """A longer string that is written in full exceeds llguidance's `max_lexer_states`, and its request would fail."""
 _KEY = r"[^\s<>\"=]{1,64}"
-"""Names of tagged parameters."""
+"""Names of tagged parameters that the schema does not name."""
+_NAME = r"[^\x00-\x1f<>]+"
+"""Names of properties that a tag can have."""
 _MAX_COPIED_CHARS = 1 << 18
 """Most characters of the definitions that are copied to tagged parameters. Each parameter is a grammar of its own."""
 _DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
@@ -190,7 +192,7 @@ class _Parameters:
             schema = {}
         told, required = schema.get("properties"), schema.get("required")
         properties: dict[str, Any] = told if isinstance(told, dict) else {}
-        names = [name for name in properties if re.fullmatch(_KEY, name)]
+        names = [name for name in properties if re.fullmatch(_NAME, name)]
         needed = required if isinstance(required, list) else []
         if lost := [name for name in needed if name not in names]:
             self._cannot_follow(f"the required property {lost[0]!r} is not described, or has a name that no tag can have.")
