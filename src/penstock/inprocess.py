@@ -398,7 +398,7 @@ class Asked:
             return _token_ids(prompt, name)
         if running.chat_template is None:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
-            raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
+            raise ConfigError(f"{running.name} has no chat template, or only named ones.", remedy=remedy)
         from penstock.calls.prompts import render_here
         from penstock.serve.messages import ChatTemplateFields, read_conversation_with_tools
 

@@ -199,8 +199,8 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
     """Return the template itself. If it is None, raises `Rejected` with a remedy."""
     if template is None:
         raise wrong(
-            "This model has no chat template, so messages cannot be turned into a prompt. "
-            "Use /v1/completions, or start the server with --chat-template.",
+            "This model has no chat template, or only named ones, so messages cannot be turned into a prompt. "
+            "Use /v1/completions, or start the server with --chat-template, which takes a name, a file or a template.",
             "messages",
         )
     return template
