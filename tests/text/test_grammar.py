@@ -424,6 +424,8 @@ def test_properties_and_values_may_be_called_like_what_is_not_supported(grammars
         (Grammar(GrammarKind.CHOICE, '["a", 1]'), "strings?"),
         (regex("[a"), "unclosed"),
         (regex("[^\\s\\S]"), "No answer"),
+        (regex(r"\Aü\Z"), r"not known: \\Z\. Write \$ for \\Z"),
+        (schema({"type": "string", "pattern": r"^a\h+"}), r"not known: \\h\."),
         (regex("a" * 10_000), "10000 characters"),
         (regex("\ud800"), "surrogate"),
         (lark('start: "a'), "line 1, column 10"),

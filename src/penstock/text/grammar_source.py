@@ -32,7 +32,11 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "A regex has look-around or a word boundary, which are not supported.",
         r"Say it without (?=...), (?!...), (?<=...), (?<!...), \b and \B.",
     ),
-    (r"unrecognized escape sequence", "A pattern or a regex has an escape that is not known.", r"Write \x03 for \cC."),
+    (
+        r"unrecognized escape sequence(.*)",
+        "A pattern or a regex has an escape that is not known{}.",
+        r"Write $ for \Z, and \x03 for \cC.",
+    ),
     (
         r"Regex is empty",
         "No string can have all of a pattern, format and length at once.",
@@ -76,6 +80,8 @@ def failure(message: str) -> GrammarFailure:
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
     cause = errors[-1] if errors else " ".join(lines)[place.end() if place else 0 :]
     cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:300]
+    if escape := re.search(r"\n    (.*)\n    ( *)\^+\nerror: unrecognized escape", text):
+        cause += f": {escape[1][len(escape[2]) :][:2]}"
     for known, words, remedy in _KNOWN:
         if found := re.search(known, cause):
             told, hint = words.format(*found.groups()), remedy
