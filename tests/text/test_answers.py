@@ -264,8 +264,9 @@ def test_channels_are_read_apart(arguments):
     expected = Answer(content="Let me look.", reasoning="Think <hard>.", calls=as_calls([("get", arguments)]))
     assert at_every_split(form, HARMONY.replace("{}", arguments)) == expected
     assert at_every_split(form, OTHER_HARMONY.replace("{}", arguments)) == Answer(calls=expected.calls)
-    cut = at_every_split(form, HARMONY.replace("{}", '{"a": '))
-    assert (cut.calls, cut.is_cut) == ([], True)
+    cut = HARMONY.replace("{}", '{"a": ')
+    assert at_every_split(form, cut).calls == []
+    assert not read(form, [cut])[-1].is_whole
     final = "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>final<|message|>B.<|return|>"
     assert at_every_split(form, final) == Answer(content="B.", reasoning="A.")
     twice = HARMONY.partition("<|start|>assistant<|channel|>commentary to=")[0] + "<|start|>assistant" + final
@@ -278,8 +279,9 @@ def test_a_header_that_is_cut_is_not_shown_unless_it_is_a_calls():
     for cut in ("assistant", "assistant<|channel|>commentary"):
         assert at_every_split(form, f"{before}<|start|>{cut}") == Answer(content="Let me look.", reasoning="Think <hard>.")
     header = f"<|start|>{header.partition(call)[0]}{call}"
-    answer = Answer(content=f"Let me look.{header}", reasoning="Think <hard>.", is_cut=True)
+    answer = Answer(content=f"Let me look.{header}", reasoning="Think <hard>.")
     assert at_every_split(form, before + header) == answer
+    assert not read(form, [before + header])[-1].is_whole
     assert at_every_split(form, "<|channel|>analysis") == Answer()
 
 

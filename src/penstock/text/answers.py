@@ -81,8 +81,6 @@ class Answer:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     """Complete calls. The text of an incomplete call is in `content`."""
-    is_cut: bool = False
-    """The last call is incomplete."""
 
 
 def gather(parts: Iterable[Part]) -> Answer:
@@ -106,7 +104,6 @@ def gather(parts: Iterable[Part]) -> Answer:
                     answer.calls.append(ToolCall(begun[index].call_id, begun[index].name, "".join(arguments[index])))
                 else:
                     content.append(text)
-                    answer.is_cut = True
     answer.content, answer.reasoning = "".join(content), "".join(reasoning)
     return answer
 
