@@ -142,7 +142,7 @@ def _flexible(text: str, spell: Callable[[str], str]) -> str:
 
 def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
     """Return Lark for a tool's arguments, and whether they follow the tool's own schema."""
-    schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
+    schema = dict(_NO_ARGUMENTS if tool.parameters is None else tool.parameters)
     try:
         if not tool.is_strict:
             _forbid_additional(schema)
@@ -177,7 +177,7 @@ class _Parameters:
         self._rule, self._tool, self._tags, self._spell = rule, tool, tags, spell
         self._count, self._check = count, check
         self._is_followed = True
-        self._schema: dict[str, Any] = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
+        self._schema: dict[str, Any] = dict(_NO_ARGUMENTS if tool.parameters is None else tool.parameters)
         self._types: dict[str, frozenset[str]] = {}
         """Types of the schema's definitions."""
         self._lines: list[str] = []
