@@ -47,7 +47,7 @@ def test_calls_are_free_until_the_trigger_and_valid_after_it(name, tokenizer):
         for seed in range(3):
             matcher = matcher_of(tokenizer, *auto(name))
             is_first = BY_NAME[name].only_at_start or name == "openai" or way.has_no_mark
-            before, begin = "" if is_first else "Hi <there>! ", way.trigger + 'get"' * way.has_no_mark
+            before, begin = "" if is_first else "Hi <there>! ", way.trigger + f"get{way.parts[1][0]}" * way.has_no_mark
             for char in before:
                 say(matcher, tokenizer, char)
             if before:
@@ -132,6 +132,16 @@ def test_a_trigger_at_the_start_counts_there_alone(reasoning):
     matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
     say(matcher, PLAIN, '{"name": "Ada", "age": 3}')
     assert matcher.mask() is None
+
+
+@pytest.mark.parametrize("text", ["Write <function=get>, or `<function=", "<function=other>\n<function"])
+def test_words_may_mention_the_tag_of_a_call(text):
+    matcher = matcher_of(PLAIN, *auto("qwen3_coder"))
+    for char in text:
+        say(matcher, PLAIN, char)
+        assert END_ID in allowed(matcher, PLAIN)
+    say(matcher, PLAIN, "\n<function=")
+    assert END_ID not in allowed(matcher, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +365,7 @@ def test_answers_that_begin_free_need_one_compilation_however_many_they_are(plan
     assert (matchers is not None and len(matchers) == number) == begins_free
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if BY_NAME[name].unmarked])
+@pytest.mark.parametrize("name", [name for name in BY_NAME if any(not way.parameter for way in BY_NAME[name].unmarked)])
 def test_a_beginning_that_is_no_call_leaves_the_grammar_compiled(name):
     grammars = Grammars(PLAIN, vocab_size=PLAIN.vocab_size)
     grammar, plan = auto(name)

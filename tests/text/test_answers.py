@@ -94,7 +94,7 @@ def test_a_call_that_is_cut_is_content_and_those_before_it_are_calls(name, nth):
         answer = gather(read(form, [text[:cut]]))
         if cut < end:
             assert answer.calls == []
-            assert answer.content == text[:cut]
+            assert answer.content.lstrip("\n") == text[:cut].lstrip("\n")
         else:
             assert answer == Answer(calls=as_calls([("get", '{"a": [1, 2]}')]))
 
@@ -108,6 +108,8 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         '{"note": "Use <tool_call> tags"}',
         "Use\n<tool_call>",
         "Write <function=name> and </function> around it.",
+        "<function=other>\n<parameter=a>\n1\n</parameter>\n</function>",
+        "Write <function=get>\n<parameter=a>\n1\n</parameter>\n</function>",
         "Use [TOOL_CALLS] \n of \n\n[TOOL_CALLS] the wild",
         '{"name": 3}',
         '{"name"',

@@ -578,9 +578,9 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
     for way in (way for way in (tools.ways if tool_names else tools.ways[:1]) if way.has_no_mark):
         num = match_literal(text, way.trigger)
         if num is not None and num >= 0:
-            name, quote, _ = text[num:].partition('"')
-            if quote and (name in tool_names or not tool_names):
+            name, end, _ = text[num:].partition(way.parts[1][0])
+            if end and (name in tool_names or not tool_names):
                 return way, True
-            may_come |= not quote and any(one.startswith(name) for one in tool_names or (name,))
+            may_come |= not end and any(one.startswith(name) for one in tool_names or (name,))
         may_come |= num is None
     return None, may_come and is_short

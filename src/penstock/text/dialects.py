@@ -38,7 +38,7 @@ class Way:
     end: str = ""
     """Text after the last call."""
     has_no_mark: bool = False
-    """JSON data may look like this call. It counts only at the start of an answer, and with the name of a given tool."""
+    """Other text may look like this call. It counts only at the start of an answer, and with the name of a given tool."""
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
@@ -85,6 +85,14 @@ _QWEN_CODER = Way(
     parameter=Tags("<parameter=KEY>\nVALUE\n</parameter>\n"),
     between="\n",
 )
+_QWEN_CODER_BARE = replace(
+    _QWEN_CODER,
+    trigger="<function=",
+    call="<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+    between="\n<tool_call>\n",
+    has_no_mark=True,
+)
+"""A call without its first tag, which the models forget. Inside an answer it must begin a line: prose may mention the tag."""
 _LLAMA = Way(trigger='{"name": "', call='{"name": "NAME", "parameters": ARGUMENTS}', between="; ", has_no_mark=True)
 _LLAMA_TYPED = replace(
     _LLAMA,
@@ -129,12 +137,8 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         marks=("<tool_call>", "<function=", "<parameter="),
         ways=(
             _QWEN_CODER,
-            replace(  # the models forget the first tag
-                _QWEN_CODER,
-                trigger="<function=",
-                call="<function=NAME>\nARGUMENTS</function>\n</tool_call>",
-                between="\n<tool_call>\n",
-            ),
+            _QWEN_CODER_BARE,
+            replace(_QWEN_CODER_BARE, trigger="\n<function=", begin="\n", has_no_mark=False),
         ),
     ),
     ToolFormat(  # GLM 4.5 to 4.7

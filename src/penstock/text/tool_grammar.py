@@ -346,4 +346,4 @@ def _leave_out_lengths(schema: Any) -> None:
 
 
 def escaped(text: str) -> str:
-    return re.sub(r"([.+*?()|\[\]{}^$/\\#&~-])", r"\\\1", text)
+    return re.sub(r"([.+*?()|\[\]{}^$/\\#&~-])", r"\\\1", text).replace("\n", "\\n")
