@@ -122,7 +122,7 @@ class SchemaCount:
         self.num_spelled = 0
         """The same with the spellings that `json_of` adds. They have the same limit, and beyond it are left out."""
         self.num_copied_chars = 0
-        """Characters of the definitions that were copied to several schemas."""
+        """Characters of what was copied to the schemas of tagged parameters."""
 
     def add(self, num_schemas: int) -> None:
         """Count more schemas. Raises `Rejected` beyond `MAX_SCHEMAS`."""
@@ -188,12 +188,6 @@ def lengths_in(value: Any) -> list[int]:
             numbers = [_number(node.get(name)) or 0 for name in _COUNTS[:2]]
             bounds.add(tuple(int(number) for number in numbers if 0 < number < 2**32))
     return [max(pair) for pair in bounds if pair]
-
-
-def definitions_in(schema: Any) -> list[tuple[str, str]]:
-    """Return the definitions that the $refs in a schema name: ("$defs", "x") for `#/$defs/x`."""
-    refs = [node["$ref"] for node, _ in _walk(schema) if isinstance(node, dict) and isinstance(node.get("$ref"), str)]
-    return [(names[0], names[1]) for ref in refs if len(names := _names(ref) or []) > 1 and names[0] in _OF_NAMES[2:]]
 
 
 def place_in(source: str, message: str) -> str:
@@ -268,7 +262,7 @@ def _nodes(schema: dict[str, Any], root_id: str, with_spellings: bool) -> Iterat
                 _refuse(
                     f"{what}, not to {str(ref)[:_MAX_SHOWN_CHARS]!r}. Put the schema under $defs: nothing is fetched.", place
                 )
-            node["$ref"] = _fragment(names or [])
+            node["$ref"] = fragment(names or [])
             waiting.append((target, _place_of(names or [])))
         waiting += [(inside, _place_of(path, place)) for path, inside in subschemas(node)]
         if with_spellings:
@@ -507,7 +501,8 @@ def _names(ref: str) -> list[str] | None:
     return [name.replace("~1", "/").replace("~0", "~") for name in pointer[1:].split("/")]
 
 
-def _fragment(names: Sequence[str]) -> str:
+def fragment(names: Sequence[str]) -> str:
+    """Return the $ref to a place in a schema: `#/$defs/x` for ("$defs", "x")."""
     return "#" + "".join("/" + quote(name.replace("~", "~0").replace("/", "~1"), safe="$") for name in names)
 
 

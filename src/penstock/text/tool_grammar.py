@@ -27,7 +27,7 @@ _KEY = r"[^\s<>\"=]{1,64}"
 _NAME = r"[^\x00-\x1f<>]+"
 """Names of properties that a tag can have."""
 _MAX_COPIED_CHARS = 1 << 18
-"""Most characters of the definitions that are copied to tagged parameters. Each parameter is a grammar of its own."""
+"""Most characters that are copied to tagged parameters for their $refs. Each parameter is a grammar of its own."""
 _DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
 
 
@@ -274,7 +274,7 @@ class _Parameters:
 
     def _json(self, schema: Any, types: frozenset[str]) -> str:
         try:
-            written = json_schema.json_of(json.loads(json.dumps(self._definitions(schema) | schema)), self._count)
+            written = json_schema.json_of(self._alone(schema), self._count)
             if self._check is not None:
                 self._check(written)
         except Rejected as rejected:
@@ -282,21 +282,42 @@ class _Parameters:
             return json_schema.json_of({"type": sorted(types)} if types else {}, self._count)
         return written
 
-    def _definitions(self, schema: Any) -> dict[str, Any]:
-        """Return the definitions that a parameter's schema needs. Raises `Rejected` if all parameters need too many."""
-        needed: dict[str, dict[str, Any]] = {}
-        waiting = json_schema.definitions_in(schema)
+    def _alone(self, schema: Any) -> dict[str, Any]:
+        """Return a copy of a parameter's schema, with the parts of the tool's schema that its $refs name under $defs.
+
+        Raises `Rejected` if the parameters of all tools need too many copies.
+        """
+        alone: dict[str, Any] = json.loads(json.dumps(schema))
+        needed: dict[str, Any] = {}
+        waiting: list[Any] = [alone]
         while waiting:
-            kind, name = waiting.pop()
-            definitions = self._schema.get(kind)
-            if name in needed.get(kind, {}) or not isinstance(definitions, dict) or name not in definitions:
+            node = waiting.pop()
+            if not isinstance(node, dict):
                 continue
-            needed.setdefault(kind, {})[name] = definitions[name]
-            self._count.num_copied_chars += len(json.dumps(definitions[name]))
-            if self._count.num_copied_chars > _MAX_COPIED_CHARS:
-                raise wrong(f"its parameters need more than {_MAX_COPIED_CHARS} characters of definitions. Share fewer.")
-            waiting += json_schema.definitions_in(definitions[name])
-        return needed
+            node.pop("$defs", None)
+            node.pop("definitions", None)
+            ref = node.get("$ref")
+            if isinstance(ref, str) and (part := self._target(schema, ref)) is not None:
+                name = ref.removeprefix("#/$defs/")
+                node["$ref"] = json_schema.fragment(["$defs", name])
+                if name not in needed:
+                    needed[name] = json.loads(self._counted(part))
+                    waiting.append(needed[name])
+            waiting += [inside for _, inside in json_schema.subschemas(node)]
+        return alone | {"$defs": needed} if needed else alone
+
+    def _target(self, schema: Any, ref: str) -> Any:
+        """Return what a parameter's $ref names in the tool's schema, else in its own: some clients nest whole schemas."""
+        part = json_schema.referred(self._schema, ref)
+        return json_schema.referred(schema, ref) if part is None else part
+
+    def _counted(self, part: Any) -> str:
+        if self._count.num_copied_chars > _MAX_COPIED_CHARS:
+            what = f"the targets of $ref, counted for each parameter, have more than {_MAX_COPIED_CHARS} characters"
+            raise wrong(f"{what}. Make them smaller, or refer to them from fewer parameters.")
+        text = json.dumps(part)
+        self._count.num_copied_chars += len(text)
+        return text
 
 
 def _is_text(schema: Any, others: Sequence[str]) -> bool:
