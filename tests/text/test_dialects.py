@@ -162,7 +162,11 @@ def test_a_template_shows_its_formats(model):
         ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", "thinking"),
         ("{% if message.prefix and thinking %}<think>{% endif %}", "thinking"),
         (GPT_OSS, None),
+        ("{% set thinking = thinking | default(false) %}{% if (thinking) %}<think>{% endif %}", "thinking"),
         ("{% if 'thinking' in message and not message.thinking %}thinking{% endif %}", None),
+        ("{% set thinking = message.reasoning %}{% if thinking %}<think>{{ thinking }}{% endif %}", None),
+        ("{% for thinking in message.thoughts if thinking %}{{ thinking }}{% endfor %}", None),
+        ("{{ 'Don\\'t say if thinking helps.' }}", None),
         (PLAIN, None),
     ],
 )

@@ -327,10 +327,10 @@ PLAIN = Dialect()
 _TOOLS_VARIABLE = re.compile(r"\b(?:xml_)?tools\b")
 _BEGIN = re.compile(r"\{[%{]")
 _TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")
-_THINKING_VARIABLES = (
-    ("enable_thinking", re.compile("enable_thinking")),
-    ("thinking", re.compile(r"\b(?:if|elif|and|or|not)\s+thinking\b(?!\s*[.(\[])")),  # DeepSeek V3.1; not message.thinking
-)
+_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_THINKING = re.compile(r"\b(?:if|elif|and|or|not)\b[\s(]*thinking\b(?!\s*[.(\[])")
+_OWN_THINKING = re.compile(r"\b(?:for|set)\s+thinking\b(?!\s*=\s*(?:[Tt]rue|[Ff]alse|thinking)\b)")
+"""A variable that the template itself sets, to more than a default."""
 _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"\]]*\s*(?:\+|-?[%}]\})""")
 
 
@@ -362,8 +362,15 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
         takes_system=not lacks_system,
         takes_text_arguments=_TEXT_ARGUMENTS.search(in_expressions) is not None,
         takes_effort="reasoning_effort" in in_expressions,
-        thinking_variable=next((name for name, used in _THINKING_VARIABLES if used.search(in_expressions)), None),
+        thinking_variable=_thinking_variable(in_expressions),
     )
+
+
+def _thinking_variable(in_expressions: str) -> str | None:
+    if "enable_thinking" in in_expressions:
+        return "enable_thinking"
+    code = _STRING.sub("", in_expressions)
+    return "thinking" if _THINKING.search(code) and not _OWN_THINKING.search(code) else None
 
 
 def _expressions(source: str) -> str:
