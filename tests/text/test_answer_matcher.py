@@ -161,6 +161,15 @@ def test_nothing_begins_an_answer_after_long_white_space(name, begin):
         assert (matcher.mask() is None) == is_free
 
 
+@pytest.mark.parametrize(("num_more", "is_free"), [(254, False), (255, True)])
+def test_white_space_in_the_token_that_ends_the_reasoning_counts(num_more, is_free):
+    matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=REASONING["think"], is_reasoning=True))
+    say(matcher, PLAIN, "Hm</thin")
+    matcher.accept((across(PLAIN, "k>\n\n"),))
+    say(matcher, PLAIN, "\n" * num_more + '<|python_tag|>{"name":')
+    assert (matcher.mask() is None) == is_free
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 def test_an_answer_of_white_space_takes_little_time(name):
     matcher = matcher_of(PLAIN, *auto(name, reasoning=REASONING["think"]))

@@ -169,6 +169,7 @@ class AnswerMatcher:
             self._state = _State.WAITING
             tools = self._plan.trigger_of
             self._watch = _Watch(tuple(way.trigger for way in tools.marked), is_at_start=tools.only_at_start)
+            self._watch.text = b"" if read_ids else text
             for token_id in read_ids:
                 self._accept(token_id)
             if tools.unmarked and self._inner is None:  # no mark came, but a call without one may begin here
