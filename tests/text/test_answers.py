@@ -17,7 +17,7 @@ from penstock.text.answers import (
 )
 from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.parameters import held_back, match_literal
-from support.work_time import thread_s
+from support.work_time import growth
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
 REASONING = {one.name: one for one in REASONING_FORMATS}
@@ -176,14 +176,13 @@ def test_little_of_long_white_space_is_left_out_before_a_mark(name):
     ("before", "is_reasoning"), [("", False), ("x", False), ("x", True)], ids=["beginning", "content", "reasoning"]
 )
 def test_an_answer_of_white_space_takes_little_time(name, before, is_reasoning):
-    reader = form_of(name, reasoning=REASONING["think"], is_reasoning=is_reasoning).reader(str)
-    reader.push(before)
-
-    def read():
-        for _ in range(8_000):
+    def read_blank(num_pieces):
+        reader = form_of(name, reasoning=REASONING["think"], is_reasoning=is_reasoning).reader(str)
+        reader.push(before)
+        for _ in range(num_pieces):
             reader.push("\n" * 64)
 
-    assert thread_s(read) < 0.4
+    assert growth(read_blank, 3_000) < 8
 
 
 def test_a_call_without_a_mark_is_one_at_the_beginning_alone_and_of_a_tool_that_was_given():
