@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_UNMARKED_CHARS = 256
 """A call without a mark such as `<tool_call>` must name its tool within this many characters."""
 MAX_BLANK_CHARS = 256
-"""Longer white space is part of the answer, even before a mark, and no reasoning or unmarked call can begin an answer after it.
+"""Most white space that is left out before a mark. More is content, after which nothing counts that must begin an answer.
 
 Without a limit, reading an answer of white space alone would take quadratic time.
 """
@@ -144,7 +144,7 @@ class MarkReader:
         self._held = ""
         self._parts: list[Part] = []
         self._has_content = False
-        """Whether content other than white space was returned."""
+        """Whether content was returned. White space counts from `MAX_BLANK_CHARS` on."""
         self._call: _CallReader | None = None
         self._blank = ""
         """White space before `_call`, which is content unless a call begins."""
