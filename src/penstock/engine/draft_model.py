@@ -81,7 +81,7 @@ class DraftModel:
         return request.num_tokens - (0 if row is None else self._settle(row, request))
 
     def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
-        self._num_in_use = len(chunks)
+        began_ns, self._num_in_use = self._clock.now_ns(), len(chunks)
         for request, _ in chunks:
             self._rows.setdefault(request.request_id, _Row())
             self._rows.move_to_end(request.request_id)
@@ -103,9 +103,10 @@ class DraftModel:
             admits.append(AdmitRow(request.request_id, token_ids[first:], num_prompt, block_ids, begin - first, _SAMPLING))
             plans.append(RowPlan(request.request_id, begin - first, end - begin, (), samples=int(end == request.num_tokens)))
             features += self._features(request, begin, end)
-        return self._step(admits, plans, features)
+        return self._step(began_ns, admits, plans, features)
 
     def go_on(self, requests: Sequence[Request]) -> Drafted:
+        began_ns = self._clock.now_ns()
         plans: list[RowPlan] = []
         features: list[NDArray[np.float32]] = []
         for request in requests:
@@ -116,7 +117,7 @@ class DraftModel:
                 plans.append(RowPlan(request.request_id, num_read, 1, tuple(row.block_ids[num_blocks:]), 1))
                 if row.hidden is not None:
                     features.append(row.hidden)
-        return self._step([], plans, features)
+        return self._step(began_ns, [], plans, features)
 
     def ended(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
@@ -168,9 +169,10 @@ class DraftModel:
         row.block_ids += [self._free.pop() for _ in range(num_missing)]
         return True
 
-    def _step(self, admits: Sequence[AdmitRow], rows: Sequence[RowPlan], features: Sequence[NDArray[np.float32]]) -> Drafted:
+    def _step(
+        self, began_ns: int, admits: Sequence[AdmitRow], rows: Sequence[RowPlan], features: Sequence[NDArray[np.float32]]
+    ) -> Drafted:
         """Compute a step. The executor first releases rows that were dropped or are admitted again."""
-        began_ns = self._clock.now_ns()
         if not rows or not self._is_on:
             return Drafted({}, 0)
         admitted = {row.request_id for row in admits}

@@ -76,6 +76,10 @@ class _Record:
     def ratio(self) -> float:
         return self.num_right / self.num_expected
 
+    def learn(self, num_right: int, num_expected: float) -> None:
+        self.num_right += num_right
+        self.num_expected += num_expected
+
 
 class Drafting:
     """Requests drafts from a small model while they pay off. Learns their cost, and how often they are accepted."""
@@ -85,6 +89,8 @@ class Drafting:
         self._cost = StepCost()
         """Costs of the small model's steps. A row's last token counts as a decode, the tokens before it as prefill."""
         self._records: dict[str, _Record] = {}
+        self._recent = _Record()
+        """All requests' recent drafts: a request begins with their ratio."""
         self._made: dict[str, list[float]] = {}
         """Probabilities of the last drafts, by request."""
         self._seen = deque(FIRST_PROBABILITIES, NUM_REMEMBERED)
@@ -202,7 +208,7 @@ class Drafting:
     def _record(self, request_id: str) -> _Record:
         record = self._records.get(request_id)
         if record is None:
-            record = self._records[request_id] = _Record()
+            record = self._records[request_id] = _Record(self._recent.ratio)
         return record
 
     def _sort(self) -> None:
@@ -215,9 +221,11 @@ class Drafting:
 
     def learn(self, request_id: str, num_guesses: int, num_accepted: int) -> None:
         """Note how many of a request's last drafts were accepted."""
-        record = self._record(request_id)
-        record.num_right += num_accepted
-        record.num_expected += sum(self._made[request_id][: min(num_guesses, num_accepted + 1)])
+        num_expected, recent = sum(self._made[request_id][: min(num_guesses, num_accepted + 1)]), self._recent
+        self._record(request_id).learn(num_accepted, num_expected)
+        recent.learn(num_accepted, num_expected)
+        if recent.num_expected > NUM_REMEMBERED:
+            recent.num_right, recent.num_expected = 0.5 * recent.num_right, 0.5 * recent.num_expected
 
     def ended(self, request_id: str) -> None:
         self._drafter.ended(request_id)
