@@ -15,7 +15,8 @@ their ratio and its range over the rounds, CPU time per token without over that 
 token, and the share accepted. `differ` counts answers unlike those of the first run without speculation. The last line is
 one JSON object.
 
-With `--draft` a third server also drafts with that small model. A second table compares it with the server without a draft.
+With `--draft` a third server also drafts with that small model or draft head. A second table compares it with the server
+without a draft.
 """
 
 from __future__ import annotations

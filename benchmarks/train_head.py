@@ -1,7 +1,7 @@
 """Train a draft head (EAGLE-3) for a small model, from the model's own answers. It needs torch: pip install torch
 
-    python benchmarks/train_head.py smollm2 --model smollm2:135m --minutes 30
-    python benchmarks/speculation.py --draft smollm2
+    python benchmarks/train_head.py ./smollm2-head --model smollm2:135m --minutes 30
+    python benchmarks/speculation.py --draft ./smollm2-head
 
 The model answers questions of ShareGPT greedily, and steps that keep the residual streams before three of its layers read the
 chats again. The head learns to guess tokens from these streams, and a token further from its own. The last fifth of the chats

@@ -655,8 +655,14 @@ def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None
         (lambda reader: reader.embed("a", prompt_name=5), "no prompt '5'"),
         (lambda reader: reader.embed(["a", [1, "b"]]), r"'texts\[1\]' is neither a text nor token ids"),
         (lambda reader: reader.embed("a", dimensions=3.5), r"'dimensions' is 3\.5; this model's vectors can be cut to 1 to"),
-        (lambda reader: reader.embed("a", truncate_prompt_tokens=-5), "'truncate_prompt_tokens' must be at least 1, or -1"),
-        (lambda reader: reader.embed("a", truncate_prompt_tokens=1.5), "'truncate_prompt_tokens' must be at least 1, or -1"),
+        (
+            lambda reader: reader.embed("a", truncate_prompt_tokens=-5),
+            "'truncate_prompt_tokens' must be a whole number",
+        ),
+        (
+            lambda reader: reader.embed("a", truncate_prompt_tokens=1.5),
+            "'truncate_prompt_tokens' must be a whole number",
+        ),
         (lambda reader: reader.score("a", 5), "'text_2' is of type int"),
         (lambda reader: reader.score("a", ["b", 5]), r"'text_2\[1\]' is of type int"),
         (lambda reader: reader.score([1, 2], "a"), r"'text_1\[0\]' is of type list"),

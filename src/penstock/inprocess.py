@@ -526,9 +526,10 @@ def check_texts(name: str, texts: Sequence[Prompt], kind: type = Sequence) -> No
 
     Call this before adding the model's own prompt to the texts.
     """
+    remedy = "Give a str." if kind is str else "Give a str, or a list of token ids."
     for index, text in enumerate(texts):
         if not isinstance(text, kind):
-            raise ConfigError(f"'{name}[{index}]' is of type {type(text).__name__}.", remedy="Give a str.")
+            raise ConfigError(f"'{name}[{index}]' is of type {type(text).__name__}.", remedy=remedy)
         if text == "":
             raise Rejected(RejectReason.INVALID, f"'{name}[{index}]' is empty.", param=f"{name}[{index}]")
 

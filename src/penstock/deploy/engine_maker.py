@@ -114,7 +114,9 @@ class EngineMaker:
             try:
                 return self._next(on_failed)
             finally:
-                if self._is_released:  # `release` did not see the new draft and store
+                if self._is_released:  # `release` did not see the new draft, store and engine
+                    self._engine = None
+                    self._resources.loads.pop(self.blueprint.name, None)
                     self._close_parts()
 
     def _next(self, on_failed: Callable[[], None]) -> Engine:

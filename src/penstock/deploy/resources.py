@@ -162,7 +162,7 @@ class MemoryBudget:
             share = share or self._shares.get(name)
             if share is not None:
                 self._stuck.append(_Stuck(name, share, is_held))
-                _log.error("a step or load of %s has not come back. Until then it holds %s", name, share)
+                _log.error("a step or load of %s has not come back; until it does, it holds %s", name, share)
 
     def explained(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
         """Return the error with the memory that other models and stuck steps hold, and the limit if that is what binds."""

@@ -29,7 +29,7 @@ from penstock.types.sampling import SamplingParams
 TIMEOUT_S = 10.0
 """A step of the small model that takes longer counts as hung."""
 MOST_UNREAD = 256
-"""Features of a request that a head has yet to read. Older ones are dropped, so it reads only the end of a long prompt."""
+"""Most tokens of a request whose features wait for the head. Older ones are dropped: it reads only the end of a long prompt."""
 _SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
 
 _logger = logging.getLogger(__name__)
@@ -249,12 +249,15 @@ class HeadDrafter(DraftModel):
             return
         found = np.frombuffer(features, np.float32).reshape(-1, self._num_features)
         for request_id, position, at, num in seen:
-            unread = self._unread.get(request_id)
-            if unread is None or position > unread.end:
-                unread = self._unread[request_id] = _Unread(position)
+            unread, newest = self._unread.pop(request_id, None), position + num - MOST_UNREAD
+            if unread is None or max(position, newest) > unread.end:
+                unread = _Unread(max(position, newest))
             new = found[at + unread.end - position : at + num]
             unread.features += [one.copy() for one in new]  # a view would keep the whole step
             unread.forget(unread.end - MOST_UNREAD)
+            self._unread[request_id] = unread
+        while len(self._unread) > self._capacity.max_rows:  # others were preempted
+            del self._unread[next(iter(self._unread))]
 
     def num_behind(self, request: Request) -> int:
         unread = self._unread.get(request.request_id)

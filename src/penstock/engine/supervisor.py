@@ -92,7 +92,8 @@ class Supervisor:
     def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
         """Close as `Engine.close` does. Requests in a step that never ends are ended too. Idempotent.
 
-        If an engine is being made, wait up to `ABORT_GRACE_S` until it is made and closed again.
+        If an engine is being made, wait up to `ABORT_GRACE_S` until it is made and closed again. Do not wait while a step of
+        the old one hangs.
         """
         self.drain()
         ended_cleanly = self._engine.close(timeout_s, detail)

@@ -49,11 +49,15 @@ _LAYER = with_biases(
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftHead:
     model: LoadedModel
-    """The head's weights, and the embeddings of the model that it guesses for."""
-    program: Program
+    """The head's weights and program, and the embeddings of the model that it guesses for."""
     layers: tuple[int, ...]
     """The model's layers before which its residual stream is read."""
     fc: WeightTensor
+
+    @property
+    def program(self) -> Program:
+        assert self.model.program is not None, "`load_head` sets it"
+        return self.model.program
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +79,8 @@ class DraftHead:
         """Return the model's program with operations that compute and keep the features."""
         program = with_sources(program, self.layers)
         if program.width(SOURCES) != self.fc.num_cols:
-            raise _not_for(self.model.path, f"it makes features of {self.fc.num_cols} columns")
+            streams = f"the three residual streams of this one have {program.width(SOURCES)}"
+            raise _not_for(self.model.path, f"it makes features of {self.fc.num_cols} columns, and {streams}")
         ops = list(program.ops)
         last = max(at for at, op in enumerate(ops) if isinstance(op, prog.Place) and op.out == SOURCES)
         ops.insert(last + 1, prog.Linear(FEATURES, SOURCES, HEAD_FC))
@@ -132,7 +137,7 @@ def load_head(path: Path, model: LoadedModel) -> DraftHead:
     target_size = config.get("target_hidden_size", int) or model.spec.hidden_size
     checks.check_weights(_with_fc(program, target_size, spec.hidden_size), shapes | _given_shapes(program, shapes), path)
     weights = {name: _weight(name, tensor, path) for name, tensor in stored.items()}
-    # A guess reads most of them, and rounding costs at most a guess.
+    # A guess reads nearly all weights, so it takes less time if they are small. Rounding can only make it wrong.
     weights |= {name: in_8_bits(one) for name, one in weights.items() if one.num_rows > 1 and name != "embed"}
     fc, embed = weights.pop(HEAD_FC), weights.get("embed", model.weights["embed"])
     if (embed.num_rows, embed.num_cols) != (model.spec.vocab_size, spec.hidden_size):
@@ -144,7 +149,6 @@ def load_head(path: Path, model: LoadedModel) -> DraftHead:
     weights |= {"embed": embed} | ({} if tokens is None else {"tokens": tokens})
     return DraftHead(
         LoadedModel(path.resolve().name, spec, weights, model.tokenizer_source, None, (), path, program=program),
-        program,
         _layers(config, model.spec),
         fc,
     )
@@ -172,8 +176,8 @@ def _own(config: JsonFile) -> JsonFile:
 def _layers(config: JsonFile, spec: ModelSpec) -> tuple[int, ...]:
     """Return the layers before which features are read.
 
-    At the top of config.json, i means the input of layer i. In `eagle_config` it may also mean the output: then the first is 1.
-    Source: SGLang, which serves both kinds of files.
+    At the top of config.json, i means the input of layer i. In `eagle_config` it may also mean the output; then the first is 1
+    in the files of their authors. Source: pull request 25454 of SGLang.
     """
     num, key = spec.num_layers, "eagle_aux_hidden_state_layer_ids"
     found, nested = config.get(key, list), _own(config).get(key, list)
@@ -182,7 +186,7 @@ def _layers(config: JsonFile, spec: ModelSpec) -> tuple[int, ...]:
     layers = tuple(found or (2, num // 2, num - 3))
     is_valid = all(type(one) is int and 0 <= one < num for one in layers) and sorted(set(layers)) == list(layers)
     if not is_valid or len(layers) != _NUM_SOURCES:
-        raise config.error(f"{key} makes features of the layers {layers}; a model of {num} layers has no such three")
+        raise config.error(f"features are of the layers {layers} ({key}), and a model of {num} layers has no such three")
     return layers
 
 

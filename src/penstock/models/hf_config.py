@@ -100,7 +100,7 @@ _HEAD_CLASSES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Spec
 
 
 def is_draft_head(path: Path) -> bool:
-    """Return whether a directory holds a draft head (EAGLE), not a model. Raises ModelError for a damaged config.json."""
+    """Return whether a directory holds a draft head (EAGLE-3, or any of speculators), not a model. Raises ModelError."""
     values = read_json(path / "config.json", is_optional=True).values
     classes = values.get("architectures")
     is_named = isinstance(classes, list) and any(one in _HEAD_CLASSES for one in classes if isinstance(one, str))

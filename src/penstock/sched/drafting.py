@@ -40,7 +40,7 @@ class Drafted:
 
 
 Seen: TypeAlias = tuple[str, int, int, int]
-"""Request id, position of its first token in a step, index of that token in the step, number of its tokens that hold."""
+"""Request id, position of its first token in a step, that token's index in the step, number of tokens without wrong guesses."""
 
 
 class Drafter(Protocol):

@@ -169,7 +169,7 @@ class AnswerMatcher:
             self._state = _State.WAITING
             tools = self._plan.trigger_of
             self._watch = _Watch(tuple(way.trigger for way in tools.marked), is_at_start=tools.only_at_start)
-            self._watch.text = b"" if read_ids else text
+            self._watch.text = b"" if read_ids else text  # else white space of the token that ended the reasoning
             for token_id in read_ids:
                 self._accept(token_id)
             if tools.unmarked and self._inner is None:  # no mark came, but a call without one may begin here
@@ -246,7 +246,7 @@ class _Watch:
         self.ids: list[int] = []
         """The last tokens, from the first one that may be part of a mark."""
         self.text = b""
-        """Text of `ids`."""
+        """Text of `ids`, after the beginning that `_begin_answer` put."""
         self.is_over = False
         """No mark can follow any more."""
 

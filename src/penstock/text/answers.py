@@ -144,7 +144,7 @@ class MarkReader:
         self._held = ""
         self._parts: list[Part] = []
         self._has_content = False
-        """Whether content was returned. White space counts from `MAX_BLANK_CHARS` on."""
+        """Whether content was returned. More than `MAX_BLANK_CHARS` of white space count."""
         self._call: _CallReader | None = None
         self._blank = ""
         """White space before `_call`, which is content unless a call begins."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 STRIDE = 4
 """Every `STRIDE`-th block of a prompt in flight is remembered, and each after the last of these: noting all took a third of a
-decision's time. Another prompt that departs between two of them is taken to depart at the first."""
+decision's time. A prompt that departs or ends between two of them is taken to depart after the first: up to 3 blocks early."""
 
 
 class Holdings:
@@ -16,7 +16,7 @@ class Holdings:
         self._held: dict[int, int] = {}
         """Name of a block -> bit set of the replicas that hold it."""
         self._coming: dict[int, int] = {}
-        """Name of a block that a request in flight computes -> the bit of the replica that was last sent one."""
+        """Name of a remembered block of a request in flight -> the bit of the replica that was last sent one."""
         self._expected: dict[str, tuple[int, Sequence[int]]] = {}
         """Id of a request in flight -> its replica, and its names in `_coming`."""
 
@@ -63,6 +63,7 @@ class Holdings:
         """
         depths = [0] * num_replicas
         if names:
+            # The first remembered block of a prompt in flight is not always the first.
             holders = self._holders(names[0]) | self._coming.get(names[min(STRIDE, len(names)) - 1], 0)
             self._search(names, 0, len(names) // STRIDE, holders, depths)
         return depths
@@ -75,8 +76,7 @@ class Holdings:
         return self._held.get(name, 0) | self._coming.get(name, 0)
 
     def _search(self, names: Sequence[int], low: int, high: int, holders: int, depths: list[int]) -> None:
-        """Set the depths of `holders`, each of which holds the first `low` times `STRIDE` blocks and at most `STRIDE` - 1 more
-        than `high` times as many."""
+        """Set the depths of `holders`. Each holds at least `low * STRIDE` blocks and fewer than `(high + 1) * STRIDE`."""
         while low < high and holders:
             middle = (low + high) // 2
             found = holders & self._holders(names[middle * STRIDE + STRIDE - 1])

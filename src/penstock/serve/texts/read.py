@@ -239,7 +239,7 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
         return None
     if not isinstance(kept_tokens, Integral) or kept_tokens == 0 or kept_tokens < -1:
         param = "truncate_prompt_tokens"
-        raise invalid(f"'{param}' must be at least 1, or -1 for as many as the model takes.", param)
+        raise invalid(f"'{param}' must be a whole number from 1, or -1 for as many as the model takes.", param)
     return Truncation(limit if kept_tokens < 0 else min(kept_tokens, limit), side or "right")
 
 
