@@ -116,7 +116,7 @@ def test_the_memory_and_the_threads_of_a_hung_step_are_not_free_when_its_model_l
         assert not running.close()
     assert (resources.memory.left_bytes(), resources.memory.stuck_bytes()) == (left_bytes, share.num_bytes)
     assert resources.memory.share("one") is None
-    assert "a step or load of one has not come back. Until then it holds" in caplog.text
+    assert "a step or load of one has not come back; until it does, it holds" in caplog.text
     assert resources.team("two", 2)[0] is not team, "others do not wait for the threads that it holds"
     with pytest.raises(NotEnoughMemory, match=r"a step or load of one that has not come back holds"):
         raise resources.memory.explained("two", NotEnoughFreeMemory("It does not fit.", instead="Take another"))

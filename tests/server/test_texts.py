@@ -175,7 +175,7 @@ def test_two_thousand_texts_come_back_in_order(post):
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),
         ({"input": "a", "prompt_name": "passage"}, "prompt_name", "'query', 'document'"),
         ({"input": [5, 6], "prompt_name": "query"}, "prompt_name", "needs texts"),
-        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "a whole number from 1"),
         ({"input": "a", "truncation_side": "left"}, "truncation_side", "no text is cut"),
         ({"input": "a", "truncate_prompt_tokens": 2}, None, "At most 2"),
         ({"input": "a", "colour": 1}, "colour", "Unknown parameter"),
