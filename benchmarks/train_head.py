@@ -5,7 +5,7 @@
 
 The model answers questions of ShareGPT greedily, and steps that keep the residual streams before three of its layers read the
 chats again. The head learns to guess tokens from these streams, and a token further from its own. The last fifth of the chats
-is held out: the last line has the share of right guesses there, of all tokens and of those that the head can guess.
+is held out. The last line has the share of their tokens that were guessed right: of all, and of those that can be guessed.
 
 Source: the loss over several steps is that of EAGLE-3, arXiv 2503.01840.
 """
@@ -165,7 +165,7 @@ class Chats:
 
 
 def losses(head: Head, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, list[float], list[float]]:
-    """Return the loss, and for each step the share of right guesses among all tokens and among those that can be guessed."""
+    """Return the loss and, for each step, the share of right guesses: of all tokens, and of those that can be guessed."""
     tokens, sources, right = batch
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(tokens, sources)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -29,10 +28,10 @@ from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError, NotEnoughMemory
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason
+from support.drafts import answers
 from support.executors import executor_class
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
-from support.reading import chunks_of
 from support.tiny_models import TinyLlama, write_gguf
 
 LARGE = TinyLlama(num_layers=3)
@@ -65,21 +64,6 @@ def test_a_missing_small_model_fails_the_start_though_its_model_is_loaded_later(
     wanted = replace(config("nosuch.gguf"), model=ModelConfig(model=str(large)), sharing=SharingConfig(load_on=Load.REQUEST))
     with pytest.raises(ModelError, match=r"nosuch\.gguf: there is no such file"):
         start_deployment([wanted])
-
-
-def answers(running: Any) -> list[Any]:
-    requests = [
-        make_request(f"r{idx}", [1 + idx, 60, 70], max_tokens=60, temperature=0.7 * (idx % 2), seed=idx) for idx in range(6)
-    ]
-
-    async def answer(request: Any) -> Any:
-        chunks = [chunk async for chunk in chunks_of(running.bridge, request)]
-        return chunks[-1].finish_reason, [token_id for chunk in chunks for token_id in chunk.token_ids]
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*map(answer, requests))
-
-    return asyncio.run(all_of_them())
 
 
 @pytest.mark.parametrize("backend", [Backend.NATIVE, Backend.REFERENCE])

@@ -32,6 +32,7 @@ from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.request import FinishReason
 from penstock.types.sampling import SamplingParams
+from support.drafts import answers
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
 from support.reading import chunks_of
@@ -61,21 +62,6 @@ def config_of(folder: Path, backend: str, **scheduler: Any) -> Config:
 
 def start(folder: Path, backend: str, resources: Resources | None = None, **scheduler: Any) -> Any:
     return start_model(config_of(folder, backend, **scheduler), resolve(str(folder / "large"), folder), resources)
-
-
-def answers(running: Any) -> list[Any]:
-    requests = [
-        make_request(f"r{idx}", [1 + idx, 60, 70], max_tokens=60, temperature=0.7 * (idx % 2), seed=idx) for idx in range(6)
-    ]
-
-    async def answer(request: Any) -> Any:
-        chunks = [chunk async for chunk in chunks_of(running.bridge, request)]
-        return chunks[-1].finish_reason, [token_id for chunk in chunks for token_id in chunk.token_ids]
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*map(answer, requests))
-
-    return asyncio.run(all_of_them())
 
 
 @pytest.mark.parametrize("backend", [Backend.NATIVE, Backend.REFERENCE])

@@ -21,6 +21,7 @@ from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
+from support.drafts import guesses_from
 
 MODEL = HashModel(vocab_size=90)
 OTHER = HashModel(vocab_size=90, first_token_id=3)
@@ -51,13 +52,7 @@ def grow(request: Request, token_ids: Sequence[int]) -> None:
 def guessed(draft: DraftModel, requests: Sequence[Request], num: int) -> list[list[int]]:
     """Up to `num` guesses for each."""
     step = draft.read([(request, draft.num_behind(request)) for request in requests])
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for place in range(num):
-        for name, (token_id, _) in step.guesses.items():
-            found[name].append(token_id)
-        if place < num - 1:
-            step = draft.go_on([request for request in requests if request.request_id in step.guesses])
-    return list(found.values())
+    return guesses_from(draft, step, requests, num)
 
 
 class TestGuesses:

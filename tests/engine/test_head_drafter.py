@@ -19,6 +19,7 @@ from penstock.models.load import load_model
 from penstock.testing import make_request
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.request import Request
+from support.drafts import guesses_from
 from support.tiny_heads import F32, HeadInNumpy, write_head
 from support.tiny_models import TinyLlama, write_hf
 
@@ -50,17 +51,11 @@ def show(draft: HeadDrafter, request: Request, begin: int, end: int) -> None:
 
 def guessed(draft: HeadDrafter, requests: Sequence[Request], num: int, most: int = 1000) -> list[list[int]]:
     """Up to `num` guesses for each; `most`: tokens to read in one step."""
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         while draft.num_behind(request) > most:
             draft.read([(request, most)])
     step = draft.read([(request, draft.num_behind(request)) for request in requests])
-    for place in range(num):
-        for name, (token_id, _) in step.guesses.items():
-            found[name].append(token_id)
-        if place < num - 1:
-            step = draft.go_on([request for request in requests if request.request_id in step.guesses])
-    return list(found.values())
+    return guesses_from(draft, step, requests, num)
 
 
 def are_right(guesses: Sequence[int], request: Request, num: int, first: int = 0) -> bool:
@@ -105,7 +100,7 @@ def test_it_begins_after_a_prefix_whose_features_are_unknown(head: DraftHead) ->
 
 
 def test_tokens_that_were_computed_again_change_nothing(head: DraftHead) -> None:
-    """As after a preemption."""
+    """A preempted request computes its tokens a second time."""
     draft, request = drafter(head), make_request("r", range(40))
     show(draft, request, 0, 40)
     grow(draft, request, [7])

@@ -213,11 +213,11 @@ def plan_share(config: Config, source: ModelSource, resources: Resources, availa
 
 def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
     """Return what `resolve` does, with the small model of --speculation-model in the blueprint."""
-    from penstock.models.hf_config import is_draft_head
-
     blueprint, model = resolve(config, source, machine)
     if config.scheduler.speculation_model is None:
         return blueprint, model
+    from penstock.models.hf_config import is_draft_head
+
     small, share = _draft_config(config, blueprint), blueprint.share
     left_bytes, draft = machine.available_bytes - share.num_bytes, locate(small)
     if is_draft_head(draft.path):

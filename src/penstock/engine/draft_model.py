@@ -47,7 +47,7 @@ class _Row:
     guess: int = -1
     """The newest guess, which has no KV yet."""
     hidden: NDArray[np.float32] | None = None
-    """For a head: its features of the token before the guess."""
+    """The state from which a head made the guess. None for a model."""
 
 
 class DraftModel:

@@ -98,7 +98,7 @@ class StepPlan:
     num_repeated: int = 0
     """KV positions that several requests hold, counted for each but one. For cost models: reading them again is cheaper."""
     features: bytes | memoryview = b""
-    """With a program that is given features: float32 [num_tokens, width], in order of the rows."""
+    """The content for `Program.given`: float32 [num_tokens, width], in order of the rows."""
 
     @property
     def num_tokens(self) -> int:

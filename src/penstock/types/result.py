@@ -40,6 +40,6 @@ class StepResult:
     failures: Mapping[str, str] = field(default_factory=dict)
     """request_id -> why a sampling row has no token. That request ends; the others continue."""
     features: bytes | memoryview = b""
-    """With a program that keeps features: float32, a row for each token of the step, or for each row that samples."""
+    """Content of `Program.kept`: float32, a row for each token of the step, or for each row that samples."""
     states: Mapping[str, bytes] = field(default_factory=dict)
     """With `Capacity.is_one_pass`, instead of tokens: float32 [width], or [num_tokens, width] with one row per token."""

@@ -338,20 +338,23 @@ class ReferenceExecutor:
         if self._program.given:
             row.buffers[self._program.given] = self._features[start:end]
         if not self._state.matrices:
-            result = self._interpreter.run(row)
-            if self._program.kept:
-                self._kept.append(row.buffers[self._program.kept])
-            return result
+            return self._run(row)
         own = self._state_blocks[slot]
         source = self._sources.get(slot, own)
         row.state = self._read_state(source) if source else self._no_state()
         saves = [save for save in self._saves if save.request_id == batch.request_ids[i]]
         row.saves = {save.position: self._no_state() for save in saves}
-        result = self._interpreter.run(row)
+        result = self._run(row)
         if own:  # else it is padding
             self._write_state(own, row.state)
         for save in saves:
             self._write_state(save.block_ids, row.saves[save.position])
+        return result
+
+    def _run(self, row: RowRun) -> NDArray[np.float32]:
+        result = self._interpreter.run(row)
+        if self._program.kept:
+            self._kept.append(row.buffers[self._program.kept])
         return result
 
     def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> list[Sample]:
