@@ -48,11 +48,6 @@ def answer(url: str, model: str, prompt: str) -> tuple[int, str]:
     return got.status_code, got.json()["choices"][0]["text"] if got.status_code == 200 else got.json()["error"]["message"]
 
 
-def wait_for_all(cluster: Site) -> None:
-    """Wait until both replicas have joined. A cluster serves once the first one has."""
-    wait_until(lambda: len(httpx.get(f"{cluster.url}/load").json()["replicas"]) == 2)
-
-
 def answers(url: str, *names: str) -> list[tuple[int, str]]:
     return [answer(url, name, prompt) for prompt in PROMPTS for name in names]
 
@@ -127,7 +122,6 @@ def test_files_that_differ_at_a_replica_are_refused_there(config: Config, folder
 
 def test_files_that_were_replaced_are_read_again_once_a_replica_refuses_them(config: Config, folder: Path) -> None:
     with site(config_with(config, router="round-robin")) as cluster:
-        wait_for_all(cluster)
         before = answer(cluster.url, "red", "a")
         shutil.rmtree(folder / "red")
         write(folder / "red", seed=9)
@@ -138,7 +132,6 @@ def test_files_that_were_replaced_are_read_again_once_a_replica_refuses_them(con
 
 def test_an_adapter_that_no_replica_can_load_may_be_asked_for_again(config: Config, folder: Path) -> None:
     with site(config) as cluster:
-        wait_for_all(cluster)
         for replica in cluster.crews[0].replicas:
             adapters = replica.running.adapters
             adapters.with_content = lambda _, path, find=adapters.with_content: find(b"x" * 16, path)

@@ -19,6 +19,7 @@ from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
 from penstock.types.errors import PenstockError
 from support.server.completions import URL
+from support.server.harness import wait_until
 
 
 class ThreadCrew:
@@ -70,6 +71,12 @@ class Site:
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         ready.get(timeout=30)
+        wait_until(self._have_all_joined)
+
+    def _have_all_joined(self) -> bool:
+        """A cluster serves once the first replica of each model has joined."""
+        joined = [sum(one.is_ready for one in front.metrics.read_replicas()) for front in self.deployment.running]
+        return joined == [crew.first for crew in self.crews]
 
     def _make_crew(self, config: Config, **where: Any) -> ThreadCrew:
         return ThreadCrew(self.crews, self.error, config, **where)
