@@ -140,6 +140,25 @@ def test_a_seed_of_the_model_makes_a_program_repeatable(path: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+async def test_concurrent_calls_draw_seeds_in_the_order_of_their_arrival(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second_is_read, read = threading.Event(), inprocess.Asked.answers
+
+    def read_late(asked: inprocess.Asked, *given: Any) -> Any:
+        assert asked.prompts == ["of a"] or second_is_read.wait(20)
+        answers = read(asked, *given)
+        second_is_read.set()
+        return answers
+
+    async def ask(prompt: str) -> str:
+        return [output async for output in model.generate(prompt)][-1].outputs[0].text
+
+    async with AsyncLLM(path, seed=5, **SETTINGS) as model:
+        expected = [await ask("in the"), await ask("of a")]
+    monkeypatch.setattr(inprocess.Asked, "answers", read_late)
+    async with AsyncLLM(path, seed=5, **SETTINGS) as model:
+        assert await asyncio.gather(ask("in the"), ask("of a")) == expected
+
+
 def test_logprobs_are_of_each_token_and_the_likeliest(model: LLM) -> None:
     [answer] = only(model.generate("in the", SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))).outputs
     assert answer.logprobs is not None
@@ -311,7 +330,8 @@ async def test_what_an_answer_said_before_it_failed_is_told_first(path: Path) ->
         request_id = next(iter(stream._unfinished))
         failure = OutputChunk(request_id, "the end", (5,), (), at_ns=0, finish_reason=FinishReason.ERROR, detail="It broke.")
         stream._chunks = [failure]
-        assert (await anext(outputs)).outputs[0].new_text == "the end"
+        last = await anext(outputs)
+        assert (last.outputs[0].new_text, last.finished, last.outputs[0].finish_reason) == ("the end", False, None)
         with pytest.raises(PenstockError, match="It broke"):
             await anext(outputs)
 
@@ -435,7 +455,30 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
         time.sleep(0.001)
     model.close()
     asking.join(20)
-    assert [str(error) for error in told] == ["The model is closed. Make another LLM."]
+    assert [str(error) for error in told] == [
+        "The model is closed, or was loaded before this process was forked. Make another LLM."
+    ]
+
+
+FORKED = """
+import os, sys
+from penstock import LLM, PenstockError
+model = LLM(sys.argv[1], backend="reference", kv_cache_memory="2MiB")
+child = os.fork()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), model.generate("in the")[0].finished)
+else:
+    try:
+        model.generate("in the")
+    except PenstockError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_forked_process_is_told_that_it_has_no_model(path: Path) -> None:
+    told = subprocess.run([sys.executable, "-c", FORKED, path], capture_output=True, text=True, timeout=60, check=True)
+    assert "was loaded before this process was forked" in told.stdout
+    assert told.stdout.endswith("0 True\n"), "the child ended, and the parent's model goes on"
 
 
 def close_when_asked(model: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:

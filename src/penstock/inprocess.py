@@ -318,10 +318,11 @@ class Reading:
         touched = set()
         for chunk in await self._stream.next_chunks():
             answer, choice = self._of[chunk.request_id]
-            choice.add(chunk, answer.running)
-            touched.add(answer)
             if chunk.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
                 self._failure = ended_early(chunk, "answer")
+                chunk.finish_reason = None  # what it says is shown, but does not finish the answer
+            choice.add(chunk, answer.running)
+            touched.add(answer)
         return touched
 
 
@@ -349,8 +350,11 @@ class Asked:
     adapters: str | Sequence[str | None] | None = None
     """The name of an adapter for all, or one for each."""
 
-    def answers(self, running: RunningModel) -> list[Answer]:
-        """Return an `Answer` with engine requests for each prompt. Tokenising long prompts is slow. Raises PenstockError."""
+    def answers(self, running: RunningModel, seeds: Sequence[int]) -> list[Answer]:
+        """Return an `Answer` with engine requests for each prompt. Tokenising long prompts is slow. Raises PenstockError.
+
+        `seeds`: one for each prompt, for those whose parameters have none.
+        """
         from penstock.calls.call import TextPrompt
         from penstock.calls.prompts import check_encoded
 
@@ -371,7 +375,7 @@ class Asked:
                 check_encoded(token_ids, running, name)
             else:
                 token_ids = prompt
-            requests = _requests(running, token_ids, params, arrival_ns, name, adapter)
+            requests = _requests(running, token_ids, params, seeds[index], arrival_ns, name, adapter)
             end_token_ids = frozenset(running.tokenizer.eos_token_ids) - frozenset(params.stop_token_ids or ())
             has_logprobs = params.logprobs is not None
             answers.append(Answer(running, text, requests, end_token_ids, has_logprobs=has_logprobs))
@@ -433,6 +437,7 @@ def _requests(
     running: RunningModel,
     token_ids: Sequence[int],
     params: SamplingParams,
+    seed: int,
     arrival_ns: int,
     name: str,
     adapter: AdapterRef | None = None,
@@ -441,7 +446,7 @@ def _requests(
     from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
     from penstock.calls.check import make_call
     from penstock.calls.prompts import tokenise
-    from penstock.calls.run import make_requests, seed_of
+    from penstock.calls.run import make_requests
     from penstock.serve.bodies import fields_of, structured_grammar
 
     fields, prompt = _fields_of(params), TokenPrompt(tuple(token_ids), name)
@@ -469,7 +474,9 @@ def _requests(
     if call.grammar is not None:
         call.grammar.check_lengths(max(tokenised.max_tokens))
         matchers = [running.grammars.matcher(call.grammar) for _ in range(params.n)]
-    return make_requests(call, tokenised, parent_id, seed_of(call), matchers, waits=call.terms.waits)
+    own_seed = call.request.sampling.get("seed")
+    seed = seed if own_seed is None else int(own_seed)
+    return make_requests(call, tokenised, parent_id, seed, matchers, waits=call.terms.waits)
 
 
 def _fields_of(params: SamplingParams) -> PythonFields:

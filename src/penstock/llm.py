@@ -114,6 +114,7 @@ class AsyncLLM(_Facts):
         self._running = start_model(config, locate(config))
         # Also runs at the interpreter's exit, because the model's threads must end first.
         self._closer = weakref.finalize(self, _close_unasked, self._running.close)
+        os.register_at_fork(after_in_child=self._closer.detach)  # the model's threads don't exist there
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
@@ -240,7 +241,9 @@ class AsyncLLM(_Facts):
     async def _open(self, asked: Asked) -> Reading:
         self._check_open()
         with self._raising_if_closed():
-            answers = await asyncio.to_thread(asked.answers, self._running)
+            # Drawn before any wait, so that `seed` gives calls seeds in the order of their arrival.
+            seeds = [self._running.sources.draw_seed() for _ in asked.prompts]
+            answers = await asyncio.to_thread(asked.answers, self._running, seeds)
             return Reading(self._running.bridge.open([request for one in answers for request in one.requests]), answers)
 
     async def _more(self, reading: Reading) -> set[Answer]:
@@ -362,6 +365,7 @@ class LLM(_Facts):
         """Held while work is handed to the loop, so that `close` waits. Reentrant: garbage collection may enter it."""
         end = partial(_end, self._async, self._loop, self._thread, threads, self._asking)
         self._closer = weakref.finalize(self, _close_unasked, end)
+        os.register_at_fork(after_in_child=self._closer.detach)
 
     def generate(
         self,
@@ -495,7 +499,8 @@ def _config(model: str | os.PathLike[str], settings: Mapping[str, object]) -> Co
 
 
 def _closed() -> PenstockError:
-    return PenstockError("The model is closed.", remedy="Make another LLM.")
+    cause = "The model is closed, or was loaded before this process was forked."
+    return PenstockError(cause, remedy="Make another LLM.")
 
 
 def _close(closer: weakref.finalize[..., Any]) -> None:
