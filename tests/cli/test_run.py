@@ -207,6 +207,14 @@ def test_a_model_longer_than_asked_for_is_refused(penstock: Penstock, tiny_model
     assert "max_model_len 1000 is longer than the model's own 512" in result.stderr
 
 
+def test_an_input_that_can_not_be_read_is_no_pipe(environment: dict[str, str], tiny_model: Path) -> None:
+    """As `nohup` leaves it."""
+    with Path(os.devnull).open("wb") as writable:
+        command = [sys.executable, "-m", "penstock", "run", str(tiny_model), "in the", *FAST, "--max-tokens", "4"]
+        result = subprocess.run(command, stdin=writable, capture_output=True, env=environment, timeout=60)
+    assert (result.returncode, bool(result.stdout.strip())) == (0, True), result.stderr
+
+
 def test_a_broken_file_is_one_line(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     result = penstock("run", tmp_path / "broken.gguf", "a")

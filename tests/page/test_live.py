@@ -133,7 +133,7 @@ def test_the_figures_leave_no_empty_tile(browser):
     """The lines between them are their background, which an empty place in the last row would show."""
     with speaking("Hello.") as server:
         browser.open(f"{server.url}/#live")
-        figure(browser, "Busy", "")
+        figure(browser, "Full", "")
         for width in (320, 390, 700, 1280):
             browser.size(width, 844)
             edges = browser.run("""

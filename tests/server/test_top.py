@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import io
+import re
 import signal
 import socket
 import ssl
@@ -58,7 +59,7 @@ def test_the_map_shows_each_block_while_there_is_room() -> None:
     lines = render(snapshot(), snapshot(1.0), Look(width=100))
     assert "a" * 10 + "b" * 5 + "+" * 5 + ":" * 10 + "." * 10 in lines[5]
     assert "held 38%   + shared 12%   : cached 25%   . free 25%   waste 2.0%" in lines[4]
-    assert lines[1].startswith("running 2   waiting 3 for memory   busy 50% of the last 30 s   queue delay 1.2 s")
+    assert lines[1].startswith("running 2   waiting 3 for memory   50% full over the last 30 s   queue delay 1.2 s")
 
 
 def test_a_cell_of_many_blocks_shows_what_is_not_free() -> None:
@@ -128,7 +129,9 @@ def test_it_fits_the_terminal(height: int) -> None:
         look = Look(width=60, height=height, has_colour=has_colour)
         lines = render(snapshot(), snapshot(1.0, requests=requests), look)
         assert len(lines) <= max(height, 10)
-        assert all(len(line) <= 60 for line in lines if not has_colour and not line.startswith("KV"))
+        shown = [re.sub("\x1b\\[[0-9;]*m", "", line) for line in lines]
+        assert all(len(line) <= 60 for line in shown if not line.startswith("KV"))
+        assert (shown[5].count("█"), "\x1b" in "".join(shown)) == ((20, False) if has_colour else (0, False))
         assert "more" in lines[-1]
 
 

@@ -21,18 +21,30 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 @model_argument
 @talk_options
 def chat(**values: Any) -> None:
-    """Talk with MODEL. /reset forgets the conversation, /exit ends it."""
+    """Talk with MODEL. /reset forgets the conversation, /exit ends it.
+
+    From a pipe, each line is a message; the exit status is 1 if one of them got no answer.
+    """
     check_text("--system", values["system"])
+    if sys.stdin is None:
+        raise click.UsageError("Standard input is closed: messages come from there.")
+    is_typed = sys.stdin.isatty()
     with Session(values) as session:
-        Conversation(session, values["system"], has_stats=values["stats"]).hold(_lines())
+        conversation = Conversation(session, values["system"], has_stats=values["stats"], is_typed=is_typed)
+        conversation.hold(_typed_lines() if is_typed else _piped_lines())
+    if conversation.has_failed and not is_typed:
+        sys.exit(1)
 
 
 class Conversation:
-    def __init__(self, session: Session, system: str | None, *, has_stats: bool) -> None:
+    def __init__(self, session: Session, system: str | None, *, has_stats: bool, is_typed: bool) -> None:
+        """`is_typed`: an interrupt ends the answer, and not the conversation."""
         self._session = session
         self._beginning = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._beginning)
-        self._has_stats = has_stats
+        self._has_stats, self._is_typed = has_stats, is_typed
+        self.has_failed = False
+        """Whether a message got no answer."""
 
     def hold(self, lines: Iterator[str]) -> None:
         """Answer each line, or obey it if it begins with a slash, until the input ends or a line is /exit."""
@@ -49,13 +61,16 @@ class Conversation:
                 self._turn(text)
 
     def _turn(self, text: str) -> None:
-        """Answer one message. If interrupted, the text so far stays in the conversation."""
+        """Answer one message. If typed, an interrupt keeps the text so far in the conversation."""
         question = {"role": "user", "content": text}
         try:
             self._session.ask_chat([*self._messages, question])
         except KeyboardInterrupt:
+            if not self._is_typed:
+                raise
             print(" [stopped]", file=sys.stderr)
         except PenstockError as error:
+            self.has_failed = True
             print(f"error: {error}", file=sys.stderr)
             if isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH:
                 print("/reset forgets the conversation.", file=sys.stderr)
@@ -79,10 +94,7 @@ def _piped_lines() -> Iterator[str]:
             raise PenstockError(f"Line {number} of what came through the pipe is not UTF-8 text.") from None
 
 
-def _lines() -> Iterator[str]:
-    if not sys.stdin.isatty():
-        yield from _piped_lines()
-        return
+def _typed_lines() -> Iterator[str]:
     with contextlib.suppress(ImportError):  # Some Pythons lack readline; then there is no line editing.
         import readline  # noqa: F401  # importing it gives `input` history and line editing
     print(HELP, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,10 @@ def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
 def _read_pipe() -> str:
     try:
         return sys.stdin.buffer.read().decode()
+    except OSError as error:
+        if error.errno == errno.EBADF:  # `nohup` opens stdin for writing only
+            return ""
+        raise
     except UnicodeDecodeError as error:
         raise PenstockError(
             f"What came through the pipe is not UTF-8 text (byte {error.start}).", remedy="Convert it, e.g. with iconv."

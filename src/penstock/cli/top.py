@@ -102,6 +102,7 @@ def _show_live(reader: Reader, interval_s: float) -> None:
     with suppress(KeyboardInterrupt):
         try:
             sys.stdout.write(_ENTER)
+            time.sleep(min(interval_s, 1.0))  # a rate needs some time between its two looks
             while True:
                 now = reader.read()
                 width, height = shutil.get_terminal_size()
@@ -238,10 +239,10 @@ def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     """
     head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
     if "replicas" in now.load:
-        body: Iterable[str] = replica_lines(now.load["replicas"])
+        body: Iterable[str] = (line[: look.width] for line in replica_lines(now.load["replicas"]))
     else:
         body = ["The model is not loaded."] if now.pool is None else _pool(now.pool, look)
-    lines = [*head, "", *(line[: look.width] for line in body), ""]
+    lines = [*head, "", *body, ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
 
 
@@ -266,7 +267,7 @@ def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
     late = load["sustained"]
     yield (
         f"running {load['requests_running']}   waiting {load['requests_waiting']}{waiting_for}   "
-        f"busy {late['utilisation']:.0%} of the last {late['window_s']} s   queue delay {late['queue_delay_s']:.1f} s"
+        f"{late['utilisation']:.0%} full over the last {late['window_s']} s   queue delay {late['queue_delay_s']:.1f} s"
     )
 
     def rate(name: str) -> float:

@@ -176,7 +176,7 @@ function showFigures(load) {
     ["First token", ...latency("time_to_first_token_seconds")],
     ["Between tokens", ...latency("inter_token_latency_seconds")],
     ["Prefix cache", asked ? share(grown(before, now, "prefix_cache_hits_total"), asked) : "–", `of prompts, last ${WINDOW_S} s`],
-    ["Busy", share(load.sustained.utilisation, 1), `of the last ${load.sustained.window_s} s`],
+    ["Full", share(load.sustained.utilisation, 1), `rows or KV blocks, last ${load.sustained.window_s} s`],
   ];
   byId("figures").replaceChildren(...figures.map(([name, value, more]) => element("div", {},
     element("dt", {}, name), element("dd", { className: "value" }, value), element("dd", { className: "more" }, more))));
