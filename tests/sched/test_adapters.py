@@ -9,6 +9,7 @@ import pytest
 
 from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
+from penstock.kv.exchange import Span
 from penstock.sched.adapters import KEPT_NS, LOAD_TIMEOUT_NS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -120,6 +121,22 @@ def test_an_idle_adapter_stays_until_its_memory_is_wanted() -> None:
     driver.turn(Add(request("g", 1)))
     finish(driver)
     assert (adapters.num_placements, adapters.num_evictions, source.num_loads) == (2, 1, 2)
+
+
+def test_blocks_that_are_copied_in_between_steps_may_take_an_idle_adapters_place() -> None:
+    driver = drive()
+    for name in "ab":
+        asked = request(name, 1)
+        driver.turn(Add(asked))
+        check_answer(finish(driver)[name], asked)
+        kv = driver.core.scheduler.kv
+        spans = [Span(b"", [bytes([first, idx]) * 8 for idx in range(kv.num_total_blocks)]) for first in range(8)]
+        rooms = [kv.exchange.make_room(span) for span in spans]
+        assert not kv.adapters.residents
+        driver.core.check()
+        for room, span in zip(rooms, spans, strict=True):
+            kv.exchange.publish(room, span, 0, group=None)
+    assert (kv.adapters.num_placements, kv.adapters.num_evictions) == (2, 2)
 
 
 def test_idle_adapters_preempt_nobody() -> None:

@@ -199,7 +199,7 @@ class EngineCore:
         """Raise AssertionError if an invariant is broken. Call it between steps. O(blocks + requests)."""
         self.scheduler.check()
         assert not self.scheduler.kv.pending_copies, "a copy of a block was not made in its step"
-        assert not self.scheduler.kv.adapters.has_orders, "an adapter was not placed, or not dropped, in its step"
+        assert not self.scheduler.kv.adapters.has_placements, "an adapter was not placed in its step"
         num_queued = self.scheduler.num_running + self.scheduler.num_waiting
         assert num_queued == len(self._requests), f"{len(self._requests)} requests live, {num_queued} are queued"
         num_background = sum(request.background for request in self._requests.values())

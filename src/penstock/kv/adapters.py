@@ -121,8 +121,9 @@ class AdapterPages:
         return self._number_of.keys()
 
     @property
-    def has_orders(self) -> bool:
-        return bool(self._drops or self._placements)
+    def has_placements(self) -> bool:
+        """Return whether adapters are still to be placed. Drops may wait, since blocks are taken between steps too."""
+        return bool(self._placements)
 
     def take_drops(self) -> Sequence[int]:
         """Return, once each, numbers of adapters to drop before blocks are copied."""
