@@ -111,6 +111,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[DraftModel]:
     return found
 
 
+def test_its_steps_may_take_as_long_as_the_models(large: Path, small: Path, opened: list[DraftModel]) -> None:
+    """Waiting for the step of another model in the process counts, for both."""
+    start(large, replace(config(small), backend=BackendConfig(backend=Backend.NATIVE, step_timeout_s=7.0))).close()
+    assert opened[0]._timeout_s == 7.0
+
+
 def test_a_hung_step_keeps_its_memory(
     large: Path, small: Path, opened: list[DraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
             settings={"budget": settings},
         )
         small = HashExecutor(replace(CAPACITY, num_blocks=20), model=MODEL)
-        draft = DraftModel(small, VirtualClock(), vocab_size=MODEL.vocab_size)
+        draft = DraftModel(small, VirtualClock(), vocab_size=MODEL.vocab_size, timeout_s=None)
         drafter = draft if guesser == "draft" else None
         core = make_core(capacity, policies, observer=account, adapters=make_adapters(), drafter=drafter)
         executor = HashExecutor(capacity, model=MODEL, depth=depth, seed=seed)

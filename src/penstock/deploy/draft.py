@@ -117,15 +117,15 @@ def open_draft(small: Blueprint, seat_of: SeatOf, vocab_size: int, clock: Clock)
     """Load the weights of the small model. It computes with the threads of the large one, in turn."""
     from penstock.engine.draft_model import DraftModel, HeadDrafter
 
-    model = small.loading.load()
+    model, timeout_s = small.loading.load(), small.compute.step_timeout_s
     executor = build_executor(small, model, seat_of)
     request = Request("warm-up", (0, 0), SamplingParams(), 0)
     if small.loading.is_of_head:
         width = model.spec.hidden_size
-        draft: DraftModel = HeadDrafter(executor, clock, vocab_size=vocab_size, num_features=width)
+        draft: DraftModel = HeadDrafter(executor, clock, vocab_size=vocab_size, num_features=width, timeout_s=timeout_s)
         draft.see([(request.request_id, 0, 0, 1)], bytes(4 * width))
     else:
-        draft = DraftModel(executor, clock, vocab_size=vocab_size)
+        draft = DraftModel(executor, clock, vocab_size=vocab_size, timeout_s=timeout_s)
     if not draft.read([(request, draft.num_behind(request))]).guesses:
         draft.close()
         raise ModelError(f"{small.name} guesses no token.", remedy=DRAFT_REMEDY)

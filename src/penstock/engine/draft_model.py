@@ -26,8 +26,6 @@ from penstock.types.request import Request
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 
-TIMEOUT_S = 10.0
-"""A step of the small model that takes longer counts as hung."""
 MOST_UNREAD = 256
 """Most tokens of a request whose features wait for the head. Older ones are dropped: it reads only the end of a long prompt."""
 _SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
@@ -53,8 +51,10 @@ class _Row:
 class DraftModel:
     """See `sched.drafting.Drafter`. If blocks run out, the KV of the least recently drafted request is dropped."""
 
-    def __init__(self, executor: Executor, clock: Clock, *, vocab_size: int, timeout_s: float = TIMEOUT_S) -> None:
-        """`vocab_size`: tokens that both models have."""
+    def __init__(self, executor: Executor, clock: Clock, *, vocab_size: int, timeout_s: float | None) -> None:
+        """`vocab_size`: tokens that both models have. `timeout_s`: a step that takes longer, turns of other models included,
+        counts as hung. None: no limit.
+        """
         self._executor, self._capacity = executor, executor.capacity
         self._clock, self._timeout_s, self._vocab_size = clock, timeout_s, vocab_size
         self._free = list(range(self._capacity.num_blocks - 1, 0, -1))
@@ -236,7 +236,7 @@ class HeadDrafter(DraftModel):
     """
 
     def __init__(
-        self, executor: Executor, clock: Clock, *, vocab_size: int, num_features: int, timeout_s: float = TIMEOUT_S
+        self, executor: Executor, clock: Clock, *, vocab_size: int, num_features: int, timeout_s: float | None
     ) -> None:
         """`num_features`: of a token."""
         super().__init__(executor, clock, vocab_size=vocab_size, timeout_s=timeout_s)
