@@ -198,12 +198,13 @@ class Upstream:
         response = await self._head(path, exchange)
         stays_open = False
         try:
-            if response.status_code != 200:
-                raise exchange.refused(response, await _read(response, MAX_ERROR_BYTES, cuts=True))
-            if not exchange.question.is_streamed:
-                return await self._whole(response, exchange)
-            stream = UpstreamStream(exchange, response)
-            await stream.begin()
+            async with asyncio.timeout(exchange.silence_s):  # comments or blanks alone are silence, too
+                if response.status_code != 200:
+                    raise exchange.refused(response, await _read(response, MAX_ERROR_BYTES, cuts=True))
+                if not exchange.question.is_streamed:
+                    return await self._whole(response, exchange)
+                stream = UpstreamStream(exchange, response)
+                await stream.begin()
             stays_open = True
             return stream
         except (Garbage, httpx2.HTTPError, httpx2.StreamError, OSError) as error:

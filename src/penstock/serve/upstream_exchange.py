@@ -118,7 +118,8 @@ class Exchange:
         name, why = self.config.name, _why(error)
         _log.warning("the upstream %s failed: %s", name, why)
         if why == _SILENT:
-            message = f"{name} was silent for {self.silence_s:g} s."
+            what = "was silent" if self.question.is_streamed else "gave no whole answer"
+            message = f"{name} {what} for {self.silence_s:g} s."
             return ApiError(504, message, code="upstream_timeout", error_type="server_error")
         return _bad_gateway(f"{name} failed: {why}.")
 
@@ -162,7 +163,7 @@ def _why(error: Exception) -> str:
         return str(error)
     if isinstance(error, httpx2.ConnectTimeout):
         return "it can't be reached"
-    if isinstance(error, (httpx2.ReadTimeout, httpx2.WriteTimeout, httpx2.PoolTimeout)):
+    if isinstance(error, (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout, httpx2.PoolTimeout)):
         return _SILENT
     cause: BaseException | None = error
     while cause is not None:

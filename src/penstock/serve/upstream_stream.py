@@ -51,13 +51,9 @@ class UpstreamStream(Response):
         """Wait for the first event with data. Raises Garbage and the HTTP client's errors."""
         if not self._response.headers.get("content-type", "").startswith("text/event-stream"):
             raise Garbage("it sent no stream")
-        try:
-            async with asyncio.timeout(self._exchange.silence_s):  # comments alone are silence, too
-                while not self._has_begun:
-                    if not await self._read() and not self._has_begun:
-                        raise Garbage("it closed the connection without an answer")
-        except TimeoutError:
-            raise httpx2.ReadTimeout("no event") from None
+        while not self._has_begun:
+            if not await self._read() and not self._has_begun:
+                raise Garbage("it closed the connection without an answer")
         self._exchange.turn.works()
 
     async def _read(self) -> bool:
