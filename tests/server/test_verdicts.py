@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from penstock.admission.door import AdmissionLimits
+from penstock.calls.call import Terms
+from penstock.clock import WallClock
 from penstock.config.routes import EnsembleConfig, VerifierConfig
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
@@ -19,10 +22,11 @@ from penstock.engine.ports import OutputChunk
 from penstock.routes.prices import Bill, Price
 from penstock.serve import answering, asking, errors
 from penstock.serve.errors import ApiError
-from penstock.serve.verdicts import Verdicts, odds_in
+from penstock.serve.verdicts import Verdicts, _terms, odds_in
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import HashModel
 from penstock.types.errors import ModelAway, Rejected, RejectReason
+from penstock.types.request import WaitTimes
 from penstock.types.result import TokenLogprobs
 from support.server.harness import (
     CAPACITY,
@@ -147,6 +151,29 @@ async def test_the_large_model_answers_if_the_verifier_is_busy(models, monkeypat
     async with make_client(*models, routes=[VERIFIED]) as client:
         answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=large; after=small")
+
+
+async def test_the_large_model_has_the_whole_time_in_the_queue(models, monkeypatch) -> None:
+    offset_ns = 0
+
+    async def told(*_) -> list[float]:
+        nonlocal offset_ns
+        offset_ns += 60_000_000_000
+        return [0.25, 0.75]
+
+    monkeypatch.setattr(Verdicts, "odds", told)
+    monkeypatch.setattr(WallClock, "now_ns", lambda _self: time.monotonic_ns() + offset_ns)
+    async with make_client(*models, routes=[VERIFIED]) as client:
+        for header, status in (("X-Queue-Timeout-Ms", 200), ("X-Deadline-Ms", 408)):
+            answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"}, headers={header: "30000"})
+            assert answer.status_code == status, answer.text
+    assert offset_ns == 120_000_000_000
+
+
+def test_a_verdict_may_wait_in_the_queue_as_long_as_each_model(models) -> None:
+    terms = Terms(request_id="r", arrival_ns=10, queue_deadline_ns=70, waits=WaitTimes(route=40))
+    assert terms.time_limits == [(70, RejectReason.QUEUE_TIMEOUT, 20)]
+    assert _terms(terms, models[0], 100).time_limits == [(120, RejectReason.QUEUE_TIMEOUT, 20)]
 
 
 async def test_a_verifier_that_can_not_judge_is_an_error_for_all_to_see(models) -> None:

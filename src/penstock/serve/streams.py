@@ -446,12 +446,11 @@ def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
     if not chunk.reject_reason:
         return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, terms.request_id)
     reason = RejectReason(chunk.reject_reason)
-    limit_ns = next((at_ns for at_ns, why in terms.time_limits if why is reason), None)
-    if limit_ns is None:
+    allowed_ns = next((allowed_ns for _, why, allowed_ns in terms.time_limits if why is reason), None)
+    if allowed_ns is None:
         return from_rejected(Rejected(reason, detail))
     queue_ms, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
-    allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
-    return deadline_exceeded(reason, allowed_ms, queue_ms, prefill_ms + decode_ms, chunk.num_generated_tokens)
+    return deadline_exceeded(reason, allowed_ns / 1e6, queue_ms, prefill_ms + decode_ms, chunk.num_generated_tokens)
 
 
 def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:

@@ -68,7 +68,8 @@ def read_terms(
         owner=owner,
         arrival_ns=arrival_ns,
         deadline_ns=_limit_ns(arrival_ns, deadline_ns, request_s),
-        queue_deadline_ns=_limit_ns(arrival_ns, queue_timeout_ns, queue_s),
+        # Each model that a route asks has the whole time, as each judge of an answer has.
+        queue_deadline_ns=_limit_ns(arrival_ns + course.waits.route, queue_timeout_ns, queue_s),
         first_token_deadline_ns=_limit_ns(arrival_ns, first_token_timeout_ns, first_token_s),
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,

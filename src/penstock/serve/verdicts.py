@@ -98,11 +98,11 @@ def _terms(terms: Terms, running: RunningModel, now_ns: int) -> Terms:
     The time in the queue counts from now, and the tenant's limits do not apply. If admission refuses, it keeps no place,
     because the client does not repeat the judging itself.
     """
-    queued_ns = None if terms.queue_deadline_ns is None else now_ns + terms.queue_deadline_ns - terms.arrival_ns
+    deadline_ns = None if terms.queue_deadline_ns is None else now_ns + terms.queue_deadline_ns - terms.queued_ns
     return replace(
         terms,
         arrival_ns=now_ns,
-        queue_deadline_ns=queued_ns,
+        queue_deadline_ns=deadline_ns,
         first_token_deadline_ns=None,
         slo_ttft_ns=None,
         slo_itl_ns=None,

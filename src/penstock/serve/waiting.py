@@ -346,7 +346,7 @@ def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
     It is the earliest of the request's time limits, the server's, and `--load-timeout`.
     """
     terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
-    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
+    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _, _ in terms.time_limits)])
 
 
 def _refused(served: ServedModel, tenant: str, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
