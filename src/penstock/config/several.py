@@ -46,8 +46,11 @@ def configs_of(
 
     Raises ConfigError for settings that several models can't share.
     """
-    in_tables = {_place(table["model"]) for table in tables}
-    found = [{"model": path, "served_model_name": (name,)} for name, path in folder if _place(path) not in in_tables]
+    found = [
+        {"model": path, "served_model_name": (name,)}
+        for name, path in folder
+        if not any(_is_of(table, path) for table in tables)
+    ]
     rest = [*tables, *found]
     models = [_take(word, rest) for word in words]
     models += [{"load_on": Load.REQUEST.value, **table} if table in found else table for table in rest]
@@ -69,7 +72,7 @@ def _own(table: Mapping[str, object]) -> dict[str, object]:
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
     """Return the table that a command-line word names, and remove it from `rest`. For any other word, return a new table."""
     for table in rest:
-        if word in _names(table) or _place(word) == _place(table["model"]):
+        if word in _names(table) or _is_of(table, word):
             rest.remove(table)
             return table
     return {"model": word}
@@ -78,6 +81,12 @@ def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
 def _names(table: Mapping[str, object]) -> tuple[object, ...]:
     names = table.get("served_model_name")
     return names if isinstance(names, tuple) else ()
+
+
+def _is_of(table: Mapping[str, object], model: str) -> bool:
+    """Return whether a table is the model of this path. A table that splits the model's requests is another one beside it."""
+    place = _place(model)
+    return place == _place(table["model"]) and table.get("split_of") not in (place.name, place.stem)
 
 
 def _place(model: object) -> Path:
