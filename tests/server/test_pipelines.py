@@ -22,6 +22,7 @@ from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.pipelines import Pipeline, open_pipelines
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel
+from penstock.deploy.splits import Split
 from penstock.routes.prices import Bill, Price
 from penstock.search.index import PROBE, Hit, Reader, create, update
 from penstock.serve.app import create_app
@@ -337,6 +338,19 @@ async def test_the_route_under_a_pipeline_chooses_by_the_question_and_reads_the_
         assert "x-sources" in answer.headers
         async with make_client(*models, pipelines=[pipeline]) as client:
             assert said(answer) == said(await client.post(path, json=BODIES[path] | {"model": "docs"}))
+    finally:
+        second.close()
+
+
+async def test_requests_for_a_pipeline_are_split_as_those_for_its_model(models, pipeline: Pipeline) -> None:
+    second = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("second",), aliases=())
+    splits = [Split(of="writer", to="second", tenants=frozenset(["beta"]))]
+    try:
+        async with make_client(*models, second, splits=splits, pipelines=[pipeline]) as client:
+            for tenant, is_second in (("alpha", False), ("beta", True)):
+                answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"}, headers={"X-Tenant": tenant})
+                assert (answer.status_code, answer.json()["model"]) == (200, "docs"), answer.text
+                assert (second.num_uses > 0) == is_second
     finally:
         second.close()
 

@@ -252,6 +252,8 @@ class Asked:
         routed = course_of(scope).routed
         if routed is not None and routed.asked == name:
             name = routed.model
+        elif name in deployment.pipelines:
+            name = deployment.pipelines[name].config.model
         tenant = read_owner(scope).tenant
         return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
 
