@@ -31,8 +31,8 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def embed(tiny_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embed:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n\n")
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"q": text}) for text in TEXTS))
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
+    (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps({"q": text}) for text in TEXTS))
 
     def run(*arguments: str) -> Result:
         options = ("--model", str(tiny_encoder), "--backend", "reference")
@@ -122,12 +122,14 @@ def test_a_part_of_another_run_is_not_mixed_in(embed: Embed, tmp_path: Path, abo
         (("in.txt", "-o", "in.jsonl"), "is there already"),
         (("long.txt",), r"Text 2 of long\.txt has \d+ tokens"),
         (("empty.txt",), "has no text"),
+        (("gap.txt",), r"gap\.txt:2 is blank"),
         (("bytes.txt",), r"bytes\.txt:1 is not UTF-8"),
     ],
 )
 def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
     (tmp_path / "long.txt").write_text("short\n" + "long " * 400)
-    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "gap.txt").write_text("one\n \ntwo\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
     result = embed(*arguments)
     with pytest.raises(PenstockError, match=complaint):
@@ -145,7 +147,7 @@ def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, argumen
 def test_wrong_files_are_named_before_the_model_is_loaded(
     embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
 ) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "empty.txt").write_text("")
     monkeypatch.setattr("penstock.llm.start_model", None)
     with pytest.raises(PenstockError, match=complaint):
         raise embed(*arguments).exception or AssertionError

@@ -242,7 +242,9 @@ def _texts(file: Path, field: str) -> Generator[str]:
             except UnicodeDecodeError:
                 raise PenstockError(f"{file}:{number} is not UTF-8 text.", remedy="Convert it, e.g. with iconv.") from None
             if not line.strip():
-                continue
+                if _has_objects(file):
+                    continue
+                raise PenstockError(f"{file}:{number} is blank, and a blank line has no vector.", remedy="Remove blank lines.")
             if not _has_objects(file):
                 yield line.rstrip("\r\n")
                 continue
