@@ -66,7 +66,7 @@ class SamplingParams:
     n: int = 1
     """Answers to each prompt."""
     max_tokens: int | None = 16
-    """Most tokens of one answer. None: up to the end of the context."""
+    """Most tokens of one answer. None: the limit in the model's files, or up to the end of the context."""
     min_tokens: int = 0
     temperature: float = 1.0
     """0: always take the likeliest token."""

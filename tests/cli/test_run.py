@@ -149,6 +149,12 @@ def test_an_answer_that_was_cut_off_says_so(penstock: Penstock, tiny_model: Path
     assert "[cut off: --max-tokens" in result.stderr
 
 
+def test_an_answer_that_the_limit_in_the_files_ends_says_so(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 2}')
+    result = penstock("run", tiny_model, "in the", *FAST, "--generation-config", tmp_path)
+    assert "the limit in the model's files or its context is used up]" in result.stderr, result.stderr
+
+
 def test_argument_and_pipe_are_the_same_prompt(penstock: Penstock, tiny_model: Path) -> None:
     by_argument = penstock("run", tiny_model, "in the", *FAST, "--max-tokens", "8")
     by_pipe = penstock("run", tiny_model, *FAST, "--max-tokens", "8", stdin="in the\n")

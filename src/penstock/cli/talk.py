@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
+CUT_OFF = "[cut off: --max-tokens, the limit in the model's files or its context is used up]"
 DEFAULT_TEMPERATURE = 0.7
 MAX_INT32 = 2**31 - 1
 """Largest `max_tokens`, as in the server."""
