@@ -228,14 +228,23 @@ def test_words_are_first_and_one_that_names_a_table_or_a_file_stands_for_it() ->
 
 
 def test_a_table_with_a_part_of_a_model_s_requests_is_another_model_of_its_file() -> None:
-    for main, name in (("tiny:1b", "tiny:1b"), ("/models/tiny.gguf", "tiny"), ("/models/tiny-1.5", "tiny-1.5")):
+    for main, name in (
+        ("tiny:1b", "tiny:1b"),
+        ("/models/tiny.gguf", "tiny"),
+        ("/models/tiny-1.5", "tiny-1.5"),
+        ("hf:org/tiny-1.5", "org/tiny-1.5"),
+        ("hf:org/repo:tiny.gguf", "tiny"),
+    ):
         tables = [{"model": main, "served_model_name": ("canary",), "split_of": name, "split_share": 0.1}]
         canary = (main, ("canary",), "start")
         assert _models(words=[main], tables=tables) == [(main, (), "start"), canary]
         assert _models(tables=tables, folder=[(name, main)]) == [canary, (main, (name,), "request")]
         assert _models(words=["canary"], tables=tables) == [canary]
-    tables = [{"model": "b", "split_of": "a", "split_share": 0.1}]
-    assert _models(words=["a", "b"], tables=tables) == [("a", (), "start"), ("b", (), "start")]
+        tables.append({"model": main, "served_model_name": ("chat",)})
+        assert _models(words=[main], tables=tables) == [(main, ("chat",), "start"), canary]
+    for one, other in (("a", "b"), ("llama-3", "llama-3.1")):
+        tables = [{"model": other, "split_of": one, "split_share": 0.1}]
+        assert _models(words=[one, other], tables=tables) == [(one, (), "start"), (other, (), "start")]
 
 
 def test_a_file_is_one_model_however_its_path_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

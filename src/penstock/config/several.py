@@ -71,7 +71,7 @@ def _own(table: Mapping[str, object]) -> dict[str, object]:
 
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
     """Return the table that a command-line word names, and remove it from `rest`. For any other word, return a new table."""
-    for table in rest:
+    for table in sorted(rest, key=lambda table: "split_of" in table):  # of two tables of one file, not the one with a part
         if word in _names(table) or _is_of(table, word):
             rest.remove(table)
             return table
@@ -86,7 +86,9 @@ def _names(table: Mapping[str, object]) -> tuple[object, ...]:
 def _is_of(table: Mapping[str, object], model: str) -> bool:
     """Return whether a table is the model of this path. A table that splits the model's requests is another one beside it."""
     place = _place(model)
-    return place == _place(table["model"]) and table.get("split_of") not in (place.name, place.stem)
+    file = place.name.rpartition(":")[2]  # of hf:org/repo:file.gguf
+    names = (place.name, file.removesuffix(".gguf"), model.removeprefix("hf:"))
+    return place == _place(table["model"]) and table.get("split_of") not in names
 
 
 def _place(model: object) -> Path:
