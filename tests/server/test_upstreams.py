@@ -225,20 +225,27 @@ async def test_a_silent_server_is_given_up(near, stream: bool) -> None:
         assert len(server.asked) == 1, "it may be at work: it is not asked again"
 
 
-@pytest.mark.parametrize("status", [200, 400])
-async def test_bytes_now_and_then_are_no_answer(near, status: int) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("head", "drop"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"\n"),
+        (b"HTTP/1.1 400 No\r\nContent-Length: 9999\r\n\r\n", b"\n"),
+        (b"", b"HTTP/1.1 102 Processing\r\n\r\n"),
+    ],
+)
+async def test_bytes_now_and_then_are_no_answer(near, head: bytes, drop: bytes, stream: bool) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
-        data = json.dumps(whole()).encode()
-        writer.write(b"HTTP/1.1 %d Said\r\nContent-Length: %d\r\n\r\n" % (status, 200 + len(data)))
-        for _ in range(200):
-            writer.write(b"\n")
+        writer.write(head)
+        while True:
+            writer.write(drop)
             await writer.drain()
             await asyncio.sleep(0.01)
-        writer.write(data)
 
-    async with clients(near, drip, max_answer_s=0.2) as (client, _server):
-        answer = await client.post(CHAT, json=BODY)
+    async with clients(near, drip, max_silence_s=0.2, max_answer_s=0.2) as (client, server):
+        answer = await asyncio.wait_for(client.post(CHAT, json=BODY | {"stream": stream}), 30)
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near; after=far")
+        assert len(server.asked) == 1
 
 
 async def test_a_deadline_holds_there_too(near) -> None:

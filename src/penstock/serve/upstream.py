@@ -195,22 +195,23 @@ class Upstream:
             raise exchange.was_late(message) from None
 
     async def _ask(self, path: str, exchange: Exchange) -> Response:
-        response = await self._head(path, exchange)
-        stays_open = False
+        response, stays_open = None, False
         try:
-            async with asyncio.timeout(exchange.silence_s):  # comments or blanks alone are silence, too
+            async with asyncio.timeout(exchange.silence_s):  # interim responses and a body of blanks are silence, too
+                response = await self._head(path, exchange)
                 if response.status_code != 200:
                     raise exchange.refused(response, await _read(response, MAX_ERROR_BYTES, cuts=True))
                 if not exchange.question.is_streamed:
                     return await self._whole(response, exchange)
-                stream = UpstreamStream(exchange, response)
+            stream = UpstreamStream(exchange, response)
+            async with asyncio.timeout(exchange.silence_s):  # and so are comments alone
                 await stream.begin()
             stays_open = True
             return stream
         except (Garbage, httpx2.HTTPError, httpx2.StreamError, OSError) as error:
             raise exchange.failed(error) from None
         finally:
-            if not stays_open:
+            if response is not None and not stays_open:
                 await response.aclose()
 
     async def _head(self, path: str, exchange: Exchange) -> httpx2.Response:
@@ -223,11 +224,8 @@ class Upstream:
         except (httpx2.HTTPError, OSError) as error:
             # No retry after a timeout: a silent server may still be working, and reconnecting delays the client.
             if isinstance(error, (httpx2.ReadTimeout, httpx2.ConnectTimeout)) or not self._breaker.may_retry():
-                raise exchange.failed(error) from None
-        try:
-            return await self._send(path, exchange)
-        except (httpx2.HTTPError, OSError) as error:
-            raise exchange.failed(error) from None
+                raise
+        return await self._send(path, exchange)
 
     async def _whole(self, response: httpx2.Response, exchange: Exchange) -> Response:
         data = await _read(response)
