@@ -459,7 +459,7 @@ def _requests(
             grammar=structured_grammar(fields.structured_outputs),
         )
     parent_id = running.sources.new_request_id()
-    call = make_call(request, running, Terms(request_id=parent_id, arrival_ns=arrival_ns), adapter)
+    call = make_call(request, running, Terms(request_id=parent_id, arrival_ns=arrival_ns, queued_ns=arrival_ns), adapter)
     limit, num_tokens = running.admission.max_len(adapter), len(token_ids)
     if not token_ids:
         raise ConfigError(f"'{name}' has no tokens.", remedy="Give a text.")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,11 +23,12 @@ from penstock.engine.ports import OutputChunk
 from penstock.routes.prices import Bill, Price
 from penstock.serve import answering, asking, errors
 from penstock.serve.errors import ApiError
+from penstock.serve.streams import error_of
 from penstock.serve.verdicts import Verdicts, _terms, odds_in
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import HashModel
 from penstock.types.errors import ModelAway, Rejected, RejectReason
-from penstock.types.request import WaitTimes
+from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
 from support.server.harness import (
     CAPACITY,
@@ -154,26 +156,42 @@ async def test_the_large_model_answers_if_the_verifier_is_busy(models, monkeypat
 
 
 async def test_the_large_model_has_the_whole_time_in_the_queue(models, monkeypatch) -> None:
-    offset_ns = 0
+    answerer, tries, offset_s = ServedModel.answerer, Counter(), 0
+
+    def pass_by(seconds: int) -> None:
+        nonlocal offset_s
+        offset_s += seconds
+
+    def loads_for_20_s(self: ServedModel) -> RunningModel:
+        tries[self.name] += 1
+        if tries[self.name] == 1:
+            raise ModelAway(self.name)
+        pass_by(20 * (tries[self.name] == 2))
+        return answerer(self)
 
     async def told(*_) -> list[float]:
-        nonlocal offset_ns
-        offset_ns += 60_000_000_000
+        pass_by(60)
         return [0.25, 0.75]
 
     monkeypatch.setattr(Verdicts, "odds", told)
-    monkeypatch.setattr(WallClock, "now_ns", lambda _self: time.monotonic_ns() + offset_ns)
+    monkeypatch.setattr(WallClock, "now_ns", lambda _self: time.monotonic_ns() + offset_s * 1_000_000_000)
     async with make_client(*models, routes=[VERIFIED]) as client:
-        for header, status in (("X-Queue-Timeout-Ms", 200), ("X-Deadline-Ms", 408)):
-            answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"}, headers={header: "30000"})
-            assert answer.status_code == status, answer.text
-    assert offset_ns == 120_000_000_000
+        monkeypatch.setattr(ServedModel, "answerer", loads_for_20_s)
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"}, headers={"X-Queue-Timeout-Ms": "30000"})
+        assert (answer.status_code, offset_s) == (200, 20 + 60 + 20), answer.text
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"}, headers={"X-Deadline-Ms": "30000"})
+        assert (answer.status_code, offset_s) == (408, 160), answer.text
 
 
-def test_a_verdict_may_wait_in_the_queue_as_long_as_each_model(models) -> None:
-    terms = Terms(request_id="r", arrival_ns=10, queue_deadline_ns=70, waits=WaitTimes(route=40))
-    assert terms.time_limits == [(70, RejectReason.QUEUE_TIMEOUT, 20)]
-    assert _terms(terms, models[0], 100).time_limits == [(120, RejectReason.QUEUE_TIMEOUT, 20)]
+def test_times_in_the_queue_count_from_the_choice_of_the_model(models) -> None:
+    """A verdict may wait as long as each model."""
+    terms = Terms(request_id="r", arrival_ns=10, queued_ns=50_000_010, queue_deadline_ns=80_000_010)
+    assert _terms(terms, models[0], 100).time_limits == [(30_000_100, RejectReason.QUEUE_TIMEOUT, 100)]
+    ended = OutputChunk("r", "", (), (), 80_000_010, finish_reason=FinishReason.REJECTED, reject_reason="queue_timeout")
+    error = error_of(terms, ended)
+    assert error is not None
+    assert "within the 30 ms that it may wait" in error.message
+    assert "was queued for 30 ms" in error.message
 
 
 async def test_a_verifier_that_can_not_judge_is_an_error_for_all_to_see(models) -> None:

@@ -241,6 +241,7 @@ TERMS = Terms(
     request_id="r",
     owner=Owner(key="", tenant=""),
     arrival_ns=0,
+    queued_ns=0,
     deadline_ns=None,
     queue_deadline_ns=None,
     first_token_deadline_ns=None,

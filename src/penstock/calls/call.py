@@ -257,6 +257,8 @@ class Terms(Conditions):
     request_id: str
     owner: Owner = field(default_factory=Owner)
     arrival_ns: int
+    queued_ns: int
+    """When its wait in the queue began to count: at its arrival, or when its route chose the model."""
     slo_itl_ns: int | None = None
     """None means the server's."""
     cache_salt: bytes = b""
@@ -266,19 +268,14 @@ class Terms(Conditions):
     """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
 
     @property
-    def queued_ns(self) -> int:
-        """Since when its wait in the queue counts: a route may have asked other models before."""
-        return self.arrival_ns + self.waits.route
-
-    @property
     def time_limits(self) -> list[tuple[int, RejectReason, int]]:
-        """Deadlines on the clock in ns, each with the reason to reject the call when it passes, and the time allowed in ns."""
+        """Deadlines on the clock in ns, each with the reason to reject the call when it passes, and since when it counts."""
         limits = [
             (self.deadline_ns, RejectReason.DEADLINE, self.arrival_ns),
             (self.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT, self.queued_ns),
             (self.first_token_deadline_ns, RejectReason.FIRST_TOKEN_TIMEOUT, self.arrival_ns),
         ]
-        return [(at_ns, reason, at_ns - since_ns) for at_ns, reason, since_ns in limits if at_ns is not None]
+        return [(at_ns, reason, since_ns) for at_ns, reason, since_ns in limits if at_ns is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

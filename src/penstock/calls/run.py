@@ -220,13 +220,14 @@ async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel
     """Return the result of the work, or raise `Rejected` at the first time limit. Work that nobody awaits is not started."""
     if not terms.time_limits:
         return await work
-    limit_ns, reason, allowed_ns = min(terms.time_limits)
+    limit_ns, reason, since_ns = min(terms.time_limits)
     try:
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await work
     except TimeoutError:
         running.metrics.count_rejected(reason, terms.owner.tenant)
-        detail = f"Its {failure} within the {allowed_ns / 1e6:g} ms that the request allows. Allow more, or send it again."
+        allowed_ms = (limit_ns - since_ns) / 1e6
+        detail = f"Its {failure} within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
         raise Rejected(reason, detail) from None
 
 

@@ -71,6 +71,8 @@ class Course:
     arrival_ns: int | None = None
     """The time of arrival, if the request has waited."""
     waits: WaitTimes = NO_WAITS
+    chosen_ns: int | None = None
+    """When the request's route last chose a model."""
     loads: Counter[str] = field(default_factory=Counter)
     """How often the request has waited for the load of each model."""
     looked_up: LookedUp | None = None

@@ -446,11 +446,13 @@ def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
     if not chunk.reject_reason:
         return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, terms.request_id)
     reason = RejectReason(chunk.reject_reason)
-    allowed_ns = next((allowed_ns for _, why, allowed_ns in terms.time_limits if why is reason), None)
-    if allowed_ns is None:
+    limit = next((limit for limit in terms.time_limits if limit[1] is reason), None)
+    if limit is None:
         return from_rejected(Rejected(reason, detail))
-    queue_ms, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
-    return deadline_exceeded(reason, allowed_ns / 1e6, queue_ms, prefill_ms + decode_ms, chunk.num_generated_tokens)
+    limit_ns, _, since_ns = limit
+    queue_ms, prefill_ms, decode_ms = times_ms(since_ns, chunk)
+    allowed_ms = (limit_ns - since_ns) / 1e6
+    return deadline_exceeded(reason, allowed_ms, queue_ms, prefill_ms + decode_ms, chunk.num_generated_tokens)
 
 
 def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:

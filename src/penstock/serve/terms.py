@@ -52,6 +52,7 @@ def read_terms(
     """
     course = course_of(scope)
     arrival_ns = arrival_ns if course.arrival_ns is None else course.arrival_ns
+    queued_ns = arrival_ns if course.chosen_ns is None else course.chosen_ns
     owner = read_owner(scope)
     headers, key = headers_of(scope), key_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
@@ -67,9 +68,10 @@ def read_terms(
         request_id=identity_of(scope).request_id,
         owner=owner,
         arrival_ns=arrival_ns,
+        queued_ns=queued_ns,
         deadline_ns=_limit_ns(arrival_ns, deadline_ns, request_s),
         # Each model that a route asks has the whole time, as each judge of an answer has.
-        queue_deadline_ns=_limit_ns(arrival_ns + course.waits.route, queue_timeout_ns, queue_s),
+        queue_deadline_ns=_limit_ns(queued_ns, queue_timeout_ns, queue_s),
         first_token_deadline_ns=_limit_ns(arrival_ns, first_token_timeout_ns, first_token_s),
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
@@ -135,12 +137,12 @@ def _priority(from_header: int | None, from_body: int | None, least: int | None,
     return least if from_header is None and from_body is None else max(least, priority)
 
 
-def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> int | None:
+def _limit_ns(since_ns: int, asked_ns: int | None, server_s: float | None) -> int | None:
     """Return when the client's or the server's time limit ends, whichever is earlier, or None without a limit."""
     limits_ns = [] if asked_ns is None else [asked_ns]
     if server_s is not None:
         limits_ns.append(int(server_s * 1e9))
-    return arrival_ns + min(limits_ns) if limits_ns else None
+    return since_ns + min(limits_ns) if limits_ns else None
 
 
 def _milliseconds(scope: Scope, name: str) -> int | None:

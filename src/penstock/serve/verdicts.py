@@ -102,6 +102,7 @@ def _terms(terms: Terms, running: RunningModel, now_ns: int) -> Terms:
     return replace(
         terms,
         arrival_ns=now_ns,
+        queued_ns=now_ns,
         queue_deadline_ns=deadline_ns,
         first_token_deadline_ns=None,
         slo_ttft_ns=None,

@@ -213,6 +213,8 @@ class Waits:
     def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
         course, now_ns = course_of(http.scope), self._deployment.clock.now_ns()
         course.waits = course.waits._replace(**{name: getattr(course.waits, name) + now_ns - since_ns})
+        if name == "route":
+            course.chosen_ns = now_ns
         if (entry := entry_of(http.scope)) is not None:
             entry.spans.append(Span(name=name, began_ns=since_ns, ended_ns=now_ns))
 
@@ -346,7 +348,7 @@ def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
     It is the earliest of the request's time limits, the server's, and `--load-timeout`.
     """
     terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
-    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _, _ in terms.time_limits)])
+    return min([terms.queued_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _, _ in terms.time_limits)])
 
 
 def _refused(served: ServedModel, tenant: str, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
