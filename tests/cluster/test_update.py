@@ -140,6 +140,16 @@ def test_a_canary_comes_gets_its_share_and_goes(make: Callable[..., Config]) -> 
         wait_until(lambda: cluster.crews[1].num_stops)
 
 
+def test_a_split_may_be_of_any_served_name(make: Callable[..., Config]) -> None:
+    main = make(1, served_model_name=("toy", "chat"))
+    canary = make(2, served_model_name=("new",), split_of="chat", split_share=1.0)
+    with site(main) as cluster:
+        usual = cluster.ask("chat")
+        cluster.update(main, canary)
+        assert cluster.ask("toy") == usual
+        assert cluster.ask("chat") == cluster.ask("new") != usual
+
+
 def test_replicas_that_do_not_start_leave_all_as_it_was(make: Callable[..., Config]) -> None:
     with site(make(1)) as cluster:
         before, cluster.error, cluster.next = cluster.ask(), RuntimeError("no room"), [make(2)]

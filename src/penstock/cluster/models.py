@@ -196,7 +196,7 @@ class ClusterModels:
     def _check(self, members: Sequence[Member], splits: Sequence[Split]) -> None:
         """Raise ConfigError if the models can't be served together. Called before their replicas are started."""
         refuse_twice([name for member in members for name in member.names])
-        check_splits(splits, [member.name for member in members])
+        check_splits(splits, [name for member in members for name in served_names(member.config, member.source)])
         by_name = {name: member for member in members for name in member.names}
         check_routes(self._routes, by_name, self._upstreams)
         check_pipelines(self._pipelines, by_name, {route.name: route for route in self._routes}, {*self._upstreams})
