@@ -40,6 +40,12 @@ def test_a_manifest_has_a_worker_for_each_replica_and_the_settings() -> None:
     assert {one["name"] for one in head["spec"]["containers"][0]["env"]} >= {"PENSTOCK_API_KEY", "PENSTOCK_REPLICA_HOST"}
 
 
+def test_a_model_in_the_image_is_not_pulled() -> None:
+    _, ray, _ = render("/opt/model.gguf")
+    for pod in (ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]):
+        assert "initContainers" not in pod["template"]["spec"]
+
+
 def test_its_settings_are_a_config_file_of_a_cluster(tmp_path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(render("--replicas", "2", "--no-resume", "--router", "least-work")[0]["data"]["cluster.toml"])
@@ -63,6 +69,7 @@ def test_without_ray_the_error_names_the_extra(words: list[str]) -> None:
         (["--keep-loaded"], "A cluster does not support --keep-loaded"),
         (["--ssl-certfile", "cert.pem"], "A manifest can't have --ssl-certfile"),
         (["--kv-disk-size", "1GiB", "--kv-disk-path", "/kv"], "A manifest can't have --kv-disk-path"),
+        (["--jobs-dir", "/jobs"], "A manifest can't have --jobs-dir"),
     ],
 )
 def test_wrong_settings_name_the_cause(words: list[str], cause: str) -> None:
@@ -77,7 +84,7 @@ def test_the_status_of_a_single_server_is_an_error() -> None:
 
 
 def test_a_manifest_has_the_limits_of_clients_and_no_secrets() -> None:
-    words = ["--max-queue", "10", "--request-timeout", "5s", "--log-format", "json", "--alias", "gpt-4", "--jobs-dir", "/j"]
+    words = ["--max-queue", "10", "--request-timeout", "5s", "--log-format", "json", "--alias", "gpt-4"]
     secrets = ["--api-key", "not-written-1", "--admin-api-key", "not-written-2", "--webhook-secret", "not-written-3"]
     settings, ray, _ = render(*words, *secrets)
     written = settings["data"]["cluster.toml"].splitlines()

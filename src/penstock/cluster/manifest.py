@@ -14,6 +14,7 @@ from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS
 from penstock.config.saved import write_config_file
 from penstock.config.setting import settings_of
+from penstock.models.catalog import is_fetched
 from penstock.types.errors import ConfigError
 
 _SET_HERE = ("host", "port", "threads")
@@ -22,6 +23,7 @@ _REFUSED = {
     "ssl_certfile": "Leave it out: an Ingress can speak TLS.",
     "ssl_keyfile": "Leave it out: an Ingress can speak TLS.",
     "kv_disk_path": "Leave it out: the disk of each pod is used.",
+    "jobs_dir": "Leave it out: batches would be lost with the pod. Or add jobs_dir and a volume to the written manifest.",
 }
 """Settings that name files of this machine -> what to do instead."""
 _HEAD_COMMAND = "$KUBERAY_GEN_RAY_START_CMD & exec penstock cluster up --address auto --config /etc/penstock/cluster.toml"
@@ -115,7 +117,7 @@ spec:
 
 
 def _pod(config: Config, pods: Pods, *, is_head: bool) -> str:
-    name, image, model = pods.name, json.dumps(pods.image), json.dumps(config.model.model)
+    name, image, model = pods.name, json.dumps(pods.image), config.model.model
     command = "ulimit -n 65536; " + (_HEAD_COMMAND if is_head else "exec $KUBERAY_GEN_RAY_START_CMD")
     cpus, memory = ("1", "4Gi") if is_head else (str(pods.cpus), pods.memory)
     of_head = f"""\
@@ -132,19 +134,22 @@ def _pod(config: Config, pods: Pods, *, is_head: bool) -> str:
       path: /ready
       port: 8000
 """
-    return f"""\
-enableServiceLinks: false
-terminationGracePeriodSeconds: {math.ceil(config.server.shutdown_timeout_s) + 15}
+    weights = f"""\
 initContainers:
 - name: weights
   image: {image}
-  command: ["penstock", "pull", {model}]
+  command: ["penstock", "pull", {json.dumps(model)}]
   env:
     - name: PENSTOCK_CACHE
       value: /models
   volumeMounts:
     - name: models
       mountPath: /models
+"""
+    return f"""\
+enableServiceLinks: false
+terminationGracePeriodSeconds: {math.ceil(config.server.shutdown_timeout_s) + 15}
+{weights if is_fetched(model) else ""}\
 containers:
 - name: {"head" if is_head else "replica"}
   image: {image}

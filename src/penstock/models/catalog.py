@@ -194,8 +194,7 @@ def resolve(model: str, cache_dir: Path) -> ModelSource:
 
     Raises ModelError for anything else. A catalogue or hub model may still have to be fetched.
     """
-    entry = next((entry for entry in CATALOG if model == entry.name or model in entry.aliases), None)
-    if entry is not None:
+    if (entry := _entry(model)) is not None:
         kind = SourceKind.DIRECTORY if entry.folder else SourceKind.GGUF
         return ModelSource(name=entry.name, kind=kind, path=models_dir(cache_dir) / entry.stored_name, entry=entry)
     if model.startswith("hf:"):
@@ -209,6 +208,15 @@ def resolve(model: str, cache_dir: Path) -> ModelSource:
     if path.is_file():
         return ModelSource(name=path.stem, kind=SourceKind.GGUF, path=path)
     raise _unknown(model)
+
+
+def is_fetched(model: str) -> bool:
+    """Return whether a MODEL argument names a model of the catalogue or of the hub, and not a path."""
+    return model.startswith("hf:") or _entry(model) is not None
+
+
+def _entry(model: str) -> CatalogEntry | None:
+    return next((entry for entry in CATALOG if model == entry.name or model in entry.aliases), None)
 
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
