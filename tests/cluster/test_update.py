@@ -9,6 +9,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from penstock.backends import cuda
 from penstock.cli.cluster import _read, _read_again
 from penstock.cli.main import cli
 from penstock.cluster.models import ClusterModels
@@ -239,6 +240,22 @@ def test_a_front_needs_no_memory_for_models_that_its_replicas_hold(
     monkeypatch.setattr("penstock.cluster.models.MemoryBudget", lambda: MemoryBudget(lambda: 1 << 20))
     with site(make(1), make(2, served_model_name=("other",))) as cluster:
         assert cluster.ask("other") != cluster.ask()
+
+
+def test_beside_a_gpu_the_settings_of_replicas_are_checked_before_these_start(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They compute on the CPU, so nothing may be planned, or accepted, for the GPU."""
+    monkeypatch.setattr(cuda, "why_not", lambda: None)
+    monkeypatch.setattr(cuda, "find_gpu", lambda: cuda.Gpu("a GPU", (9, 0), 80 << 30, 1))
+    with pytest.raises(ConfigError, match="--steps-in-flight has no meaning on the CPU"):
+        ClusterModels([make(1, threads=None, steps_in_flight=1)], Routing(), bind_socket, is_elsewhere=False)
+    caplog.clear()
+    caplog.set_level("INFO")
+    with site(make(1, threads=None)) as cluster:
+        cluster.ask()
+        assert cluster.update(make(2, threads=None)) == ["toy: replaced"]
+    assert caplog.text.count("replicas compute on CPUs") == 1
 
 
 def test_an_address_of_another_machine_is_refused(make: Callable[..., Config]) -> None:

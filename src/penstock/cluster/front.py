@@ -10,7 +10,7 @@ from penstock.admission.door import Admission
 from penstock.cluster.adapters import connect_adapters
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
-from penstock.config import Config, SharingConfig
+from penstock.config import Config, Device, SharingConfig
 from penstock.config.setting import settings_of
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.build import load_text
@@ -29,7 +29,7 @@ from penstock.text.dialects import find_dialect
 from penstock.types.errors import ConfigError
 
 _SHARING = ("alias", "split_of", "split_share", "split_tenant")
-_REFUSED = ("record", "kv_events", *(item.key for item in settings_of(SharingConfig) if item.key not in _SHARING))
+_REFUSED = ("record", "kv_events", "pin_threads", *(one.key for one in settings_of(SharingConfig) if one.key not in _SHARING))
 """Settings that a cluster can't have yet."""
 
 
@@ -66,11 +66,14 @@ def without_splits(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raise ConfigError for settings that a cluster can't have yet."""
-    for part in (config.server, config.sharing):
-        for item in settings_of(type(part)):
-            if item.key in _REFUSED and getattr(part, item.field) != item.default:
-                remedy = "Leave it out, or serve the model by one server."
-                raise ConfigError(f"A cluster does not support {item.flag} yet.", remedy=remedy)
+    backend = config.backend
+    flags = [f"--{name} cuda" for name in ("device", "backend") if getattr(backend, name) == Device.CUDA]
+    for part in (config.server, config.sharing, backend):
+        settings = settings_of(type(part))
+        flags += [one.flag for one in settings if one.key in _REFUSED and getattr(part, one.field) != one.default]
+    for flag in flags:
+        remedy = "Leave it out, or serve the model by one server."
+        raise ConfigError(f"A cluster does not support {flag} yet.", remedy=remedy)
 
 
 def _front(

@@ -22,11 +22,12 @@ from typing import Protocol
 from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.front import check, serve_replicas, without_splits
-from penstock.config import Config, ServerConfig
+from penstock.config import Config, Device, ServerConfig
 from penstock.config.routing import Routing
 from penstock.config.setting import settings_of
 from penstock.config.units import nanoseconds
 from penstock.deploy.deployment import Deployment, refuse_twice
+from penstock.deploy.device import has_gpu
 from penstock.deploy.factory import locate, locate_draft
 from penstock.deploy.pipelines import check_pipelines, open_pipelines
 from penstock.deploy.resolve import aliases, resolve, served_names
@@ -92,6 +93,8 @@ class ClusterModels:
         `bind`: returns a socket that listens at a host and port. `is_elsewhere`: replicas run on machines that are not known
         here. Raises PenstockError.
         """
+        if configs[0].backend.device == Device.AUTO and has_gpu():
+            _log.info("replicas compute on CPUs: a cluster does not use GPUs yet")
         self._bind, self._is_elsewhere = bind, is_elsewhere
         self._updating = threading.Lock()
         self._deployment: Deployment | None = None
@@ -270,7 +273,10 @@ class Member:
 
     def __init__(self, config: Config, machine: Machine, num_threads: int, bind: Bind) -> None:
         """Check the model's settings and files, and listen for its replicas. Raises PenstockError."""
-        self.config, self.num_threads, self._machine = config, num_threads, machine
+        self._given, self.num_threads, self._machine = config, num_threads, machine
+        # All that follows is checked here with the settings that replicas get.
+        config = replace(config, backend=replace(config.backend, device=Device.CPU.value, threads=num_threads))
+        self.config = config
         if config.cluster.replica_host in ("0.0.0.0", "::"):  # noqa: S104
             remedy = "Name an address of this machine at which they reach it."
             raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
@@ -308,7 +314,7 @@ class Member:
 
     def is_for(self, config: Config) -> bool:
         """Return whether this member can serve `config`: its settings and the files' content are the same."""
-        if without_splits(self.config) != without_splits(config):
+        if without_splits(self._given) != without_splits(config):
             return False
         try:
             return all(fingerprint(path) == known for path, known in self._files.items())
@@ -319,14 +325,8 @@ class Member:
     def begin(self, make_crew: MakeCrew, num_beside: int) -> None:
         """Begin to start the first replicas."""
         of_server = self.config.server
-        of_replica = replace(
-            self.config,
-            backend=replace(self.config.backend, threads=self.num_threads),
-            # The keys of clients stay here.
-            server=ServerConfig(
-                explained_requests=of_server.explained_requests, shutdown_timeout_s=of_server.shutdown_timeout_s
-            ),
-        )
+        server = ServerConfig(explained_requests=of_server.explained_requests, shutdown_timeout_s=of_server.shutdown_timeout_s)
+        of_replica = replace(self.config, server=server)  # the keys of clients stay here
         self.crew = make_crew(of_replica, front=self._address, secret=self._secret, num_beside=num_beside)
         self._starting = _Background(self.crew.start)
 

@@ -82,6 +82,11 @@ def words(backend: BackendConfig, cores: Cores) -> str:
     return f"{chosen().variant} kernels, {threads}{without}{chosen().words}"
 
 
+def has_gpu() -> bool:
+    """Return whether this machine has a GPU, usable or not. Asks only the driver."""
+    return isinstance(cuda.find_gpu(), cuda.Gpu)
+
+
 def gpu_facts() -> str:
     """Describe the GPU and its packages, or why no GPU is usable, for `penstock env`."""
     gpu, cause = cuda.find_gpu(), cuda.why_not()
@@ -94,7 +99,7 @@ def gpu_facts() -> str:
 def missing_gpu_packages() -> str | None:
     """Name the packages that a machine with a GPU lacks, with the remedy. None if nothing is missing."""
     names = [name for name, version in cuda.package_versions().items() if version is None]
-    if not names or isinstance(cuda.find_gpu(), str):
+    if not names or not has_gpu():
         return None
     return f"{', '.join(names)}, for the GPU: `pip install '.[cuda]'` in the source folder"
 
