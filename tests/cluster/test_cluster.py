@@ -19,6 +19,7 @@ from penstock.cli.top import replica_lines
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS, Fleet
+from penstock.cluster.flights import PROGRESS
 from penstock.cluster.messages import FORMAT, Greeting, Submit, encode, request_of
 from penstock.cluster.replica import Replica
 from penstock.deploy.running import RunningModel
@@ -816,6 +817,43 @@ def hang_up_after(replica: ThreadedReplica, flush: Callable[[], None]) -> None:
     flush()
     if replica.replica._link is not None and replica.replica._requests:
         replica.replica._link.close("a test")
+
+
+def test_those_beside_a_request_that_breaks_replicas_are_answered(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.REDIAL_S", 0.01)
+    with cluster(*gated()) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for replica in made.replicas.values():
+            replica.replica._take = partial(break_at, 666, replica.replica._take)
+        answers = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[:8]]
+        wait_until(lambda: len(flights(made)) == 8 and all(flight.replica for flight in flights(made)))
+        poison = pool.submit(post, made, PROMPTS[8], max_tokens=666)
+        wait_until(lambda: any(flight.num_failures == 2 for flight in flights(made)))
+        for replica in made.replicas.values():
+            replica.executor.open()
+        assert [answer.result(60) for answer in answers] == [oracle(prompt) for prompt in PROMPTS[:8]]
+        response = poison.result(60)
+        assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+        assert "3 replicas failed with it, the last one: it was lost" in response.text
+
+
+def test_a_suspect_waits_until_the_one_before_has_made_progress(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.REDIAL_S", 0.01)
+    with cluster(GatedExecutor()) as made:
+        replica, taken = made.replicas["r0"], []
+        take, replica.replica._take = replica.replica._take, taken.append
+        answers = [pool.submit(text_of, made, prompt, max_tokens=40) for prompt in PROMPTS[:2]]
+        for num_taken in (2, 4):
+            wait_until(lambda num=num_taken: len(taken) == num)
+            replica.hang_up()
+        wait_until(lambda: len(taken) == 5)
+        assert sum(flight.replica is not None for flight in flights(made)) == 1, "the other one waits"
+        replica.replica._take = take
+        replica.call(take, taken[-1])
+        replica.executor.allow(PROGRESS + 1)
+        wait_until(lambda: all(flight.replica for flight in flights(made)))
+        replica.executor.open()
+        assert [answer.result(60) for answer in answers] == [oracle(prompt, max_tokens=40) for prompt in PROMPTS[:2]]
 
 
 @pytest.mark.parametrize(("why", "status"), [(ENGINE_FAILED, 500), (ENGINE_STUCK, 500), ("the engine is not running", 503)])

@@ -79,7 +79,7 @@ PATIENCE_NS = 60_000_000_000
 START_PATIENCE_NS = 600_000_000_000
 """The same if a `Scaler` starts replicas."""
 MAX_LOSSES = 3
-"""After this many consecutive replicas failed while they had a request, the request is ended, because it may be the cause."""
+"""A request is ended if this many replicas in a row failed while they had it, because it may be the cause, or refused it."""
 LOST, ANSWER = "lost", "answer"
 """Reasons for a move. LOST: the replica died or refused. ANSWER: decode runs on another replica than prefill."""
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
@@ -357,7 +357,10 @@ class Fleet:
 
     def _look_after_waiting(self, now_ns: int) -> None:
         patience_ns = PATIENCE_NS if self._scaler is None else START_PATIENCE_NS
+        num_replicas = self.num_replicas
         for flight in self._waiting():
+            if flight.is_suspect and num_replicas:
+                flight.since_ns = now_ns  # it waits for its turn, and not for a replica
             limit = next_limit(flight.request)
             if limit is not None and now_ns > limit[0]:
                 self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
@@ -534,7 +537,8 @@ class Fleet:
             flight.since_ns = flight.since_ns or now_ns
         if self._await_adapter(group):
             return
-        unready = self._unready_for({flight.request.request_id for flight in group})
+        is_suspect = any(flight.is_suspect for flight in group)
+        unready = self._unready_for({flight.request.request_id for flight in group}, is_suspect=is_suspect)
         if dispatcher is None or len(unready) == len(self._by_number):
             self._scale()
             return
@@ -559,6 +563,8 @@ class Fleet:
                 self._end(flight, FinishReason.ERROR, "the router failed; the server's log says why")
             return
         replica, source = self._by_number[choice.replica], self._source(choice)
+        if is_suspect:
+            replica.suspects = group
         for flight in group:
             flight.replica, flight.since_ns = replica, 0
             route = Route(
@@ -582,8 +588,8 @@ class Fleet:
         assert dispatcher is not None, "it was sent"
         assert giver is not None, "it was sent"
         sampling = request.sampling
-        # Beams share KV within one engine, and a scored prompt can't use a cache.
-        stays = sampling.beams is not None or sampling.prompt_logprobs is not None
+        # Beams share KV within one engine, a scored prompt can't use a cache, and the other replica may have a suspect already.
+        stays = sampling.beams is not None or sampling.prompt_logprobs is not None or flight.is_suspect
         if self._slo_itl_ns is None or flight.abort_detail is not None or stays:
             return
         work = {number: dispatcher.work_of(number) for number in dispatcher.numbers}
@@ -623,10 +629,14 @@ class Fleet:
         ref, adapters = request.adapter, self._adapters
         return work_of(request, "" if ref is None or adapters is None else str(adapters.path(ref)))
 
-    def _unready_for(self, request_ids: set[str]) -> set[int]:
-        """Return the replicas that can't take these requests now: they are not ready, or are still ending one of them."""
-        replicas = self._by_number.items()
-        return {number for number, replica in replicas if not replica.is_ready or replica.leaving & request_ids}
+    def _unready_for(self, request_ids: set[str], *, is_suspect: bool = False) -> set[int]:
+        """Return the replicas that can't take these requests now: those that are not ready, that are still ending one of them,
+        or that have a suspect if these requests are suspects too."""
+        return {
+            number
+            for number, replica in self._by_number.items()
+            if not replica.is_ready or replica.leaving & request_ids or (is_suspect and replica.has_suspect)
+        }
 
     def _source(self, choice: Choice) -> Source | None:
         """Return where the chosen replica may fetch KV of the prompt, or None."""
@@ -666,8 +676,8 @@ class Fleet:
         for flight in flights:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
-            elif len(flight.failed_at) >= MAX_LOSSES:
-                verb, because = ("failed with", None) if flight.has_failed else ("refused", RejectReason.UNAVAILABLE)
+            elif MAX_LOSSES in (flight.num_failures, len(flight.failed_at) - flight.num_failures):
+                verb, because = ("failed with", None) if flight.num_failures else ("refused", RejectReason.UNAVAILABLE)
                 told = f"{MAX_LOSSES} replicas {verb} it, the last one: {flight.last_loss}"
                 self._end(flight, FinishReason.ERROR, told, because)
             elif flight.request.output_token_ids and not self._resumes:
@@ -771,7 +781,10 @@ class Fleet:
         for flight in first:
             if flight.replica is replica:
                 self._hand_over(flight)
-        if has_left:
+        is_free = bool(replica.suspects) and not replica.has_suspect
+        if is_free:
+            replica.suspects = ()
+        if has_left or is_free:
             replica.leaving -= has_left
             self._dispatch(self._waiting())
         if ended:

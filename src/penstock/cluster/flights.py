@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from penstock.types.stats import EngineLoad, RequestStats
 
 PROGRESS = 16
 """A request that has gained this many tokens since its last loss counts its losses from 0 again."""
+SUSPECT_AFTER = 2
+"""After this many failures of replicas in a row, a request is a suspect. A replica gets one suspect at a time, so that another
+failure blames the cause and not the requests beside it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,12 @@ class ReplicaEnd:
     flights: dict[str, Flight] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     """Ids of requests that moved to another replica, until this replica confirms their end."""
+    suspects: Sequence[Flight] = ()
+    """The last suspect that it was sent: one request, or the choices of one prompt."""
+
+    @property
+    def has_suspect(self) -> bool:
+        return any(flight.replica is self and flight.is_suspect for flight in self.suspects)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +61,13 @@ class Flight:
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
     failed_at: list[str] = field(default_factory=list)
-    """Names of the replicas that failed with the request in a row (see `PROGRESS`)."""
+    """Names of the replicas that failed with the request, or refused it, in a row (see `PROGRESS`)."""
     num_tokens_at_loss: int = 0
     """Generated tokens at the last of these losses."""
     last_loss: str = ""
     """Cause of the last loss, for error messages."""
-    has_failed: bool = False
-    """A replica failed while it had the request, which may be the cause. Refusals do not count."""
+    num_failures: int = 0
+    """How many of these failed while they had the request, which may be the cause. The others only refused it."""
     last_token_ns: int = 0
     before: tuple[str, ...] = ()
     """Names of the replicas that the request was sent to, in order."""
@@ -73,14 +82,22 @@ class Flight:
         adapter = self.request.adapter
         return adapter is None or bool(adapter.fingerprint)
 
+    @property
+    def has_progressed(self) -> bool:
+        return len(self.request.output_token_ids) - self.num_tokens_at_loss >= PROGRESS
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the request may be what replicas fail with (see `SUSPECT_AFTER`)."""
+        return self.num_failures >= SUSPECT_AFTER and not self.has_progressed
+
     def count_loss(self, name: str, why: str, *, is_refusal: bool = False) -> None:
-        num_tokens = len(self.request.output_token_ids)
-        if num_tokens - self.num_tokens_at_loss >= PROGRESS:
+        if self.has_progressed:
             self.failed_at.clear()
-            self.has_failed = False
+            self.num_failures = 0
         self.failed_at.append(name)
-        self.has_failed |= not is_refusal
-        self.num_tokens_at_loss, self.last_loss = num_tokens, why
+        self.num_failures += not is_refusal
+        self.num_tokens_at_loss, self.last_loss = len(self.request.output_token_ids), why
 
     def note(self, chunk: OutputChunk) -> int | None:
         """Record a chunk's progress. Return the time since the previous tokens, or None for the first tokens or without any."""

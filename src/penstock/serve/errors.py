@@ -278,9 +278,9 @@ def from_rejected(rejected: Rejected) -> ApiError:
 
 
 def failed(detail: str, request_id: str) -> ApiError:
-    """Return the 500 for one failed request. The engine continues."""
+    """Return the 500 for one failed request. The engine continues, and the same request would fail again."""
     message = f"The request failed: {detail.removesuffix('.')}. The server's log may say more under request id {request_id}."
-    return ApiError(500, message, code="internal_error", error_type="server_error")
+    return ApiError(500, message, code="internal_error", error_type="server_error", headers=NO_RETRY)
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> ApiError:
