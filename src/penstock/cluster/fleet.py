@@ -522,12 +522,13 @@ class Fleet:
         self._dispatch(flights)
 
     def _dispatch(self, flights: Iterable[Flight]) -> None:
-        """Send requests to replicas. All choices of one prompt go to the same replica."""
+        """Send requests to replicas, background requests last. All choices of one prompt go to the same replica."""
         groups: dict[tuple[str, int], list[Flight]] = {}
         for flight in flights:
             request = flight.request
             groups.setdefault((request.parent_id or request.request_id, id(request.prompt_token_ids)), []).append(flight)
-        for group in groups.values():
+        # A background suspect may take long, and people's suspects would wait for it.
+        for group in sorted(groups.values(), key=lambda group: group[0].request.background):
             self._send(group)
 
     def _send(self, group: Sequence[Flight]) -> None:
@@ -677,9 +678,9 @@ class Fleet:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
             elif MAX_LOSSES in (flight.num_failures, len(flight.failed_at) - flight.num_failures):
-                verb, because = ("failed with", None) if flight.num_failures else ("refused", RejectReason.UNAVAILABLE)
+                verb = "failed with" if flight.num_failures == MAX_LOSSES else "refused"
                 told = f"{MAX_LOSSES} replicas {verb} it, the last one: {flight.last_loss}"
-                self._end(flight, FinishReason.ERROR, told, because)
+                self._end(flight, FinishReason.ERROR, told, None if flight.num_failures else RejectReason.UNAVAILABLE)
             elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:

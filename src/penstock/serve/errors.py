@@ -278,7 +278,7 @@ def from_rejected(rejected: Rejected) -> ApiError:
 
 
 def failed(detail: str, request_id: str) -> ApiError:
-    """Return the 500 for one failed request. The engine continues, and the same request would fail again."""
+    """Return the 500 for one failed request, which would probably fail again. The engine continues."""
     message = f"The request failed: {detail.removesuffix('.')}. The server's log may say more under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error", headers=NO_RETRY)
 
