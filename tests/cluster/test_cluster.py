@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -496,6 +497,22 @@ def test_requests_end_after_the_fleet_has() -> None:
     fleet.submit(make_request("late"))
     assert [(chunk.request_id, chunk.finish_reason) for chunk in chunks] == [("late", FinishReason.REJECTED)]
     assert fleet.load().num_waiting == 0
+
+
+def test_a_fleet_that_is_closed_while_it_begins_to_listen_ends(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    fleet = Fleet(bind_socket("127.0.0.1", 0), secret=b"", router=LeastWork(), clock=WallClock(), sink=lambda _: None)
+    create_server = fleet._loop.create_server
+
+    async def late(*given: Any, **named: Any) -> asyncio.Server:
+        while not fleet._inbox:  # noqa: ASYNC110  # no event tells
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # what was posted is done
+        return await create_server(*given, **named)
+
+    monkeypatch.setattr(fleet._loop, "create_server", late)
+    fleet.start()
+    assert fleet.close(0.0)
+    assert (fleet._is_over, caplog.records) == (True, [])
 
 
 def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None:

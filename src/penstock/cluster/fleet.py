@@ -150,6 +150,7 @@ class Fleet:
         self._wanted = Wanted(0, "")
         self._decisions: deque[tuple[int, Wanted]] = deque(maxlen=MAX_DECISIONS)
         """(instant, wanted number with its reason) of the last changes."""
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-fleet", daemon=True)
 
     # For any thread.
@@ -274,7 +275,7 @@ class Fleet:
                     self._num_holds = 0
                 self._post(self._end_if_drained)
                 self._has_ended.wait(ABORT_GRACE_S)
-            self._post(self._loop.stop)
+            self._post(self._closing.set)
             self._thread.join(ABORT_GRACE_S)
         self._state = EngineState.STOPPED
         return not self._was_cut_short
@@ -292,14 +293,7 @@ class Fleet:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            server = self._loop.run_until_complete(self._loop.create_server(self._greet, sock=self._listener))
-            beat = self._loop.create_task(self._beat())
-            self._loop.run_forever()
-            for task in (beat, self._scaling):
-                if task is not None:
-                    task.cancel()
-            server.close()
-            self._loop.run_until_complete(self._hang_up())
+            self._loop.run_until_complete(self._serve())
         except BaseException:
             _log.critical("the front's thread failed", exc_info=True)
             self._state = EngineState.FAILED
@@ -310,6 +304,16 @@ class Fleet:
             self._end_all()
             with suppress(Exception):
                 self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._loop.create_server(self._greet, sock=self._listener)
+        beat = self._loop.create_task(self._beat())
+        await self._closing.wait()
+        for task in (beat, self._scaling):
+            if task is not None:
+                task.cancel()
+        server.close()
+        await self._hang_up()
 
     async def _hang_up(self) -> None:
         own = asyncio.current_task()
