@@ -5,7 +5,8 @@
 
 The model answers questions of ShareGPT greedily, and steps that keep the residual streams before three of its layers read the
 chats again. The head learns to guess tokens from these streams, and a token further from its own. The last fifth of the chats
-is held out. The last line has the share of their tokens that were guessed right: of all, and of those that can be guessed.
+is held out. The last line says how many of their tokens were guessed right, as a share of all tokens and as a share of those
+in the head's vocabulary.
 
 Source: the loss over several steps is that of EAGLE-3, arXiv 2503.01840.
 """
@@ -165,7 +166,7 @@ class Chats:
 
 
 def losses(head: Head, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, list[float], list[float]]:
-    """Return the loss and, for each step, the share of right guesses: of all tokens, and of those that can be guessed."""
+    """Return the loss and, for each step, the right guesses as a share of all tokens and of those in the head's vocabulary."""
     tokens, sources, right = batch
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(tokens, sources)

@@ -47,11 +47,15 @@ class FakeSession:
             raise self.failures.pop()
 
 
+def _talk_with(session: FakeSession, lines: list[str], system: str | None = None, *, is_typed: bool = True) -> None:
+    Conversation(session, system, has_stats=False, is_typed=is_typed).hold(iter(lines))  # type: ignore[arg-type]
+
+
 def _hold(lines: list[str], system: str | None = None, failures: Sequence[BaseException] = ()) -> list[list[str]]:
     """Contents of the messages of each question."""
     session = FakeSession()
     session.failures = list(failures)
-    Conversation(session, system, has_stats=False, is_typed=True).hold(iter(lines))  # type: ignore[arg-type]
+    _talk_with(session, lines, system)
     return [[message["content"] for message in messages] for messages in session.asked]
 
 
@@ -80,7 +84,7 @@ def test_an_interrupted_answer_is_remembered_as_far_as_it_came() -> None:
 def test_an_answer_that_was_interrupted_before_it_began_leaves_no_turn() -> None:
     session = FakeSession()
     session.is_silent, session.failures = True, [KeyboardInterrupt()]
-    Conversation(session, None, has_stats=False, is_typed=True).hold(iter(["a", "b"]))  # type: ignore[arg-type]
+    _talk_with(session, ["a", "b"])
     assert [len(messages) for messages in session.asked] == [1, 1]
 
 
@@ -88,7 +92,7 @@ def test_in_a_pipe_an_interrupt_ends_the_conversation() -> None:
     session = FakeSession()
     session.failures = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
-        Conversation(session, None, has_stats=False, is_typed=False).hold(iter(["a", "b"]))  # type: ignore[arg-type]
+        _talk_with(session, ["a", "b"], is_typed=False)
     assert len(session.asked) == 1
 
 

@@ -214,7 +214,7 @@ def test_a_model_longer_than_asked_for_is_refused(penstock: Penstock, tiny_model
 
 
 def test_an_input_that_can_not_be_read_is_no_pipe(environment: dict[str, str], tiny_model: Path) -> None:
-    """As `nohup` leaves it."""
+    """`nohup` opens it for writing only."""
     with Path(os.devnull).open("wb") as writable:
         command = [sys.executable, "-m", "penstock", "run", str(tiny_model), "in the", *FAST, "--max-tokens", "4"]
         result = subprocess.run(command, stdin=writable, capture_output=True, env=environment, timeout=60)

@@ -504,9 +504,7 @@ def test_a_fleet_that_is_closed_while_it_begins_to_listen_ends(monkeypatch: pyte
     create_server = fleet._loop.create_server
 
     async def late(*given: Any, **named: Any) -> asyncio.Server:
-        while not fleet._inbox:  # noqa: ASYNC110  # no event tells
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)  # what was posted is done
+        await fleet._closing.wait()
         return await create_server(*given, **named)
 
     monkeypatch.setattr(fleet._loop, "create_server", late)

@@ -30,7 +30,7 @@ def answers(running: Any) -> list[Any]:
 
 
 def guesses_from(draft: DraftModel, step: Drafted, requests: Sequence[Request], num: int) -> list[list[int]]:
-    """Return up to `num` guesses for each request: those of `step`, and those that the small model makes after them."""
+    """Return up to `num` guesses for each request. The first is that of `step`, and the small model makes the others."""
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for place in range(num):
         for name, (token_id, _) in step.guesses.items():

@@ -71,9 +71,8 @@ class Site:
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         ready.get(timeout=30)
-        wait_until(self._have_all_joined)
 
-    def _have_all_joined(self) -> bool:
+    def have_all_joined(self) -> bool:
         """A cluster serves once the first replica of each model has joined."""
         joined = [sum(one.is_ready for one in front.metrics.read_replicas()) for front in self.deployment.running]
         return joined == [crew.first for crew in self.crews]
@@ -111,6 +110,7 @@ class Site:
 def site(*configs: Config, routing: Routing | None = None) -> Iterator[Site]:
     made = Site(*configs, routing=routing or Routing())
     try:
+        wait_until(made.have_all_joined)
         yield made
     finally:
         with suppress(PenstockError):

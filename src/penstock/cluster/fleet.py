@@ -635,8 +635,10 @@ class Fleet:
         return work_of(request, "" if ref is None or adapters is None else str(adapters.path(ref)))
 
     def _unready_for(self, request_ids: set[str], *, is_suspect: bool = False) -> set[int]:
-        """Return the replicas that can't take these requests now: those that are not ready, that are still ending one of them,
-        or that have a suspect if these requests are suspects too."""
+        """Return the replicas that can't take these requests now.
+
+        A replica takes none of them until it is ready and has ended them all, and no suspect while it has another.
+        """
         return {
             number
             for number, replica in self._by_number.items()
