@@ -64,38 +64,38 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
     self.pack_rows(matrix, first_row, static_cast<int>(rows), data.data());
 }
 
-void check_form(SourceFormat format, int rows, int cols, bool by_row) {
+void check_form(SourceFormat format, int rows, int cols, bool by_row, bool has_apart) {
     check_shape(format, rows, cols);
+    if (has_apart && !by_row) throw std::invalid_argument("only matrices `by_row` have columns apart");
     if (by_row && (float_bytes(format) == 0 || cols % kGroup != 0 || cols > kMostRow8Cols)) {
         throw std::invalid_argument("`by_row` needs float weights, a multiple of 32 columns and at most 8,192");
     }
 }
 
 int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read,
-               bool by_row) {
-    check_form(format, rows, cols, by_row);
+               bool by_row, const std::vector<int>& apart) {
+    check_form(format, rows, cols, by_row, !apart.empty());
     if (data) check_source(format, rows, cols, *data);
     // Room for it may have to be written to disk, and other models' threads need the interpreter.
     const int matrix = [&] {
         nb::gil_scoped_release release;
-        return self.weights().add_matrix(format, rows, cols, is_partly_read, by_row);
+        return self.weights().add_matrix(format, rows, cols, is_partly_read, by_row, apart);
     }();
     if (data) pack_rows(self, matrix, 0, *data);
     return matrix;
 }
 
-int map_matrix(Engine& self, SourceFormat format, int rows, int cols, int64_t offset, int64_t bytes, bool by_row) {
-    check_form(format, rows, cols, by_row);
-    return self.weights().map_matrix(format, rows, cols, by_row, offset, bytes);
+int map_matrix(Engine& self, SourceFormat format, int rows, int cols, int64_t offset, int64_t bytes, bool by_row, bool has_apart) {
+    check_form(format, rows, cols, by_row, has_apart);
+    return self.weights().map_matrix(format, rows, cols, by_row, has_apart, offset, bytes);
 }
 
 // The arrays of a packed matrix, in order; views that keep the engine.
 nb::list packed_arrays(nb::handle self, int matrix) {
     const PackedStorage& packed = nb::cast<const Engine&>(self).weights().packed(matrix);
     nb::list arrays;
-    for (const auto& [begin, panel_bytes] : packed.parts) {
-        const auto bytes = static_cast<size_t>(panel_bytes * packed.matrix.panels);
-        arrays.append(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(begin, {bytes}, self));
+    for (const auto& [begin, bytes] : packed.parts) {
+        arrays.append(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(begin, {static_cast<size_t>(bytes)}, self));
     }
     return arrays;
 }
@@ -534,15 +534,15 @@ void bind_engine(nb::module_& m) {
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,
-             "by_row"_a = false,
+             "by_row"_a = false, "apart"_a = std::vector<int>{},
              "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); without them, makes room for it, and `pack_rows` brings "
              "them. Returns its id. `is_partly_read`: a step needs only a part of it. `by_row`: floats become integers "
-             "with a scale for each row. OSError if the disk has no room.")
+             "with a scale for each row; then `apart` may name four columns that stay floats. OSError if the disk has no room.")
         .def("pack_rows", &pack_rows, "matrix"_a, "first_row"_a, "data"_a,
              "Packs some rows of a matrix (uint8 [rows, bytes per row]): whole panels of 16, or up to its last row.")
         .def("map_file", [](Engine& self, int fd) { self.weights().map_file(fd); }, "fd"_a,
              "Matrices of `map_matrix` lie in this file, which may be closed then. OSError if it can't be mapped.")
-        .def("map_matrix", &map_matrix, "format"_a, "rows"_a, "cols"_a, "offset"_a, "bytes"_a, "by_row"_a = false,
+        .def("map_matrix", &map_matrix, "format"_a, "rows"_a, "cols"_a, "offset"_a, "bytes"_a, "by_row"_a = false, "has_apart"_a = false,
              "A matrix whose packed arrays lie in the mapped file from `offset` on, each padded to a multiple of 64 bytes; returns its id.")
         .def("packed_arrays", &packed_arrays, "matrix"_a, "The packed arrays of a matrix, in order: read-only views, uint8.")
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),

@@ -386,7 +386,10 @@ void Engine::run_row_op(const RowOp& op, int64_t row, int64_t end) {
     switch (op.kind) {
         case RowOpKind::kQuantize:
             return kernels_.quantize_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), weights_.vector(op.weight), op.value);
-        case RowOpKind::kRound: return kernels_.round_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), op.n != 0);
+        case RowOpKind::kRound: {
+            const int32_t* const apart = op.weight < 0 ? nullptr : weights_.matrix(op.weight).apart;
+            return kernels_.round_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), op.n != 0, apart);
+        }
         case RowOpKind::kKvWrite:
             return kernels_.kv_write_rows(kv_.layer(op.n), input_.slot_mapping + row, end - row, buffers_[op.x].row(row),
                                           buffers_[op.y].row(row), weights_.vector(op.weight));

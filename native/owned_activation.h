@@ -28,6 +28,7 @@ struct OwnedActivation {
             allocate(view.row_start, rows);
             allocate(view.outlier, rows * view.outliers_per_row);
             allocate(view.row_rest, rows * view.outliers_per_row);
+            allocate(view.apart, rows * kApart);
         } else if (quantised) {
             view.outliers_per_row = outliers_of(cols);
             allocate(view.q, rows * cols);

@@ -19,6 +19,8 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "bf16.h"
 
@@ -181,20 +183,24 @@ bool pack_rows8(PackedStorage& packed, const uint8_t* first, int panel) {
     const SourceFormat format = packed.format;
     const int64_t bytes = float_bytes(format);
     uint8_t* const to = packed.quants + int64_t{panel} * w.cols * kPanel;
+    std::vector<float> weights(w.cols);
     bool finite = true;
     for (int lane = 0; lane < kPanel; ++lane) {
         const int row = panel * kPanel + lane;
         const uint8_t* const source = first + lane * w.cols * bytes;
-        float largest = 0.0f;
-        for (int col = 0; row < w.rows && col < w.cols; ++col) {
-            const float size = std::fabs(read_float(format, source + col * bytes));
-            finite &= size < INFINITY;
-            largest = std::max(largest, size);
+        for (int col = 0; col < w.cols; ++col) {
+            weights[col] = row < w.rows ? read_float(format, source + col * bytes) : 0.0f;
+            finite &= std::fabs(weights[col]) < INFINITY;
         }
+        for (int k = 0; w.apart && k < kApart; ++k) {
+            packed.apart_weights[(panel * kApart + k) * kPanel + lane] = std::exchange(weights[w.apart[k]], 0.0f);
+        }
+        float largest = 0.0f;
+        for (const float weight : weights) largest = std::max(largest, std::fabs(weight));
         const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
         int32_t sum = 0;
         for (int col = 0; col < w.cols; ++col) {
-            const float x = inverse > 0.0f && finite ? read_float(format, source + col * bytes) * inverse : 0.0f;
+            const float x = inverse > 0.0f && finite ? weights[col] * inverse : 0.0f;
             const auto q = static_cast<int32_t>(std::nearbyint(std::min(127.0f, std::max(-127.0f, x))));
             to[col / 4 * 64 + lane * 4 + col % 4] = static_cast<uint8_t>(q + 128);
             sum += q;
@@ -383,12 +389,13 @@ uint8_t* MappedFile::at(int64_t offset, int64_t bytes) const {
     return memory_.get() + offset;
 }
 
-PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes, SourceFormat format, int rows, int cols, bool by_row) {
+PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes, SourceFormat format, int rows, int cols, bool by_row,
+                              bool has_apart) {
     PackedStorage packed;
     const int64_t panels = (rows + kPanel - 1) / kPanel;
     const auto take = [&](int64_t bytes) {
         packed.bytes += bytes;
-        packed.parts.push_back({take_bytes(bytes), bytes / panels});
+        packed.parts.push_back({take_bytes(bytes), bytes});
         return packed.parts.back().begin;
     };
     WeightKind kind = WeightKind::kBf16;
@@ -398,6 +405,10 @@ PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes
         packed.quants = take(panels * cols * kPanel);
         packed.row_scales = reinterpret_cast<float*>(take(panels * kPanel * 4));
         packed.row_sums = reinterpret_cast<int32_t*>(take(panels * kPanel * 4));
+        if (has_apart) {
+            packed.apart = reinterpret_cast<int32_t*>(take(kApart * 4));
+            packed.apart_weights = reinterpret_cast<float*>(take(panels * kApart * kPanel * 4));
+        }
     } else if (float_bytes(format) > 0) {
         packed.quants = take(panels * ((cols + 1) / 2) * 64);
     } else {
@@ -405,7 +416,8 @@ PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes
         table = block_format(format).table;
         packed.quants = take(panels * ((cols / kGroup + 1) / 2) * pair_bytes(kind));
     }
-    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, table, packed.row_scales, packed.row_sums};
+    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, table, packed.row_scales, packed.row_sums, packed.apart,
+                     packed.apart_weights};
     packed.format = format;
     return packed;
 }
@@ -427,7 +439,8 @@ bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int p
 
 void fetch_panels(const PackedStorage& packed, int panel0, int panel1) {
     const uintptr_t page = sysconf(_SC_PAGESIZE);
-    for (const auto& [begin, panel_bytes] : packed.parts) {
+    for (const auto& [begin, bytes] : packed.parts) {
+        const int64_t panel_bytes = bytes / packed.matrix.panels;
         const uintptr_t first = reinterpret_cast<uintptr_t>(begin + panel0 * panel_bytes) / page * page;
         const uintptr_t end = reinterpret_cast<uintptr_t>(begin + panel1 * panel_bytes);
         for (uintptr_t at = first; at < end; at += kFetchedBytes) {

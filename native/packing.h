@@ -131,10 +131,10 @@ class MappedFile {
 
 // A packed matrix whose memory is that of an arena or of a file.
 struct PackedStorage {
-    // One of its arrays, in which panels follow each other.
+    // One of its arrays. In those of a matrix that is fetched by panels, panels follow each other.
     struct Part {
         uint8_t* begin;
-        int64_t panel_bytes;
+        int64_t bytes;
     };
 
     PackedMatrix matrix{};
@@ -143,6 +143,8 @@ struct PackedStorage {
     uint8_t* quants = nullptr;
     float* row_scales = nullptr;
     int32_t* row_sums = nullptr;
+    int32_t* apart = nullptr;
+    float* apart_weights = nullptr;
     int64_t bytes = 0;
     bool is_mapped = false;  // packed by an earlier process: only read
 };
@@ -152,8 +154,9 @@ constexpr int64_t kArrayAlignment = 64;
 constexpr int64_t aligned(int64_t bytes) { return (bytes + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment; }
 
 // `take` gives memory as an arena does.
-// `by_row`: numbers become kU8Row; their columns are a multiple of 32.
-PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take, SourceFormat format, int rows, int cols, bool by_row = false);
+// `by_row`: numbers become kU8Row; their columns are a multiple of 32. `has_apart`: it has columns apart.
+PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take, SourceFormat format, int rows, int cols, bool by_row = false,
+                              bool has_apart = false);
 
 // The rows from panel `panel0` on, row-major as in the file: blocks of the format, or numbers, which become bf16 or, by row, integers. Quantised rows have
 // whole blocks. Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.

@@ -38,19 +38,28 @@ struct Packing final : Work {
     }
 };
 
+void check_apart(const int* columns, size_t count, int cols) {
+    if (count != 0 && count != kApart) throw std::invalid_argument("a matrix has four columns apart, or none");
+    for (size_t i = 0; i < count; ++i) {
+        if (columns[i] < 0 || columns[i] >= cols) throw std::invalid_argument("a column apart is not one of the matrix's");
+    }
+}
+
 }  // namespace
 
-int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read, bool by_row) {
+int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read, bool by_row, const std::vector<int>& apart) {
+    check_apart(apart.data(), apart.size(), cols);
     const bool is_in_file = is_partly_read && file_;
     const auto take = [&](int64_t bytes) { return is_in_file ? file_->take(bytes) : arena_.take(bytes); };
-    matrices_.push_back(allocate_packed(take, format, rows, cols, by_row));
+    matrices_.push_back(allocate_packed(take, format, rows, cols, by_row, !apart.empty()));
+    if (matrices_.back().apart) std::copy(apart.begin(), apart.end(), matrices_.back().apart);
     is_in_file_.push_back(is_in_file);
     bytes_ += matrices_.back().bytes;
     if (is_in_file) file_bytes_ += matrices_.back().bytes;
     return static_cast<int>(matrices_.size()) - 1;
 }
 
-int Weights::map_matrix(SourceFormat format, int rows, int cols, bool by_row, int64_t offset, int64_t bytes) {
+int Weights::map_matrix(SourceFormat format, int rows, int cols, bool by_row, bool has_apart, int64_t offset, int64_t bytes) {
     if (!mapped_) throw std::invalid_argument("no file of packed weights is mapped");
     int64_t end = offset;
     const auto take = [&](int64_t part_bytes) {
@@ -58,8 +67,9 @@ int Weights::map_matrix(SourceFormat format, int rows, int cols, bool by_row, in
         end += aligned(part_bytes);
         return part;
     };
-    PackedStorage packed = allocate_packed(take, format, rows, cols, by_row);
+    PackedStorage packed = allocate_packed(take, format, rows, cols, by_row, has_apart);
     if (end - offset != bytes) throw std::invalid_argument("the matrix has another size in the file of packed weights");
+    if (packed.apart) check_apart(packed.apart, kApart, cols);
     packed.is_mapped = true;
     bytes_ += packed.bytes;
     matrices_.push_back(std::move(packed));

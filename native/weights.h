@@ -30,13 +30,13 @@ class Weights {
     // Matrices of which a step reads only a part lie in this file from now on: FileArena says more.
     void keep_partly_read_in(int fd) { file_ = std::make_unique<FileArena>(fd); }
     // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step. DiskError, see above.
-    // `by_row`: floats become kU8Row.
-    int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false, bool by_row = false);
+    // `by_row`: floats become kU8Row; then `apart` may name kApart columns that are multiplied apart.
+    int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false, bool by_row = false, const std::vector<int>& apart = {});
     // Matrices of `map_matrix` lie in this file, which may be closed then. DiskError.
     void map_file(int fd) { mapped_ = std::make_unique<MappedFile>(fd); }
     // A matrix that was packed before: its arrays lie from `offset` of the mapped file on, each from a multiple of 64. std::invalid_argument
-    // unless the file has all of them, and they take so many bytes.
-    int map_matrix(SourceFormat format, int rows, int cols, bool by_row, int64_t offset, int64_t bytes);
+    // unless the file has all of them, they take so many bytes, and the columns apart are the matrix's.
+    int map_matrix(SourceFormat format, int rows, int cols, bool by_row, bool has_apart, int64_t offset, int64_t bytes);
     // Rows as in the file, packed by the whole team in turns of the account. `first_row` begins a panel, and the last one ends one or is the
     // matrix's last.
     void pack_rows(Team& team, Account& account, int matrix, int first_row, int num_rows, const uint8_t* source);

@@ -152,13 +152,22 @@ void round_with_zero(const Activation& a, int64_t row, const float* x) {
 
 }  // namespace
 
-void round_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, bool has_zero) {
+void round_rows(const Activation& a, int64_t row0, int64_t row1, float* x, bool has_zero, const int32_t* apart) {
     for (int64_t row = row0; row < row1; ++row) {
-        if (has_zero) {
-            round_with_zero(a, row, x + row * a.cols);
-        } else {
-            round_with_outliers(a, row, x + row * a.cols);
+        float *const values = x + row * a.cols, *const kept = a.apart + row * kApart;
+        bool is_finite = true;
+        for (int k = 0; apart && k < kApart; ++k) {
+            kept[k] = values[apart[k]];
+            values[apart[k]] = 0.0f;
+            is_finite = is_finite && fabsf(kept[k]) < INFINITY;
         }
+        if (has_zero) {
+            round_with_zero(a, row, values);
+        } else {
+            round_with_outliers(a, row, values);
+        }
+        for (int k = 0; apart && k < kApart; ++k) values[apart[k]] = kept[k];
+        if (!is_finite) spoil(a, row);
     }
 }
 

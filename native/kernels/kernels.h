@@ -47,6 +47,7 @@ constexpr int pair_bytes(WeightKind kind) { return 2 * bytes_of_group(kind) + 2 
 
 // Most columns of a matrix of kU8Row, so that sums with outliers stay within 32 bits.
 constexpr int kMostRow8Cols = 8192;
+constexpr int kApart = 4;  // columns that such a matrix may multiply apart
 
 // A weight matrix [rows, cols] packed by `pack_panels` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
@@ -60,6 +61,7 @@ constexpr int kMostRow8Cols = 8192;
 // An odd last group is paired with zeros.
 // kBf16: `quants` is [panel][cols / 2][16][2] bf16 (an odd last column padded with zero).
 // kU8Row: one scale for each whole row, w = row_scales * (q - 128); `quants` is [panel][cols / 4] chunks, as in the other 8-bit kinds.
+//   A matrix may have kApart columns whose weights are floats instead, and 0 among the integers.
 struct PackedMatrix {
     WeightKind kind;
     int32_t rows;
@@ -69,6 +71,8 @@ struct PackedMatrix {
     const uint8_t* table;  // [16], of kU4Table: null for the others
     const float* row_scales = nullptr;  // [panel][16], of kU8Row, and the sums of each row's q - 128: null for the others
     const int32_t* row_sums = nullptr;
+    const int32_t* apart = nullptr;        // [kApart]: columns; null without such
+    const float* apart_weights = nullptr;  // [panel][kApart][16]
 };
 
 // The input of a GEMM, [num_rows, cols], in the form that the weights want. Quantised: x = q * 2^e, plus the rest of an outlier. For
@@ -86,6 +90,7 @@ struct Activation {
     int32_t* row_zero = nullptr;      // [rows]: within [-128, 127]
     int32_t* row_start = nullptr;     // [rows]: -128 * sum of q
     int32_t* row_rest = nullptr;      // [rows, outliers_per_row]: the rests of a row's outliers
+    float* apart = nullptr;           // [rows, kApart]: values of the columns that the matrix multiplies apart, which are 0 in q
     int32_t cols = 0;
     int32_t outliers_per_row = 0;     // outliers_of(cols)
 };
@@ -302,7 +307,7 @@ struct KernelTable {
     void (*quantize_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
     // a's rows [row0, row1) with one scale for each row, from x's [rows, cols]. `has_zero`: asymmetric, for values rarely negative: 256
     // integers from the smallest to the largest; else symmetric, outliers apart.
-    void (*round_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, bool has_zero);
+    void (*round_rows)(const Activation& a, int64_t row0, int64_t row1, float* x, bool has_zero, const int32_t* apart);
     // a's row `row` in bf16
     void (*to_bf16_row)(const Activation& a, int64_t row, const float* x);
     // out = row `index` of w, times scale

@@ -9,7 +9,7 @@ namespace penstock::PENSTOCK_ISA {
 void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps);
 void layer_norm(float* out, const float* x, const float* weight, const float* bias, int cols, float eps);
 void quantize_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
-void round_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, bool has_zero);
+void round_rows(const Activation& a, int64_t row0, int64_t row1, float* x, bool has_zero, const int32_t* apart);
 void to_bf16_row(const Activation& a, int64_t row, const float* x);
 void embed_row(float* out, const PackedMatrix& w, int index, float scale);
 void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);

@@ -48,10 +48,11 @@ PENSTOCK_INLINE void add_rests(vi (&sums)[kPanels], const uint8_t* quants, int64
 struct RowScaled {
     vf scales, bias;
     vi weight_sums;
+    const float* apart;
     int first, count;  // channels
 
     PENSTOCK_MEMBER RowScaled(const PackedMatrix& w, int panel, const Epilogue& e)
-        : first(panel * kPanel), count(least(w.rows - first, kPanel)) {
+        : apart(w.apart ? w.apart_weights + int64_t{panel} * kApart * kPanel : nullptr), first(panel * kPanel), count(least(w.rows - first, kPanel)) {
         scales = load(w.row_scales + first);
         bias = e.bias ? load_some(e.bias + first, count) : set1(0.0f);
         weight_sums = load(w.row_sums + first);
@@ -62,7 +63,9 @@ struct RowScaled {
     PENSTOCK_MEMBER void store(vi sums, const Activation& a, int64_t row, const Epilogue& e, F activate) const {
         const int64_t at = row * e.ld + first;
         if (a.row_zero[row] != 0) sums = sub(sums, mul(weight_sums, set1_i(a.row_zero[row])));
-        vf value = activate(fma(to_float(sums), mul(scales, set1(a.row_scale[row])), bias));
+        vf value = fma(to_float(sums), mul(scales, set1(a.row_scale[row])), bias);
+        for (int k = 0; apart && k < kApart; ++k) value = fma(load(apart + k * kPanel), set1(a.apart[row * kApart + k]), value);
+        value = activate(value);
         if (e.residual) value = add(value, load_some(e.residual + at, count));
         store_some(e.out + at, value, count);
     }

@@ -106,6 +106,43 @@ def test_a_gate_that_the_up_projection_needs_done_is_not_one_with_it(gate: str, 
     assert (found.num_gated, found.linears) == (0, [1, 1])
 
 
+@pytest.mark.parametrize(
+    ("ops", "has_apart"),
+    [
+        ([Linear("y", "x", "v"), Act("z", "y", "gelu"), Linear("x", "z", "u", residual="x")], True),
+        ([Linear("y", "x", "v"), GatedActivation("z", "y", "x", "silu"), Linear("x", "z", "u")], True),
+        ([Linear("y", "x", "v"), Act("z", "y", "gelu"), Linear("x", "z", "u"), Linear("y", "z", "v")], False),
+        ([Act("y", "x", "gelu"), Linear("z", "y", "u"), Linear("y", "h", "u")], False),
+        ([Act("y", "x", "gelu"), Linear("y", "h", "v"), Linear("z", "y", "u")], False),
+    ],
+    ids=["after a GELU", "after a gate", "of two readers", "also elsewhere", "overwritten before"],
+)
+def test_the_largest_columns_behind_an_activation_stay_floats(ops: list[Op], has_apart: bool) -> None:
+    """Which columns round the input is said by the matrix, so no other may multiply the same rounded copy."""
+    packed: dict[int, list[int]] = {}
+
+    class Packing(Recorder):
+        def add_matrix(self, fmt: SourceFormat, rows: int, cols: int, by_row: bool = False, apart: Sequence[int] = ()) -> int:
+            packed[rows] = list(apart)
+            return rows
+
+    values = np.random.default_rng(1).standard_normal((48, 32)).astype(np.float32)
+    values[7, [4, 9]], values[20, [30, 2]] = [9, -8], [-11, 7]
+    weights = {
+        "w": MATRIX,
+        "v": WeightTensor("v", 32, 32, WeightFormat.F32, values[:32]),
+        "u": WeightTensor("u", 48, 32, WeightFormat.F32, values),
+    }
+    program = Program(
+        kv_shapes=(KvShape(1, 16),),
+        vocab_size=32,
+        buffers=tuple((name, 48 if name == "x" else 32) for name in NAMES),
+        ops=(*(Embed(name, "w") for name in NAMES), *ops),
+    )
+    lower(program, weights, cast(Engine, Packing()), num_positions=64, rounds_floats=True)
+    assert packed[48] == ([2, 4, 9, 30] if has_apart else [])
+
+
 class WhereEmbedded(Recorder):
     """Which matrices were packed, and which are only looked up in their file."""
 

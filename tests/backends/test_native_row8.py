@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -19,15 +21,22 @@ def random(rows: int, cols: int, seed: int = 0) -> F32:
 
 
 def multiply(
-    x: F32, w: F32, variant: str, *, has_zero: bool = False, has_gelu: bool = False, rows: list[int] | None = None
+    x: F32,
+    w: F32,
+    variant: str,
+    *,
+    has_zero: bool = False,
+    has_gelu: bool = False,
+    rows: list[int] | None = None,
+    apart: Sequence[int] = (),
 ) -> F32:
     """x @ w.T + bias, or its GELU, of some rows, or all, with the bias 0, 0.01, 0.02 and so on. [rows, len(w)]"""
     probe = Probe(len(x), len(w), variant=variant)
     values, out = probe.input(x), probe.buffer(len(w))
     activation = probe.engine.add_activation(x.shape[1], True, per_sample=False, by_row=True)
-    probe.row(RowOpKind.ROUND, out=activation, x=values, n=int(has_zero))
+    matrix = probe.engine.add_matrix(SourceFormat.F32, *w.shape, w.view(np.uint8), by_row=True, apart=apart)
+    probe.row(RowOpKind.ROUND, out=activation, x=values, weight=matrix if apart else -1, n=int(has_zero))
     probe.flush()
-    matrix = probe.engine.add_matrix(SourceFormat.F32, *w.shape, w.view(np.uint8), by_row=True)
     bias = probe.engine.add_vector(np.arange(len(w), dtype=np.float32) / 100)
     probe.engine.add_linear([(matrix, activation, out, bias, -1)], False, has_gelu)
     probe.finish(out)
@@ -101,6 +110,23 @@ def test_the_largest_weights_by_a_rows_least_integer(variant: str, has_zero: boo
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("has_zero", [False, True])
+def test_columns_apart_are_multiplied_as_floats(variant: str, has_zero: bool) -> None:
+    """They may be as large as they like: the other columns' rounding does not notice."""
+    x, w = random(NUM_ROWS, 384), random(70, 384, 1)
+    apart = [0, 5, 101, 383]
+    x[:, apart], w[:, apart] = 1024 * x[:, apart], 1024 * w[:, apart]
+    x[2, apart], w[7, apart] = 0, 0
+    small_x, small_w = x.copy(), w.copy()
+    small_x[:, apart], small_w[:, apart] = 0, 0
+    of_floats = x[:, apart].astype(np.float64) @ w[:, apart].T.astype(np.float64)
+    of_integers = rounded(small_x, has_zero=has_zero) @ rounded_weights(small_w).T + np.arange(70) / 100
+    found = multiply(x, w, variant, has_zero=has_zero, apart=apart)
+    np.testing.assert_allclose(found, of_integers + of_floats, rtol=0, atol=1e-6 * np.abs(of_floats).max())
+    np.testing.assert_allclose(found[2], of_integers[2], rtol=0, atol=1e-6 * np.abs(of_integers[2]).max())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_gelu_of_a_product(variant: str) -> None:
     from math import erf
 
@@ -112,23 +138,26 @@ def test_gelu_of_a_product(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_rows_bits_are_the_same_alone_and_beside_others(variant: str) -> None:
+@pytest.mark.parametrize("apart", [[], [1, 2, 64, 383]])
+def test_a_rows_bits_are_the_same_alone_and_beside_others(variant: str, apart: list[int]) -> None:
     x, w = random(NUM_ROWS, 384), random(112, 384, 1)
     x[::3, 40] = 77.0
-    expected = multiply(x, w, variant, has_gelu=True)
+    expected = multiply(x, w, variant, has_gelu=True, apart=apart)
     for rows in ([0], [6], [3, 4], [1, 9, 2], list(range(5)), list(range(6, 13)), list(range(28, 10, -1))):
-        assert multiply(x, w, variant, has_gelu=True, rows=rows).tobytes() == expected[rows].tobytes()
+        found = multiply(x, w, variant, has_gelu=True, rows=rows, apart=apart)
+        assert found.tobytes() == expected[rows].tobytes()
     if variant != "portable":  # which has no fused operations
-        assert expected.tobytes() == multiply(x, w, usable_variants()[-2], has_gelu=True).tobytes()
+        assert expected.tobytes() == multiply(x, w, usable_variants()[-2], has_gelu=True, apart=apart).tobytes()
 
 
 @pytest.mark.parametrize("has_zero", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_row_with_no_number_spoils_itself_alone(variant: str, has_zero: bool) -> None:
+@pytest.mark.parametrize("apart", [[], [0, 1, 2, 63], [3, 4, 5, 6]])
+def test_a_row_with_no_number_spoils_itself_alone(variant: str, has_zero: bool, apart: list[int]) -> None:
     x, w = random(NUM_ROWS, 64), random(20, 64, 1)
-    clean = multiply(x, w, variant, has_zero=has_zero)
+    clean = multiply(x, w, variant, has_zero=has_zero, apart=apart)
     x[4, 3], x[8, 63], x[9, 0] = np.nan, np.inf, -np.inf
-    found = multiply(x, w, variant, has_zero=has_zero)
+    found = multiply(x, w, variant, has_zero=has_zero, apart=apart)
     assert np.isnan(found[[4, 8, 9]]).all()
     others = np.delete(np.arange(NUM_ROWS), [4, 8, 9])
     assert found[others].tobytes() == clean[others].tobytes()
@@ -143,6 +172,11 @@ def test_what_has_no_such_form_is_refused() -> None:
     w[2, 9] = np.inf
     with pytest.raises(ValueError, match="no finite number"):
         engine.add_matrix(SourceFormat.F32, 4, 32, w.view(np.uint8), by_row=True)
+    for apart, message in (([0], "four columns"), ([0, 1, 2, 32], "not one of"), ([0, 1, 2, -1], "not one of")):
+        with pytest.raises(ValueError, match=message):
+            engine.add_matrix(SourceFormat.F32, 4, 32, by_row=True, apart=apart)
+    with pytest.raises(ValueError, match="only matrices `by_row`"):
+        engine.add_matrix(SourceFormat.F32, 4, 32, apart=[0, 1, 2, 3])
     plain = engine.add_matrix(SourceFormat.F32, 4, 32)
     with pytest.raises(ValueError, match="lack activations"):
         engine.add_linear([(plain, 0, 0, -1, -1)], False, has_gelu=True)

@@ -109,24 +109,39 @@ def test_a_file_serves_all_instruction_sets(tmp_path: Path) -> None:
             assert np.array_equal(found, converted.forward_logits(TOKENS))
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-def test_integers_of_rows_are_mapped_as_they_are_packed(by_row: bool, tmp_path: Path) -> None:
-    """Such a matrix has three arrays, which are no multiples of 64 bytes."""
-    form = Form("F32", 40, 32, by_row)
+@pytest.mark.parametrize(("by_row", "apart", "num_arrays"), [(False, [], 1), (True, [], 3), (True, [3, 8, 9, 31], 5)])
+def test_integers_of_rows_are_mapped_as_they_are_packed(
+    by_row: bool, apart: list[int], num_arrays: int, tmp_path: Path
+) -> None:
+    """Such a matrix has three or five arrays, which are no multiples of 64 bytes."""
+    form = Form("F32", 40, 32, by_row, bool(apart))
     rows = np.random.default_rng(1).standard_normal((40, 32)).astype(np.float32).view(np.uint8)
     engine = new_engine()
-    arrays = engine.packed_arrays(engine.add_matrix(SourceFormat.F32, 40, 32, rows, by_row=by_row))
+    arrays = engine.packed_arrays(engine.add_matrix(SourceFormat.F32, 40, 32, rows, by_row=by_row, apart=apart))
     file = tmp_path / "packed" / "one.packed"
     write_packed(file, IDENTITY, {"w": Packed(form, arrays)})
     with open_packed(file, IDENTITY) as packed:
         other, place = new_engine(), packed.place("w", form)
         other.map_file(packed.fd)
-        matrix = other.map_matrix(SourceFormat.F32, 40, 32, place.offset, place.num_bytes, by_row)
+        matrix = other.map_matrix(SourceFormat.F32, 40, 32, place.offset, place.num_bytes, by_row, bool(apart))
     found = other.packed_arrays(matrix)
     assert all(np.array_equal(one, two) for one, two in zip(found, arrays, strict=True))
-    assert len(found) == (3 if by_row else 1)
+    assert len(found) == num_arrays
     with pytest.raises(ValueError, match="packed already"):
         other.pack_rows(matrix, 0, rows)
+
+
+def test_a_files_columns_apart_are_checked(tmp_path: Path) -> None:
+    form, file, rows = Form("F32", 40, 32, True, True), tmp_path / "packed" / "one.packed", np.zeros((40, 128), np.uint8)
+    source = new_engine()
+    arrays = source.packed_arrays(source.add_matrix(SourceFormat.F32, 40, 32, rows, by_row=True, apart=[0, 1, 2, 3]))
+    wrong = [*arrays[:3], np.array([0, 1, 2, 32], np.int32).view(np.uint8), arrays[4]]
+    write_packed(file, IDENTITY, {"w": Packed(form, wrong)})
+    with open_packed(file, IDENTITY) as packed:
+        engine, place = new_engine(), packed.place("w", form)
+        engine.map_file(packed.fd)
+        with pytest.raises(ValueError, match="not one of the matrix's"):
+            engine.map_matrix(SourceFormat.F32, 40, 32, place.offset, place.num_bytes, True, True)
 
 
 def test_a_change_of_the_layout_has_another_number(tmp_path: Path) -> None:
@@ -141,7 +156,7 @@ def test_a_change_of_the_layout_has_another_number(tmp_path: Path) -> None:
         for name, (form, arrays) in sorted(executor.packed.items()):
             experts.update(f"{name} {tuple(form)}".encode())
             experts.update(arrays[0].data)
-    assert (LAYOUT, formats.hexdigest(), experts.hexdigest()) == (1, "20deec85e37750ee", "0e3f9d636b9da28f")
+    assert (LAYOUT, formats.hexdigest(), experts.hexdigest()) == (2, "20deec85e37750ee", "21160c4daf470a28")
 
 
 # --- files that are not sound ---

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from penstock.models.cache import locked, sync
 from penstock.types.errors import ModelError
 
-LAYOUT = 1
+LAYOUT = 2
 """Raise this number when the same weights are packed to other bytes (packing.cpp, blocks.cpp, lowering.py). A test notices."""
 MAGIC = b"PENSTOCK PACKED\n"
 MAX_HEADER_BYTES = 1 << 24
@@ -53,7 +53,8 @@ class Form(NamedTuple):
     format: str
     num_rows: int
     num_cols: int
-    by_row: bool
+    by_row: bool = False
+    has_apart: bool = False
 
 
 class Packed(NamedTuple):
@@ -190,17 +191,20 @@ def _read(path: Path, fd: int) -> PackedFile:
 
 
 def _line(name: str, place: Place) -> str:
-    fmt, num_rows, num_cols, by_row = place.form
-    return f"{place.offset}\t{place.num_bytes}\t{place.digest}\t{fmt}\t{num_rows}\t{num_cols}\t{by_row:d}\t{name}"
+    fmt, num_rows, num_cols, by_row, has_apart = place.form
+    return (
+        f"{place.offset}\t{place.num_bytes}\t{place.digest}\t{fmt}\t{num_rows}\t{num_cols}\t{by_row:d}\t{has_apart:d}\t{name}"
+    )
 
 
 def _place(line: str, base: int, file_bytes: int) -> tuple[str, Place]:
     """Return a matrix's name and place. Raises ValueError. `base`: where the header ends, from which offsets count."""
-    start, length, digest, fmt, num_rows, num_cols, by_row, name = line.split("\t")
+    start, length, digest, fmt, num_rows, num_cols, by_row, has_apart, name = line.split("\t")
     offset, num_bytes = int(start), int(length)
     if offset < 0 or num_bytes < 0 or offset % ALIGNMENT or base + offset + num_bytes > file_bytes:
         raise ValueError(f"{name} lies outside of the file")
-    return name, Place(Form(fmt, int(num_rows), int(num_cols), bool(int(by_row))), base + offset, num_bytes, digest)
+    form = Form(fmt, int(num_rows), int(num_cols), bool(int(by_row)), bool(int(has_apart)))
+    return name, Place(form, base + offset, num_bytes, digest)
 
 
 def write_packed(

@@ -6,6 +6,7 @@ input to the number format that the weight needs. It pads heads if their width i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -69,6 +70,7 @@ COMPUTED = frozenset(
 """The `features` that this backend computes."""
 PANEL = 16  # rows that the engine packs together
 MOST_TAPS = 8  # `kMostTaps` of native/kernels/kernels.h
+APART = 4  # `kApart` there: columns that a rounded matrix multiplies apart
 NONE = -1
 
 
@@ -697,7 +699,9 @@ class _Emitter:
             if order is not None:
                 x, number = self._in_order(name, order), sum(other is not None for _, other in forms) + 1
             forms[key] = self._new_activation(name, form, number)
-            self._row(_CONVERSIONS[form], out=forms[key], x=x, n=int(form is _Form.ROWS and name in self._with_zero))
+            matrix = self._weights.matrix(weight) if self._weights.has_apart(weight) else NONE
+            has_zero = form is _Form.ROWS and name in self._with_zero
+            self._row(_CONVERSIONS[form], out=forms[key], x=x, weight=matrix, n=int(has_zero))
         return forms[key]
 
     def _new_activation(self, name: str, form: _Form, number: int) -> int:
@@ -748,6 +752,29 @@ _GATHERINGS: Mapping[type[Op], RowOpKind] = {
 _CONVERSIONS = {_Form.GROUPS: RowOpKind.QUANTIZE, _Form.ROWS: RowOpKind.ROUND, _Form.BF16: RowOpKind.TO_BF16}
 
 
+def _behind_activations(ops: Sequence[Op]) -> set[str]:
+    """Return the weights that multiply nothing but results of activations, each alone."""
+    alone: Counter[str] = Counter()
+    for at, op in enumerate(ops):
+        if isinstance(op, prog.Act | prog.GatedActivation):
+            readers = [use for use in _uses(ops, op.out, at + 1) if isinstance(use, prog.Linear) and use.x == op.out]
+            alone.update(reader.weight for reader in readers if len(readers) == 1)
+    everywhere = Counter(op.weight for op in ops if isinstance(op, prog.Linear))
+    return {weight for weight, count in alone.items() if count == everywhere[weight]}
+
+
+def _apart(tensor: WeightTensor) -> list[int]:
+    """Return the columns with the largest weights, in order.
+
+    Behind an activation, models have a column or two with weights many times the others', which meet large values. They would
+    make all other weights of a row coarse.
+    """
+    largest = np.zeros(tensor.num_cols, np.float32)
+    for begin, end in tensor.parts(PANEL):
+        np.maximum(largest, np.abs(tensor.dequantize(begin, end)).max(axis=0), out=largest)
+    return sorted(np.argpartition(largest, -APART)[-APART:].tolist())
+
+
 class _Weights:
     def __init__(
         self,
@@ -765,6 +792,7 @@ class _Weights:
         self._multiplied = {op.weight for op in program.ops if isinstance(op, prog.Linear | prog.Logits)}
         self._rounded = {op.weight for op in program.ops if isinstance(op, prog.Linear)} if rounds_floats else set()
         self._rounded -= {op.weight for op in program.ops if isinstance(op, prog.Embed | prog.Logits)}
+        self._behind = _behind_activations(program.ops) if rounds_floats else set()
         self.matrices: dict[str, tuple[Form, int]] = {}
         self._vectors: dict[str, int] = {}
         self._orders: dict[bytes, int] = {}
@@ -779,6 +807,10 @@ class _Weights:
         tensor = self.tensor(name)
         has_form = tensor.num_cols % 32 == 0 and tensor.num_cols <= 8192  # `kMostRow8Cols` of native/kernels/kernels.h
         return name in self._rounded and tensor.format in FLOATS and has_form
+
+    def has_apart(self, name: str) -> bool:
+        """Return whether the weight is rounded but for a few columns, which stay floats."""
+        return name in self._behind and self.is_rounded(name)
 
     def form(self, name: str) -> _Form:
         if self.is_rounded(name):
@@ -806,26 +838,32 @@ class _Weights:
                 remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
             )
         if name not in self.matrices:
-            tensor, by_row = self.tensor(name), self.is_rounded(name)
-            form = Form(_source_format(tensor).name, tensor.num_rows, tensor.num_cols, by_row)
+            tensor = self.tensor(name)
+            shape = (_source_format(tensor).name, tensor.num_rows, tensor.num_cols)
+            form = Form(*shape, self.is_rounded(name), self.has_apart(name))
             matrix = self._mapped(name, form)
-            self.matrices[name] = form, self._packed(tensor, by_row=by_row) if matrix is None else matrix
+            self.matrices[name] = form, self._packed(tensor, form) if matrix is None else matrix
         return self.matrices[name][1]
 
     def _mapped(self, name: str, form: Form) -> int | None:
         """Return the id of a matrix in the file of packed weights, or None without such a file."""
         if self._file is None or name == prog.HEAD_FC:  # the file was made for the model alone
             return None
-        place, (fmt, num_rows, num_cols, by_row) = self._file.place(name, form), form
+        place, (fmt, num_rows, num_cols, by_row, has_apart) = self._file.place(name, form), form
         try:
-            return self._engine.map_matrix(SourceFormat[fmt], num_rows, num_cols, place.offset, place.num_bytes, by_row)
+            return self._engine.map_matrix(
+                SourceFormat[fmt], num_rows, num_cols, place.offset, place.num_bytes, by_row, has_apart
+            )
         except ValueError as error:
             raise PackedError(f"{self._file.path}: {name}: {error}.") from error
 
-    def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
+    def _packed(self, tensor: WeightTensor, form: Form) -> int:
         with _naming(tensor):
             shape = (_source_format(tensor), tensor.num_rows, tensor.num_cols)
-            matrix = self._engine.add_matrix(*shape, by_row=True) if by_row else self._engine.add_matrix(*shape)
+            apart = _apart(tensor) if form.has_apart else ()
+            matrix = (
+                self._engine.add_matrix(*shape, by_row=True, apart=apart) if form.by_row else self._engine.add_matrix(*shape)
+            )
             for begin, end in tensor.parts(PANEL):
                 self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end, is_ordered=True))
                 self._taken_over(tensor, begin, end)
@@ -847,7 +885,7 @@ class _Weights:
                 remedy="Use a file with both in the same format, or --backend reference.",
             )
         num_rows = num_experts * sum(_in_panels(size) for size in sizes)
-        name, form = " + ".join(names), Form(_source_format(first).name, num_rows, first.num_cols, by_row=False)
+        name, form = " + ".join(names), Form(_source_format(first).name, num_rows, first.num_cols)
         if (mapped := self._mapped(name, form)) is not None:
             self.matrices[name] = form, mapped
             return mapped
@@ -872,7 +910,7 @@ class _Weights:
         size = tensor.num_rows // num_heads
         num_rows, num_cols = (tensor.num_cols, size) if op.is_transposed else (size, tensor.num_cols)
         padded = padded_latent(num_rows)
-        form = Form(SourceFormat.F32.name, num_heads * padded, num_cols, by_row=False)
+        form = Form(SourceFormat.F32.name, num_heads * padded, num_cols)
         if (mapped := self._mapped(op.weight, form)) is not None:
             self.matrices[op.weight] = form, mapped
             return mapped, padded

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,9 +148,10 @@ def _texts(variant: str) -> F32:
     """Return a text-encoder layer's output for texts of several lengths. [tokens, HIDDEN]"""
     rng, engine = np.random.default_rng(2), _engine(variant, 0, KvFormat.INT8)
 
-    def matrix(rows: int, cols: int) -> int:
+    def matrix(rows: int, cols: int, apart: Sequence[int] = ()) -> int:
         values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(cols**-0.5)
-        return engine.add_matrix(SourceFormat.F32, rows, cols, values.view(np.uint8).reshape(rows, -1), by_row=True)
+        data = values.view(np.uint8).reshape(rows, -1)
+        return engine.add_matrix(SourceFormat.F32, rows, cols, data, by_row=True, apart=apart)
 
     hidden, q, k, v, attended, inner, out = (
         engine.add_buffer(width, per_sample=False)
@@ -180,8 +181,9 @@ def _texts(variant: str) -> F32:
     )
     engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=attended)], samples=False)
     engine.add_linear([(matrix(INNER, HIDDEN), wide, inner, -1, -1)], samples=False, has_gelu=True)
-    engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, n=1)], samples=False)
-    engine.add_linear([(matrix(HIDDEN, INNER), rounded, out, -1, hidden)], samples=False)
+    last = matrix(HIDDEN, INNER, apart=(0, 3, 4, INNER - 1))
+    engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, weight=last, n=1)], samples=False)
+    engine.add_linear([(last, rounded, out, -1, hidden)], samples=False)
     return _run(engine, out, HIDDEN)
 
 
