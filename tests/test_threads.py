@@ -117,10 +117,11 @@ def test_the_backlog_is_empty_when_all_have_ended_wherever_they_did():
 
 def test_no_end_of_a_tenants_request_is_lost():
     tenants = Tenants(1, 1000)
-    account = tenants.hold(Demand("a", None, 0, 0, 0))
+    held = tenants.hold(Demand("a", None, 0, 0))
     names = [[f"{nth}/{number}" for number in range(ROUNDS)] for nth in range(THREADS)]
     for name in chain.from_iterable(names):
-        tenants.enter(account, name, 1, 0)
+        tenants.enter(held, name, 1, 0)
+    tenants.release(held)
 
     def end(nth: int) -> None:
         for name in names[nth]:
@@ -130,8 +131,8 @@ def test_no_end_of_a_tenants_request_is_lost():
                 tenants.on_finish(name, 2, 1)
 
     at_once(end)
-    assert account.num_running == 0
-    assert account.num_correction_tokens == THREADS // 2 * ROUNDS
+    assert held.account.num_running == 0
+    assert held.account.num_correction_tokens == THREADS // 2 * ROUNDS
 
 
 def test_every_report_is_counted_once():

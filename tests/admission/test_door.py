@@ -481,13 +481,17 @@ class TestDeadlines:
 
 
 def test_a_tenants_calls_on_their_way_in_count_too():
-    door = make_door(tenant_max_concurrent=2, tenant_tokens_per_minute=1000)
-    place = door.decide(Ask(num_token_ids=10, num_requests=2), make_load(), 0)
-    refused = refusal(door, make_load(num_running=1, num_rows_free=7))
+    """Each as one, whatever the number of its choices or texts."""
+    door, load = make_door(tenant_max_concurrent=2, tenant_tokens_per_minute=10_000), make_load(num_running=1, num_rows_free=7)
+    place = door.decide(Ask(num_token_ids=10, num_requests=8), make_load(), 0)
+    assert refusal(door, load) is None
+    other = door.decide(Ask(num_token_ids=10, num_requests=2), load, 0)
+    refused = refusal(door, load)
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_CONCURRENCY
-    door.leave(place)
-    assert refusal(door, make_load(num_running=1, num_rows_free=7)) is None
+    for one in (place, other):
+        door.leave(one)
+    assert refusal(door, load) is None
 
 
 def test_the_prompt_of_several_choices_is_counted_once():
@@ -578,7 +582,7 @@ def test_a_call_of_the_servers_own_leaves_its_tenants_limits_as_they_are() -> No
     door, limits = make_door(tenant_max_concurrent=8, tenant_tokens_per_minute=100), TenantLimits(requests_per_minute=1)
     for is_limited in (True, False, False):
         place = door.decide(Ask(num_token_ids=90, tenant="a", limits=limits, is_limited=is_limited), make_load(), 0)
-        assert (place.account is not None) is is_limited
+        assert (place.held is not None) is is_limited
         door.leave(place)
     refused = refusal(door, make_load(), tenant="a", limits=limits)
     assert refused is not None

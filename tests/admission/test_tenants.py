@@ -13,18 +13,17 @@ from penstock.types.errors import RejectReason
 SECOND = 1_000_000_000
 
 
-def demand(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new: int = 0, num_requests: int = 1) -> Demand:
-    return Demand(tenant, None, num_requests, num_prompt + num_requests * num_new, int(now_s * SECOND))
+def demand(tenant: str = "a", now_s: float = 0.0, num_tokens: int = 100) -> Demand:
+    return Demand(tenant, None, num_tokens, int(now_s * SECOND))
 
 
 def enter(
     tenants: Tenants, tenant: str, request_id: str, num_tokens: int, now_ns: int, limits: TenantLimits | None = None
 ) -> None:
     """Let a call of one request in."""
-    call = Demand(tenant, limits, 1, num_tokens, now_ns)
-    account = tenants.hold(call)
-    tenants.enter(account, request_id, num_tokens, now_ns)
-    tenants.release(account, call)
+    held = tenants.hold(Demand(tenant, limits, num_tokens, now_ns))
+    tenants.enter(held, request_id, num_tokens, now_ns)
+    tenants.release(held)
 
 
 def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
@@ -41,31 +40,43 @@ def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
     assert tenants.refusal(demand()) is None
 
 
-def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
+def test_a_call_of_many_requests_is_one_until_its_last_has_ended():
+    """Also when later ones are submitted after all earlier ones have ended, as for a long list of texts."""
     tenants = Tenants(2, None)
-    assert tenants.refusal(demand(num_requests=5)) is None
-    enter(tenants, "a", "r", 100, 0)
-    refused = tenants.refusal(demand(num_requests=5))
-    assert refused is not None
-    assert "has 1 request already" in refused.detail
+    held = tenants.hold(demand())
+    for name in ("r0", "r1", "r2"):
+        tenants.enter(held, name, 100, 0)
+    tenants.release(held)
+    assert tenants.refusal(demand()) is None
+    enter(tenants, "a", "other", 100, 0)
+    for name in ("r0", "r1"):
+        tenants.on_finish(name, 100, SECOND)
+        assert "has 2 requests already" in tenants.refusal(demand()).detail
+    tenants.forget("r2")
+    assert tenants.refusal(demand()) is None
+    tenants.enter(held, "r3", 100, 0)
+    assert tenants.refusal(demand()) is not None
+    for name in ("r3", "other"):
+        tenants.on_finish(name, 100, SECOND)
+    assert held.account.num_running == 0
 
 
 def test_a_bucket_holds_a_minute_and_refills_steadily():
     tenants = Tenants(None, 600)
     enter(tenants, "a", "r0", 500, 0)
-    assert tenants.refusal(demand(num_prompt=100)) is None
-    refused = tenants.refusal(demand(num_prompt=60, num_new=90))
+    assert tenants.refusal(demand(num_tokens=100)) is None
+    refused = tenants.refusal(demand(num_tokens=150))
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_TOKENS
     assert refused.wait_ns == pytest.approx(5 * SECOND)  # 50 tokens at ten per second
     assert refused.detail.endswith("needs about 150, with 100 left")
-    assert tenants.refusal(demand(now_s=5.1, num_prompt=60, num_new=90)) is None
+    assert tenants.refusal(demand(now_s=5.1, num_tokens=150)) is None
 
 
 def test_asking_again_does_not_put_the_tokens_off():
     tenants = Tenants(None, 600)
     enter(tenants, "a", "r0", 600, 0)
-    waits = [tenants.refusal(demand(num_prompt=100)).wait_ns / SECOND for _ in range(30)]
+    waits = [tenants.refusal(demand(num_tokens=100)).wait_ns / SECOND for _ in range(30)]
     assert waits == pytest.approx([10] * 30)
 
 
@@ -83,20 +94,20 @@ def test_what_was_really_used_is_settled_at_the_end():
     tenants = Tenants(None, 600)
     enter(tenants, "a", "long", 100, 0)
     tenants.on_finish("long", 700, SECOND)
-    refused = tenants.refusal(demand(num_prompt=100))
+    refused = tenants.refusal(demand(num_tokens=100))
     assert refused is not None
     assert refused.wait_ns == pytest.approx(20 * SECOND)  # 100 in debt, and 100
     tenants = Tenants(None, 600)
     enter(tenants, "a", "short", 600, 0)
     tenants.on_finish("short", 10, SECOND)
-    assert tenants.refusal(demand(num_prompt=500)) is None
+    assert tenants.refusal(demand(num_tokens=500)) is None
 
 
 def test_a_request_larger_than_the_bucket_comes_in_when_it_is_full():
     tenants = Tenants(None, 600)
-    assert tenants.refusal(demand(num_prompt=5000)) is None
+    assert tenants.refusal(demand(num_tokens=5000)) is None
     enter(tenants, "a", "r", 5000, 0)
-    assert tenants.refusal(demand(now_s=60, num_prompt=1)) is not None
+    assert tenants.refusal(demand(now_s=60, num_tokens=1)) is not None
 
 
 def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
@@ -133,7 +144,7 @@ def test_a_few_busy_tenants_do_not_keep_idle_ones_from_being_forgotten():
 def test_calls_with_other_limits_do_not_refill_a_bucket():
     """Tenants that share an account, or a trusted X-Tenant that is a key's name."""
     tenants, limits = Tenants(None, 600), TenantLimits(requests_per_minute=1)
-    other = Demand("a", limits, 1, 100, 0)
+    other = Demand("a", limits, 100, 0)
     assert tenants.refusal(other) is None
     tenants.hold(other)
     enter(tenants, "a", "r", 600, 0)
@@ -147,17 +158,18 @@ def test_an_edit_of_a_keys_limits_gives_no_second_allowance():
     wide, narrow = (TenantLimits(max_concurrent=most, tokens_per_minute=600, requests_per_minute=60) for most in (8, 2))
     for idx in range(8):
         enter(tenants, "a", f"r{idx}", 75, 0, wide)
-    assert tenants.refusal(Demand("a", narrow, 1, 1, 0)).reason is RejectReason.TENANT_CONCURRENCY
+    assert tenants.refusal(Demand("a", narrow, 1, 0)).reason is RejectReason.TENANT_CONCURRENCY
     for limits in (wide, narrow) * 4:
-        account = tenants.hold(Demand("a", limits, 0, 0, 0))
-    assert (account.num_running, account.level_tokens, account.level_requests) == (8, 0, 60 - 8 - 8)
+        held = tenants.hold(Demand("a", limits, 0, 0))
+        tenants.release(held)
+    assert (held.account.num_running, held.account.level_tokens, held.account.level_requests) == (8, 0, 60 - 8 - 8)
     for idx in range(8):
         tenants.on_finish(f"r{idx}", 0, SECOND)
     less = TenantLimits(tokens_per_minute=100, max_concurrent=2)
-    account = tenants.hold(Demand("a", less, 0, 0, 0))
-    assert account.level_tokens == 100, "what is left is cut to the new limit"
-    account = tenants.hold(Demand("a", wide, 0, 0, 0))
-    assert (account.level_tokens, account.level_requests) == (100, 59), "a new bucket is full"
+    held = tenants.hold(Demand("a", less, 0, 0))
+    assert held.account.level_tokens == 100, "what is left is cut to the new limit"
+    held = tenants.hold(Demand("a", wide, 0, 0))
+    assert (held.account.level_tokens, held.account.level_requests) == (100, 59), "a new bucket is full"
 
 
 def test_a_key_with_limits_shares_no_account():
@@ -166,8 +178,8 @@ def test_a_key_with_limits_shares_no_account():
         enter(tenants, f"t{idx}", f"r{idx}", 1, 0)
     enter(tenants, "key", "r", 1, 0, limits)
     assert tenants.refusal(demand("key")) is not None
-    assert tenants.refusal(Demand("key", limits, 1, 1, 0)) is None
-    assert tenants.refusal(Demand("other key", limits, 2, 1, 0)) is None
+    assert tenants.refusal(Demand("key", limits, 1, 0)) is None
+    assert tenants.refusal(Demand("other key", limits, 1, 0)) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30), st.integers(1, 400), st.integers(0, 400)), max_size=40))

@@ -12,7 +12,7 @@ from itertools import islice
 
 from penstock.admission.ask import Ask, DoorView, Refusal
 from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
-from penstock.admission.tenants import Account, Demand, Tenants
+from penstock.admission.tenants import Demand, Held, Tenants
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
 from penstock.types.errors import TENANT_REASONS, Rejected, RejectReason, counted
 from penstock.types.plan import Capacity
@@ -63,7 +63,8 @@ class AdmissionLimits:
 @dataclass(frozen=True, slots=True)
 class Place:
     view: DoorView
-    account: Account | None
+    held: Held | None
+    """The call in its tenant's account, if limits apply to it."""
 
 
 class Admission:
@@ -161,16 +162,16 @@ class Admission:
                 entry.adapter = request.adapter.number
                 entry.num_adapter_blocks = self._outlook(request.adapter).likely_pages
             self._backlog.enter(request.request_id, entry)
-            if place.account is not None:
-                self._tenants.enter(place.account, request.request_id, num_prompt_tokens + num_new_tokens, now_ns)
+            if place.held is not None:
+                self._tenants.enter(place.held, request.request_id, num_prompt_tokens + num_new_tokens, now_ns)
 
     def leave(self, place: Place) -> None:
         if place.view.ask.background:
             return
         self._num_entering -= place.view.ask.num_requests
         self._num_entering_tokens -= place.view.num_prompt_tokens
-        if place.account is not None:
-            self._tenants.release(place.account, _demand(place.view))
+        if place.held is not None:
+            self._tenants.release(place.held)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Stop counting requests that ended without a report from the engine. Idempotent."""
@@ -366,7 +367,7 @@ def _num_prompt_tokens(request: Request | RequestStats) -> int:
 def _demand(view: DoorView) -> Demand:
     ask = view.ask
     num_tokens = view.num_prompt_tokens + ask.num_requests * view.num_new_tokens
-    return Demand(ask.tenant, ask.limits, ask.num_requests, num_tokens, view.now_ns)
+    return Demand(ask.tenant, ask.limits, num_tokens, view.now_ns)
 
 
 def check_deadlines(view: DoorView) -> Refusal | None:

@@ -1,8 +1,9 @@
-"""Limits per tenant: concurrent requests, calls per minute and tokens per minute.
+"""Limits per tenant: concurrent calls, calls per minute and tokens per minute.
 
-A request takes its predicted tokens from its tenant's token bucket on admission, and the difference to its real tokens when it
-ends. A request larger than the bucket is admitted when the bucket is full. `on_finish` runs on the engine thread, or on the
-event loop for a request that the engine refuses; all else on the event loop.
+A call of several requests to the engine, such as texts or choices, is one call until the last of them ends. A request takes its
+predicted tokens from its tenant's token bucket on admission, and the difference to its real tokens when it ends. One that is
+larger than the bucket is admitted when the bucket is full. `on_finish` runs on the engine thread, or on the event loop for a
+request that the engine refuses; all else on the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ class Demand:
     tenant: str
     limits: TenantLimits | None
     """None: the default limits."""
-    num_requests: int
     num_tokens: int
     """Predicted tokens of all its requests, prompt and output."""
     now_ns: int
@@ -39,10 +39,9 @@ class Demand:
 @dataclass(slots=True)
 class Account:
     limits: TenantLimits
-    num_entering: int = 0
+    num_running: int = 0
+    """Calls that have not ended."""
     num_entering_tokens: int = 0
-    num_entered: int = 0
-    num_left: int = 0
     num_correction_tokens: int = 0
     """Tokens of ended requests beyond their predictions."""
     level_tokens: float = math.inf
@@ -53,9 +52,15 @@ class Account:
     announced_ns: int = 0
     """The latest time at which a call refused for concurrency should return."""
 
-    @property
-    def num_running(self) -> int:
-        return self.num_entering + self.num_entered - self.num_left
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """An admitted call and its tenant's account."""
+
+    account: Account
+    demand: Demand
+    num_open: int = 0
+    """Its requests that have not ended, and one more until `release`."""
 
 
 class Tenants:
@@ -64,59 +69,69 @@ class Tenants:
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
         self._accounts: OrderedDict[tuple[str, bool], Account] = OrderedDict()
         """Key: (tenant, whether it has its own limits), as an X-Tenant may be a key's name. `_forget_one` tries the first."""
-        self.entered: dict[str, tuple[Account, int]] = {}
-        """Request id -> (its account, its predicted tokens)."""
+        self.entered: dict[str, tuple[Held, int]] = {}
+        """Request id -> (its call, its predicted tokens)."""
         self._duration_ns = 0.0
         self._ending = threading.Lock()
-        """Guards what the end of a request writes: its account's `num_left` and `num_correction_tokens`, and `_duration_ns`."""
+        """Guards what the end of a request writes: `num_open`, `num_running`, `num_correction_tokens` and `_duration_ns`."""
 
     def refusal(self, demand: Demand) -> Refusal | None:
         account = self._account(demand.tenant, demand.limits, demand.now_ns)
         return self._too_many(account, demand) or self._too_often(account) or self._too_fast(account, demand)
 
-    def hold(self, demand: Demand) -> Account:
-        """Charge a call's requests to its tenant together, until `release`. After that each counts by itself (`enter`)."""
+    def hold(self, demand: Demand) -> Held:
+        """Charge a call to its tenant. It has all its predicted tokens until `release`; after that each request has its own."""
         account = self._account(demand.tenant, demand.limits, demand.now_ns)
         account.level_requests -= 1
-        self._move(account, demand, 1)
-        return account
+        account.num_entering_tokens += demand.num_tokens
+        held = Held(account, demand)
+        self._begin_one(held)
+        return held
 
-    def release(self, account: Account, demand: Demand) -> None:
-        self._move(account, demand, -1)
+    def release(self, held: Held) -> None:
+        held.account.num_entering_tokens -= held.demand.num_tokens
+        with self._ending:
+            self._end_one(held)
 
-    def _move(self, account: Account, demand: Demand, sign: int) -> None:
-        account.num_entering += sign * demand.num_requests
-        account.num_entering_tokens += sign * demand.num_tokens
-
-    def enter(self, account: Account, request_id: str, num_tokens: int, now_ns: int) -> None:
-        """Charge a request's predicted tokens to the account that `hold` has returned for its call."""
-        self._refill(account, now_ns)
-        account.num_entered += 1
-        account.level_tokens -= num_tokens
-        self.entered[request_id] = account, num_tokens
+    def enter(self, held: Held, request_id: str, num_tokens: int, now_ns: int) -> None:
+        """Charge a request's predicted tokens to its call's tenant. The call may be released already, as for later texts."""
+        self._refill(held.account, now_ns)
+        held.account.level_tokens -= num_tokens
+        self._begin_one(held)
+        self.entered[request_id] = held, num_tokens
 
     def on_finish(self, request_id: str, num_tokens: int, duration_ns: int) -> None:
         """Charge an ended request's real tokens (prompt and output) instead of the predicted ones."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
-            account, num_predicted = entered
+            held, num_predicted = entered
             with self._ending:
-                account.num_left += 1
-                account.num_correction_tokens += num_tokens - num_predicted
-                self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
+                held.account.num_correction_tokens += num_tokens - num_predicted
+                self._end_one(held)
+                if not held.num_open:
+                    self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
         """Stop counting a request that ended without a report. Its predicted tokens stay charged."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             with self._ending:
-                entered[0].num_left += 1
+                self._end_one(entered[0])
+
+    def _begin_one(self, held: Held) -> None:
+        with self._ending:
+            held.account.num_running += not held.num_open
+            held.num_open += 1
+
+    def _end_one(self, held: Held) -> None:
+        """Count the end of a request of the call. The caller holds the lock."""
+        held.num_open -= 1
+        held.account.num_running -= not held.num_open
 
     def _too_many(self, account: Account, demand: Demand) -> Refusal | None:
         num_running, most = account.num_running, account.limits.max_concurrent
-        num_after = num_running + demand.num_requests
-        if most is None or num_after <= most or num_running == 0:
-            return None  # a call of more requests than the limit is admitted alone
+        if most is None or num_running < most:
+            return None
         # Returns are spaced by the mean time between ends. After a mean duration, all requests that run now have ended.
         next_ns = max(demand.now_ns, account.announced_ns) + int(self._duration_ns / most)
         wait_ns = min(next_ns - demand.now_ns, int(self._duration_ns))

@@ -154,7 +154,7 @@ class Upstream:
             self.results["refused"] += 1
             raise unavailable("The server is shutting down.")
         num_tokens = question.num_prompt_tokens + question.num_new_tokens
-        demand = Demand(terms.owner.tenant, terms.limits, 1, num_tokens, began_ns)
+        demand = Demand(terms.owner.tenant, terms.limits, num_tokens, began_ns)
         if terms.limits is not None and (refusal := self._tenants.refusal(demand)) is not None:
             self.results["refused"] += 1
             wait_s = None if refusal.wait_ns is None else refusal.wait_ns / 1e9
@@ -166,7 +166,7 @@ class Upstream:
         if not isinstance(turn, Turn):
             self.results["refused"] += 1
             raise unavailable(f"{self.config.name} has failed repeatedly, so requests to it are paused.", turn / 1e9)
-        account = None if terms.limits is None else self._tenants.hold(demand)
+        held = None if terms.limits is None else self._tenants.hold(demand)
         exchange = Exchange(self.config, self.clock, question, terms, turn, span)
         self._num_open += 1
         try:
@@ -177,10 +177,10 @@ class Upstream:
             self.results[exchange.result] += 1
             self.tokens.update(exchange.usage)
             span.attributes["penstock.result"], span.has_failed = exchange.result, exchange.result == "failed"
-            if account is not None:
-                self._tenants.release(account, demand)
+            if held is not None:
+                self._tenants.release(held)
                 now_ns, name = self.clock.now_ns(), str(id(exchange))
-                self._tenants.enter(account, name, exchange.num_tokens, now_ns)
+                self._tenants.enter(held, name, exchange.num_tokens, now_ns)
                 self._tenants.on_finish(name, exchange.num_tokens, now_ns - began_ns)
             if self._is_draining and not self._num_open:
                 self._is_idle.set()
