@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.admission.ask import TenantLimits
+from penstock.admission.estimates import MAX_PER_CLAIM, SPREAD
 from penstock.admission.tenants import MAX_TENANTS, Demand, Tenants
 from penstock.types.errors import RejectReason
 
@@ -18,10 +21,16 @@ def demand(tenant: str = "a", now_s: float = 0.0, num_tokens: int = 100) -> Dema
 
 
 def enter(
-    tenants: Tenants, tenant: str, request_id: str, num_tokens: int, now_ns: int, limits: TenantLimits | None = None
+    tenants: Tenants,
+    tenant: str,
+    request_id: str,
+    num_tokens: int,
+    now_ns: int,
+    limits: TenantLimits | None = None,
+    claim: bytes | None = None,
 ) -> None:
     """Let a call of one request in."""
-    held = tenants.hold(Demand(tenant, limits, num_tokens, now_ns))
+    held = tenants.hold(Demand(tenant, limits, num_tokens, now_ns, claim))
     tenants.enter(held, request_id, num_tokens, now_ns)
     tenants.release(held)
 
@@ -80,14 +89,60 @@ def test_asking_again_does_not_put_the_tokens_off():
     assert waits == pytest.approx([10] * 30)
 
 
-def test_who_is_refused_for_those_that_run_is_told_at_most_how_long_one_takes():
+def returning(claim: bytes, now_s: float = 60.0, num_tokens: int = 100, limits: TenantLimits | None = None) -> Demand:
+    return Demand("a", limits, num_tokens, int(now_s * SECOND), claim)
+
+
+def test_calls_refused_for_those_that_run_are_told_times_apart():
     tenants = Tenants(2, None)
     enter(tenants, "a", "before", 10, 0)
     tenants.on_finish("before", 10, 4 * SECOND)
     for name in ("r0", "r1"):
         enter(tenants, "a", name, 10, 0)
-    waits = [tenants.refusal(demand()).wait_ns / SECOND for _ in range(30)]
-    assert waits == pytest.approx([2] + [4] * 29)  # an end each two seconds
+    waits = [tenants.refusal(returning(b"%d" % idx)).wait_ns / SECOND for idx in range(20)]
+    assert waits == pytest.approx([2 * (1 + SPREAD * idx) for idx in range(20)])  # an end each two seconds
+
+
+@pytest.mark.parametrize("limits", [TenantLimits(requests_per_minute=60), TenantLimits(tokens_per_minute=6000)])
+def test_each_refused_call_is_admitted_at_its_time_and_newcomers_take_what_is_left(limits: TenantLimits):
+    tenants, due_s, num_newcomers = Tenants(None, None), {}, 0
+    for idx in range(80):
+        call = returning(b"%d" % idx, limits=limits)
+        refused = tenants.refusal(call)
+        if refused is None:
+            enter(tenants, "a", f"r{idx}", 100, call.now_ns, limits)
+        else:
+            due_s[call.claim] = 60 + refused.wait_ns / SECOND + 1e-6
+    assert len(due_s) == 20
+    for claim, now_s in due_s.items():
+        while tenants.refusal(Demand("a", limits, 100, int(now_s * SECOND))) is None:
+            num_newcomers += 1
+            enter(tenants, "a", f"new{num_newcomers}", 100, int(now_s * SECOND), limits)
+        assert tenants.refusal(returning(claim, now_s, limits=limits)) is None
+        enter(tenants, "a", str(claim), 100, int(now_s * SECOND), limits, claim)
+    assert num_newcomers == 3, "times are further apart than need be"
+
+
+def test_a_retry_before_its_time_keeps_it_and_asking_again_takes_few_places():
+    tenants, limits = Tenants(None, None), TenantLimits(requests_per_minute=60)
+    for _ in range(60):
+        tenants.hold(Demand("a", limits, 1, 60 * SECOND))
+    assert tenants.refusal(returning(b"a", limits=limits)).wait_ns == SECOND
+    early = replace(returning(b"a", 60.5, limits=limits), is_retry=True)
+    assert tenants.refusal(early).wait_ns == SECOND // 2
+    waits = [tenants.refusal(returning(b"impatient", 60.5, limits=limits)).wait_ns for _ in range(100)]
+    assert max(waits) < (2 + SPREAD * MAX_PER_CLAIM) * SECOND
+
+
+def test_calls_that_never_return_do_not_shut_others_out():
+    tenants, limits = Tenants(None, None), TenantLimits(requests_per_minute=6)
+    admitted = 0
+    for now_s in range(600):
+        call = returning(b"%d" % now_s, now_s, limits=limits)
+        if tenants.refusal(call) is None:
+            tenants.release(tenants.hold(call))
+            admitted += 1
+    assert 50 <= admitted <= 66
 
 
 def test_what_was_really_used_is_settled_at_the_end():

@@ -367,7 +367,8 @@ def _num_prompt_tokens(request: Request | RequestStats) -> int:
 def _demand(view: DoorView) -> Demand:
     ask = view.ask
     num_tokens = view.num_prompt_tokens + ask.num_requests * view.num_new_tokens
-    return Demand(ask.tenant, ask.limits, num_tokens, view.now_ns)
+    claim = ask.claim if ask.returns else None
+    return Demand(ask.tenant, ask.limits, num_tokens, view.now_ns, claim, ask.is_retry)
 
 
 def check_deadlines(view: DoorView) -> Refusal | None:

@@ -314,6 +314,9 @@ class Promises:
         self._by_claim: dict[bytes, deque[Promise]] = {}
         self._last_due_ns = 0
         self._return_share = 1.0
+        self._num_open = 0
+        """Promises that are not over, due or not."""
+        self._num_open_blocks = 0
 
     def make(
         self,
@@ -342,6 +345,7 @@ class Promises:
         self._lines[tenant] = line
         promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_blocks, tenant)
         heappush(self._later, (due_ns, promise))
+        self._count(promise, 1)
         if claim is not None:
             self._by_claim.setdefault(claim, deque()).append(promise)
         return due_ns - now_ns
@@ -363,6 +367,7 @@ class Promises:
         self._end(promise, came_back=True)
         renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
         heappush(self._due, renewed)
+        self._count(renewed, 1)
         if promise.claim is not None:
             self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
 
@@ -376,6 +381,15 @@ class Promises:
         """Return the places kept for calls due now, weighted by the share of calls that return."""
         self._advance(now_ns)
         return round(self._return_share * sum(not promise.is_over for promise in self._due))
+
+    def expected(self, now_ns: int) -> tuple[float, float]:
+        """Return the calls expected back now or later and their blocks, both weighted by the share of calls that return."""
+        self._advance(now_ns)
+        return self._return_share * self._num_open, self._return_share * self._num_open_blocks
+
+    def _count(self, promise: Promise, sign: int) -> None:
+        self._num_open += sign
+        self._num_open_blocks += sign * promise.num_blocks
 
     def _advance(self, now_ns: int) -> None:
         while self._later and self._later[0][0] <= now_ns:
@@ -393,6 +407,7 @@ class Promises:
 
     def _end(self, promise: Promise, *, came_back: bool) -> None:
         promise.is_over = True
+        self._count(promise, -1)
         self._return_share += STEP_WEIGHT * (came_back - self._return_share)
         self._return_share = max(MIN_SHARE, self._return_share)
         if promise.claim is not None:

@@ -2,8 +2,9 @@
 
 A call of several requests to the engine, such as texts or choices, is one call until the last of them ends. A request takes its
 predicted tokens from its tenant's token bucket on admission, and the difference to its real tokens when it ends. One that is
-larger than the bucket is admitted when the bucket is full. `on_finish` runs on the engine thread, or on the event loop for a
-request that the engine refuses; all else on the event loop.
+larger than the bucket is admitted when the bucket is full. A refused call is promised a time to return, and newcomers get only
+what such calls leave. `on_finish` runs on the engine thread, or on the event loop for a request that the engine refuses; all
+else on the event loop.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from penstock.admission.ask import Refusal, TenantLimits
+from penstock.admission.estimates import Promise, Promises
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
@@ -34,6 +36,9 @@ class Demand:
     num_tokens: int
     """Predicted tokens of all its requests, prompt and output."""
     now_ns: int
+    claim: bytes | None = None
+    """As in `Ask`. Without it, no place is kept for the call's return."""
+    is_retry: bool = False
 
 
 @dataclass(slots=True)
@@ -49,8 +54,8 @@ class Account:
     looked_ns: int = 0
     num_settled_tokens: int = 0
     """The part of `num_correction_tokens` already taken from `level_tokens`."""
-    announced_ns: int = 0
-    """The latest time at which a call refused for concurrency should return."""
+    promises: Promises = field(default_factory=Promises)
+    """To refused calls. Their `num_blocks` are tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,14 +81,44 @@ class Tenants:
         """Guards what the end of a request writes: `num_open`, `num_running`, `num_correction_tokens` and `_duration_ns`."""
 
     def refusal(self, demand: Demand) -> Refusal | None:
-        account = self._account(demand.tenant, demand.limits, demand.now_ns)
-        return self._too_many(account, demand) or self._too_often(account) or self._too_fast(account, demand)
+        """Return why the call is refused, or None. Most refused calls get a time of their own, within a minute."""
+        account, now_ns = self._account(demand.tenant, demand.limits, demand.now_ns), demand.now_ns
+        promise = _promise(account, demand)
+        is_expected = promise is not None and promise.due_ns <= now_ns
+        num_calls, num_tokens = (0, 0) if is_expected else account.promises.expected(now_ns)
+        checks = self._too_many(account), _too_often(account, num_calls), _too_fast(account, demand, num_tokens)
+        refusals = [refusal for refusal in checks if refusal is not None]
+        if not refusals:
+            return None
+        wait_ns = max([refusal.wait_ns or 0 for refusal in refusals])
+        if promise is not None and not is_expected:
+            wait_ns = promise.due_ns - now_ns
+        elif demand.claim is not None:
+            if promise is not None:
+                account.promises.settle(promise)
+            spacing_ns, max_wait_ns = self._spacing_ns(account, demand), max(wait_ns, _MINUTE_NS)
+            wait_ns = account.promises.make(
+                demand.claim, now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=_num_needed(account, demand)
+            )
+        return replace(refusals[0], wait_ns=wait_ns)
+
+    def _spacing_ns(self, account: Account, demand: Demand) -> int | None:
+        """Return the time in which the tenant's limits let in another such call, or None if it is unknown."""
+        limits = account.limits
+        times_ns = [
+            self._duration_ns / (limits.max_concurrent or math.inf),
+            _MINUTE_NS / (limits.requests_per_minute or math.inf),
+            _num_needed(account, demand) * _MINUTE_NS / (limits.tokens_per_minute or math.inf),
+        ]
+        return int(max(times_ns)) or None
 
     def hold(self, demand: Demand) -> Held:
         """Charge a call to its tenant. It has all its predicted tokens until `release`; after that each request has its own."""
         account = self._account(demand.tenant, demand.limits, demand.now_ns)
         account.level_requests -= 1
         account.num_entering_tokens += demand.num_tokens
+        if (promise := _promise(account, demand)) is not None:
+            account.promises.settle(promise)
         held = Held(account, demand)
         self._begin_one(held)
         return held
@@ -128,38 +163,13 @@ class Tenants:
         held.num_open -= 1
         held.account.num_running -= not held.num_open
 
-    def _too_many(self, account: Account, demand: Demand) -> Refusal | None:
+    def _too_many(self, account: Account) -> Refusal | None:
         num_running, most = account.num_running, account.limits.max_concurrent
         if most is None or num_running < most:
             return None
-        # Returns are spaced by the mean time between ends. After a mean duration, all requests that run now have ended.
-        next_ns = max(demand.now_ns, account.announced_ns) + int(self._duration_ns / most)
-        wait_ns = min(next_ns - demand.now_ns, int(self._duration_ns))
-        account.announced_ns = demand.now_ns + wait_ns
+        # No place is kept for returns here: nobody knows when calls end, and the place would stay empty.
         detail = f"the tenant has {counted(num_running, 'request')} already, at most {most} may run or wait"
-        return Refusal(RejectReason.TENANT_CONCURRENCY, detail, wait_ns)
-
-    def _too_often(self, account: Account) -> Refusal | None:
-        most = account.limits.requests_per_minute
-        if most is None or account.level_requests >= 1:
-            return None
-        wait_ns = int((1 - account.level_requests) * _MINUTE_NS / most)
-        return Refusal(RejectReason.TENANT_REQUESTS, f"the tenant's {most} requests per minute are used", wait_ns)
-
-    def _too_fast(self, account: Account, demand: Demand) -> Refusal | None:
-        most = account.limits.tokens_per_minute
-        if most is None:
-            return None
-        num_needed = min(demand.num_tokens, most)
-        num_left = account.level_tokens - account.num_entering_tokens
-        if num_left >= num_needed:
-            return None
-        wait_ns = int((num_needed - num_left) * _MINUTE_NS / most)
-        detail = (
-            f"the tenant's {most} tokens per minute are used: the request needs about {num_needed}, "
-            f"with {max(0, int(num_left))} left"
-        )
-        return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
+        return Refusal(RejectReason.TENANT_CONCURRENCY, detail, int(self._duration_ns / most))
 
     def _account(self, tenant: str, limits: TenantLimits | None, now_ns: int) -> Account:
         """Return the tenant's account, with these limits and its buckets refilled."""
@@ -205,3 +215,38 @@ class Tenants:
 
 def _refilled(level: float, most: int | None, passed_ns: int) -> float:
     return math.inf if most is None else min(level + most * passed_ns / _MINUTE_NS, most)
+
+
+def _promise(account: Account, demand: Demand) -> Promise | None:
+    return account.promises.find(demand.claim, is_retry=demand.is_retry, now_ns=demand.now_ns)
+
+
+def _num_needed(account: Account, demand: Demand) -> int:
+    """Return how many tokens the account must have for this call, at most a full bucket."""
+    return min(demand.num_tokens, account.limits.tokens_per_minute or 0)
+
+
+def _too_often(account: Account, num_expected: float) -> Refusal | None:
+    """Refuse a call that would take the place of one that is expected back. A full bucket is enough for any call."""
+    most, level = account.limits.requests_per_minute, account.level_requests
+    if most is None or level >= (num_needed := min(1 + num_expected, most)):
+        return None
+    wait_ns = int((num_needed - level) * _MINUTE_NS / most)
+    return Refusal(RejectReason.TENANT_REQUESTS, f"the tenant's {most} requests per minute are used", wait_ns)
+
+
+def _too_fast(account: Account, demand: Demand, num_expected: float) -> Refusal | None:
+    """As `_too_often`, for tokens."""
+    most = account.limits.tokens_per_minute
+    if most is None:
+        return None
+    num_needed = _num_needed(account, demand)
+    num_left = account.level_tokens - account.num_entering_tokens
+    if num_left >= min(num_needed + num_expected, most):
+        return None
+    wait_ns = int((min(num_needed + num_expected, most) - num_left) * _MINUTE_NS / most)
+    detail = (
+        f"the tenant's {most} tokens per minute are used: the request needs about {num_needed}, "
+        f"with {max(0, int(num_left - num_expected))} left"
+    )
+    return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)

@@ -36,6 +36,7 @@ from penstock.serve.errors import overloaded, unavailable
 from penstock.serve.events import Garbage, as_object
 from penstock.serve.http.checks import key_name, unless_gone
 from penstock.serve.http.entries import asked_elsewhere
+from penstock.serve.terms import claim_of
 from penstock.serve.upstream_exchange import Exchange, Question
 from penstock.serve.upstream_stream import UpstreamStream
 from penstock.types.errors import Rejected
@@ -133,10 +134,11 @@ class Upstream:
         `charge`, if given, gets the prompt and answer tokens at the end, and whether the answer failed.
         """
         question = await self._off_loop.parse(len(data), partial(_question, data, self.config.model), terms.owner.tenant)
+        claim = claim_of(terms.owner.tenant, data) if terms.returns else None
         with contextlib.ExitStack() as held:
             far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
             span, headers = held.enter_context(far)
-            exchange = held.enter_context(self._open(terms, replace(question, headers=headers), span))
+            exchange = held.enter_context(self._open(terms, claim, replace(question, headers=headers), span))
             if charge is not None:
                 held.callback(exchange.pay, charge)
             answer = await unless_gone(http, self._begin(http.url.path, exchange))
@@ -145,7 +147,7 @@ class Upstream:
             return answer
 
     @contextlib.contextmanager
-    def _open(self, terms: Terms, question: Question, span: Span) -> Iterator[Exchange]:
+    def _open(self, terms: Terms, claim: bytes | None, question: Question, span: Span) -> Iterator[Exchange]:
         """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its key."""
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
         if terms.background:  # lines of batches leave half of the places to others
@@ -154,7 +156,7 @@ class Upstream:
             self.results["refused"] += 1
             raise unavailable("The server is shutting down.")
         num_tokens = question.num_prompt_tokens + question.num_new_tokens
-        demand = Demand(terms.owner.tenant, terms.limits, num_tokens, began_ns)
+        demand = Demand(terms.owner.tenant, terms.limits, num_tokens, began_ns, claim, terms.is_retry)
         if terms.limits is not None and (refusal := self._tenants.refusal(demand)) is not None:
             self.results["refused"] += 1
             wait_s = None if refusal.wait_ns is None else refusal.wait_ns / 1e9
