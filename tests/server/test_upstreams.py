@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.config.keys import ApiKey
 from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
@@ -637,6 +638,18 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None
         for task in (first, other):
             task.cancel()
         await asyncio.gather(first, other, return_exceptions=True)
+
+
+async def test_the_limits_of_a_key_do_not_apply_to_lines_of_batches(near) -> None:
+    key = ApiKey(name="alice", digest=b"", requests_per_minute=1)
+    async with clients(near, answers(200, whole())) as (client, server):
+        own = OwnRequests(lambda _name: Sender(key=key))
+        own.app = client.app
+        for nth in (1, 2, 3):
+            course = Course(is_background=True)
+            answered = await own.ask(Owner(), CHAT, json.dumps(BODY).encode(), str(nth), asyncio.Event(), course)
+            assert answered is not None
+            assert (answered.status, len(server.asked)) == (200, nth), "the other model has answered"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def read_terms(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
         background=course.is_background,
-        limits=_limits_of(key),
+        limits=None if course.is_background else _limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
         waits=course.waits,
