@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from dataclasses import replace
@@ -20,10 +21,14 @@ from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve import bodies
 from penstock.serve.cards import ModelCards
+from penstock.serve.course import Course
+from penstock.serve.http.checks import Sender
 from penstock.serve.http.watch import Watched
+from penstock.serve.own_requests import OwnRequests
 from penstock.serve.waiting import FolderWatch
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
+from penstock.types.request import Owner
 from support.server.errors import COMPLETIONS, check
 from support.server.harness import CAPACITY, LiveServer, fixed_sources, make_client, make_runtime, running, until
 
@@ -435,6 +440,35 @@ async def test_the_templates_of_one_key_do_not_hold_up_those_of_another(path):
         template.may_go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
         assert template.rendered[1] == "hi"
+
+
+async def test_the_templates_of_a_batch_do_not_hold_up_those_of_its_tenant():
+    template, runtime = HeldTemplate(), make_runtime()
+    runtime.chat_template = template
+    try:
+        async with make_client(runtime) as client:
+            own = OwnRequests(lambda _name: Sender(is_admin=True))
+            own.app = client.app
+
+            def body(content):
+                return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+            def line(content):
+                data, course = json.dumps(body(content)).encode(), Course(is_background=True)
+                return asyncio.create_task(own.ask(Owner(), CHAT, data, content, asyncio.Event(), course))
+
+            lines = [line("slow")]
+            await until(lambda: template.rendered)
+            lines += [line(f"slow-{number}") for number in range(3)]
+            await until(lambda: num_waiting(runtime.off_loop._templates) == 3)
+            chat = asyncio.create_task(client.post(CHAT, json=body("hi")))
+            await until(lambda: num_waiting(runtime.off_loop._templates) == 4)
+            template.may_go_on.set()
+            assert {answer.status for answer in await asyncio.gather(*lines)} == {(await chat).status_code} == {200}
+            assert template.rendered[1] == "hi"
+    finally:
+        template.may_go_on.set()
+        runtime.close()
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.admission.ask import Conditions
+from penstock.deploy.off_loop import lane_of
 from penstock.deploy.running import RunningModel
 from penstock.text.dialects import NAME_CHARS, Message
 from penstock.text.grammar import Grammar
@@ -266,6 +267,10 @@ class Terms(Conditions):
     """Its waits so far, after its arrival."""
     conversation: bytes = b""
     """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
+
+    @property
+    def lane(self) -> str:
+        return lane_of(self.owner.tenant, is_background=self.background)
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason, int]]:

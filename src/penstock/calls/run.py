@@ -140,10 +140,10 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
     """Return the tokens of a call, and the format of its answers (None for plain text)."""
     running, prompts, size, form = call.running, call.prompts, call.num_bytes, None
     if isinstance(prompts, Conversation):
-        prompt = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
+        prompt = await render(prompts, running, call.terms.lane, call.num_bytes)
         form = _form(call, prompts, prompt.text)
         prompts, size = (prompt,), len(prompt.text) + sum([len(word) for word in call.request.bad_words])
-    return await running.off_loop.run(size, partial(tokenise, call, prompts), call.terms.owner.tenant), form
+    return await running.off_loop.run(size, partial(tokenise, call, prompts), call.terms.lane), form
 
 
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
@@ -207,7 +207,7 @@ async def _matchers(
         is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
         if is_small and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers
-        compiling = _matchers_compiled(number, grammar, plan, running, terms.owner.tenant)
+        compiling = _matchers_compiled(number, grammar, plan, running, terms.lane)
         return await _in_time(compiling, "grammar was not compiled", running, terms)
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
@@ -232,15 +232,15 @@ async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel
 
 
 async def _matchers_compiled(
-    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
+    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, lane: str
 ) -> list[Matcher]:
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
-        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar, plan, number), key=grammar)
+        await off_loop.compile(lane, len(grammar.source), lambda: grammars.prepare(grammar, plan, number), key=grammar)
         if matchers := grammars.known(grammar, plan, number):
             return matchers
-    return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
+    return await off_loop.compile(lane, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
 
 
 def make_requests(

@@ -4,7 +4,8 @@
     done by     the event loop             two threads           one thread for texts, one for answers
 
 Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there and at
-large texts (`FairLine`). Work in threads must not touch objects of the event loop. The server ends without waiting for them.
+large texts (`FairLine`); a tenant's batches count as another one (`lane_of`). Work in threads must not touch objects of the
+event loop. The server ends without waiting for them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ MAX_FULL_QUEUES = 4
 MAX_RENDER_S = 10.0
 """Time limit for making a prompt of a conversation, including the wait for earlier ones."""
 RETRY_AFTER_S = 5.0
+
+
+def lane_of(tenant: str, *, is_background: bool) -> str:
+    """Return the name under which a tenant's work takes turns: lines of batches do not hold up its other requests."""
+    return f"{tenant}\0batch" if is_background else tenant  # no tenant's name contains a zero byte
 
 
 def give_way() -> None:

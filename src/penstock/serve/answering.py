@@ -29,7 +29,7 @@ from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST, A
 from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, unless_gone
 from penstock.serve.http.entries import Entry, entry_of, note_model
 from penstock.serve.streams import NewWriter, respond
-from penstock.serve.terms import read_owner
+from penstock.serve.terms import read_lane, read_owner
 from penstock.serve.trials import is_one_answer, said_in, whole_answer
 from penstock.types.errors import TENANT_REASONS, ModelAway, Rejected
 
@@ -64,7 +64,7 @@ async def open_call(
 
     async def made(scope: Scope) -> tuple[Call, _T]:
         off_loop = asked.reader.deployment.off_loop
-        return await off_loop.parse(num_bytes, lambda: read(replace(asked, scope=scope)), read_owner(scope).tenant)
+        return await off_loop.parse(num_bytes, lambda: read(replace(asked, scope=scope)), read_lane(scope))
 
     course = course_of(http.scope)
     if course.routed is None or course.routed.ensemble is None:

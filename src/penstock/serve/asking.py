@@ -23,7 +23,7 @@ from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.course import course_of
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found
 from penstock.serve.http.checks import identity_of, key_of
-from penstock.serve.terms import claim_of, read_owner, read_terms
+from penstock.serve.terms import claim_of, read_lane, read_owner, read_terms
 from penstock.serve.trials import can_be_replaced
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import NameUnknown
@@ -228,7 +228,7 @@ class Reader:
 
     async def parse(self, data: bytes, work: Callable[[], _Result], scope: Scope) -> _Result:
         """Return the result of `work`, which parses a body, in a thread if it is large. Raises 400 and `Rejected`."""
-        return await self.deployment.off_loop.parse(len(data), work, read_owner(scope).tenant)
+        return await self.deployment.off_loop.parse(len(data), work, read_lane(scope))
 
 
 @dataclass(frozen=True, slots=True)

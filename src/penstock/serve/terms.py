@@ -11,6 +11,7 @@ from penstock.admission.ask import TenantLimits
 from penstock.calls.call import Terms
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
+from penstock.deploy.off_loop import lane_of
 from penstock.serve.bodies import INT32_MAX, INT32_MIN
 from penstock.serve.course import course_of
 from penstock.serve.errors import ApiError, invalid
@@ -107,6 +108,11 @@ def read_owner(scope: Scope) -> Owner:
     if tenant is None or (key and (not trusts_tenant(scope) or _limits_of(found) is not None)):
         tenant = key  # else a client would escape its key's limits by naming a new tenant with each call
     return Owner(key=key, tenant=tenant)
+
+
+def read_lane(scope: Scope) -> str:
+    """Return the name under which the request's work takes turns off the event loop. Raises 400."""
+    return lane_of(read_owner(scope).tenant, is_background=course_of(scope).is_background)
 
 
 def _limits_of(key: ApiKey | None) -> TenantLimits | None:

@@ -56,7 +56,7 @@ async def run(
     ask = _ask(call)
     with running.engine.held():  # a draining server still takes the call's later texts
         with at_the_door(running, ask) as place:
-            found = await running.off_loop.run(work_size(call), partial(tokenise, call), call.terms.owner.tenant)
+            found = await running.off_loop.run(work_size(call), partial(tokenise, call), call.terms.lane)
             if not ask.num_token_ids:
                 cut, pairs = call.truncation, zip(call.texts, found, strict=True)
                 whole = [(text, one) for text, one in pairs if cut is None or one.num_tokens < cut.max_tokens]
