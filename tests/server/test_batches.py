@@ -16,6 +16,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.config.routes import AgreementConfig
+from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
 from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK
@@ -513,6 +514,15 @@ def test_whatever_another_server_answers_is_one_line(jobs, client, monkeypatch, 
     (failed,) = answers(client, batch.error_file_id)
     assert failed["response"]["status_code"] == 400
     assert counted(client, batch) == once(2)
+
+
+def test_the_event_loop_writes_no_large_answer(jobs, client, monkeypatch):
+    threads, real = [], module._line_of_answer
+    monkeypatch.setattr(module, "_line_of_answer", lambda *rest: threads.append(threading.current_thread().name) or real(*rest))
+    with refusing(monkeypatch, jobs, Answered(200, None, json.dumps("a" * LARGE_SIZE).encode()), 1):
+        batch = ended(client, begun(client, lines_of(1)))
+    assert batch.request_counts.completed == 1
+    assert [name.startswith("penstock-answers") for name in threads] == [True]
 
 
 @pytest.mark.parametrize("body", [b'{"usage": 3}', b'{"usage": {"prompt_tokens": "many"}}', b"no JSON", b'{"usage": null}'])
