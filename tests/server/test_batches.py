@@ -525,6 +525,19 @@ def test_the_event_loop_writes_no_large_answer(jobs, client, monkeypatch):
     assert [name.startswith("penstock-answers") for name in threads] == [True]
 
 
+@pytest.mark.parametrize("status", [200, 400, None])
+def test_a_line_has_no_other_line_ends(jobs, client, monkeypatch, status):
+    """`str.splitlines` would split there. None: the key was withdrawn."""
+    text = "a\x85b\u2028c\u2029d"
+    answered = None if status is None else Answered(status, None, json.dumps(text, ensure_ascii=False).encode())
+    with refusing(monkeypatch, jobs, answered, 1):
+        batch = ended(client, begun(client, [line(text)]))
+    content = client.files.content(batch.output_file_id or batch.error_file_id).text
+    (told,) = map(json.loads, content.splitlines())
+    assert told["custom_id"] == text
+    assert told["response"] is None or told["response"]["body"] == text
+
+
 @pytest.mark.parametrize("body", [b'{"usage": 3}', b'{"usage": {"prompt_tokens": "many"}}', b"no JSON", b'{"usage": null}'])
 def test_an_answer_without_a_sound_usage_is_an_answer(jobs, client, monkeypatch, body):
     with refusing(monkeypatch, jobs, Answered(200, None, body), 1):

@@ -416,7 +416,7 @@ def _piece(events: bytes, *, more: bool) -> Message:
 
 
 def whole_lines(events: bytes) -> bytes:
-    """Escape Unicode's other line ends, for clients that split lines there (`str.splitlines`, httpx's `iter_lines`).
+    """Escape Unicode's other line ends in JSON, for clients that split lines there (`str.splitlines`, httpx's `iter_lines`).
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
     """

@@ -49,6 +49,7 @@ from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, ne
 from penstock.serve.course import Course, Routed
 from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST
 from penstock.serve.own_requests import Answered, OwnRequests
+from penstock.serve.streams import whole_lines
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from penstock.types.stats import BatchStats
@@ -671,7 +672,11 @@ def _line_of_answer(line: Line, request: Request, answered: Answered, name: str)
     response = {"status_code": answered.status, "request_id": name, "body": _one_line(answered.body)}
     told = {"id": f"batch_req_{name}", "custom_id": request.custom_id, "response": response, "error": None}
     is_error = answered.status != 200
-    return Answer(line.place, fast_json.dumps(told) + b"\n", is_error, {} if is_error else _usage(answered.body))
+    return Answer(line.place, _written(told), is_error, {} if is_error else _usage(answered.body))
+
+
+def _written(told: dict[str, Any]) -> bytes:
+    return whole_lines(fast_json.dumps(told)) + b"\n"
 
 
 def _one_line(body: bytes) -> Any:
@@ -714,7 +719,7 @@ def _line_of_failure(batch: Batch, line: Line, code: str, message: str) -> Answe
         "response": None,
         "error": error,
     }
-    return Answer(line.place, fast_json.dumps(told) + b"\n", is_error=True, usage={})
+    return Answer(line.place, _written(told), is_error=True, usage={})
 
 
 def _custom_id(line: Line) -> str | None:
