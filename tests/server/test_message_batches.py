@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 
+from penstock import fast_json
+from penstock.serve.anthropic.batches import MAX_REQUESTS
 from penstock.serve.jobs import runner
 from support.server.harness import wait_until
 from support.server.jobs import impatient, serving
@@ -114,6 +116,13 @@ def test_what_can_not_run_is_refused(http, requests, words: str) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     assert words in answer.json()["error"]["message"]
     assert [*(http.folder / "files").iterdir()] == []
+
+
+def test_a_batch_may_have_as_many_requests_as_its_body_may_have_objects() -> None:
+    for num, is_excessive in ((MAX_REQUESTS, False), (MAX_REQUESTS + 1, True)):
+        body = fast_json.dumps({"requests": [request("a")] * num})
+        assert bool(fast_json.excess(body)) is is_excessive
+    assert MAX_REQUESTS == 24_999, "docs/batch.md"
 
 
 def test_a_batch_that_is_sent_twice_is_one(http) -> None:

@@ -30,7 +30,8 @@ from penstock.types.request import Owner
 KIND, URL = "anthropic", "/v1/messages"
 WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600
 """As at Anthropic: a batch has a day, and its results are kept for 29."""
-MAX_REQUESTS, MAX_PAGE = 100_000, 1000
+MAX_REQUESTS, MAX_PAGE = (fast_json.MAX_CONTAINERS - 2) // 4, 1000
+"""Each request has at least four of the objects and lists that a body may have, which has two itself."""
 _WRITTEN_AT_ONCE = 1 << 16
 
 
