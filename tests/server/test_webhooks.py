@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,11 +17,12 @@ import openai
 import pytest
 
 from penstock.config import ServerConfig
+from penstock.jobs.store import Store
 from penstock.serve.app import create_app
 from penstock.serve.jobs import webhooks
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
-from support.server.harness import LiveServer, make_runtime, wait_until
+from support.server.harness import LiveServer, make_runtime, until, wait_until
 from support.server.responses import ASK, PATH
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
@@ -118,6 +123,33 @@ def test_an_event_outlives_the_server(config: ServerConfig, receiver: Receiver, 
             receiver.statuses = []
         runtime.close()
     assert len({body for body, _ in receiver.received}) == 1
+
+
+@pytest.mark.parametrize(("status", "method"), [(200, "forget"), (503, "put_off")])
+def test_a_full_disk_sends_no_event_twice(
+    config: ServerConfig, receiver: Receiver, monkeypatch, status: int, method: str
+) -> None:
+    store, receiver.statuses, tried = Store(Path(config.jobs_dir), max_bytes=1 << 20, notes_events=True), [status], []
+    real = getattr(store, method)
+
+    def fails_thrice(*rest: object) -> None:
+        tried.append(rest)
+        if len(tried) <= 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        real(*rest)
+
+    monkeypatch.setattr(store, method, fails_thrice)
+
+    async def deliver() -> None:
+        hooks = webhooks.Webhooks(store, config.webhook_url, webhooks.key_of(config.webhook_url, SECRET))
+        hooks.start()
+        await until(lambda: len(tried) == 4)
+        await hooks.close()
+
+    with closing(store):
+        store._note([("batch.completed", "batch_1")], int(time.time()))
+        asyncio.run(deliver())
+    assert len(receiver.received) == 1
 
 
 @pytest.mark.parametrize(

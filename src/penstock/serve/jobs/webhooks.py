@@ -52,6 +52,8 @@ class Webhooks:
         """`store`: one that notes events. `key`: from `key_of`."""
         self._store, self._url, self._key = store, url, key
         self._task: asyncio.Task[None] | None = None
+        self._problems: dict[Event, str] = {}
+        """An event that was sent -> why it was not accepted, or "", until the disk has taken that."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="webhooks")
@@ -66,9 +68,11 @@ class Webhooks:
             while True:
                 try:
                     events = await asyncio.to_thread(self._store.due_events, int(time.time()), AT_ONCE)
-                    await asyncio.gather(*[self._deliver(client, event) for event in events])
+                    ends = await asyncio.gather(*[self._deliver(client, event) for event in events], return_exceptions=True)
+                    for error in filter(None, ends):
+                        raise error
                 except (sqlite3.Error, OSError) as error:
-                    _log.warning("events can't be read: %s", error)
+                    _log.warning("events can't be read or noted: %s", error)
                     events = []
                 except Exception:
                     _log.exception("events can't be sent")
@@ -77,6 +81,26 @@ class Webhooks:
                     await asyncio.sleep(LOOKED_EACH_S)
 
     async def _deliver(self, client: httpx2.AsyncClient, event: Event) -> None:
+        """Send an event and note how that went. If the disk fails, only the note is tried again."""
+        if event not in self._problems:
+            self._problems[event] = await self._send(client, event)
+        problem, now_s = self._problems[event], int(time.time())
+        if not problem:
+            await asyncio.to_thread(self._store.forget, event)
+        elif now_s - event.created_s > KEPT_S:
+            await asyncio.to_thread(self._store.forget, event)
+            _log.warning(
+                "the event %s of %s is dropped: the webhook never accepted it (%s)", event.kind, event.subject, problem
+            )
+        else:
+            pause_s = min(FIRST_PAUSE_S << min(event.num_attempts, 20), LAST_PAUSE_S)
+            await asyncio.to_thread(self._store.put_off, event, now_s + pause_s)
+            if not event.num_attempts:
+                _log.warning("the webhook did not accept %s of %s: %s; it is sent again", event.kind, event.subject, problem)
+        del self._problems[event]
+
+    async def _send(self, client: httpx2.AsyncClient, event: Event) -> str:
+        """Return why the event was not accepted, or "" if it was."""
         now_s, event_id = int(time.time()), f"evt_{event.created_s:x}{event.number:08x}"
         body = fast_json.dumps(
             {
@@ -87,25 +111,12 @@ class Webhooks:
                 "data": {"id": event.subject},
             }
         )
-        headers, problem = self._headers(event_id, now_s, body), ""
+        headers = self._headers(event_id, now_s, body)
         try:
             async with asyncio.timeout(TIMEOUT_S), client.stream("POST", self._url, content=body, headers=headers) as answer:
-                if not answer.is_success:
-                    problem = f"it answered {answer.status_code}"
+                return "" if answer.is_success else f"it answered {answer.status_code}"
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
-            problem = type(error).__name__
-        if not problem:
-            await asyncio.to_thread(self._store.forget, event)
-        elif now_s - event.created_s > KEPT_S:
-            _log.warning(
-                "the event %s of %s is dropped: the webhook never accepted it (%s)", event.kind, event.subject, problem
-            )
-            await asyncio.to_thread(self._store.forget, event)
-        else:
-            if not event.num_attempts:
-                _log.warning("the webhook did not accept %s of %s: %s; it is sent again", event.kind, event.subject, problem)
-            pause_s = min(FIRST_PAUSE_S << min(event.num_attempts, 20), LAST_PAUSE_S)
-            await asyncio.to_thread(self._store.put_off, event, now_s + pause_s)
+            return type(error).__name__
 
     def _headers(self, event_id: str, now_s: int, body: bytes) -> dict[str, str]:
         signed = f"{event_id}.{now_s}.".encode() + body
