@@ -516,12 +516,25 @@ def test_whatever_another_server_answers_is_one_line(jobs, client, monkeypatch, 
     assert counted(client, batch) == once(2)
 
 
-def test_the_event_loop_writes_no_large_answer(jobs, client, monkeypatch):
-    threads, real = [], module._line_of_answer
-    monkeypatch.setattr(module, "_line_of_answer", lambda *rest: threads.append(threading.current_thread().name) or real(*rest))
-    with refusing(monkeypatch, jobs, Answered(200, None, json.dumps("a" * LARGE_SIZE).encode()), 1):
-        batch = ended(client, begun(client, lines_of(1)))
-    assert batch.request_counts.completed == 1
+def test_a_large_answer_is_written_in_a_thread_and_not_lost_meanwhile(jobs, client, monkeypatch):
+    threads, has_written, real, write = [], threading.Event(), module._line_of_answer, Lines.write
+
+    def made(line, *rest):
+        if line.place == 1:
+            threads.append(threading.current_thread().name)
+            assert has_written.wait(30)
+        return real(line, *rest)
+
+    def written(lines, some):
+        write(lines, some)
+        has_written.set()
+
+    monkeypatch.setattr(module, "_line_of_answer", made)
+    monkeypatch.setattr(Lines, "write", written)
+    with refusing(monkeypatch, jobs, Answered(200, None, json.dumps("a" * LARGE_SIZE).encode()), 1) as asked:
+        batch = ended(client, begun(client, lines_of(2)))
+    assert counted(client, batch) == once(2)
+    assert len(asked) == 2
     assert [name.startswith("penstock-answers") for name in threads] == [True]
 
 

@@ -530,9 +530,8 @@ class BatchRunner:
                     running.refusal = ""
                 make = partial(_line_of_answer, line, request, answered, name)
                 size = len(answered.body)
-                running.answers.append(
-                    make() if size <= INLINE_MAX_BODY else await self._deployment.off_loop.finish(size, make)
-                )
+                answer = make() if size <= INLINE_MAX_BODY else await self._deployment.off_loop.finish(size, make)
+                running.answers.append(answer)  # not in one expression: `_write` changes the list during the wait
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
             running.answers.append(_line_of_failure(batch, line, "internal_error", "The server's log has the cause."))
