@@ -37,6 +37,7 @@ from penstock.cluster.messages import (
 from penstock.cluster.recipes import Recipe
 from penstock.cluster.tap import Tap
 from penstock.cluster.transfer import FETCH_S, BlockServer, Fetcher
+from penstock.deploy.off_loop import lane_of
 from penstock.deploy.running import RunningModel
 from penstock.engine.core import LATE_DETAILS, next_limit
 from penstock.engine.ports import OutputChunk
@@ -325,10 +326,11 @@ class Replica:
             return grammars.free_matcher(plan)
         if matchers := grammars.known(grammar, plan):
             return matchers[0]
+        lane = lane_of(request.tenant, is_background=request.background)
         while True:  # retry if the queue is full: the front has already admitted the request
             prepare = partial(grammars.prepare, grammar, plan)
             try:
-                await self._running.off_loop.compile(request.tenant, len(grammar.source), prepare, key=grammar)
+                await self._running.off_loop.compile(lane, len(grammar.source), prepare, key=grammar)
             except Rejected as rejected:
                 if rejected.reason is not RejectReason.QUEUE_FULL:  # this replica ends
                     raise
