@@ -311,7 +311,7 @@ class Promises:
         """A heap by `due_ns`."""
         self._lines: dict[str, _Line] = {}
         self._due: list[Promise] = []
-        self._by_claim: dict[bytes, deque[Promise]] = {}
+        self._by_claim: dict[bytes, list[Promise]] = {}
         self._last_due_ns = 0
         self._return_share = 1.0
         self._num_open = 0
@@ -328,12 +328,16 @@ class Promises:
         *,
         num_blocks: int = 0,
         tenant: str = "",
+        spread: float = SPREAD,
     ) -> int:
-        """Promise a refused call a place. Return the nanoseconds after which it should return."""
+        """Promise a refused call a place. Return the nanoseconds after which it should return.
+
+        `spread`: 1 if `ns_per_request` is certain.
+        """
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
             return ahead[0].due_ns - now_ns
-        spacing_ns = int(0.25e9 if ns_per_request is None else SPREAD * self._return_share * ns_per_request)
+        spacing_ns = int(0.25e9 if ns_per_request is None else spread * self._return_share * ns_per_request)
         line = self._lines.get(tenant) or _Line()
         shared_due_ns = max(now_ns + wait_ns, self._last_due_ns + spacing_ns)
         due_ns = max(shared_due_ns, line.last_due_ns + spacing_ns)
@@ -347,7 +351,7 @@ class Promises:
         heappush(self._later, (due_ns, promise))
         self._count(promise, 1)
         if claim is not None:
-            self._by_claim.setdefault(claim, deque()).append(promise)
+            self._by_claim.setdefault(claim, []).append(promise)
         return due_ns - now_ns
 
     def find(self, claim: bytes | None, *, is_retry: bool, now_ns: int) -> Promise | None:
@@ -369,7 +373,7 @@ class Promises:
         heappush(self._due, renewed)
         self._count(renewed, 1)
         if promise.claim is not None:
-            self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
+            self._by_claim.setdefault(promise.claim, []).insert(0, renewed)
 
     def num_blocks_due(self, now_ns: int) -> int:
         """Return the KV blocks kept for calls due now, weighted by the share of calls that return."""

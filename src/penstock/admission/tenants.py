@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from penstock.admission.ask import Refusal, TenantLimits
-from penstock.admission.estimates import Promise, Promises
+from penstock.admission.estimates import SPREAD, Promise, Promises
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
@@ -98,15 +98,18 @@ class Tenants:
                 account.promises.settle(promise)
             spacing_ns, max_wait_ns = self._spacing_ns(account, demand), max(wait_ns, _MINUTE_NS)
             wait_ns = account.promises.make(
-                demand.claim, now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=_num_needed(account, demand)
+                demand.claim, now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=_num_needed(account, demand), spread=1.0
             )
         return replace(refusals[0], wait_ns=wait_ns)
 
     def _spacing_ns(self, account: Account, demand: Demand) -> int | None:
-        """Return the time in which the tenant's limits let in another such call, or None if it is unknown."""
+        """Return the time in which the tenant's limits let in another such call, or None if it is unknown.
+
+        Buckets fill as they are said to; a larger spacing would waste what they get.
+        """
         limits = account.limits
         times_ns = [
-            self._duration_ns / (limits.max_concurrent or math.inf),
+            SPREAD * self._duration_ns / (limits.max_concurrent or math.inf),
             _MINUTE_NS / (limits.requests_per_minute or math.inf),
             _num_needed(account, demand) * _MINUTE_NS / (limits.tokens_per_minute or math.inf),
         ]

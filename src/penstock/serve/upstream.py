@@ -134,7 +134,7 @@ class Upstream:
         `charge`, if given, gets the prompt and answer tokens at the end, and whether the answer failed.
         """
         question = await self._off_loop.parse(len(data), partial(_question, data, self.config.model), terms.lane)
-        claim = claim_of(terms.owner.tenant, data) if terms.returns else None
+        claim = claim_of(terms.owner.tenant, data) if terms.returns and terms.limits is not None else None
         with contextlib.ExitStack() as held:
             far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
             span, headers = held.enter_context(far)
