@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.lab.prompts import Tokenizer, cut
 from penstock.lab.traces import read_conversations, read_workload
-from penstock.lab.transforms import divide_lengths, evenly
+from penstock.lab.transforms import divide_lengths
 from penstock.lab.workload import Job
 
 TRACES_HELP = (
@@ -98,7 +98,8 @@ def sharegpt(source: Source, count: int) -> list[Job]:
 
 
 def azure(source: Source, count: int) -> list[Job]:
-    drawn = divide_lengths(evenly(read_workload(trace_file(source.traces, AZURE_FILE)), count), AZURE_DIVISOR).jobs
+    jobs = divide_lengths(read_workload(trace_file(source.traces, AZURE_FILE)), AZURE_DIVISOR).jobs
+    drawn = [jobs[nth * len(jobs) // count] for nth in range(count)]
     texts = source.pieces([job.num_prompt_tokens for job in drawn])
     return [_job(*piece, job.num_output_tokens) for piece, job in zip(texts, drawn, strict=True)]
 

@@ -15,7 +15,6 @@ from penstock.lab.transforms import (
     cap_lengths,
     converse,
     divide_lengths,
-    evenly,
     every,
     first,
     repeat,
@@ -59,18 +58,16 @@ def afters(workload: Workload) -> list[int | None]:
     return [job.after for job in workload.jobs]
 
 
-def test_first_and_every_and_evenly_choose_jobs() -> None:
+def test_first_and_every_choose_jobs() -> None:
     workload = singles(10)
     assert prompts(first(workload, 3)) == [100, 101, 102]
     assert prompts(every(workload, 4)) == [100, 104, 108]
-    assert prompts(evenly(workload, 4)) == [100, 102, 105, 107]
     assert first(workload, 10) is workload
     assert every(workload, 4).name == "w, every 4th"
 
 
 def test_conversations_are_chosen_whole(talks: Workload) -> None:
     assert afters(every(talks, 2)) == [None, 0, None, 2, 3]
-    assert afters(evenly(talks, 1)) == [None, 0]
 
 
 def test_repeat_shares_what_was_shared_and_makes_the_rest_anew() -> None:
@@ -232,7 +229,7 @@ def test_nothing_that_is_no_change_is_said() -> None:
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_counts_are_at_least_one(number: int) -> None:
-    for change in (first, every, evenly, repeat, divide_lengths, converse):
+    for change in (first, every, repeat, divide_lengths, converse):
         with pytest.raises(ConfigError, match=f"is {number}"):
             change(singles(3), number)
 
@@ -261,7 +258,6 @@ CHANGES = st.sampled_from(
     [
         lambda w: first(w, 5),
         lambda w: every(w, 2),
-        lambda w: evenly(w, 1),
         lambda w: repeat(w, 2),
         lambda w: divide_lengths(w, 2) if w.prefix_block_tokens % 2 == 0 else w,
         lambda w: cap_lengths(w, max_prompt_tokens=60, max_output_tokens=3),

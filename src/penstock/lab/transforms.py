@@ -34,16 +34,6 @@ def every(workload: Workload, step: int) -> Workload:
     return _changed(workload, _kept(workload, chosen), f"every {step}th")
 
 
-def evenly(workload: Workload, count: int) -> Workload:
-    """Keep `count` single requests or conversations, spread evenly over the workload."""
-    roots = _roots(workload)
-    _check_at_least_one("The number of requests", count)
-    if count > len(roots):
-        raise ConfigError(f"{workload.name} has {counted(len(roots), 'request')}, and not {count}.", remedy="Ask for fewer.")
-    chosen = {roots[nth * len(roots) // count] for nth in range(count)}
-    return _changed(workload, _kept(workload, chosen), f"{count} spread evenly")
-
-
 def cut(workload: Workload, count: int) -> list[Workload]:
     """Cut a workload into `count` slices with equally many single requests or conversations. Each slice begins at time 0.
 
