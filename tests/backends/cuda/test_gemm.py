@@ -139,9 +139,8 @@ def test_what_follows_a_product_is_the_same_in_one_kernel(
     tensor, x = weights(fmt, 40, 192), activations(3, 192)
     bias, residual, scale = activations(1, 40, 2)[0], activations(3, 40, 3), activations(1, 40, 4)[0]
     workspace = Workspace(device, torch.float32)
-    linear = Linear.from_weights(
-        [tensor], torch.from_numpy(bias).to(device), torch.float32, device, workspace, deterministic=deterministic
-    )
+    matrices = load_matrices([tensor], torch.float32, device)
+    linear = Linear(matrices, torch.from_numpy(bias).to(device), workspace, deterministic=deterministic)
     linear.reserve(3)
     workspace.allocate()
     assert gemm.is_split(linear.matrices[0], 3) == is_split

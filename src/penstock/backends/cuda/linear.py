@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.backends.cuda.kernels import activation, dequantise, gemm, norm, splits
-from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
-from penstock.models.weights import WeightTensor
+from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix
 from penstock.types.model_spec import Activation
 
 MAX_FUSED_TOKENS = 128
@@ -45,7 +44,10 @@ class Workspace:
 
 
 class Linear:
-    """A linear layer: x @ weight.T (+ bias) (+ residual). The rows of all `matrices`, stacked, are `weight`."""
+    """A linear layer: x @ weight.T (+ bias) (+ residual). The rows of all `matrices`, stacked, are `weight`.
+
+    `bias`: [sum of num_rows].
+    """
 
     def __init__(
         self, matrices: Sequence[Matrix], bias: torch.Tensor | None, workspace: Workspace, *, deterministic: bool
@@ -54,22 +56,6 @@ class Linear:
         self._bias = bias
         self._workspace = workspace
         self._deterministic = deterministic
-
-    @classmethod
-    def from_weights(
-        cls,
-        tensors: Sequence[WeightTensor],
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        workspace: Workspace,
-        *,
-        deterministic: bool = False,
-        round_to_fp8: bool = False,
-    ) -> Linear:
-        """Make a linear layer of stacked weight tensors. `bias` is for all tensors together: [sum of num_rows]."""
-        matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
-        return cls(matrices, bias, workspace, deterministic=deterministic)
 
     @property
     def num_rows(self) -> int:

@@ -148,8 +148,8 @@ class _Lowering:
         self._tables: dict[tuple[tuple[float, ...], float, float, int], torch.Tensor] = {}
         self._buffers = Buffers(program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples)
         self._scratches: dict[tuple[int, int, int, int], Scratch] = {}
-        self._matrices: dict[str, list[Matrix]] = {}
-        """Loaded matrices by weight name, because an embedding and the logits may share one."""
+        self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
+        """Loaded matrices by the names of their weights, because an embedding and the logits may share one."""
         self.is_on_samples = False
         self.on_tokens: list[Launch] = []
         self.on_samples: list[Launch] = []
@@ -378,15 +378,8 @@ class _Lowering:
         return self._new_product([op.weight for op in run], bias, round_to_fp8=self._round_to_fp8)
 
     def _new_product(self, names: Sequence[str], bias: torch.Tensor | None, *, round_to_fp8: bool = False) -> LinearProduct:
-        tensors = [self._tensor(name) for name in names]
-        if len(names) == 1 and names[0] in self._matrices:
-            product = LinearProduct(self._matrices[names[0]], bias, self._workspace, deterministic=self._deterministic)
-        else:
-            modes = {"deterministic": self._deterministic, "round_to_fp8": round_to_fp8}
-            product = LinearProduct.from_weights(tensors, bias, self._dtype, self._device, self._workspace, **modes)
-            self.weight_bytes += product.num_bytes
-        if len(names) == 1:
-            self._matrices[names[0]] = list(product.matrices)
+        matrices = self._matrices_of(*names, round_to_fp8=round_to_fp8)
+        product = LinearProduct(matrices, bias, self._workspace, deterministic=self._deterministic)
         self._products.append(product)
         return product
 
@@ -527,11 +520,15 @@ class _Lowering:
         return load_vector(self._tensor(op.bias), self._dtype, self._device)
 
     def _table_of_rows(self, name: str) -> Matrix:
-        tensor = self._tensor_in_order(name)
-        if name not in self._matrices:
-            self._matrices[name] = load_matrices([tensor], self._dtype, self._device)
-            self.weight_bytes += sum(matrix.num_bytes for matrix in self._matrices[name])
-        return self._matrices[name][0]
+        self._tensor_in_order(name)  # refuses any other
+        return self._matrices_of(name)[0]
+
+    def _matrices_of(self, *names: str, round_to_fp8: bool = False) -> list[Matrix]:
+        if names not in self._matrices:
+            tensors = [self._tensor(name) for name in names]
+            self._matrices[names] = load_matrices(tensors, self._dtype, self._device, round_to_fp8=round_to_fp8)
+            self.weight_bytes += sum(matrix.num_bytes for matrix in self._matrices[names])
+        return self._matrices[names]
 
 
 def _num_tokens(step: StepTensors) -> int:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backends.cuda.linear import Linear, Workspace
+from penstock.backends.cuda.weights import load_matrices
 from penstock.models.formats import WeightFormat
 from penstock.models.weights import WeightTensor
 from support.interpreted import DEVICE
@@ -37,7 +38,7 @@ def product(
     device = torch.device(DEVICE)
     workspace = Workspace(device, dtype)
     bias_on_device = None if bias is None else torch.from_numpy(bias).to(device, dtype)
-    linear = Linear.from_weights(tensors, bias_on_device, dtype, device, workspace, deterministic=deterministic)
+    linear = Linear(load_matrices(tensors, dtype, device), bias_on_device, workspace, deterministic=deterministic)
     linear.reserve(len(x))
     workspace.allocate()
     workspace.partials.fill_(torch.nan)
