@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock import fast_json
-from penstock.jobs.disk import remove, sync
+from penstock.disk import remove, sync
 from penstock.jobs.order import prefix_key
 
 MAX_LINES = 50_000_000

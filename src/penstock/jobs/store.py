@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
-from penstock.jobs.disk import remove, size_of, sync
+from penstock.disk import remove, size_of, sync
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 

@@ -46,12 +46,3 @@ def locked(path: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
             has_waited = True
         yield has_waited
-
-
-def sync(path: Path) -> None:
-    """Write a file, or a folder's list of names, to disk, so that it survives a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.cache import locked, sync
+from penstock.disk import sync
+from penstock.models.cache import locked
 from penstock.types.errors import ModelError
 
 LAYOUT = 2

@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from penstock.models.cache import locked, sync
+from penstock.disk import sync
+from penstock.models.cache import locked
 from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, SourceKind, resolve, split_files
 from penstock.types.errors import DownloadError, ModelError
 

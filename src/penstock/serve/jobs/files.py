@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
-from penstock.jobs.disk import cause
+from penstock.disk import cause
 from penstock.jobs.store import UPLOAD, File, InUse, NoRoom
 from penstock.serve.api import Route
 from penstock.serve.errors import NO_RETRY, ApiError, invalid, no_room, shorten, unavailable

@@ -31,8 +31,8 @@ import msgspec
 from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import INLINE_MAX_BODY
+from penstock.disk import cause, remove, size_of
 from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK
-from penstock.jobs.disk import cause, remove, size_of
 from penstock.jobs.lines import (
     ALONE_AFTER,
     GIVEN_UP_AFTER,
