@@ -35,7 +35,7 @@ def test_what_the_file_says(source):
     assert isinstance(model.tokenizer_source, GgufVocab)
     assert model.tokenizer_source.tokens[2] == "<|im_end|>"
     assert model.notes == ()
-    assert model.chat_template is not None
+    assert model.chat_templates["default"]
 
 
 def test_formats_are_kept(source):

@@ -94,8 +94,7 @@ def test_unaligned_tensors_are_read(tmp_path, tiny):
 def test_tokenizer_template_and_special_tokens(tiny):
     model = load_hf_directory(tiny)
     assert model.tokenizer_source == tiny / "tokenizer.json"
-    assert model.chat_template is not None
-    assert model.chat_template.startswith("{% for")
+    assert model.chat_templates["default"].startswith("{% for")
     assert (model.name, model.bos_token_id, model.eos_token_ids) == ("tiny", 1, (2, 0))
 
 
@@ -103,9 +102,9 @@ def test_tokenizer_template_and_special_tokens(tiny):
 def test_template_of_the_tokenizer_config(tmp_path, template):
     directory = write_hf(tmp_path, TINY)
     (directory / "chat_template.jinja").unlink()
-    assert load_hf_directory(directory).chat_template is None
+    assert load_hf_directory(directory).chat_templates == {}
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    assert load_hf_directory(directory).chat_template == "old"
+    assert load_hf_directory(directory).chat_templates["default"] == "old"
 
 
 @pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}])
@@ -132,7 +131,7 @@ def test_templates_have_names(tmp_path):
     (directory / "additional_chat_templates").mkdir()
     (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     model = load_hf_directory(directory)
-    assert (model.chat_templates, model.chat_template) == ({"tool_use": "tools"}, None)
+    assert model.chat_templates == {"tool_use": "tools"}
     (directory / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"tool_use\.jinja: can't be read"):
         load_hf_directory(directory)

@@ -116,7 +116,7 @@ def test_pull_updates_what_is_present(tmp_path, monkeypatch, sharded):
     ensure_present(source)
     assert not shards[0].exists(), "to serve a model that is present asks no hub"
     assert pull("hf:org/repo", tmp_path) == source
-    assert load_model(source).chat_template == "corrected"
+    assert load_model(source).chat_templates["default"] == "corrected"
 
 
 @pytest.mark.parametrize("num_shards", [(1, 2), (2, 1)])

@@ -137,7 +137,7 @@ def test_native_perplexity_of_sonnets_and_chats_is_close_to_bf16(native: ParityE
 def our_windows() -> list[Window]:
     model = load_model(find_model())
     tokenizer = load_tokenizer(model.tokenizer_source)
-    template = ChatTemplate(model.chat_template or "", special_tokens=tokenizer.special_tokens)
+    template = ChatTemplate(model.chat_templates.get("default", ""), special_tokens=tokenizer.special_tokens)
     return make_windows(
         TRACES_DIR,
         lambda text: tokenizer.encode(text, add_special_tokens=False),

@@ -19,7 +19,7 @@ from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import chat, completion
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.testing import DEFAULT_CAPACITY
-from penstock.text.dialects import PLAIN
+from penstock.text.dialects import Dialect
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingDefaults
@@ -46,7 +46,7 @@ RUNNING = SimpleNamespace(
     clock=WallClock(),
     sources=Sources(),
     chat_template=None,
-    dialect=PLAIN,
+    dialect=Dialect(),
     adapters=None,
     metrics=Metrics("toy"),
     admission=SimpleNamespace(max_len=lambda adapter: MODEL.capacity.max_model_len),

@@ -53,7 +53,7 @@ def test_every_decoding_is_the_golden_one_at_once_and_by_token(tokenizer):
 
 
 def test_chats_are_the_golden_ones(model, tokenizer):
-    template = ChatTemplate(model.chat_template, special_tokens=tokenizer.special_tokens)
+    template = ChatTemplate(model.chat_templates["default"], special_tokens=tokenizer.special_tokens)
     for case in GOLDEN["chats"]:
         assert template.render(case["messages"]) == case["open"]
         assert template.render(case["messages"], add_generation_prompt=False) == case["closed"]

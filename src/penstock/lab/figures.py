@@ -315,7 +315,6 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    slos: tuple[Slo, ...]
     attainment: Estimate
     attainment_by_slo: Mapping[str, Estimate]
     requests_per_s: Estimate
@@ -486,7 +485,7 @@ def _goodput(samples: Samples, window: Window, slos: Sequence[Slo]) -> Goodput |
     by_slo = {str(slo): share_estimate(samples.holds(slo)[counted], seconds) for slo in slos}
     holds_all = samples.holds_all(slos)
     good = make_rates(samples, window, holds_all)
-    return Goodput(tuple(slos), share_estimate(holds_all[counted], seconds), by_slo, good.requests_per_s)
+    return Goodput(share_estimate(holds_all[counted], seconds), by_slo, good.requests_per_s)
 
 
 def _cost(price_per_hour: float, rates: Rates) -> Cost:

@@ -607,9 +607,8 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
 
 
 class Outlook(NamedTuple):
-    """The plan with steps `slowness` times as long."""
+    """The plan with slower or faster steps."""
 
-    slowness: float
     rate: float
     num_replicas: int | None
     """None if no number was found."""
@@ -690,7 +689,7 @@ def find_outlook(
         most = OUTLOOK_REPLICAS * fleet.num_replicas
         needed = find_fleet(other, workload, asked, again, fleet.rate, most=most)
         number = needed.num_replicas if needed else None
-    return Outlook(slowness, again.rate, number)
+    return Outlook(again.rate, number)
 
 
 def p99_ttft_ns(sized: Sized, rate: float) -> float:

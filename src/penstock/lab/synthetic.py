@@ -45,10 +45,6 @@ class Lengths:
             return max(1, round(min(drawn, MAX_TOKENS)))
         return rng.randint(self.low, self.high)
 
-    @property
-    def mean(self) -> float:
-        return (self.low + self.high) / 2
-
 
 NAMED: Mapping[str, tuple[str, str]] = {
     "synthetic": ("512", "128"),

@@ -212,12 +212,12 @@ def load_hf_directory(
     )
 
 
-def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
+def read_hf_spec(path: Path) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
     Without weights, biases are known only from the settings and `ALWAYS_BIASED`.
     """
-    described = _describe(path, task, pooling)
+    described = _describe(path, "auto", None)
     names = {"output", *configured_biases(described.config, described.name)}
     if described.name in ALWAYS_BIASED:
         names.add("layers.0.q_bias")

@@ -276,10 +276,6 @@ class LoadedModel:
     """The operations of a step, if they do not follow from the spec."""
 
     @property
-    def chat_template(self) -> str | None:
-        return self.chat_templates.get("default")
-
-    @property
     def num_weight_bytes(self) -> int:
         """Bytes of all weights in the native backend. An embedding takes none if its rows are read from the file."""
         held = self.held_bytes(Floats.BF16)

@@ -322,8 +322,6 @@ def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> fro
     return frozenset(mark for text in texts for mark in SPELLED_PARTS.findall(text))
 
 
-PLAIN = Dialect()
-"""The dialect of a model without a chat template."""
 _TOOLS_VARIABLE = re.compile(r"\b(?:xml_)?tools\b")
 _BEGIN = re.compile(r"\{[%{]")
 _TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")

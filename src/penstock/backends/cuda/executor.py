@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -281,9 +281,7 @@ class CudaExecutor:
     def num_graphs_left(self) -> int:
         return 0 if self._graphs is None else self._graphs.num_left
 
-    def capture_graphs(
-        self, most: int | None = None, *, max_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
-    ) -> CaptureRun:
+    def capture_graphs(self, most: int | None = None, *, max_seconds: float = math.inf) -> CaptureRun:
         """Capture CUDA graphs of the usual decodes, at most `most`, so that no request waits for a capture.
 
         Call it while no step is in flight. `resize` and `choose_attention` discard graphs. Raises MemoryError.
@@ -297,7 +295,7 @@ class CudaExecutor:
             launcher.run_padding(num_rows, limit, graphs)
 
         with self._working():
-            return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
+            return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, time.monotonic)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Queue copies of KV blocks, given as ids (source, destination). Raises ValueError for an invalid block."""

@@ -163,7 +163,6 @@ class BatchRunner:
     ) -> None:
         """`hours`: of the day, local time, in which lines begin. `now` returns Unix time."""
         self.store = store
-        self._deployment = deployment
         self._requests = requests
         self._max_line_bytes = max_line_bytes
         self._hours = hours
