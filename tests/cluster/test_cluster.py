@@ -7,7 +7,7 @@ import concurrent.futures
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -27,12 +27,13 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
 from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK
-from penstock.sched.routing.routers import LeastWork, RoundRobin
+from penstock.sched.routing.routers import Arrival, LeastWork, RoundRobin
 from penstock.sched.scaling import Scaler
 from penstock.serve.http.listener import bind_socket
 from penstock.testing import HashExecutor, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
+from penstock.types.stats import EngineLoad
 from support.cluster import Apart, Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
 from support.server.harness import (
@@ -832,6 +833,18 @@ def hang_up_after(replica: ThreadedReplica, flush: Callable[[], None]) -> None:
     flush()
     if replica.replica._link is not None and replica.replica._requests:
         replica.replica._link.close("a test")
+
+
+def test_where_the_router_failed_the_client_may_try_again() -> None:
+    class Fails:
+        def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+            raise KeyError(arrival.tenant)
+
+    with cluster(router=Fails()) as made:
+        response = post(made, PROMPTS[0])
+        assert (response.status_code, response.headers.get("x-should-retry")) == (503, None)
+        assert int(response.headers["Retry-After"]) > 0
+        assert "the router failed; the server's log says why" in response.text
 
 
 def test_those_beside_a_request_that_breaks_replicas_are_answered(pool, monkeypatch: pytest.MonkeyPatch) -> None:

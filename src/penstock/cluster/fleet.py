@@ -565,7 +565,7 @@ class Fleet:
         except PenstockError as error:
             _log.error("%s", error)
             for flight in group:
-                self._end(flight, FinishReason.ERROR, "the router failed; the server's log says why")
+                self._end(flight, FinishReason.ERROR, "the router failed; the server's log says why", RejectReason.UNAVAILABLE)
             return
         replica, source = self._by_number[choice.replica], self._source(choice)
         if is_suspect:
