@@ -99,7 +99,7 @@ def sharegpt(source: Source, count: int) -> list[Job]:
 
 def azure(source: Source, count: int) -> list[Job]:
     jobs = divide_lengths(read_workload(trace_file(source.traces, AZURE_FILE)), AZURE_DIVISOR).jobs
-    drawn = [jobs[nth * len(jobs) // count] for nth in range(count)]
+    drawn = [jobs[nth * len(jobs) // count] for nth in range(min(count, len(jobs)))]
     texts = source.pieces([job.num_prompt_tokens for job in drawn])
     return [_job(*piece, job.num_output_tokens) for piece, job in zip(texts, drawn, strict=True)]
 

@@ -106,6 +106,8 @@ def test_count_is_that_of_the_text_that_is_sent(source):
 def test_too_short_trace_and_unknown_name_are_errors(source):
     with pytest.raises(ValueError, match="only 9 of 99"):
         read_jobs("sharegpt", source, 99)
+    with pytest.raises(ValueError, match="only 10 of 11"):
+        read_jobs("azure", source, 11)
     with pytest.raises(ValueError, match="there are sharegpt, azure, short, long"):
         read_jobs("endless", source, 1)
 
