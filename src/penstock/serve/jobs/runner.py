@@ -169,6 +169,7 @@ class BatchRunner:
         self._now = now
         self._running: dict[str, _Running] = {}
         self._turns = _Turns(deployment)
+        self._off_loop = deployment.off_loop
         self._alone = asyncio.Lock()
         """Held while a line is asked that may break the server, so that two such lines do not fail together."""
         self._lines = {"completed": 0, "failed": 0}
@@ -529,7 +530,7 @@ class BatchRunner:
                     running.refusal = ""
                 make = partial(_line_of_answer, line, request, answered, name)
                 size = len(answered.body)
-                answer = make() if size <= INLINE_MAX_BODY else await self._deployment.off_loop.finish(size, make)
+                answer = make() if size <= INLINE_MAX_BODY else await self._off_loop.finish(size, make)
                 running.answers.append(answer)  # not in one expression: `_write` changes the list during the wait
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
