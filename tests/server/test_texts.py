@@ -469,8 +469,8 @@ def test_cohere_embed(post):
 # How texts come to the engine
 
 
-def texts_gate(**fields):
-    gate = GatedExecutor(TEXT_CAPACITY)
+def texts_gate(capacity=TEXT_CAPACITY, **fields):
+    gate = GatedExecutor(capacity)
     runtime = make_text_runtime(gate, **fields)
     return gate, runtime, make_client(runtime)
 
@@ -479,9 +479,9 @@ async def test_a_long_list_comes_to_the_engine_by_and_by():
     gate, runtime, client = texts_gate(max_queue=40)
     long = asyncio.create_task(client.post("/v1/embeddings", json={"input": [f"text {index:4}" for index in range(1000)]}))
     await until(lambda: runtime.bridge.num_open_requests > 0)
-    assert runtime.bridge.num_open_requests == 47  # two steps' worth are 512 tokens, and a text has 11
+    assert runtime.bridge.num_open_requests == 16  # two steps have 16 rows
     other = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
-    await until(lambda: runtime.bridge.num_open_requests == 48)
+    await until(lambda: runtime.bridge.num_open_requests == 17)
     while not other.done():  # a few at a time: how many texts a step takes depends on how fast the machine is
         gate.allow(4)
         await asyncio.sleep(0.1)
@@ -492,13 +492,14 @@ async def test_a_long_list_comes_to_the_engine_by_and_by():
     runtime.close()
 
 
-async def test_a_list_does_not_shut_the_door_for_others():
-    gate, runtime, client = texts_gate(max_queue=100)
+@pytest.mark.parametrize("max_step_tokens", [256, 8192])
+async def test_a_list_does_not_shut_the_door_for_others(max_step_tokens):
+    gate, runtime, client = texts_gate(replace(TEXT_CAPACITY, max_step_tokens=max_step_tokens), max_queue=100)
     body = {"input": [f"text {index:4}" for index in range(2048)]}
     long = asyncio.create_task(client.post("/v1/embeddings", json=body))
     await until(lambda: runtime.engine.load().num_running > 0)
     other = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
-    await until(lambda: len(runtime.bridge._readers) > 40)
+    await until(lambda: other.done() or runtime.bridge.num_open_requests == 17)
     gate.open()
     assert (await other).status_code == (await long).status_code == 200
     await client.aclose()
@@ -509,9 +510,9 @@ async def test_a_list_of_token_ids_counts_for_as_many_requests_as_the_engine_get
     gate, runtime, client = texts_gate(limits=AdmissionLimits(tenant_max_concurrent=100))
     first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
     await until(lambda: runtime.engine.load().num_running > 0)
-    token_ids = [[5 + index % 50] * 11 for index in range(1000)]  # 47 of them are two steps' worth
+    token_ids = [[5 + index % 50] * 11 for index in range(1000)]  # 16 of them fill two steps
     long = asyncio.create_task(client.post("/v1/embeddings", json={"input": token_ids}))
-    await until(lambda: long.done() or runtime.bridge.num_open_requests > 40)
+    await until(lambda: long.done() or runtime.bridge.num_open_requests == 17)
     gate.open()
     assert (await long).status_code == (await first).status_code == 200
     await client.aclose()

@@ -27,6 +27,7 @@ from penstock.serve.errors import ApiError, cancelled
 from penstock.serve.streams import error_of, server_timing, times_ms
 from penstock.serve.texts.call import Text, TextInput, TextResult, TextResults, TextsCall, TokenIds
 from penstock.serve.texts.tokens import parts_of, tokenise, work_size
+from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
@@ -35,7 +36,7 @@ ENTRY_BYTES = 256
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 """The parameters of every text. Encoders sample nothing."""
 WINDOW_STEPS = 2
-"""A call submits texts for this many full steps: one runs while the next is filled."""
+"""A call submits texts for this many full steps, by tokens and by rows: one runs while the next is filled."""
 
 _Key = tuple[str, Text]
 """The tenant (empty if tenants share texts), and the text."""
@@ -94,7 +95,6 @@ class RunningTexts:
         """Texts that the engine computes."""
         self._num_asked_tokens = 0
         self._num_requests = 0
-        self._window_tokens = WINDOW_STEPS * self.running.model.capacity.max_step_tokens
         self._error: ApiError | None = None
         self._waker: asyncio.Future[None] | None = None
         self._last: OutputChunk | None = None
@@ -102,8 +102,9 @@ class RunningTexts:
 
     def fill(self) -> None:
         """Submit texts to the desk until they fill `WINDOW_STEPS` steps of the engine."""
-        texts = []
-        while self._waiting and self._num_asked_tokens < self._window_tokens:
+        texts: list[Text] = []
+        capacity = self.running.model.capacity
+        while self._waiting and _has_room(capacity, len(self._asked) + len(texts), self._num_asked_tokens):
             text = self._waiting.popleft()
             texts.append(text)
             self._num_asked_tokens += text.num_tokens
@@ -198,6 +199,11 @@ class RunningTexts:
         self.wake()
 
 
+def _has_room(capacity: Capacity, num_texts: int, num_tokens: int) -> bool:
+    """Return whether a call with so many texts at the desk may submit another one."""
+    return num_texts < WINDOW_STEPS * capacity.max_rows and num_tokens < WINDOW_STEPS * capacity.max_step_tokens
+
+
 def _size(text: TextInput) -> int:
     """Return the number of a text's characters, or of its token ids."""
     return len(text.token_ids) if isinstance(text, TokenIds) else sum(map(len, parts_of(text)))
@@ -213,7 +219,7 @@ def _ask(call: TextsCall) -> Ask:
     texts: list[TextInput] = []
     num_tokens = 0
     for text in call.texts:
-        if num_tokens >= WINDOW_STEPS * model.capacity.max_step_tokens:
+        if not _has_room(model.capacity, len(texts), num_tokens):
             break
         texts.append(text)
         size = _size(text) if isinstance(text, TokenIds) else _size(text) // 4  # English has four characters for a token
