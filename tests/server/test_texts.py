@@ -137,6 +137,16 @@ def test_truncation_cuts_the_side_that_is_said(post, side):
     assert answer["usage"]["prompt_tokens"] == 5
 
 
+def test_a_cut_of_the_left_side_keeps_the_models_prompt(post):
+    text = "".join(chr(0x41 + index % 26) for index in range(300))
+    asked = {"input": text, "prompt_name": "query", "truncation_side": "left"}
+    for size, kept in ((128, f"Q: {text[-123:]}"), (5, f"Q:{text[-1]}")):  # with two special tokens
+        answer = ok(post("embed", "/v1/embeddings", **asked, truncate_prompt_tokens=size))
+        assert answer["data"][0]["embedding"] == near(unit(numbers(kept))), size
+    answer = ok(post("embed", "/v2/embed", texts=[text], input_type="search_document", truncate="START"))
+    assert answer["embeddings"]["float"] == [near(unit(numbers(f"D: {text[-123:]}")))]
+
+
 def test_two_thousand_texts_come_back_in_order(post):
     texts = [f"text {index % 700}" for index in range(2048)]
     answer = ok(post("embed", "/v1/embeddings", input=texts))

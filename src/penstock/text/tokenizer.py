@@ -204,13 +204,17 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
+        num_kept: int = 0,
     ) -> TextTokens:
-        """Like `encode_texts`, for one text (or a pair) that is already token ids, without special tokens."""
+        """Like `encode_texts`, for one text (or a pair) that is already token ids, without special tokens.
+
+        A cut of a single text's left side keeps up to `num_kept` tokens at its beginning, and at least one at its end.
+        """
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
             raise wrong("The model's tokenizer does not define which special tokens enclose a text or a pair of texts.")
         if max_tokens is not None and sum(map(len, parts)) + ends.num_tokens > max_tokens:
-            parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side)
+            parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side, num_kept)
         token_ids, second_at = [*ends.parts[0], *parts[0], *ends.parts[1]], 0
         if len(parts) == 2:
             second_at = len(token_ids) if ends.has_types else 0
@@ -274,13 +278,18 @@ def _unless_it_fails(encode: Callable[[], _Encoded]) -> _Encoded:
         raise wrong(f"The model's tokenizer fails on this text: {error}.") from None
 
 
-def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
+def _cut(
+    parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide, num_first: int
+) -> list[Sequence[int]]:
     """Cut a text or pair to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if none remain."""
     room = max_tokens - num_ends
     if room < len(parts):
         raise wrong(f"At most {max_tokens} tokens are allowed, and special tokens already take {num_ends}.")
     if len(parts) == 1:
         kept = [room]
+        if side == "left" and num_first:
+            num_first = min(num_first, room - 1)  # never the prompt alone
+            return [[*parts[0][:num_first], *parts[0][num_first - room :]]]
     else:
         shorter = min(len(parts[0]), len(parts[1]), room // 2)
         kept = [shorter, room - shorter] if len(parts[0]) <= len(parts[1]) else [room - shorter, shorter]

@@ -32,7 +32,7 @@ class Truncation:
     max_tokens: int
     """Tokens to keep, including special tokens, at most the model's context."""
     side: TruncationSide = "right"
-    """The side that is cut off."""
+    """The side that is cut off. On the left, a prompt of the model at the beginning of the text is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from penstock.calls.prompts import check_encoded, check_text_size, limit_words
 from penstock.deploy.off_loop import give_way
@@ -51,6 +52,7 @@ def tokenise(call: TextsCall) -> list[Text]:
     """
     running, cut = call.running, call.truncation
     ids_of = _encoded(call)
+    prompts = _prompts_to_keep(call)
     found: list[Text] = []
     num_tokens = 0
     for index, text in enumerate(call.texts):
@@ -60,7 +62,10 @@ def tokenise(call: TextsCall) -> list[Text]:
         elif cut is None:
             tokens = running.tokenizer.with_ends(parts)
         else:
-            tokens = running.tokenizer.with_ends(parts, max_tokens=cut.max_tokens, truncation_side=cut.side)
+            num_kept = max(
+                [_num_equal(ids, parts[0]) for prompt, ids in prompts if parts_of(text)[0].startswith(prompt)], default=0
+            )
+            tokens = running.tokenizer.with_ends(parts, max_tokens=cut.max_tokens, truncation_side=cut.side, num_kept=num_kept)
         _check_length(tokens, parts, call, index)
         check_encoded(tokens.token_ids, running, call.name_of(index))
         num_tokens += len(tokens.token_ids)
@@ -96,6 +101,19 @@ def _encoded(call: TextsCall) -> dict[str, list[int]]:
             found[part] = ids
         give_way()
     return found
+
+
+def _prompts_to_keep(call: TextsCall) -> list[tuple[str, list[int]]]:
+    """Return the model's prompts and their tokens, if the left side of texts is cut. In a text, the last tokens may differ."""
+    encoder = call.running.model.encoder
+    if encoder is None or call.truncation is None or call.truncation.side == "right":
+        return []
+    prompts = [prompt for prompt in encoder.prompts.values() if prompt]
+    return list(zip(prompts, call.running.tokenizer.encode_batch(prompts, add_special_tokens=False), strict=True))
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
 def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
