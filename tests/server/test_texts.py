@@ -28,6 +28,7 @@ from support.server.harness import (
     GatedExecutor,
     NarrowExecutor,
     make_client,
+    make_runtime,
     make_text_runtime,
     until,
 )
@@ -400,6 +401,24 @@ def test_embed_truncates_if_it_is_asked_to(post, side):
     assert "302 tokens" in response.json()["error"]
     response = post("embed", "/embed", inputs="a", truncation_direction="Left")
     assert (response.status_code, "no text is cut" in response.json()["error"]) == (400, True)
+
+
+async def test_another_model_than_the_default_one_is_named_by_model():
+    models = [make_runtime(served_names=("writer",), aliases=())]
+    for name, encoder in (("embed", EMBEDDER), ("sparse", replace(EMBEDDER, pooling="sparse")), ("classify", CLASSIFIER)):
+        models.append(make_text_runtime(encoder=encoder, served_names=(name,), aliases=()))
+    models.append(make_text_runtime(NarrowExecutor(4), encoder=LATE, served_names=("late",), aliases=()))
+    async with make_client(*models) as client:
+        for path, name in (("/embed", "embed"), ("/embed_all", "late"), ("/embed_sparse", "sparse"), ("/predict", "classify")):
+            assert "Or set 'model' to 'embed'" in (await client.post(path, json={"inputs": "a"})).json()["error"]
+            ok(await client.post(path, json={"inputs": "a", "model": name}))
+        [ranked] = ok(await client.post("/rerank", json={"query": "a", "texts": ["b"], "model": "embed"}))
+        assert ranked["score"] == near(dot(numbers("Q: a"), numbers("D: b")))
+        prompted = {"inputs": "a", "prompt_name": "query"}
+        assert (await client.post("/tokenize", json=prompted)).status_code == 400
+        assert len(ok(await client.post("/tokenize", json=prompted | {"model": "embed"}))[0]) == 6
+    for model in models:
+        model.close()
 
 
 def test_predict_sorts_labels_and_takes_pairs(post):

@@ -6,6 +6,7 @@ Other APIs have `/rerank`, `/tokenize` and `/`, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -19,7 +20,7 @@ from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Api, Parts, Route
 from penstock.serve.asking import Asked, find_model
-from penstock.serve.bodies import Body, parse_body
+from penstock.serve.bodies import Body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import JsonEndpoint, Wording
 from penstock.serve.shapes import Count, Object, Vector
@@ -38,8 +39,15 @@ MAX_PAIRS = 1 << 19
 Side = Literal["left", "right", "Left", "Right"]
 
 
-class TruncatedBody(Body):
-    """Base of bodies with input texts that may be cut. Null is the same as absent."""
+class TeiBody(Body):
+    """Base of all bodies. Null is the same as absent."""
+
+    model: str | None = None
+    """The model's name. text-embeddings-inference has one model and no such field."""
+
+
+class TruncatedBody(TeiBody):
+    """Base of bodies with input texts that may be cut."""
 
     truncate: bool | None = None
     """True cuts a text that is too long. Otherwise it is refused."""
@@ -88,7 +96,7 @@ class PredictBody(TruncatedBody):
     """If present, the answer is a list of lists for a single text, too, as Hugging Face's client expects."""
 
 
-class TeiTokenizeBody(Body):
+class TeiTokenizeBody(TeiBody):
     inputs: read.Texts
     add_special_tokens: bool | None = None
     prompt_name: str | None = None
@@ -120,7 +128,7 @@ class TeiInfo(TypedDict):
 
 def embed(body: EmbedBody, asked: Asked) -> Answer:
     """Turn one or more texts into vectors."""
-    opened = read.open_model(asked)
+    opened = read.open_model(asked, model=body.model)
     read.require_embeddings(opened)
     encoder = opened.encoder
     read.check_dimensions(body.dimensions, encoder)
@@ -137,7 +145,7 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
 
 def embed_all(body: InputsBody, asked: Asked) -> Answer:
     """Return a vector for each token of one or more texts, as the model's files have it."""
-    opened = read.open_model(asked)
+    opened = read.open_model(asked, model=body.model)
     read.require_token_embeddings(opened)
     call = opened.prompted(body.inputs, "inputs", _truncation(body, opened), prompt_name=body.prompt_name)
 
@@ -149,7 +157,7 @@ def embed_all(body: InputsBody, asked: Asked) -> Answer:
 
 def embed_sparse(body: InputsBody, asked: Asked) -> Answer:
     """Return the tokens of the vocabulary that stand for a text, each with its weight."""
-    opened = read.open_model(asked)
+    opened = read.open_model(asked, model=body.model)
     read.require_sparse(opened)
     call = opened.prompted(body.inputs, "inputs", _truncation(body, opened), prompt_name=body.prompt_name)
 
@@ -171,7 +179,7 @@ def embed_sparse(body: InputsBody, asked: Asked) -> Answer:
 
 def predict(body: PredictBody, asked: Asked) -> Answer:
     """Score the labels of a classifier for each text, best first."""
-    opened = read.open_model(asked)
+    opened = read.open_model(asked, model=body.model)
     read.require_labels(opened)
     encoder = opened.encoder
     texts, is_batch = _predict_inputs(body.inputs)
@@ -194,7 +202,7 @@ def predict(body: PredictBody, asked: Asked) -> Answer:
 
 def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
     """Score texts by how well they answer a question, and sort them."""
-    opened = read.open_model(asked)
+    opened = read.open_model(asked, model=body.model)
     if not isinstance(body.texts, list):
         raise invalid("'texts' must be a list of strings.", "texts")
     texts = [text for text in read.read_texts(body.texts, "texts") if isinstance(text, str)]
@@ -214,8 +222,6 @@ def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
 
 
 class TeiEndpoint:
-    """Endpoints for the default model."""
-
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.embed = parts.texts.answers(EmbedBody, embed)
@@ -258,53 +264,14 @@ class TeiEndpoint:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the tokens of one or more texts."""
-        running = self._model(http)
+        body = await self._parts.reader.body(data, TeiTokenizeBody, http.scope)
+        running = self._model(http, body.model)
         with running.using():
-            content = await running.off_loop.run(len(data), lambda: self._tokens(data, running), read_owner(http.scope).tenant)
+            content = await running.off_loop.run(len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)
         return Response(content, media_type="application/json")
 
-    def _model(self, http: HttpRequest) -> RunningModel:
-        return find_model(None, self._parts.deployment, http.scope)
-
-    def _tokens(self, data: bytes, running: RunningModel) -> bytes:
-        body = parse_body(data, TeiTokenizeBody, self._parts.reader.ignored)
-        encoder, tokenizer = running.model.encoder, running.tokenizer
-        if encoder is not None:
-            prompt = read.prompt_text(encoder, body.prompt_name)
-        elif body.prompt_name is not None:
-            raise invalid("The model has no prompts.", "prompt_name")
-        else:
-            prompt = ""
-        texts = [text for text in read.read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
-        for index, text in enumerate(texts):
-            check_text_size(text, running, f"inputs[{index}]")
-        lists: list[list[int]] = []
-        num_tokens = 0
-        for piece in pieces_of(texts):
-            lists += tokenizer.encode_batch(piece, add_special_tokens=body.add_special_tokens is not False)
-            num_tokens += sum(map(len, lists[-len(piece) :]))
-            if num_tokens > MAX_TOLD_TOKENS:
-                raise invalid(
-                    f"The texts have more than {MAX_TOLD_TOKENS} tokens, the limit for one answer. Send the texts in several "
-                    "requests, or one of them as 'prompt'.",
-                    "inputs",
-                )
-            give_way()
-        return write_json(
-            [
-                [
-                    {
-                        "id": token_id,
-                        "text": tokenizer.token_text(token_id),
-                        "special": tokenizer.is_special(token_id),
-                        "start": None,
-                        "stop": None,
-                    }
-                    for token_id in token_ids
-                ]
-                for token_ids in lists
-            ]
-        )
+    def _model(self, http: HttpRequest, name: str | None = None) -> RunningModel:
+        return find_model(name, self._parts.deployment, http.scope)
 
 
 def tei_words(error: ApiError) -> TeiError:
@@ -349,6 +316,46 @@ def _one_or_two(value: Any, param: str) -> TextInput:
         raise invalid(f"'{param}' must be a string, or a list of one text or of a pair.", param)
     texts = [read.read_text(text, f"{param}[{index}]") for index, text in enumerate(value)]
     return texts[0] if len(texts) == 1 else (texts[0], texts[1])
+
+
+def _tokens(body: TeiTokenizeBody, running: RunningModel) -> bytes:
+    encoder, tokenizer = running.model.encoder, running.tokenizer
+    if encoder is not None:
+        prompt = read.prompt_text(encoder, body.prompt_name)
+    elif body.prompt_name is not None:
+        raise invalid("The model has no prompts.", "prompt_name")
+    else:
+        prompt = ""
+    texts = [text for text in read.read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
+    for index, text in enumerate(texts):
+        check_text_size(text, running, f"inputs[{index}]")
+    lists: list[list[int]] = []
+    num_tokens = 0
+    for piece in pieces_of(texts):
+        lists += tokenizer.encode_batch(piece, add_special_tokens=body.add_special_tokens is not False)
+        num_tokens += sum(map(len, lists[-len(piece) :]))
+        if num_tokens > MAX_TOLD_TOKENS:
+            raise invalid(
+                f"The texts have more than {MAX_TOLD_TOKENS} tokens, the limit for one answer. Send the texts in several "
+                "requests, or one of them as 'prompt'.",
+                "inputs",
+            )
+        give_way()
+    return write_json(
+        [
+            [
+                {
+                    "id": token_id,
+                    "text": tokenizer.token_text(token_id),
+                    "special": tokenizer.is_special(token_id),
+                    "start": None,
+                    "stop": None,
+                }
+                for token_id in token_ids
+            ]
+            for token_ids in lists
+        ]
+    )
 
 
 _Labels = list[TeiLabel] | list[list[TeiLabel]]
