@@ -390,6 +390,17 @@ def test_embed(post):
     assert ok(post("embed", "/embed", inputs=[5, 6])) == [near(unit(struct.unpack("4f", expected_state([5, 6]))))]
 
 
+async def test_vectors_that_a_model_normalises_keep_their_length_or_get_another_norm():
+    runtime = make_text_runtime(encoder=replace(EMBEDDER, is_normalised=True))
+    vector = numbers("a")  # as the model's files would have it
+    async with make_client(runtime) as client:
+        assert ok(await client.post("/embed", json={"inputs": "a", "normalize": False})) == [near(vector)]
+        for norm, size in ((-1, 1), (1, sum(map(abs, vector)))):
+            [one] = ok(await client.post("/embedding", json={"content": "a", "embd_normalize": norm}))
+            assert one["embedding"] == [near([number / size for number in vector])]
+    runtime.close()
+
+
 @pytest.mark.parametrize("side", ["Left", "right"])
 def test_embed_truncates_if_it_is_asked_to(post, side):
     text = "".join(chr(0x41 + index % 26) for index in range(300))

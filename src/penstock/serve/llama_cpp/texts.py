@@ -9,7 +9,6 @@ from typing_extensions import TypedDict
 
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import Body
-from penstock.serve.errors import invalid
 from penstock.serve.shapes import Count, Vector
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
@@ -36,11 +35,6 @@ def embedding(body: LlamaEmbeddingBody, asked: Asked) -> Answer:
     opened = open_model(asked, model=body.model)
     require_embeddings(opened)
     encoder, norm = opened.encoder, EUCLIDEAN if body.embd_normalize is None else body.embd_normalize
-    if norm != EUCLIDEAN and encoder.is_normalised:
-        raise invalid(
-            "The model's files say that its vectors are normalised: 'embd_normalize' must be 2, which is the default.",
-            "embd_normalize",
-        )
 
     def write(results: TextResults) -> list[LlamaEmbedding]:
         vectors = [vector_of(result, encoder, is_unit=norm == EUCLIDEAN) for result in results.results]

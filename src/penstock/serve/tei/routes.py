@@ -58,7 +58,7 @@ class TruncatedBody(TeiBody):
 class EmbedBody(TruncatedBody):
     inputs: read.TextsOrIds
     normalize: bool | None = None
-    """False returns vectors of any length. The default is true: length 1."""
+    """False returns vectors of the lengths that the model's files give. The default is true: length 1."""
     prompt_name: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -132,8 +132,6 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
     read.require_embeddings(opened)
     encoder = opened.encoder
     read.check_dimensions(body.dimensions, encoder)
-    if body.normalize is False and encoder.is_normalised:
-        raise invalid("The model's files say that its vectors are normalised: leave out 'normalize'.", "normalize")
     call = opened.prompted(body.inputs, "inputs", _truncation(body, opened), prompt_name=body.prompt_name)
     is_unit = body.normalize is not False
 
