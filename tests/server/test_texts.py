@@ -506,6 +506,16 @@ def test_cohere_embed(post):
         assert told in response.json()["message"]
 
 
+async def test_cohere_s_input_type_finds_prompts_with_capital_letters():
+    prompts = {"Clustering": "C: ", "Classification": "L: "}  # as EmbeddingGemma's
+    runtime = make_text_runtime(encoder=replace(EMBEDDER, prompts=prompts))
+    async with make_client(runtime) as client:
+        for purpose, read in (("clustering", "C: a"), ("classification", "L: a"), ("search_query", "a")):
+            answer = ok(await client.post("/v2/embed", json={"texts": ["a"], "input_type": purpose}))
+            assert answer["embeddings"]["float"] == [near(unit(numbers(read)))]
+    runtime.close()
+
+
 # How texts come to the engine
 
 

@@ -28,14 +28,14 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
 
     from penstock.llm import LLM
     from penstock.search.index import PROBE, Reader, create, update
-    from penstock.serve.texts.read import DOCUMENT_PROMPTS
+    from penstock.serve.texts.read import DOCUMENT_PROMPTS, first_prompt
 
     path = output or Path(f"{folder.resolve().name}.index")
     with LLM(embedder) as llm:
         [probed] = llm.embed([PROBE])  # before a file is made
         probe = np.array(probed.outputs.embedding, np.float32)
         create(path, folder, embedder, probe)
-        prompt_name = next((name for name in DOCUMENT_PROMPTS if name in llm.prompts), None)
+        prompt_name = first_prompt(llm.prompts, DOCUMENT_PROMPTS)
 
         def embed(texts: Sequence[str]) -> F32:
             found = llm.embed(list(texts), prompt_name=prompt_name, truncate_prompt_tokens=-1)

@@ -5,7 +5,7 @@ These functions may run on any thread and never wait. Errors are `ApiError` with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Annotated, Any, NoReturn
@@ -309,8 +309,14 @@ def prompt_text(encoder: EncoderInfo, name: str | None) -> str:
 
 def prompt_for(encoder: EncoderInfo, *names: str) -> str:
     """Return the model's first prompt with one of `names`, or the default prompt."""
-    found = next((name for name in names if name in encoder.prompts), encoder.default_prompt)
-    return encoder.prompts.get(found, "")
+    name = first_prompt(encoder.prompts, names)
+    return encoder.prompts.get(encoder.default_prompt if name is None else name, "")
+
+
+def first_prompt(prompts: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the first of `names` as the model spells it, or None. Some models capitalise names of prompts."""
+    spelled = {prompt.casefold(): prompt for prompt in prompts}
+    return next((spelled[name] for name in names if name in spelled), None)
 
 
 QUERY_PROMPTS = ("query",)
