@@ -310,6 +310,37 @@ def test_schemas_of_tools_that_are_not_strict_are_closed_and_those_that_are_stri
     assert "," in texts(Tool("f", schema | {"additionalProperties": True}))
 
 
+ITEM = {"type": "object", "properties": {"x": {"const": 1}}}
+TREE = {"type": "object", "properties": {"x": {"const": 1}, "more": {"items": {"$ref": "#/$defs/tree"}}}}
+NAMED = {"$ref": "#/$defs/item"}
+FURTHER = {"properties": {"y": {"const": 2}}, "required": ["y"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_closed"),
+    [
+        (NAMED, '{"x": 1', True),
+        ({"anyOf": [NAMED, {"type": "null"}]}, '{"x": 1', True),
+        ({"oneOf": [ITEM, {"type": "integer"}]}, '{"x": 1', True),
+        ({"prefixItems": [ITEM]}, '[{"x": 1', True),
+        ({"allOf": [NAMED], "description": "an item"}, '{"x": 1', True),
+        ({"$ref": "#/$defs/tree"}, '{"x": 1, "more": [{"x": 1, "more": []', True),
+        ({"anyOf": [ITEM | {"additionalProperties": True}]}, '{"x": 1', False),
+        (NAMED | FURTHER, '{"x": 1', False),
+        ({"allOf": [NAMED, FURTHER]}, '{"x": 1', False),
+        ({"anyOf": [NAMED]} | FURTHER, '{"x": 1', False),
+    ],
+)
+def test_schemas_inside_others_are_closed_unless_they_are_combined(schema, text, is_closed):
+    tool = Tool("f", {"properties": {"a": schema}, "required": ["a"], "$defs": {"item": ITEM, "tree": TREE}})
+    matcher = ALL[id(PLAIN)].matcher(calls("hermes", has_trigger=False, tools=[tool]))
+    say(matcher, PLAIN, f'<tool_call>\n{{"name": "f", "arguments": {{"a": {text}')
+    found = {PLAIN.token_text(token_id) for token_id in allowed(matcher, PLAIN)}
+    assert ("," in found) != is_closed
+    if not is_closed:
+        say(matcher, PLAIN, ', "y": 2}}}\n</tool_call>')
+
+
 def test_a_strict_schema_that_can_not_be_followed_is_refused_and_another_is_any_object():
     for odd in (
         {"properties": {"a": {"not": {}}}},

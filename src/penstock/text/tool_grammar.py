@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,19 +339,45 @@ def _values(schema: Any, types: frozenset[str]) -> dict[str, Any]:
     return {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False): value for value in allowed}
 
 
-def _forbid_additional(schema: Any) -> None:
+def _forbid_additional(schema: dict[str, Any]) -> None:
     """Forbid additional properties in a schema and in those inside it, unless a schema allows some, or combines others."""
-    waiting = [schema]
+    nodes = list(_within(schema, [schema]))
+    combined = _within(schema, [part for node in nodes for part in _combined(node, schema)])
+    open_ids = {id(node) for node in combined}
+    for node in nodes:
+        if (
+            isinstance(node.get("properties"), dict)
+            and id(node) not in open_ids
+            and not any(name in node for name in _COMBINING)
+        ):
+            node["additionalProperties"] = False
+
+
+def _within(schema: dict[str, Any], waiting: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the schemas that wait, those inside them and those that their $refs name in `schema`, each once."""
+    seen_ids: set[int] = set()
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, dict):
-            continue
-        properties = node.get("properties")
-        if isinstance(properties, dict):
-            if not any(name in node for name in _COMBINING):
-                node["additionalProperties"] = False
-            waiting += properties.values()
-        waiting.append(node.get("items"))
+        if isinstance(node, dict) and id(node) not in seen_ids:
+            seen_ids.add(id(node))
+            yield node
+            waiting += [part for _, part in json_schema.subschemas(node)]
+            waiting += _named(node, schema)
+
+
+def _combined(node: dict[str, Any], schema: dict[str, Any]) -> list[Any]:
+    """Return the schemas whose objects have further properties by other parts of `node`: forbidding these would refuse all."""
+    num_parts = sum(name in node for name in ("$ref", "anyOf", "oneOf", "properties", "required"))
+    num_parts += len(node["allOf"]) if isinstance(node.get("allOf"), list) else 0
+    if num_parts < 2:
+        return []
+    inside = [part for path, part in json_schema.subschemas(node) if path[0] in ("allOf", "anyOf", "oneOf")]
+    return inside + _named(node, schema)
+
+
+def _named(node: dict[str, Any], schema: dict[str, Any]) -> list[Any]:
+    ref = node.get("$ref")
+    return [json_schema.referred(schema, ref)] if isinstance(ref, str) else []
 
 
 def _leave_out_lengths(schema: Any) -> None:
