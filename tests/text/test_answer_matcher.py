@@ -1,6 +1,7 @@
 """Matchers that let an answer pass until its grammar begins, over single bytes and over tokens that reach across marks."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -339,6 +340,16 @@ def test_schemas_inside_others_are_closed_unless_they_are_combined(schema, text,
     assert ("," in found) != is_closed
     if not is_closed:
         say(matcher, PLAIN, ', "y": 2}}}\n</tool_call>')
+
+
+def test_beside_calls_without_a_mark_json_of_a_schema_may_begin_as_they_do():
+    person = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"const": 7}}, "required": ["name", "age"]}
+    form = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(person))
+    for text in ('{"name": "Bob", "age": 7}', '{"name": "get", "age": 7}', '{"name": "get", "parameters": {"a": 1}}'):
+        for tokenizer in (PLAIN, SPECIAL):
+            matcher = ALL[id(tokenizer)].matcher(replace(calls("llama3_json", has_trigger=False), other=form))
+            say(matcher, tokenizer, text)
+            assert END_ID in allowed(matcher, tokenizer)
 
 
 def test_a_strict_schema_that_can_not_be_followed_is_refused_and_another_is_any_object():

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.text import json_schema
@@ -82,10 +83,13 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
     ways = BY_NAME[name].ways if has_trigger else BY_NAME[name].ways[:1]
     starts = [f"head{nth} way{nth}" if has_trigger else f"way{nth}" for nth in range(len(ways))]
     lines = [f"start: {' | '.join(starts)}"]
+    spell_way = spell if has_trigger or not ways[0].has_no_mark else partial(_spell_json, spell)
     for nth, way in enumerate(ways):
         if has_trigger:
             lines.append(_of_trigger(f"head{nth}", way, spell))
-        lines += _of_way(f"way{nth}", way, tools, spell, is_parallel=is_parallel, trigger=way.trigger if has_trigger else "")
+        lines += _of_way(
+            f"way{nth}", way, tools, spell_way, is_parallel=is_parallel, trigger=way.trigger if has_trigger else ""
+        )
     count, are_followed = json_schema.SchemaCount(), True
     for nth, tool in enumerate(tools):
         if ways[0].parameter is not None:
@@ -133,6 +137,11 @@ def _of_way(
         f"{rule}_first: {calls(len(glued_trigger))}",
         f"{rule}_call: {calls(0)}",
     ]
+
+
+def _spell_json(spell: Callable[[str], str], text: str) -> str:
+    """Return Lark for a piece of JSON with the lexemes that JSON has. Longer ones would exclude a response format's JSON."""
+    return " ".join(map(spell, re.findall(r'"[^"]*"|[^"]', text)))
 
 
 def _flexible(text: str, spell: Callable[[str], str]) -> str:
