@@ -134,6 +134,18 @@ async def test_json_that_was_asked_for_is_no_call_although_it_names_a_tool():
     assert "tool_calls" not in message
 
 
+async def test_json_that_was_asked_for_is_a_call_in_llama_s_form_only_if_it_names_a_tool():
+    template = CHAT_TEMPLATE.replace("{{ suffix }}", '{% if tools %}{# "parameters": <|start_header_id|> #}{% endif %}')
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "parameters": {}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"required": ["name", "parameters"]}}}
+    bob = '{"name": "Bob", "parameters": {}}'
+    message = (await ask(bob, chat_template=template, response_format=asked))["message"]
+    assert json.loads(message["content"]) == {"name": "Bob", "parameters": {}}
+    assert "tool_calls" not in message
+    called = await ask(bob.replace("Bob", "now"), chat_template=template, response_format=asked)
+    assert calls_of(called["message"]) == [("now", {})]
+
+
 async def test_a_message_of_calls_alone_has_no_content():
     message = (await ask(CALL))["message"]
     assert message["content"] is None

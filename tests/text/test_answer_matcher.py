@@ -81,7 +81,9 @@ def test_calls_that_have_to_come_begin_with_the_answer(name, is_parallel):
     for seed in range(3):
         matcher = ALL[id(SPECIAL)].matcher(calls(name, has_trigger=False, is_parallel=is_parallel))
         text = wander(matcher, SPECIAL, Random(seed))
-        reader = AnswerForm(tools=BY_NAME[name], reasoning=REASONING["openai"] if name == "openai" else None).reader(str)
+        reasoning = REASONING["openai"] if name == "openai" else None
+        names = frozenset(["get", "get_x"])
+        reader = AnswerForm(tools=BY_NAME[name], tool_names=names, is_free=False, reasoning=reasoning).reader(str)
         answer = gather(reader.push(text) + reader.finish())
         assert answer.calls
         assert answer.content == ""

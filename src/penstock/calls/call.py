@@ -247,6 +247,11 @@ class ChatRequest(GenerationRequest):
     max_reasoning_tokens: int | None = None
     """The end of the reasoning block is forced after this many tokens. None means no limit."""
 
+    @property
+    def calls_are_free(self) -> bool:
+        """Whether text may precede calls of tools. Otherwise the grammar decides from the first token on."""
+        return self.tool_choice.mode == "auto" and self.grammar is None
+
 
 # The call
 
@@ -314,7 +319,7 @@ class Call:
     grammar: Grammar | None
     """The grammar of the answer, or of its tool calls."""
     tools: frozenset[str] | None = None
-    """Tools that can be called after free text. Empty: the grammar decides from the first token on. None: no calls."""
+    """Names of the tools that can be called. None: no calls."""
     max_reasoning_tokens: int | None = None
     """If this or `grammar` is set, so is `sampling.follows_grammar`."""
     max_tokens: int | None

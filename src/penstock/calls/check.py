@@ -316,7 +316,7 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
         return None, asked
     callable_tools = [tool for tool in request.tools if choice.names is None or tool.name in choice.names]
     is_auto = choice.mode == "auto"
-    is_free = is_auto and asked is None
+    is_free = request.calls_are_free
     source = tool_source(
         [Tool(tool.name, tool.parameters or None, tool.is_strict) for tool in callable_tools],
         dialect.tools,
@@ -328,7 +328,7 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
         detail = f"'{param}' have {len(source)} characters of schemas and names; at most {MAX_SOURCE_CHARS} are taken."
         raise wrong(detail, param)
     other = asked if is_auto else None
-    names = frozenset([tool.name for tool in callable_tools]) if is_free else frozenset()
+    names = frozenset([tool.name for tool in callable_tools])
     return names, Grammar(GrammarKind.TOOLS, source, other=other, param=param if other is None else other.param)
 
 

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.admission.ask import Ask, Conditions
 from penstock.admission.door import Place
-from penstock.calls.call import Call, Conversation, InfillPrompt, MixedPrompt, Prompt, Terms, TextPrompt, TokenPrompt
+from penstock.calls.call import (
+    Call,
+    ChatRequest,
+    Conversation,
+    InfillPrompt,
+    MixedPrompt,
+    Prompt,
+    Terms,
+    TextPrompt,
+    TokenPrompt,
+)
 from penstock.calls.in_flight import Arrival, InFlight, RunningCall
 from penstock.calls.prompts import Tokenised, asked_tokens, each_scores, render, tokenise
 from penstock.deploy.running import RunningModel
@@ -168,8 +178,14 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
         from penstock.text.tool_grammar import types_in
 
         types = types_in(call.grammar.source)
-    names = call.tools or frozenset()
-    return AnswerForm(tools=tools, tool_names=names, types=types, reasoning=reasoning, is_reasoning=is_reasoning)
+    return AnswerForm(
+        tools=tools,
+        tool_names=call.tools or frozenset(),
+        is_free=isinstance(call.request, ChatRequest) and call.request.calls_are_free,
+        types=types,
+        reasoning=reasoning,
+        is_reasoning=is_reasoning,
+    )
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, AnswerPlan | None]:
@@ -177,7 +193,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
     from penstock.text.answer_matcher import AnswerPlan
 
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
-    trigger_of = call.running.dialect.tools if call.tools else None
+    trigger_of = form.tools if form is not None and form.is_free else None
     if grammar is not None and reasoning is None and trigger_of is None:
         return grammar, None
     if grammar is not None and reasoning is not None and trigger_of is None:

@@ -187,7 +187,7 @@ class AnswerMatcher:
         assert self._beginning is not None
         assert self._plan.trigger_of is not None
         text = self._beginning.decode(errors="replace")
-        way, may_come = match_unmarked(text, self._plan.trigger_of, self._plan.tool_names)
+        way, may_come = match_unmarked(text, self._plan.trigger_of.unmarked, self._plan.tool_names)
         if way is None and may_come:
             return False
         self._beginning = None

@@ -116,6 +116,8 @@ class AnswerForm:
     """The format of calls, or None if calls count as text."""
     tool_names: frozenset[str] = frozenset()
     """Tools of the request. A call without a mark counts only if it names one."""
+    is_free: bool = True
+    """Text may precede calls. Otherwise the grammar decides from the first token on, and writes calls in the first way."""
     types: Mapping[str, Types] = field(default_factory=dict)
     """A tool's name -> the types of its parameters, for formats that write these in tags."""
     reasoning: ReasoningFormat | None = None
@@ -138,6 +140,8 @@ class MarkReader:
 
     def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
         self._tools, self._reasoning = form.tools, form.reasoning
+        ways = () if form.tools is None else form.tools.ways if form.is_free else form.tools.ways[:1]
+        self._unmarked = [way for way in ways if way.has_no_mark]
         self._tool_names = form.tool_names
         self._types = form.types
         self._new_call_id = new_call_id
@@ -223,8 +227,8 @@ class MarkReader:
             self._add_content(self._held)
             self._held = ""
             return False
-        if not self._has_content and self._tools.unmarked:
-            way, may_come = match_unmarked(self._held, self._tools, self._tool_names)
+        if not self._has_content and self._unmarked:
+            way, may_come = match_unmarked(self._held, self._unmarked, self._tool_names)
             if way is not None:
                 return self._begin_calls(way, len(self._held) - len(self._held.lstrip()))
             if may_come:
@@ -565,22 +569,19 @@ class _ObjectScanner:
         return len(text), text
 
 
-def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return the `Way` in which the text calls a tool without a mark, or None, and whether more text could make it a call.
-
-    Without `tool_names` the grammar decides from the first token on. It writes calls in the first way.
-    """
+def match_unmarked(text: str, ways: Sequence[Way], tool_names: frozenset[str]) -> tuple[Way | None, bool]:
+    """Return the way of `ways` in which the text calls a tool, or None, and whether more text could make it a call."""
     num_chars, text = len(text), text.lstrip()
     if num_chars - len(text) > MAX_BLANK_CHARS:
         return None, False
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
-    for way in (way for way in (tools.ways if tool_names else tools.ways[:1]) if way.has_no_mark):
+    for way in ways:
         num = match_literal(text, way.trigger)
         if num is not None and num >= 0:
             name, end, _ = text[num:].partition(way.parts[1][0])
-            if end and (name in tool_names or not tool_names):
+            if end and name in tool_names:
                 return way, True
-            may_come |= not end and any(one.startswith(name) for one in tool_names or (name,))
+            may_come |= not end and any(one.startswith(name) for one in tool_names)
         may_come |= num is None
     return None, may_come and is_short
