@@ -332,6 +332,11 @@ FURTHER = {"properties": {"y": {"const": 2}}, "required": ["y"]}
         (NAMED | FURTHER, '{"x": 1', False),
         ({"allOf": [NAMED, FURTHER]}, '{"x": 1', False),
         ({"anyOf": [NAMED]} | FURTHER, '{"x": 1', False),
+        (NAMED | {"patternProperties": {"^y": {"const": 2}}}, '{"x": 1', False),
+        ({"anyOf": [NAMED], "additionalProperties": {"type": "integer"}}, '{"x": 1', False),
+        ({"anyOf": [ITEM | {"required": ["y"]}]}, '{"x": 1', False),
+        ({"properties": {"b": ITEM}, "anyOf": [{"properties": {"b": FURTHER}}]}, '{"b": {"x": 1', False),
+        ({"properties": {"b": ITEM}, "anyOf": [{"required": ["b"]}]}, '{"b": {"x": 1', True),
     ],
 )
 def test_schemas_inside_others_are_closed_unless_they_are_combined(schema, text, is_closed):
@@ -341,7 +346,7 @@ def test_schemas_inside_others_are_closed_unless_they_are_combined(schema, text,
     found = {PLAIN.token_text(token_id) for token_id in allowed(matcher, PLAIN)}
     assert ("," in found) != is_closed
     if not is_closed:
-        say(matcher, PLAIN, ', "y": 2}}}\n</tool_call>')
+        say(matcher, PLAIN, f', "y": 2{"}" * text.count("{")}}}}}\n</tool_call>')
 
 
 def test_beside_calls_without_a_mark_json_of_a_schema_may_begin_as_they_do():

@@ -20,6 +20,8 @@ from penstock.types.errors import Rejected, wrong
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
+_PARTS = ("$ref", "anyOf", "oneOf", "properties", "required", "patternProperties", "additionalProperties", "items")
+"""Keywords that describe a value together. Each schema of `allOf` is another part."""
 _LENGTHS = ("minLength", "maxLength")
 _MAX_LENGTH = 2048
 """A longer string that is written in full exceeds llguidance's `max_lexer_states`, and its request would fail."""
@@ -354,12 +356,16 @@ def _forbid_additional(schema: dict[str, Any]) -> None:
     combined = _within(schema, [part for node in nodes for part in _combined(node, schema)])
     open_ids = {id(node) for node in combined}
     for node in nodes:
-        if (
-            isinstance(node.get("properties"), dict)
-            and id(node) not in open_ids
-            and not any(name in node for name in _COMBINING)
-        ):
+        if _names_all(node) and id(node) not in open_ids and not any(name in node for name in _COMBINING):
             node["additionalProperties"] = False
+
+
+def _names_all(node: dict[str, Any]) -> bool:
+    """Return whether the schema has properties, and none is required that it does not describe."""
+    properties, required = node.get("properties"), node.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
 
 
 def _within(schema: dict[str, Any], waiting: list[Any]) -> Iterator[dict[str, Any]]:
@@ -375,13 +381,14 @@ def _within(schema: dict[str, Any], waiting: list[Any]) -> Iterator[dict[str, An
 
 
 def _combined(node: dict[str, Any], schema: dict[str, Any]) -> list[Any]:
-    """Return the schemas whose objects have further properties by other parts of `node`: forbidding these would refuse all."""
-    num_parts = sum(name in node for name in ("$ref", "anyOf", "oneOf", "properties", "required"))
-    num_parts += len(node["allOf"]) if isinstance(node.get("allOf"), list) else 0
-    if num_parts < 2:
+    """Return the schemas whose values other parts of `node` describe, too: forbidding properties would refuse the others'."""
+    inside = [(path[0], part) for path, part in json_schema.subschemas(node) if path[0] not in ("$defs", "definitions")]
+    named = _named(node, schema)
+    others = [part for name, part in inside if name in ("allOf", "anyOf", "oneOf")] + named
+    num_parts = sum(name in node for name in _PARTS) + len([part for name, part in inside if name == "allOf"])
+    if num_parts < 2 or all(isinstance(part, dict) and part.keys() <= {"type", "required"} for part in others):
         return []
-    inside = [part for path, part in json_schema.subschemas(node) if path[0] in ("allOf", "anyOf", "oneOf")]
-    return inside + _named(node, schema)
+    return [part for _, part in inside] + named
 
 
 def _named(node: dict[str, Any], schema: dict[str, Any]) -> list[Any]:
