@@ -507,7 +507,7 @@ def test_cohere_embed(post):
 
 
 async def test_cohere_s_input_type_finds_prompts_with_capital_letters():
-    prompts = {"Clustering": "C: ", "Classification": "L: "}  # as EmbeddingGemma's
+    prompts = {"clustering": "C: ", "Clustering": "-", "Classification": "L: "}  # the last two are EmbeddingGemma's
     runtime = make_text_runtime(encoder=replace(EMBEDDER, prompts=prompts))
     async with make_client(runtime) as client:
         for purpose, read in (("clustering", "C: a"), ("classification", "L: a"), ("search_query", "a")):

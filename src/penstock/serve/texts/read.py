@@ -315,7 +315,7 @@ def prompt_for(encoder: EncoderInfo, *names: str) -> str:
 
 def first_prompt(prompts: Iterable[str], names: Iterable[str]) -> str | None:
     """Return the first of `names` as the model spells it, or None. Some models capitalise names of prompts."""
-    spelled = {prompt.casefold(): prompt for prompt in prompts}
+    spelled = {prompt.casefold(): prompt for prompt in sorted(prompts)}  # small letters come last, and win
     return next((spelled[name] for name in names if name in spelled), None)
 
 
