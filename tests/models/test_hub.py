@@ -325,6 +325,33 @@ def test_a_split_file_comes_with_its_other_files(tmp_path, monkeypatch):
     assert sorted(set(fetched)) == [f"q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 
 
+def test_the_files_of_a_split_model_are_of_one_revision(tmp_path, monkeypatch):
+    hub = tmp_path / "upstream"
+    hub.mkdir()
+    names = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+
+    def interrupted(repo: str, name: str, **named) -> None:
+        if name == names[1]:
+            raise RuntimeError("Name or service not known")
+        fetch(repo, name, **named)
+
+    serve(monkeypatch, hub)
+    known = vars(sys.modules["huggingface_hub"])
+    fetch, model = known["hf_hub_download"], f"hf:org/repo:{names[0]}"
+    source = resolve(model, tmp_path)
+    for content, ends in (("first", False), ("second", True), ("third", True), ("fourth", False), ("fifth", True)):
+        for name in names:
+            (hub / name).write_text(content)
+        install(monkeypatch, **known if ends else known | {"hf_hub_download": interrupted})
+        if ends:
+            pull(model, tmp_path)
+            assert [(source.path.parent / name).read_text() for name in names] == [content] * 2
+        else:
+            with pytest.raises(DownloadError, match=r"not known\. Check"):
+                pull(model, tmp_path)
+        assert source.is_present == ends
+
+
 def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
     def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         write_hf(local_dir, TinyLlama())

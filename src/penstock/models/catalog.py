@@ -165,7 +165,7 @@ class ModelSource:
 
     @property
     def is_present(self) -> bool:
-        """Whether all files are on disk: catalogue files have the right size, a hub download has its marker file."""
+        """Whether all files are on disk: catalogue files have the right size, a hub download has ended."""
         if self.entry is not None:
             places = self.entry.locate(self.path)
             return all(path.is_file() and path.stat().st_size == file.size_bytes for file, path in places)
@@ -173,7 +173,7 @@ class ModelSource:
             return self.path.exists()
         if self.kind is SourceKind.DIRECTORY:
             return (self.path / COMPLETE_MARKER).is_file()
-        return all(file.exists() for file in split_files(self.path))
+        return all(file.exists() for file in split_files(self.path)) and not unfinished_marker(self.path).exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +228,11 @@ def split_files(path: Path) -> tuple[Path, ...]:
     if found is None or int(found[2]) != 1 or int(found[3]) < 1:
         return (path,)
     return tuple(path.with_name(f"{found[1]}-{number:05}-of-{found[3]}.gguf") for number in range(1, int(found[3]) + 1))
+
+
+def unfinished_marker(path: Path) -> Path:
+    """Return the file that is beside a split GGUF model of the hub while its files may be of two revisions."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def _is_first(path: Path) -> bool:

