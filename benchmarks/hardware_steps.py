@@ -17,6 +17,8 @@ from gpu_shapes import SHAPES
 from penstock.deploy.forecast import assumed_outline
 from penstock.lab.hardware import Hardware, find, known_hardware
 from penstock.lab.sizing import ModelSize, roofline, speeds
+from penstock.models.formats import Floats
+from penstock.models.hf_quantised import Quantisation
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import StepShape
 
@@ -28,7 +30,7 @@ CHUNK_CONTEXTS = (0, 4096)
 
 def llama_8b() -> ModelSize:
     shape = SHAPES["8b"]
-    return assumed_outline(shape.like, shape.spec()).size(KvDtype.BF16)
+    return assumed_outline(shape.like, shape.spec(), Quantisation("floats"), Floats.AS_STORED).size(KvDtype.BF16)
 
 
 def lines(hardware: Hardware, size: ModelSize) -> list[str]:

@@ -71,14 +71,45 @@ def test_it_is_the_plan_of_a_server_that_starts(tmp_path: Path, kind: str) -> No
 def test_a_model_of_which_only_config_json_is_here(config_alone: Path) -> None:
     source = resolve(str(config_alone), config_alone)
     outline, found = foresee(Config(), source, is_gpu=True, memory_bytes=80_000_000_000)
-    assert outline.is_assumed
-    assert outline.num_weight_bytes == 2 * 8_030_261_248
-    assert outline.num_read_bytes == 2 * (8_030_261_248 - 128256 * 4096)
+    assert outline.assumed_formats == "bf16"
+    assert outline.num_weight_bytes == 2 * 8_030_261_248 + 2 * 65 * 4096, "norms are float32"
+    assert outline.num_weight_bytes - outline.num_read_bytes == 2 * 128256 * 4096
     assert found.compute.kv_dtype is KvDtype.BF16
     left = int(0.9 * 80_000_000_000) - outline.num_weight_bytes - ASSUMED_GPU_STEP_BYTES
     assert found.kv.num_bytes == pytest.approx(left, rel=0.001)
     assert found.kv.num_tokens == pytest.approx(left / 131_072, rel=0.001)
     assert (found.kv.capacity.max_rows, found.kv.capacity.max_step_tokens) == (256, 2048)
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_missing_weights_take_as_much_as_those_that_are_here(tmp_path: Path, is_gpu: bool) -> None:
+    path = write_case(CASES["gpt_oss_mxfp4"], tmp_path)
+    source, compute = resolve(str(path), tmp_path), decide(Config(), is_gpu=is_gpu)
+    here = read_outline(Config(), source, compute)
+    (path / "model.safetensors").unlink()
+    missing = read_outline(Config(), source, compute)
+    assert (missing.num_read_bytes, missing.is_quantised) == (here.num_read_bytes, here.is_quantised)
+    assert missing.assumed_formats == "bf16 and mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_gpu", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, False, 5),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, True, 4.5),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, False, 8.5),
+        ({"quant_method": "fp8"}, True, 8),
+        ({"quant_method": "fp8"}, False, 16),
+    ],
+)
+def test_missing_weights_are_as_quantised_as_the_settings_say(
+    config_alone: Path, settings: dict[str, object], is_gpu: bool, bits: float
+) -> None:
+    (config_alone / "config.json").write_text(json.dumps(LLAMA_3_8B | {"quantization_config": settings}))
+    source = resolve(str(config_alone), config_alone)
+    outline = read_outline(Config(), source, decide(Config(), is_gpu=is_gpu))
+    num_tables = 2 * 128256 * 4096
+    assert outline.num_weight_bytes == pytest.approx((8_030_261_248 - num_tables) * bits / 8 + 2 * num_tables, rel=0.002)
 
 
 def test_what_does_not_fit_is_refused_as_by_a_server(config_alone: Path) -> None:

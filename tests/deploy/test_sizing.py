@@ -161,9 +161,7 @@ def test_the_window_is_the_largest_where_every_layer_has_one(backend: str, windo
 
 def test_a_gpu_keeps_the_blocks_behind_a_window() -> None:
     spec = make_spec().with_attention(lambda _, layer: replace(layer, window=6))
-    outline = Outline(
-        name="", spec=spec, num_weight_bytes=0, num_disk_bytes=0, num_read_bytes=0, is_quantised=False, is_assumed=False
-    )
+    outline = Outline(name="", spec=spec, num_weight_bytes=0, num_disk_bytes=0, num_read_bytes=0, is_quantised=False)
     assert forecast(Config(), outline, is_gpu=True, memory_bytes=80 * GIB).kv.capacity.window == 0
 
 

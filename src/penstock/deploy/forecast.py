@@ -6,7 +6,7 @@ be another one. A server measures a GPU's steps; here they are assumed to take `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from penstock.lab.sizing import ModelSize
     from penstock.models.catalog import ModelSource
     from penstock.models.facts import ModelFacts
+    from penstock.models.formats import Floats, WeightFormat
+    from penstock.models.hf_quantised import Quantisation
     from penstock.models.weights import LoadedModel
     from penstock.text.tokenizer import Tokenizer
     from penstock.types.kv_dtype import KvDtype
@@ -59,8 +61,8 @@ class Outline:
     """Weights that a step reads. An embedding counts only if it is also the output matrix."""
     is_quantised: bool
     """Whether most bytes of the matrix products are weights of at most 8 bits."""
-    is_assumed: bool
-    """Whether the weights are missing, and assumed to be bf16."""
+    assumed_formats: str = ""
+    """If the weights are missing, the formats that their matrices are assumed to have, such as "bf16 and mxfp4"."""
 
     def size(self, kv_dtype: KvDtype, *, is_gpu: bool = False) -> ModelSize:
         from penstock.backends.cuda.supported import position_bytes
@@ -135,14 +137,14 @@ def read_outline(config: Config, source: ModelSource, compute: Compute) -> Outli
     from penstock.models.load import load_model
 
     if source.kind is SourceKind.DIRECTORY and source.is_present and not any(source.path.glob("*.safetensors")):
-        from penstock.models.hf import read_hf_spec
+        from penstock.models.hf import read_hf_quantisation, read_hf_spec
 
         if config.model.experts_on_disk:
             raise ConfigError(
                 f"experts_on_disk is set, and there are no weights of {source.name}.",
                 remedy="Leave out --experts-on-disk, or fetch them.",
             )
-        return assumed_outline(source.name, read_hf_spec(source.path))
+        return assumed_outline(source.name, read_hf_spec(source.path), read_hf_quantisation(source.path), compute.floats)
     model = load_model(source, floats=compute.floats)
     if config.model.experts_on_disk:
         check_experts(compute, model)
@@ -159,24 +161,31 @@ def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline
         num_weight_bytes=sum(held.values()) if compute.is_on_gpu else model.num_weight_bytes,
         num_disk_bytes=model.num_expert_bytes if config.model.experts_on_disk else 0,
         num_read_bytes=read_bytes,
-        is_quantised=_is_quantised(model),
-        is_assumed=False,
+        is_quantised=_is_quantised(
+            (tensor.format, tensor.num_bytes)
+            for name, tensor in model.weights.items()
+            if tensor.num_rows > 1 and name not in ("embed", "output")
+        ),
     )
 
 
-def _is_quantised(model: LoadedModel) -> bool:
+def _is_quantised(matrices: Iterable[tuple[WeightFormat, int]]) -> bool:
     from penstock.models.formats import BLOCKS
 
-    matrices = [tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output")]
-    return 2 * sum(one.num_bytes for one in matrices if one.format in BLOCKS) > sum(one.num_bytes for one in matrices)
+    sizes = [(fmt in BLOCKS, num_bytes) for fmt, num_bytes in matrices]
+    return 2 * sum(num_bytes for is_of_blocks, num_bytes in sizes if is_of_blocks) > sum(num_bytes for _, num_bytes in sizes)
 
 
-def assumed_outline(name: str, spec: ModelSpec) -> Outline:
-    """Return the outline of a model whose weights are missing, in bf16."""
+def assumed_outline(name: str, spec: ModelSpec, quantisation: Quantisation, floats: Floats) -> Outline:
+    """Return the outline of a model whose weights are missing."""
     from penstock.models.architectures import describe
     from penstock.models.checks import weight_shapes
+    from penstock.models.weights import held_weight_bytes
 
-    sizes = {weight: 2 * rows * cols for weight, (rows, cols) in weight_shapes(describe(spec)).items()}  # in bf16
+    shapes = weight_shapes(describe(spec))
+    formats = {weight: quantisation.likely_format(weight, *shape) for weight, shape in shapes.items()}
+    sizes = {weight: held_weight_bytes(weight, formats[weight], shape, floats) for weight, shape in shapes.items()}
+    matrices = [weight for weight, (num_rows, _) in shapes.items() if num_rows > 1]
     num_bytes = sum(sizes.values())
     embeddings = sum(sizes[name] for name in spec.looked_up)
     return Outline(
@@ -185,8 +194,8 @@ def assumed_outline(name: str, spec: ModelSpec) -> Outline:
         num_weight_bytes=num_bytes,
         num_disk_bytes=0,
         num_read_bytes=num_bytes - embeddings,
-        is_quantised=False,
-        is_assumed=True,
+        is_quantised=_is_quantised((formats[one], sizes[one]) for one in matrices if one not in ("embed", "output")),
+        assumed_formats=" and ".join(sorted({formats[weight] for weight in matrices})),
     )
 
 

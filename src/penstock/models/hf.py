@@ -39,7 +39,7 @@ from penstock.models.hf_config import (
     read_weight_map,
     text_part,
 )
-from penstock.models.hf_quantised import Stored, read_quantisation
+from penstock.models.hf_quantised import Quantisation, Stored, read_quantisation
 from penstock.models.layers import with_both_sides
 from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
@@ -134,7 +134,7 @@ def load_hf_directory(
     described = _describe(path, task, pooling)
     config, architecture, head = described.config, described.architecture, described.head
     files, ending = described.files, described.ending
-    quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
+    quantisation = read_quantisation(config, _quantize_config(path))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
     top = endings.top_names(architecture.hf_top, head, ending)
     stored_names = {name: None for name in opened.tensors if not _LEFT_OUT.fullmatch(name)}
@@ -222,6 +222,15 @@ def read_hf_spec(path: Path) -> ModelSpec:
     if described.name in ALWAYS_BIASED:
         names.add("layers.0.q_bias")
     return described.spec(names, None)
+
+
+def read_hf_quantisation(path: Path) -> Quantisation:
+    """Return the quantisation settings of a directory. Raises ModelError."""
+    return read_quantisation(text_part(read_json(path / "config.json")), _quantize_config(path))
+
+
+def _quantize_config(path: Path) -> JsonFile:
+    return read_json(path / "quantize_config.json", is_optional=True)
 
 
 def _is_copy(output: Stored, embed: Stored) -> bool:

@@ -19,7 +19,7 @@ from penstock.models.formats import WeightFormat, dequantize
 from penstock.models.hf_config import JsonFile
 from penstock.models.packed import AWQ_ORDER, GROUP, Integers, Mxfp4Cube, PackedIntegers, mxfp4_cube, packed_integers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor
-from penstock.models.weights import BlockScales
+from penstock.models.weights import BlockScales, is_of_experts
 from penstock.types.errors import ModelError, counted, damaged
 
 Block = tuple[int, int]  # rows and columns
@@ -31,12 +31,23 @@ Stored = StoredTensor | PackedIntegers | Mxfp4Cube
 class Quantisation:
     """The quantisation settings of a directory: how its matrices are packed and scaled."""
 
-    method: Literal["floats", "gptq", "awq", "compressed", "mxfp4"]
-    """`floats`: no matrix is packed, though some may be in fp8. `compressed`: compressed-tensors."""
+    method: Literal["floats", "fp8", "gptq", "awq", "compressed", "mxfp4"]
+    """`floats`, `fp8`: no matrix is packed. `compressed`: compressed-tensors."""
     bits: int = 0  # of a packed integer
     group_sizes: frozenset[int] = frozenset()  # possible numbers of columns that share a scale, besides whole rows
     zero_shift: int = 0  # added to the stored zero points of GPTQ
     block: Block | None = None  # shares an fp8 scale
+
+    def likely_format(self, name: str, num_rows: int, num_cols: int) -> WeightFormat:
+        """Return the format of a missing weight by these settings, as if they were for all matrices of layers."""
+        if num_rows == 1:
+            return WeightFormat.F32
+        has_settings = is_of_experts(name) if self.method == "mxfp4" else name.startswith("layers.")
+        if not has_settings or num_cols % GROUP:
+            return WeightFormat.BF16
+        by_method = {"fp8": WeightFormat.F8_E4M3, "mxfp4": WeightFormat.MXFP4, "awq": WeightFormat.Q4_1}
+        by_bits = {4: WeightFormat.Q4_0, 8: WeightFormat.Q8_0}
+        return by_method.get(self.method) or by_bits.get(self.bits, WeightFormat.BF16)
 
 
 _OF_FP8 = ("_scale", "_scale_inv")  # added to the name of a matrix in fp8
@@ -64,7 +75,7 @@ def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
     if (reader := _READERS.get(method)) is not None:
         return reader(read)
     if method == "fbgemm_fp8" or (method == "modelopt" and settings.get("quant_algo") == "FP8"):
-        return Quantisation("floats")
+        return Quantisation("fp8")
     raise _unsupported(read, f"the quantisation {method} {settings.get('quant_algo') or ''}".rstrip())
 
 
@@ -106,7 +117,7 @@ def _compressed_tensors(settings: JsonFile) -> Quantisation:
         blocks = {_as_block(settings, scheme.values.get("block_structure")) for scheme in schemes}
         if len(blocks) > 1:
             raise unsupported(settings.path, "quantization_config has blocks of several sizes", "one size is")
-        return Quantisation("floats", block=blocks.pop())
+        return Quantisation("fp8", block=blocks.pop())
     is_served = name in _INTEGER_FORMATS and all(scheme.values.get("dynamic") in (None, False) for scheme in schemes)
     if kind != "int" or bits not in _BITS or not is_served:
         raise _unsupported(settings, f"compressed-tensors' format {name} with {bits} bits of type {kind}")
@@ -135,7 +146,7 @@ _READERS: Mapping[str, Callable[[JsonFile], Quantisation]] = {
     "gptq": _gptq,
     "awq": _awq,
     "mxfp4": lambda _: Quantisation("mxfp4"),  # unquantised matrices have no `_blocks` tensor
-    "fp8": lambda read: Quantisation("floats", block=_as_block(read, read.values.get("weight_block_size"))),
+    "fp8": lambda read: Quantisation("fp8", block=_as_block(read, read.values.get("weight_block_size"))),
 }
 
 
