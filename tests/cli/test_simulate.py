@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.components import BackendConfig, Config, KvConfig, SchedulerConfig, config_from
+from penstock.config.components import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, config_from
 from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
 from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.lab.cost_model import CostModel
@@ -62,6 +62,15 @@ def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path
         simulation_of(config, CostModel())
     with pytest.raises(ConfigError, match="--blocks says how large"):
         simulation_of(config, CostModel(), num_blocks=100)
+
+
+@pytest.mark.parametrize(
+    ("cost", "asked", "longest"),
+    [(CostModel(), None, 8192), (CostModel(step_ns=1.0), None, 16000), (CostModel(step_ns=1.0), 9000, 9000)],
+)
+def test_without_a_model_the_blocks_limit_the_context(cost: CostModel, asked: int | None, longest: int) -> None:
+    config = Config(model=ModelConfig(max_model_len=asked))
+    assert simulation_of(config, cost, num_blocks=1000).capacity.max_model_len == longest
 
 
 def test_a_gpu_has_its_own_defaults() -> None:

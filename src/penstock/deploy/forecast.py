@@ -366,7 +366,7 @@ def simulation_of(config: Config, cost: CostModel, *, num_blocks: int | None = N
     """
     refuse_unsimulated(config)
     compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
-    return simulated(config, compute, _capacity(config, compute, num_blocks), cost)
+    return simulated(config, compute, _capacity(config, compute, cost, num_blocks), cost)
 
 
 def simulated(config: Config, compute: Compute, capacity: Capacity, cost: CostModel) -> Simulation:
@@ -411,7 +411,9 @@ def kv_bytes_per_token(config: Config) -> int:
     return -(-_block_bytes(compute, _load(config).spec) // size)
 
 
-def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capacity:
+def _capacity(config: Config, compute: Compute, cost: CostModel, num_blocks: int | None) -> Capacity:
+    from penstock.lab.cost_model import CostModel
+
     if num_blocks is None:
         if compute.is_on_gpu:
             raise ConfigError(
@@ -430,8 +432,10 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
         )
     if num_blocks < 1:
         raise ConfigError(f"--blocks is {num_blocks}, and a KV cache has one at least.")
-    asked = config.model.max_model_len or 8192  # the default model's
-    longest = min(asked, num_blocks * compute.block_size)
+    longest = num_blocks * compute.block_size
+    # The default costs are those of the default model, which takes 8,192 tokens.
+    if asked := config.model.max_model_len or (8192 if cost == CostModel() else None):
+        longest = min(asked, longest)
     return Capacity(1 + num_blocks, compute.block_size, compute.max_rows, compute.max_step_tokens, longest)
 
 
