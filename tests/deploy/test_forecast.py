@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
-from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, Outline, forecast, read_outline
+from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, Outline, forecast, read_outline, simulation_of
 from penstock.deploy.resolve import decide
 from penstock.deploy.resolve import resolve as resolve_model
 from penstock.deploy.resources import Machine
+from penstock.lab.cost_model import CostModel
 from penstock.machine import find_cores
 from penstock.models.catalog import ModelSource, resolve
 from penstock.models.load import load_model
@@ -127,6 +128,18 @@ def test_a_gpu_has_blocks_and_refusals_of_its_own(config_alone: Path) -> None:
     spec = outline.spec.with_attention(lambda i, attention: replace(attention, head_dim=64 if i else 128))
     with pytest.raises(ModelError, match="several shapes"):
         forecast(config, replace(outline, spec=spec), is_gpu=True, memory_bytes=80 * GIB)
+
+
+def test_a_stretched_context_is_planned_and_simulated(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    path = write_hf(tmp_path / "tiny", TinyLlama(max_model_len=1024), extra={"rope_scaling": rope})
+    config = Config(model=ModelConfig(model=str(path), max_model_len=4000), kv=KvConfig(kv_cache_memory_bytes=64 << 20))
+    assert simulation_of(config, CostModel()).capacity.max_model_len == 4000
+    for is_missing in (False, True):
+        if is_missing:
+            (path / "model.safetensors").unlink()
+        _, found = foresee(config, resolve(str(path), tmp_path), is_gpu=False, memory_bytes=4 * GIB)
+        assert found.kv.capacity.max_model_len == 4000
 
 
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tmp_path: Path, config_alone: Path) -> None:

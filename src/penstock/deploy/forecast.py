@@ -144,8 +144,9 @@ def read_outline(config: Config, source: ModelSource, compute: Compute) -> Outli
                 f"experts_on_disk is set, and there are no weights of {source.name}.",
                 remedy="Leave out --experts-on-disk, or fetch them.",
             )
-        return assumed_outline(source.name, read_hf_spec(source.path), read_hf_quantisation(source.path), compute.floats)
-    model = load_model(source, floats=compute.floats)
+        spec = read_hf_spec(source.path, served_len=config.model.max_model_len)
+        return assumed_outline(source.name, spec, read_hf_quantisation(source.path), compute.floats)
+    model = load_model(source, floats=compute.floats, served_len=config.model.max_model_len)
     if config.model.experts_on_disk:
         check_experts(compute, model)
     check_model(compute, model)
@@ -443,7 +444,7 @@ def _load(config: Config) -> LoadedModel:
     from penstock.models.load import load_model
 
     try:
-        model = load_model(find_source(config))
+        model = load_model(find_source(config), served_len=config.model.max_model_len)
     except ModelError as error:
         remedy = f"{error.remedy} Or leave out the model, and set --blocks, and with a link --kv-bytes-per-token."
         raise ModelError(error.message, remedy=remedy.strip()) from error

@@ -212,7 +212,7 @@ def load_hf_directory(
     )
 
 
-def read_hf_spec(path: Path) -> ModelSpec:
+def read_hf_spec(path: Path, *, served_len: int | None = None) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
     Without weights, biases are known only from the settings and `ALWAYS_BIASED`.
@@ -221,7 +221,7 @@ def read_hf_spec(path: Path) -> ModelSpec:
     names = {"output", *configured_biases(described.config, described.name)}
     if described.name in ALWAYS_BIASED:
         names.add("layers.0.q_bias")
-    return described.spec(names, None)
+    return described.spec(names, served_len)
 
 
 def read_hf_quantisation(path: Path) -> Quantisation:
