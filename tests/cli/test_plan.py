@@ -179,6 +179,13 @@ def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
     assert "lie outside of the range that the cost model was fitted to" in result.stdout
 
 
+def test_texts_are_counted_by_the_models_tokenizer(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "天空为什么是蓝色的", "max_tokens": 6}\n' * 20)
+    result = briefly(tiny_model, "--workload", "prompts.jsonl", "--rate", "2", "--hardware", "L4")
+    assert result.exit_code == 0, result.output
+    assert "estimated at 4 characters" not in result.stdout
+
+
 def test_step_times_of_this_machine_are_not_taken_for_another(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:
     saved = SavedCost(cost=CostModel(), source="profile", machine={"cpu": cpu_name()})
     save_cost(tmp_path / "cost.json", saved)

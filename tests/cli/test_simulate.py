@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.bench import load_tokenizer_of
 from penstock.cli.main import main
 from penstock.config.components import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, config_from
 from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
@@ -71,6 +72,15 @@ def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path
 def test_without_a_model_the_blocks_limit_the_context(cost: CostModel, asked: int | None, longest: int) -> None:
     config = Config(model=ModelConfig(max_model_len=asked))
     assert simulation_of(config, cost, num_blocks=1000).capacity.max_model_len == longest
+
+
+def test_texts_are_counted_by_the_models_tokenizer(simulate: Simulate, tiny_model: Path) -> None:
+    text = "天空为什么是蓝色的"
+    Path("w.jsonl").write_text(json.dumps({"prompt": text, "max_tokens": 3}))
+    num_tokens = len(load_tokenizer_of(str(tiny_model), None).encode(text, add_special_tokens=False))
+    assert num_tokens > 9
+    assert f"\n{num_tokens} prompt tokens" in simulate(str(tiny_model), "--workload", "w.jsonl")
+    assert "\n2 prompt tokens" in simulate("--blocks", "99", "--workload", "w.jsonl"), "estimated"
 
 
 def test_a_gpu_has_its_own_defaults() -> None:

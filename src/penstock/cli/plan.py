@@ -24,7 +24,7 @@ from penstock.cli.options import (
     slo_option,
     warn_of_unknown_variables,
 )
-from penstock.cli.workload_options import workload_options
+from penstock.cli.workload_options import token_counter, workload_options
 from penstock.config.components import config_from
 from penstock.lab.synthetic import NAMED
 from penstock.lab.workload_choice import WorkloadChoice
@@ -119,7 +119,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     if values["presets"] and not asked.slos:
         raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
     others = {name: _with(config, name) for name in values["presets"]}
-    workload, doubts = make_workload(choice), list[str]()
+    workload, doubts = make_workload(choice, token_counter(choice.workload, values["model"], values["cache"])), list[str]()
     is_poisson = choice == replace(choice, arrivals="", rate_to=None, cv=None, burst_s=None)
     is_of_file = choice.rate is not None and is_poisson and choice.workload not in NAMED
     if is_of_file and mean_rate(make_workload(replace(choice, rate=None, speed=1.0))) is not None:

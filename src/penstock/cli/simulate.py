@@ -28,7 +28,7 @@ from penstock.cli.options import (
     slo_option,
 )
 from penstock.cli.simulated_routes import OF_ROUTES, route_options, simulate_route
-from penstock.cli.workload_options import workload_options
+from penstock.cli.workload_options import token_counter, workload_options
 from penstock.config.components import BackendConfig, Device, ServerConfig, config_from
 from penstock.config.setting import settings_of
 from penstock.lab.variants import combinations, title
@@ -149,7 +149,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     capacity: float | None = None
     runs: list[Run] = []
     simulated: list[simulation_report.SimulatedRun] = []
-    workload_of = cache(make_workload)  # memory and time: most variants have the same requests
+    workload_of, counter = cache(make_workload), cache(token_counter)  # most variants have the same requests
     sides = _sides(context, vary, without)
     _check_model(values, [changes for _, changes in sides])
     for name, changes in sides:
@@ -157,13 +157,14 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
         cost, words = cost_of_option(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
+        count = counter(chosen.workload, asked["model"], asked["cache"]) if asked["blocks"] is None else None
         if asked["load"] is not None:
             _check_load(chosen, asked["concurrency"])
-            capacity = capacity or simulation.capacity_per_s(make_workload(replace(chosen, rate=1.0)))
+            capacity = capacity or simulation.capacity_per_s(make_workload(replace(chosen, rate=1.0), count))
             chosen = replace(chosen, rate=asked["load"] * capacity)
         if (users := asked["concurrency"]) is not None:
             check_closed_loop(chosen)
-        workload = workload_of(chosen)
+        workload = workload_of(chosen, count)
         began_s = process_time()
         outcome = simulation.run(workload, pace=Pace(concurrency=users))
         wall_s = process_time() - began_s

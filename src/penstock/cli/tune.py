@@ -28,7 +28,7 @@ from penstock.cli.options import (
     slo_option,
     warn_of_unknown_variables,
 )
-from penstock.cli.workload_options import workload_options
+from penstock.cli.workload_options import token_counter, workload_options
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
@@ -104,7 +104,8 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
     tokenizer = _tokenizer(values)
-    workload = make_workload(choice, None if tokenizer is None else counter_of(tokenizer))
+    count = token_counter(choice.workload, values["model"], values["cache"]) if tokenizer is None else counter_of(tokenizer)
+    workload = make_workload(choice, count)
     longest = max(job.num_output_tokens for job in workload.jobs)
     if values["max_tokens"] is not None and values["max_tokens"] < longest:
         raise ConfigError(f"The longest answer has {longest} tokens.", remedy="Raise --max-tokens, or cut answers.")

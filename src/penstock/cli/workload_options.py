@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from penstock.lab.synthetic import NAMED
 from penstock.lab.workload_choice import ARRIVALS, WorkloadChoice, parse_stages
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from penstock.lab.traces import CountTokens
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _LENGTHS = "LENGTHS"
@@ -31,6 +34,23 @@ def workload_options(command: Callable[..., Any], *, without: tuple[str, ...] = 
     params = vars(decorated)["__click_params__"]
     params[:] = [param for param in params if param.name not in without]
     return decorated
+
+
+def token_counter(workload: str, model: str, cache_folder: str | None) -> CountTokens | None:
+    """Return a counter for the texts of a workload, or None if the model's tokenizer is not on this machine."""
+    from penstock.config.components import config_from
+    from penstock.deploy.factory import find_source
+    from penstock.deploy.forecast import tokenizer_source
+    from penstock.lab.prompts import counter_of
+    from penstock.text.tokenizer import load_tokenizer
+
+    if workload in NAMED:
+        return None
+    source = find_source(config_from({"model": model, "cache": cache_folder}))
+    try:
+        return counter_of(load_tokenizer(tokenizer_source(source))) if source.is_present else None
+    except ModelError:
+        return None
 
 
 def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[tuple[float, float], ...]:

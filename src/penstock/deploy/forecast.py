@@ -312,7 +312,7 @@ def _check_text(
     tokenizer: Tokenizer | None = None
     with _refusing("tokenizer", refusals):
         if model is None:
-            tokenizer = load_tokenizer(_tokenizer_source(source))
+            tokenizer = load_tokenizer(tokenizer_source(source))
         else:
             tokenizer = load_tokenizer(model.tokenizer_source, special_tokens=model.special_tokens)
     with _refusing("chat template", refusals):
@@ -321,7 +321,8 @@ def _check_text(
             ChatTemplate(template, special_tokens={} if tokenizer is None else tokenizer.special_tokens)
 
 
-def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
+def tokenizer_source(source: ModelSource) -> Path | GgufVocab:
+    """Return what `load_tokenizer` reads of a model whose weights may be missing. Raises ModelError."""
     from penstock.models.catalog import SourceKind
     from penstock.models.gguf import read_vocab
     from penstock.models.gguf_file import open_gguf
