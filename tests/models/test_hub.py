@@ -37,7 +37,7 @@ def listed(hub: Path) -> SimpleNamespace:
     return SimpleNamespace(sha=hashlib.sha1(told.encode(), usedforsecurity=False).hexdigest(), siblings=siblings)
 
 
-def install(monkeypatch, *, names=("config.json", "model.safetensors"), **functions) -> None:
+def install(monkeypatch, *, names=("config.json", "model.safetensors", "tokenizer.json"), **functions) -> None:
     """Pretend to have the library, with the hub's list of a repository's files."""
     info = SimpleNamespace(sha=SHA, siblings=[SimpleNamespace(rfilename=name, size=None) for name in names])
     known = {
@@ -387,6 +387,20 @@ def test_a_folder_without_a_listed_file_does_not_count(tmp_path, monkeypatch):
     with pytest.raises(DownloadError, match=r"tokenizer\.json of org/repo could not be fetched"):
         ensure_present(source)
     assert not source.is_present
+
+
+def test_a_model_without_a_known_tokenizer_is_refused_before_its_weights(tmp_path, monkeypatch):
+    """Moonshot's repositories have only a `tiktoken.model`."""
+    hub = write_hf(tmp_path / "upstream", TinyLlama())
+    (hub / "tokenizer.json").rename(hub / "tiktoken.model")
+    serve(monkeypatch, hub)
+    source = resolve("hf:org/repo", tmp_path)
+    with pytest.raises(DownloadError, match=r"has no tokenizer\.json, tekken\.json or tokenizer\.model.* GGUF"):
+        ensure_present(source)
+    assert not (source.path / "model.safetensors").exists()
+    config = json.loads((hub / "config.json").read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    (hub / "config.json").write_text(json.dumps(config))
+    assert ensure_present(source).is_present, "a draft head needs none"
 
 
 @pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json"), ("model.safetensors",)])

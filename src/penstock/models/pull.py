@@ -370,7 +370,7 @@ def _fetch_hub(source: ModelSource, ref: HubRef, progress: Progress) -> None:
             "Models of the Hugging Face hub need the package huggingface_hub.",
             remedy="Install it in Penstock's source folder: `pip install '.[hf]'`.",
         ) from error
-    from penstock.models.hf_config import read_weight_map  # not at the top, for fast imports
+    from penstock.models.hf_config import TOKENIZERS, is_draft_head, read_weight_map  # not at the top, for fast imports
 
     path = source.path
     root = path if ref.file is None else path.parents[len(ref.file.split("/")) - 1]
@@ -405,6 +405,13 @@ def _fetch_hub(source: ModelSource, ref: HubRef, progress: Progress) -> None:
                 return
             probe("config.json" if "config.json" in names else "adapter_config.json")
             marker.unlink(missing_ok=True)  # until all files are of one revision
+            if names.keys().isdisjoint((*TOKENIZERS, "adapter_config.json")):
+                fetch("config.json")
+                if not is_draft_head(path):
+                    raise DownloadError(
+                        f"{ref.repo} on the Hugging Face hub has no {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}.",
+                        remedy="Use a GGUF file of the model, or a repository that has one of them.",
+                    )
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, revision=info.sha, allow_patterns=list(_HUB_FILES))
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if name not in names:  # of an older revision; the library leaves it, and it would be read
