@@ -133,6 +133,14 @@ def test_no_more_rows_are_read_than_asked_for(file: Path) -> None:
         read_workload(file)
 
 
+def test_a_conversation_ends_before_a_message_without_text(file: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}, {"type": "text", "text": "c"}]
+    said = [("user", parts), ("assistant", "d"), ("user", "e"), ("assistant", None), ("tool", "f"), ("assistant", "g")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    file.write_text(json_lines([{"messages": messages}, {"messages": messages[:1]}, {"messages": messages[2:]}]))
+    assert list(read_conversations(file)) == [[("ac", "d")]]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -159,7 +167,8 @@ def test_no_more_rows_are_read_than_asked_for(file: Path) -> None:
         (json_lines([{"prompt": "a"}, {"prompt": 1}]), "line 2: prompt is 1, which is not a text"),
         (json_lines([{"prompt": "a", "max_tokens": "9"}]), 'line 1: max_tokens is "9"'),
         (json_lines([{"prompt": "a", "tenant": 1}]), "line 1: tenant is not a text"),
-        (json_lines([{"conversations": [{"from": "human"}]}]), "line 1: a message is"),
+        (json_lines([{"conversations": [{"value": "a"}]}]), 'line 1: a message is .*"from": "human"'),
+        (json_lines([{"messages": [{"content": "a"}]}]), 'line 1: a message is .*"role": "user"'),
         ('{"prompt": "a"}\n' + "9" * 5000, "line 2: the line is not JSON"),
     ],
 )

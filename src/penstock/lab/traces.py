@@ -269,12 +269,19 @@ def _pairs(lines: Lines, turns: Sequence[object]) -> list[tuple[str, str]]:
 
 
 def _message(lines: Lines, turn: object) -> tuple[bool | None, str]:
-    """Return (is_user, text) of a conversation's message. `is_user` is None if neither user nor model wrote it."""
-    if isinstance(turn, dict):
-        author, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if isinstance(author, str) and isinstance(text, str):
-            return True if author in _USERS else False if author in _MODELS else None, text
-    raise lines.error(f"a message is {_shown(turn)}", 'Each must be {"from": "human" or "gpt", "value": "its text"}.')
+    """Return (is_user, text) of a conversation's message. `is_user` is None if neither user nor model wrote it.
+
+    The text is "" for a message without any, such as one that only calls tools.
+    """
+    row = turn if isinstance(turn, dict) else {}
+    author, content = row.get("from", row.get("role")), row.get("value", row.get("content"))
+    if isinstance(author, str):
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        text = "".join(text for text in texts if isinstance(text, str))
+        return True if author in _USERS else False if author in _MODELS else None, text
+    form = '{"role": "user" or "assistant", "content"' if "content" in row else '{"from": "human" or "gpt", "value"'
+    raise lines.error(f"a message is {_shown(turn)}", f'Each must be {form}: "its text"}}.')
 
 
 def _conversation_jobs(
