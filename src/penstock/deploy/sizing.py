@@ -89,7 +89,7 @@ def plan_kv(
             f"Weights of {format_size(num_weight_bytes)} and the experts or latents of a step's "
             f"{wanted.max_step_tokens} tokens, {format_size(step_bytes)}, "
             f"leave no KV cache of the {format_size(available_bytes)} that are free.",
-            instead="Lower --max-num-batched-tokens, keep experts in a file (--experts-on-disk)",
+            instead="Lower --max-num-batched-tokens, keep experts in a file (penstock serve --experts-on-disk)",
         )
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
     free_bytes -= adapters.num_bytes
