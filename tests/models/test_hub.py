@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.models.catalog import resolve
+from penstock.models.catalog import resolve, unfinished_marker
 from penstock.models.hf import load_hf_directory, open_weights
 from penstock.models.load import load_model
 from penstock.models.pull import _HUB_FILES, Progress, ensure_present, pull
@@ -352,6 +352,23 @@ def test_the_files_of_a_split_model_are_of_one_revision(tmp_path, monkeypatch):
         assert source.is_present == ends
 
 
+def test_a_split_model_can_be_used_while_a_pull_compares_it(tmp_path, monkeypatch):
+    class Uses(Progress):
+        def update(self, done_bytes: int) -> None:
+            assert source.is_present
+
+    hub = tmp_path / "upstream"
+    hub.mkdir()
+    for number in (1, 2):
+        (hub / f"m-0000{number}-of-00002.gguf").write_text("same")
+    serve(monkeypatch, hub)
+    source = pull("hf:org/repo:m-00001-of-00002.gguf", tmp_path)
+    install(monkeypatch, **vars(sys.modules["huggingface_hub"]) | {"hf_hub_download": pytest.fail})  # nothing is fetched
+    pull("hf:org/repo:m-00001-of-00002.gguf", tmp_path, progress=Uses())
+    unfinished_marker(source.path).touch()
+    assert ensure_present(source).is_present, "a pull that was interrupted after its last file"
+
+
 def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
     def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         write_hf(local_dir, TinyLlama())
@@ -398,6 +415,9 @@ def test_a_model_without_a_known_tokenizer_is_refused_before_its_weights(tmp_pat
     with pytest.raises(DownloadError, match=r"has no tokenizer\.json, tekken\.json or tokenizer\.model.* GGUF"):
         ensure_present(source)
     assert not (source.path / "model.safetensors").exists()
+    (source.path / "tokenizer.json").write_bytes((hub / "tiktoken.model").read_bytes())
+    assert load_model(ensure_present(source)).name == "org/repo", "a tokenizer that the user put there"
+    shutil.rmtree(source.path)
     config = json.loads((hub / "config.json").read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
     (hub / "config.json").write_text(json.dumps(config))
     assert ensure_present(source).is_present, "a draft head needs none"

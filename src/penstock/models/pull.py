@@ -405,12 +405,13 @@ def _fetch_hub(source: ModelSource, ref: HubRef, progress: Progress) -> None:
                 return
             probe("config.json" if "config.json" in names else "adapter_config.json")
             marker.unlink(missing_ok=True)  # until all files are of one revision
-            if names.keys().isdisjoint((*TOKENIZERS, "adapter_config.json")):
+            has_tokenizer = any(name in names or (path / name).is_file() for name in TOKENIZERS)  # or the user's own
+            if not has_tokenizer and "adapter_config.json" not in names:
                 fetch("config.json")
                 if not is_draft_head(path):
                     raise DownloadError(
                         f"{ref.repo} on the Hugging Face hub has no {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}.",
-                        remedy="Use a GGUF file of the model, or a repository that has one of them.",
+                        remedy=f"Use a GGUF file of the model or a repository that has one of them, or put one into {path}.",
                     )
             huggingface_hub.snapshot_download(ref.repo, local_dir=path, revision=info.sha, allow_patterns=list(_HUB_FILES))
             for name in ("model.safetensors", "model.safetensors.index.json"):
@@ -423,6 +424,10 @@ def _fetch_hub(source: ModelSource, ref: HubRef, progress: Progress) -> None:
         else:
             wanted = [file.relative_to(root).as_posix() for file in split_files(path)]
             marker = unfinished_marker(path)
+            if all(map(is_here, wanted)) and not any(_outdated(root, [names[name] for name in wanted], progress)):
+                if marker.exists():
+                    marker.unlink()
+                return  # without the marker: other processes can use the model during the comparison
             if len(wanted) > 1:
                 probe(ref.file)
                 marker.parent.mkdir(parents=True, exist_ok=True)
