@@ -20,7 +20,6 @@
 #include <new>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
 #include "bf16.h"
 
@@ -183,7 +182,7 @@ bool pack_rows8(PackedStorage& packed, const uint8_t* first, int panel) {
     const SourceFormat format = packed.format;
     const int64_t bytes = float_bytes(format);
     uint8_t* const to = packed.quants + int64_t{panel} * w.cols * kPanel;
-    std::vector<float> weights(w.cols);
+    float weights[kMostRow8Cols];  // not on the heap: tasks of a team must not throw
     bool finite = true;
     for (int lane = 0; lane < kPanel; ++lane) {
         const int row = panel * kPanel + lane;
@@ -196,7 +195,7 @@ bool pack_rows8(PackedStorage& packed, const uint8_t* first, int panel) {
             packed.apart_weights[(panel * kApart + k) * kPanel + lane] = std::exchange(weights[w.apart[k]], 0.0f);
         }
         float largest = 0.0f;
-        for (const float weight : weights) largest = std::max(largest, std::fabs(weight));
+        for (int col = 0; col < w.cols; ++col) largest = std::max(largest, std::fabs(weights[col]));
         const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
         int32_t sum = 0;
         for (int col = 0; col < w.cols; ++col) {

@@ -48,7 +48,9 @@ class Recorder:
         self.num_gated = 0
         self.sites: list[int] = []
 
-    def add_linear(self, ops: Sequence[tuple[int, ...]], on_samples: bool, *, sites: Sequence[int]) -> None:
+    def add_linear(
+        self, ops: Sequence[tuple[int, ...]], on_samples: bool, *, sites: Sequence[int] = (), has_gelu: bool = False
+    ) -> None:
         self.linears.append(len(ops))
         self.sites += sites
 

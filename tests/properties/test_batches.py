@@ -109,7 +109,11 @@ class World:
         self.requests.under_way.clear()
         self.store = Store(self.folder, max_bytes=1 << 30)
         self.runner = BatchRunner(
-            self.store, SimpleNamespace(running=[]), self.requests, max_line_bytes=1 << 20, now=lambda: 1000.0 + self.late_s
+            self.store,
+            SimpleNamespace(running=[], off_loop=None),
+            self.requests,
+            max_line_bytes=1 << 20,
+            now=lambda: 1000.0 + self.late_s,
         )
         self.runner.start()
 

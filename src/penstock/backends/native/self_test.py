@@ -24,6 +24,7 @@ HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
 HIDDEN = HEADS * HEAD_DIM
 ROTATED_DIM = 32  # of heads in `KvFormat.INT4`
 WIDE_INNER = 1056  # more columns than `kMergedCols`: outliers are added row by row
+TEXT_INNER = 192  # AMX multiplies integers of whole rows only in multiples of 64 columns
 PROMPT, ROWS, BLOCK = 37, 6, 32
 STATE_HEADS, VALUE_DIM, STATE_LINE = 4, 96, 64  # of linear attention
 SILU = 0  # of `ActivationKind` in native/kernels/kernels.h
@@ -155,9 +156,11 @@ def _texts(variant: str) -> F32:
 
     hidden, q, k, v, attended, inner, out = (
         engine.add_buffer(width, per_sample=False)
-        for width in (HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, INNER, HIDDEN)
+        for width in (HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, TEXT_INNER, HIDDEN)
     )
-    wide, rounded = (engine.add_activation(cols, quantised=True, per_sample=False, by_row=True) for cols in (HIDDEN, INNER))
+    wide, rounded = (
+        engine.add_activation(cols, quantised=True, per_sample=False, by_row=True) for cols in (HIDDEN, TEXT_INNER)
+    )
     embedding = engine.add_matrix(SourceFormat.BF16, VOCAB, HIDDEN, _weights(rng, SourceFormat.BF16, VOCAB, HIDDEN))
     engine.add_rows(
         [RowOp(RowOpKind.EMBED, out=hidden, weight=embedding, value=8.0), RowOp(RowOpKind.ROUND, out=wide, x=hidden)],
@@ -180,8 +183,8 @@ def _texts(variant: str) -> F32:
         num_distances=0,
     )
     engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=attended)], samples=False)
-    engine.add_linear([(matrix(INNER, HIDDEN), wide, inner, -1, -1)], samples=False, has_gelu=True)
-    last = matrix(HIDDEN, INNER, apart=(0, 3, 4, INNER - 1))
+    engine.add_linear([(matrix(TEXT_INNER, HIDDEN), wide, inner, -1, -1)], samples=False, has_gelu=True)
+    last = matrix(HIDDEN, TEXT_INNER, apart=(0, 3, 4, TEXT_INNER - 1))
     engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, weight=last, n=1)], samples=False)
     engine.add_linear([(last, rounded, out, -1, hidden)], samples=False)
     return _run(engine, out, HIDDEN)
