@@ -313,3 +313,12 @@ async def test_with_keys_other_sites_have_none(locked):
 )
 def test_tenants_share_no_prefixes_where_keys_tell_them_apart(sharing, server, expected):
     assert isolates_tenants(server, sharing) is expected
+
+
+@pytest.mark.parametrize("origins", [("https://example.org",), ("*",)])
+async def test_a_page_of_an_allowed_origin_may_post_any_type(runtime, origins):
+    async with make_client(runtime, allowed_origins=origins) as client:
+        headers = {"Sec-Fetch-Site": "cross-site", "Origin": "https://example.org"}
+        assert (await post_typed(client, headers, None)).status_code == 200
+        unnamed = headers | {"Origin": "https://evil.example"}
+        assert (await post_typed(client, unnamed, None)).status_code == (200 if origins == ("*",) else 403)

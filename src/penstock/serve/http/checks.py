@@ -184,7 +184,7 @@ class RequestChecks:
     ) -> None:
         """Wrap the app in the checks.
 
-        - `keys`: None if no key is needed. Then requests from pages of other sites are refused.
+        - `keys`: None if no key is needed. Then requests from pages of other sites are refused, unless `cors` allows them.
         - `admin_keys`: keys that allow everything. If None, requests are an admin's only if no key is needed.
         - `cors`: None if pages of other origins may read nothing.
         - `trusts_tenant`: whether clients with a key may name another tenant.
@@ -262,7 +262,7 @@ class RequestChecks:
 
     def _find_sender(self, scope: Scope) -> Sender:
         """Return the rights of a client's request by its key. Raises `ApiError` for a wrong key or origin."""
-        if self._keys is None:
+        if self._keys is None and (self._cors is None or not self._cors.allows(headers_of(scope))):
             _keep_other_sites_out(scope)
         if self._admin_keys is not None:
             with suppress(ApiError):  # other keys are refused below, if one is needed

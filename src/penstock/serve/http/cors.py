@@ -46,11 +46,10 @@ class Cors:
 
     def headers(self, request: Mapping[bytes, bytes]) -> Headers:
         """Return headers to add to the answer. `request`: the request's headers."""
-        origin = request.get(b"origin")
         # Caches must keep the answers to different origins apart.
         found: Headers = [] if self._takes_any else [(b"vary", b"Origin")]
-        if origin is not None and self._allows(origin):
-            found.append((b"access-control-allow-origin", b"*" if self._takes_any else origin))
+        if self.allows(request):
+            found.append((b"access-control-allow-origin", b"*" if self._takes_any else request[b"origin"]))
             if not self._takes_any:
                 found.append((b"access-control-allow-credentials", b"true"))
             found.append((b"access-control-expose-headers", _EXPOSED))
@@ -61,10 +60,7 @@ class Cors:
 
         Preflights have no key. All requested headers are allowed by name, because `*` would not include Authorization.
         """
-        if method != "OPTIONS" or b"access-control-request-method" not in request:
-            return None
-        origin = request.get(b"origin")
-        if origin is None or not self._allows(origin):
+        if method != "OPTIONS" or b"access-control-request-method" not in request or not self.allows(request):
             return None
         headers = [
             (b"content-length", b"0"),
@@ -77,7 +73,11 @@ class Cors:
             headers.append((b"access-control-allow-headers", asked))
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
-    def _allows(self, origin: bytes) -> bool:
+    def allows(self, request: Mapping[bytes, bytes]) -> bool:
+        """Return whether a page of an allowed origin sent the request. `request`: the request's headers."""
+        origin = request.get(b"origin")
+        if origin is None:
+            return False
         if self._takes_any or origin.lower() in self._origins:  # hosts of an app's scheme keep their capitals
             return True
         parts = _ORIGIN.fullmatch(origin)
