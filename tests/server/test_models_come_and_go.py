@@ -455,6 +455,12 @@ async def test_the_files_of_a_model_that_is_away_are_read_once():
     assert num_reads == len(NAMES)
 
 
+async def test_a_server_that_drains_is_not_ready_even_without_a_loaded_model():
+    async with serving() as world:
+        world.deployment.drain()
+        assert [(await world.client.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
+
+
 async def test_questions_about_a_model_that_is_away_do_not_load_it():
     async with serving() as world:
         assert [card["id"] for card in (await world.client.get("/v1/models")).json()["data"]] == list(NAMES)

@@ -98,7 +98,9 @@ class StatusEndpoint:
         return {"status": "ok"}
 
     async def ready(self, _http: HttpRequest) -> Status:
-        """Report whether the server takes requests: 503 while a model drains or restarts, or if no model can be loaded."""
+        """Report whether the server takes requests: 503 while it or a model drains, a model restarts, or none can be loaded."""
+        if self._deployment.is_closing:
+            raise unavailable("Not ready: the server is shutting down.")
         if all(served.state is ModelState.FAILED for served in self._deployment.served):
             raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
         for running in self._deployment.staying:
