@@ -261,3 +261,16 @@ def test_a_line_of_the_log_does_nothing_to_a_terminal() -> None:
     """A model's file may bring any character, such as in the name of a chat template."""
     line = TextFormatter("%(levelname)s %(message)s").format(logging.makeLogRecord({"msg": "red\x1b[31m", "levelname": "INFO"}))
     assert line == "INFO red [31m"
+
+
+def test_a_text_from_elsewhere_begins_no_line_of_the_log() -> None:
+    """An upstream's error and a traceback may have any lines."""
+    forged = "\n12:00:00 ERROR forged"
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        record = logging.makeLogRecord({"msg": f"it failed: {forged}", "exc_info": sys.exc_info()})
+    first, *others = TextFormatter("%(message)s").format(record).splitlines()
+    assert first == "it failed: "
+    assert len(others) > 3
+    assert all(line.startswith("  ") for line in others)

@@ -177,10 +177,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter of log lines as text, without control characters."""
+    """Formatter of log lines as text, without control characters.
+
+    Further lines of a record, such as a traceback's, are indented: an upstream's text can't look like a record of its own.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(super().format(record)).replace("\n", "\n  ")
 
 
 MAX_LOG_LINES = 10_000
