@@ -113,3 +113,16 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'numpy', 'starlette', 'asyncio', 'tokenizers', 'jinja2'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_a_containers_first_process_ends_at_sigterm() -> None:
+    """The kernel keeps a signal without a handler from such a process."""
+    script = """
+import os, signal
+from penstock.cli import main as command
+own, os.getpid = os.getpid(), lambda: 1
+command.cli.main = lambda *_, **__: os.kill(own, signal.SIGTERM)
+command.main([])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (143, "")

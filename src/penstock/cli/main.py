@@ -1,6 +1,6 @@
 """The `penstock` command: runs the subcommand, and turns errors into a message and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped as a container's first process.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 import traceback
 from difflib import get_close_matches
@@ -89,6 +90,9 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    if os.getpid() == 1:
+        # The first process of a container: the kernel keeps signals from it that have the default action.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         code = cli.main(arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
