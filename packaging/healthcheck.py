@@ -15,7 +15,10 @@ TIMEOUT_S = 4.0
 
 def main() -> int:
     scheme = "https" if os.environ.get("PENSTOCK_SSL_CERTFILE") else "http"
-    url = f"{scheme}://127.0.0.1:{os.environ.get('PENSTOCK_PORT', '8000')}/health"
+    port = os.environ.get("PENSTOCK_PORT", "")
+    if not port or port.startswith("tcp://"):  # Kubernetes' variable of a Service called penstock
+        port = "8000"
+    url = f"{scheme}://127.0.0.1:{port}/health"
     context = ssl.create_default_context()
     context.check_hostname = False  # nobody is in between, and the certificate names the host that others ask
     context.verify_mode = ssl.CERT_NONE

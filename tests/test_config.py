@@ -336,6 +336,11 @@ def test_variables_that_nothing_reads_are_named_with_what_was_meant() -> None:
     assert second.endswith("PENSTOCK_XYZ is unknown and has no effect.")
 
 
+def test_variables_of_a_kubernetes_service_are_not_unknown() -> None:
+    environ = {"PENSTOCK_SERVICE_HOST": "10.96.0.12", "PENSTOCK_SERVICE_PORT_HTTP": "80", "PENSTOCK_PORT_80_TCP_PROTO": "tcp"}
+    assert unknown_variables(environ) == []
+
+
 def test_the_page_in_docs_is_what_make_docs_writes() -> None:
     page = Path(__file__).parent.parent / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == render(), "run `make docs`"

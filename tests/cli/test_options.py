@@ -66,6 +66,14 @@ def test_flag_before_environment_before_file_before_default(tmp_path: Path) -> N
     assert config.kv == Config().kv
 
 
+def test_the_address_of_a_kubernetes_service_is_not_a_port(tmp_path: Path) -> None:
+    env = {"PENSTOCK_PORT": "tcp://10.96.0.12:8000"}
+    assert _config(env=env) == Config()
+    path = tmp_path / "p.toml"
+    path.write_text("port = 1\n")
+    assert _config("--config", str(path), env=env).server.port == 1
+
+
 def test_the_file_may_come_from_the_environment_and_the_model_be_an_argument(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text('model = "from-file"\nprefix_caching = false\n')

@@ -199,3 +199,16 @@ def test_the_images_command_serves_is_healthy_and_tells_the_manager(
     assert server.returncode == 0, error
     assert "on every network (0.0.0.0:" in out
     assert "requires no key" in error
+
+
+@pytest.mark.parametrize(("value", "port"), [("9000", 9000), ("tcp://10.96.0.12:9000", 8000), ("", 8000), (None, 8000)])
+def test_the_health_check_asks_at_the_servers_port(value: str | None, port: int) -> None:
+    """A stand-in for urllib's opener prints what would be opened."""
+    script = f"""
+import runpy, urllib.request
+urllib.request.OpenerDirector.open = lambda self, url, timeout: exit(url)
+runpy.run_path({str(PACKAGING / "healthcheck.py")!r}, run_name="__main__")
+"""
+    environ = {} if value is None else {"PENSTOCK_PORT": value}
+    asked = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert asked.stderr == f"http://127.0.0.1:{port}/health\n"

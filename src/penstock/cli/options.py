@@ -199,6 +199,13 @@ def routing_of_file() -> Routing:
     return routing
 
 
+class _Option(click.Option):
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """Return the variable's value, or None. For a Service called penstock, Kubernetes sets PENSTOCK_PORT to its address."""
+        value = super().resolve_envvar_value(ctx)
+        return None if value and self.envvar == "PENSTOCK_PORT" and value.startswith("tcp://") else value
+
+
 def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
     if item.kind is Kind.FLAG:
         names = [f"{item.flag}/--no-{item.flag[2:]}", item.key]
@@ -214,6 +221,7 @@ def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Comma
         *short,
         item.flag,
         item.key,
+        cls=_Option,
         type=click.UNPROCESSED,
         callback=_parser(item, raises=raises),
         metavar=_metavar(item),

@@ -29,6 +29,8 @@ from penstock.types.errors import ConfigError
 
 PREFIX = "PENSTOCK_"
 _OTHERS = ("PENSTOCK_CONFIG", "PENSTOCK_DEBUG")
+_OF_A_SERVICE = ("PENSTOCK_SERVICE_", "PENSTOCK_PORT_")
+"""How the variables begin that Kubernetes sets for a Service called penstock."""
 
 
 MODELS = "models"
@@ -132,7 +134,8 @@ def _parse_value(item: Setting, raw: object) -> object:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a warning for each misspelt environment variable: one that begins with PENSTOCK_ and is unknown."""
     known = [*(item.env for item in all_settings()), *_OTHERS]
-    return [_warning(name, known) for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
+    names = [name for name in sorted(environ) if name.startswith(PREFIX) and not name.startswith(_OF_A_SERVICE)]
+    return [_warning(name, known) for name in names if name not in known]
 
 
 def _warning(name: str, known: list[str]) -> str:
