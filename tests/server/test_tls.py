@@ -21,6 +21,7 @@ from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.http.tls import server_context
+from penstock.serve.http.watch import Watched
 from penstock.types.errors import ConfigError, PenstockError
 from support.server.files import put
 from support.server.harness import running, wait_until
@@ -90,6 +91,38 @@ def test_files_that_do_not_belong_together_leave_the_old_ones_in_force(tmp_path,
         assert caplog.text.count("stays in force") == 1
         make_certificate(tmp_path)
         wait_until(lambda: presented(server) == text_of(paper))
+
+
+async def test_a_file_that_could_not_be_read_is_read_again_and_the_log_says_it_once(tmp_path, caplog):
+    path, used = tmp_path / "keys", []
+    path.write_text("old")
+    cause = ["Permission denied"]
+
+    def read():
+        if cause:
+            raise ConfigError(cause[0])
+        return path.read_text()
+
+    watched = Watched("the file", [str(path)], read=read, use=used.append)
+    put(path, "new one")
+    for _ in range(4):
+        await watched.look(at_once=False)
+    assert caplog.text.count("Permission denied") == 1
+    await watched.look(at_once=True)
+    assert caplog.text.count("Permission denied") == 2
+    put(path, "newest")
+    for _ in range(4):
+        await watched.look(at_once=False)
+    assert caplog.text.count("Permission denied") == 3
+    cause[0] = "Input/output error"
+    for _ in range(2):
+        await watched.look(at_once=False)
+    assert caplog.text.count("Input/output error") == 1
+    assert not used
+    cause.clear()
+    for _ in range(3):
+        await watched.look(at_once=False)
+    assert used == ["newest"]
 
 
 def test_a_hangup_without_a_terminal_reads_the_files_at_once(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Reloads the server's TLS and key files when they change, and immediately after a SIGHUP.
 
 A changed file is read once it is the same in two checks, so that it is not read while it is written. If a file can't be used,
-the log says why and nothing changes.
+the log says why once, nothing changes, and each check tries again: the cause may be outside the file, such as permissions.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ class Watched(Generic[_Value]):
         self._read = read
         self._use = use
         self._seen = self._taken = self._stamp()
+        self._failure: tuple[_Stamp, str] | None = None
+        """The files that the last read could not use, and why."""
 
     async def look(self, *, at_once: bool) -> None:
         """Read the files if they have changed. `at_once`: read them in any case."""
         seen, self._seen = self._seen, await in_daemon(self._stamp)
-        if not at_once and (self._seen == self._taken or self._seen != seen):
+        is_done = self._seen == self._taken and self._failure is None
+        if not at_once and (is_done or self._seen != seen):
             return
-        self._taken = self._seen
+        self._taken, failure, self._failure = self._seen, self._failure, None
         try:
             self._use(await in_daemon(self._read))
         except ConfigError as error:
-            _log.error("%s could not be reloaded, so the previous version stays in force: %s", self.name, error)
+            self._failure = self._seen, str(error)
+            if at_once or self._failure != failure:
+                _log.error("%s could not be reloaded, so the previous version stays in force: %s", self.name, error)
         else:
             _log.info("%s was reloaded", self.name)
 
