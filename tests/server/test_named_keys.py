@@ -257,6 +257,21 @@ def test_a_new_file_without_a_key_whose_requests_must_stay_here_is_not_used(file
         assert status(server, "alice") == 200
 
 
+def test_a_key_whose_requests_must_stay_here_can_be_revoked(file, monkeypatch, caplog):
+    set_waits(monkeypatch, watch_every_s=0.02)
+    stays_here = UpstreamConfig(name="far", url="http://localhost:1/v1", model="m", never_keys=("alice",))
+    more = {"upstreams": [stays_here], "routes": [Route(name="auto", models=("far", "toy"))]}
+    put(file, FILE)
+    with running(config=config(file), more=more) as server:
+        assert status(server, "alice") == 200
+        only_bob = FILE[FILE.rindex("\n[[keys]]") :]
+        put(file, only_bob)
+        wait_until(lambda: status(server, "alice") == 401)
+        assert "never_keys of the upstream far names the API key 'alice'" in caplog.text
+        put(file, only_bob + '[[keys]]\nname = "carol"\nkey = "carols-secret"\n')
+        wait_until(lambda: status(server, "carol") == 200)
+
+
 def test_a_hangup_reads_keys_and_limits_again(file, monkeypatch):
     set_waits(monkeypatch, watch_every_s=3600.0)
     with running(config=config(write(file))) as server:

@@ -63,13 +63,25 @@ def api_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-def check_never_keys(upstreams: Iterable[UpstreamConfig], keys: Iterable[ApiKey]) -> None:
-    """Raise ConfigError if an upstream's `never_keys` has the name of an unknown key."""
+def missing_never_keys(upstreams: Iterable[UpstreamConfig], keys: Iterable[ApiKey]) -> dict[str, str]:
+    """Return the names in `never_keys` that no key has, each with its upstream's name."""
     names = {key.name for key in keys}
-    for upstream in upstreams:
-        if unknown := {*upstream.never_keys} - names:
+    return {name: upstream.name for upstream in upstreams for name in upstream.never_keys if name not in names}
+
+
+def check_never_keys(
+    upstreams: Iterable[UpstreamConfig], keys: Sequence[ApiKey], replaced: Sequence[ApiKey] | None = None
+) -> None:
+    """Raise ConfigError if an upstream's `never_keys` has the name of an unknown key.
+
+    Keys that are replaced while the server runs may be revoked, but not renamed: their requests would no longer stay here.
+    """
+    digests = {key.digest for key in keys}
+    renamed = None if replaced is None else {key.name for key in replaced if key.digest in digests}
+    for name, upstream in missing_never_keys(upstreams, keys).items():
+        if renamed is None or name in renamed:
             raise ConfigError(
-                f"The upstream {upstream.name} names the API key {min(unknown)!r}, which the server does not have.",
+                f"The upstream {upstream} names the API key {name!r}, which the server does not have.",
                 remedy="Correct never_keys, or add the key to the key file.",
             )
 

@@ -27,7 +27,7 @@ from typing import Any
 import penstock
 from penstock import fast_json
 from penstock.config import ServerConfig
-from penstock.config.keys import ApiKey, api_keys, check_never_keys, exposed_paths, key_paths
+from penstock.config.keys import ApiKey, api_keys, check_never_keys, exposed_paths, key_paths, missing_never_keys
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
@@ -166,12 +166,16 @@ class Server:
         return found
 
     def _read_keys(self) -> Sequence[ApiKey]:
+        assert self._keys is not None  # a server without keys has no file of them
         keys = api_keys(self._config)
-        check_never_keys(self._deployment.upstreams.values(), keys)
+        check_never_keys(self._deployment.upstreams.values(), keys, self._keys.keys)
         return keys
 
     def _use_keys(self, keys: Sequence[ApiKey]) -> None:
-        assert self._keys is not None  # a server without keys has no file of them
+        assert self._keys is not None
+        for name, upstream in missing_never_keys(self._deployment.upstreams.values(), keys).items():
+            words = "never_keys of the upstream %s names the API key %r, which is gone: remove the name before the next start"
+            _log.warning(words, upstream, name)
         self._keys.use(keys)
         self._apply_key_names()
 
