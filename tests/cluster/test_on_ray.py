@@ -111,11 +111,11 @@ def test_a_changed_file_replaces_the_model_and_no_answer_is_lost(alone: str, tmp
     ):
         before, old_pids = set(replicas(url)), pids_of_replicas()
         answers = [pool.submit(ask, url, 900) for _ in range(4)]
-        wait_until(lambda: next(iter(replicas(url).values()))["requests_running"], 60)
+        wait_until(lambda: any(one["requests_running"] for one in replicas(url).values()), 60)
         file.write_text("max_num_seqs = 8\n")
         command = [sys.executable, "-m", "penstock", "cluster", "update", url]
-        told = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert told.stdout == f"{MODEL}: replaced\n"
+        told = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert told.stdout == f"{MODEL}: replaced\n", told.stderr
         after = set(replicas(url))
         assert after
         assert not after & before
