@@ -67,7 +67,8 @@ def with_litellm(served: Served) -> None:
         }
         whole = litellm.completion(**asked)
         chunks = litellm.completion(**asked, stream=True, stream_options={"include_usage": True})
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        told = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]  # the last one has the usage alone
+        assert "".join(told) == whole.choices[0].message.content
         called = litellm.completion(**asked, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
         [call] = called.choices[0].message.tool_calls
         assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")

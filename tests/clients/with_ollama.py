@@ -100,7 +100,7 @@ def models(client: ollama.Client) -> None:
 def errors(client: ollama.Client) -> None:
     for ask, status, told in (
         (lambda: client.chat("nothing", messages=MESSAGES), 404, "not served"),
-        (lambda: client.chat(MODEL, messages=MESSAGES, options={"num_thread": 2}), 400, "num_thread"),
+        (lambda: client.chat(MODEL, messages=MESSAGES, options={"temperature": -1}), 400, "temperature"),
         (lambda: client.pull("llama3"), 501, "penstock pull"),
         (lambda: client.delete(MODEL), 501, "Delete the files"),
     ):

@@ -162,8 +162,9 @@ def errors(client: openai.OpenAI) -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]}]
     assert refusal(lambda: chats.create(model=MODEL, messages=[]), openai.BadRequestError).param == "messages"
     refusal(lambda: chats.create(model=MODEL, messages=image), openai.BadRequestError)
-    error = refusal(lambda: chats.create(model=MODEL, messages=MESSAGES, max_tokens=10**6), openai.BadRequestError)
-    assert (error.code, error.param) == ("context_length_exceeded", "max_tokens")
+    long = [{"role": "user", "content": "Hello! " * 10_000}]
+    error = refusal(lambda: chats.create(model=MODEL, messages=long), openai.BadRequestError)
+    assert (error.code, error.param) == ("context_length_exceeded", "messages")
     assert refusal(lambda: chats.create(model="gpt-5", messages=MESSAGES), openai.NotFoundError).code == "model_not_found"
     assert refusal(lambda: client.responses.retrieve("resp_none"), openai.NotFoundError).request_id
 
