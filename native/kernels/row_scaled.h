@@ -1,5 +1,5 @@
-// Turns finished integer sums into results: adds the outliers' rests, then applies scales, bias and activation. Included by
-// the files of products of kU8Row.
+// Turns finished integer sums into results: adds the outliers' rests, applies scales, adds bias and columns apart, and applies the
+// activation. Included by the files of products of kU8Row.
 
 #pragma once
 

@@ -37,7 +37,7 @@ class Demand:
     """Predicted tokens of all its requests, prompt and output."""
     now_ns: int
     claim: bytes | None = None
-    """As in `Ask`. Without it, no place is kept for the call's return."""
+    """Equal for all retries of the call. If it is None, no place is kept until the call returns."""
     is_retry: bool = False
 
 
@@ -55,7 +55,7 @@ class Account:
     num_settled_tokens: int = 0
     """The part of `num_correction_tokens` already taken from `level_tokens`."""
     promises: Promises = field(default_factory=Promises)
-    """To refused calls. Their `num_blocks` are tokens."""
+    """Times at which refused calls should return. `num_blocks` of each is the number of tokens that it needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -239,7 +239,7 @@ def _too_often(account: Account, num_expected: float) -> Refusal | None:
 
 
 def _too_fast(account: Account, demand: Demand, num_expected: float) -> Refusal | None:
-    """As `_too_often`, for tokens."""
+    """Refuse a call that would take tokens from calls that are expected back. A full bucket is enough for any call."""
     most = account.limits.tokens_per_minute
     if most is None:
         return None

@@ -229,7 +229,7 @@ def _doubts(config: Config, outline: Outline, hardware: Hardware, saved: SavedCo
     if outline.num_disk_bytes and (saved is None or saved.is_estimated):
         yield "Step times are as if memory held all experts. Those that it does not hold come from the disk, which is slower."
     if outline.assumed_formats:
-        yield f"There are no weights of {outline.name}: they are assumed to be {outline.assumed_formats}."
+        yield f"The weights of {outline.name} are missing. Assumed formats: {outline.assumed_formats}."
     if hardware.is_gpu:
         yield "The memory of a GPU's steps is assumed; a server measures it when it starts, and has more or fewer KV blocks."
 

@@ -369,7 +369,7 @@ def _names_all(node: dict[str, Any]) -> bool:
 
 
 def _within(schema: dict[str, Any], waiting: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that wait, those inside them and those that their $refs name in `schema`, each once."""
+    """Yield each schema of `waiting`, the schemas inside it, and the targets of their $refs in `schema`; none twice."""
     seen_ids: set[int] = set()
     while waiting:
         node = waiting.pop()
