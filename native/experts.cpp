@@ -268,8 +268,9 @@ void Experts::fetch(const Layer& layer, int matrix, const Stage& stage, int task
     if (!weights_.is_in_file(matrix)) return;
     const int of_each = weights_.matrix(matrix).panels / layer.shape.num_experts;
     const Panels panels(layer.work->ends, of_each, kernels_);
-    const Panels::Place end = panels.begin_of(task + 1, stage.num_tasks);
-    for (Panels::Place at = panels.begin_of(task, stage.num_tasks); at < end; at = {panels.next_with_rows(at.expert), 0}) {
+    const int piece = stage.piece_of(task, stage.num_tasks);
+    const Panels::Place end = panels.begin_of(piece + 1, stage.num_tasks);
+    for (Panels::Place at = panels.begin_of(piece, stage.num_tasks); at < end; at = {panels.next_with_rows(at.expert), 0}) {
         const int first = at.expert * of_each;
         fetch_panels(weights_.packed(matrix), first + at.panel, first + (at.expert == end.expert ? end.panel : of_each));
     }
@@ -279,8 +280,9 @@ void Experts::multiply(const Layer& layer, int matrix, int bias, const Activatio
     const PackedMatrix& all = weights_.matrix(matrix);
     const int of_each = all.panels / layer.shape.num_experts, num_tasks = stage.num_tasks;
     const Panels panels(layer.work->ends, of_each, kernels_);
-    const auto [expert, panel] = panels.begin_of(task, num_tasks);
-    const Panels::Place end = panels.begin_of(task + 1, num_tasks), later = panels.begin_of(std::min(stage.task_after(task), num_tasks), num_tasks);
+    const int piece = stage.piece_of(task, num_tasks), next_piece = stage.piece_of(stage.task_after(task), num_tasks);
+    const auto [expert, panel] = panels.begin_of(piece, num_tasks);
+    const Panels::Place end = panels.begin_of(piece + 1, num_tasks), later = panels.begin_of(std::min(next_piece, num_tasks), num_tasks);
     for (Panels::Place at{expert, panel}; at < end;) {
         const int first = at.expert * of_each, stop = at.expert == end.expert ? end.panel : of_each;
         const Panels::Place after = std::min(Panels::Place{panels.next_with_rows(at.expert), 0}, end);

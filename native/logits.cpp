@@ -75,7 +75,7 @@ void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilo
     }
     float* const scratch = scratch_[member].data();
     epilogue.ld = kLogitsTogether;
-    int piece = task / stage.row_blocks * ceil_div(stage.grain, kPanelsTogether);
+    int piece = range.begin / stage.grain * ceil_div(stage.grain, kPanelsTogether);
     for (int panel = range.begin; panel < range.end; panel += kPanelsTogether, ++piece) {
         const int stop = std::min(panel + kPanelsTogether, range.end), id = panel * kPanel, count = std::min(stop * kPanel, w.rows) - id;
         epilogue.out = scratch - (int64_t{first} * kLogitsTogether + id);

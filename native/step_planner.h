@@ -51,8 +51,14 @@ struct Stage {
     int first_row(int task) const { return first + task % row_blocks * block; }
     int end_row(int task) const { return std::min(first_row(task) + block, end); }
     PanelRange panels(int task, int panels) const {
-        const int begin = task / row_blocks * grain, next = task_after(task) / row_blocks * grain;
-        return {begin, std::min(begin + grain, panels), next};
+        const int count = ceil_div(panels, grain), begin = piece_of(task, count) * grain;
+        return {begin, std::min(begin + grain, panels), piece_of(task_after(task), count) * grain};
+    }
+    // Which of `count` pieces of a matrix a task multiplies. Each member's tasks, if all are equally fast, are neighbours in memory: where
+    // a thread begins elsewhere, the processor has to find out anew what to fetch ahead. Row blocks read a piece one after the other.
+    int piece_of(int task, int count) const {
+        const int runs = row_blocks == 1 ? std::min(members, count) : 1, nth = task / row_blocks, run = nth % runs;
+        return run * (count / runs) + std::min(run, count % runs) + nth / runs;
     }
 };
 

@@ -93,16 +93,14 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
     });
 }
 
-// `out` keeps the gate's sums, some panels at a time, until up's follow.
+// `out` keeps the gate's sums until up's follow: of some panels, or, with few rows, of all, since one matrix after the other is read faster.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
     Epilogue with_gates = e;
     with_gates.gates = &kind;
-    if constexpr (kWidensWeights) {
-        if (is_widened(gate, row1 - row0)) {
-            gemm_widened(gate, a, row0, row1, range, e);
-            return gemm_widened(up, a, row0, row1, range, with_gates);
-        }
+    if (row1 - row0 <= kFewRows || kWidensWeights) {
+        gemm(gate, a, row0, row1, range, e, {});
+        return gemm(up, a, row0, row1, range, with_gates, {});
     }
     KvFetcher kv(upcoming, 2 * tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(gate.kind, [&]<WeightKind kKind>() {

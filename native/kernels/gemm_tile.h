@@ -119,7 +119,7 @@ PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& colu
     return mul(centred, load_f16(scales_of<kKind>(panel, column.group)));
 }
 
-// acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.
+// The outliers of all rows, column by column: a row without one adds zero.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void add_by_column(const Panel (&panels)[kPanels], const OutlierList& first, vf (&acc)[kPanels][kRows]) {
     OutlierList later;
@@ -139,7 +139,7 @@ PENSTOCK_INLINE void add_by_column(const Panel (&panels)[kPanels], const Outlier
     }
 }
 
-// The same bits, row by row.
+// The outliers row by row, to the same bits.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
     for (int r = 0; r < kRows; ++r) {
@@ -153,17 +153,53 @@ PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation
     }
 }
 
+template <int kPanels, int kRows>
+PENSTOCK_INLINE void clear(vf (&acc)[kPanels][kRows]) {
+    for (int p = 0; p < kPanels; ++p) {
+        for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
+    }
+}
+
+template <int kPanels, int kRows>
+PENSTOCK_INLINE void add_all(const vf (&addends)[kPanels][kRows], vf (&acc)[kPanels][kRows]) {
+    for (int p = 0; p < kPanels; ++p) {
+        for (int r = 0; r < kRows; ++r) acc[p][r] = add(acc[p][r], addends[p][r]);
+    }
+}
+
+// acc += the sum over the rows' outliers of rest * weights of its column: huge ones may cancel. `list` is null if they are not merged.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* list,
+                                  vf (&acc)[kPanels][kRows]) {
+    vf rests[kPanels][kRows];
+    clear(rests);
+    if (list) add_by_column<kKind, kPanels, kRows>(panels, *list, rests);
+    else add_by_row<kKind, kPanels, kRows>(panels, a, row0, rests);
+    add_all(rests, acc);
+}
+
+// offsets += m * sum(x) of a pair of groups, whose sums of x are at `sums` for the first row, and `stride` further for each next one.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_offsets_of(const uint8_t* const (&stream)[kPanels], const uint16_t* sums, int64_t stride, vf (&offsets)[kPanels][kRows]) {
+    for (int p = 0; p < kPanels; ++p) {
+        const vb m = load64(stream[p] + Layout<kKind>::kOffsets);
+        for (int r = 0; r < kRows; ++r) offsets[p][r] = dot2_bf16(offsets[p][r], m, sums + r * stride);
+    }
+}
+
 // acc += the sum over groups of m * sum(x).
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void add_offsets(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
     const int pairs = pairs_of(a.cols / kGroup);
-    const uint16_t* sums = a.sum + row0 * 2 * pairs;
+    const uint8_t* stream[kPanels];
+    for (int p = 0; p < kPanels; ++p) stream[p] = panels[p].quants;
+    vf offsets[kPanels][kRows];
+    clear(offsets);
     for (int k = 0; k < pairs; ++k) {
-        for (int p = 0; p < kPanels; ++p) {
-            const vb m = load64(offsets_of<kKind>(panels[p], k));
-            for (int r = 0; r < kRows; ++r) acc[p][r] = dot2_bf16(acc[p][r], m, sums + (r * pairs + k) * 2);
-        }
+        add_offsets_of<kKind, kPanels, kRows>(stream, a.sum + (row0 * pairs + k) * 2, 2 * pairs, offsets);
+        for (int p = 0; p < kPanels; ++p) stream[p] += Layout<kKind>::kPairBytes;
     }
+    add_all(offsets, acc);
 }
 
 // Blocks of up to so many tiles mostly wait for memory, so they prefetch weights far. With more tiles arithmetic takes longer, and the
@@ -172,7 +208,7 @@ constexpr int kFarTiles = 2;
 
 // The weights that a tile prefetches while it computes: of the panels `distance` after its own, every `period`th half of a pair of
 // groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone.
-// (The hardware prefetcher stops at the end of each panel. Prefetches past the last panel are harmless.)
+// Prefetches past the last panel are harmless.
 struct Ahead {
     int64_t distance;
     int period;
@@ -180,26 +216,21 @@ struct Ahead {
     KvPart kv;
 };
 
-// y = the rests of the outliers, then the sum over groups of d * 2^e * sum((q_w - zero) q), then that of m * sum(x).
+// y = the sum over groups of d * 2^e * sum((q_w - zero) q), plus that of m * sum(x), plus the rests of the outliers. These come last: their
+// weights are in a cache by then, while before it each would wait for memory.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
                                 const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
     constexpr bool kWaitsForMemory = kPanels == kFewRowPanels && kRows <= kFewRows;  // then it prefetches only weights
+    constexpr bool kIsOneStream = kFollowsStreams && kPanels == 1 && kRows == 1;     // then the processor prefetches faster by itself
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;
     const int32_t *lifts = a.lift + row0 * groups, *starts = a.start + row0 * groups;
     int fetched = ahead.phase;
     const uint8_t* kv = ahead.kv.data;
-    for (int p = 0; p < kPanels; ++p) {
-        for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
-    }
-    if (outliers) {
-        add_by_column<kKind, kPanels, kRows>(panels, *outliers, acc);
-    } else {
-        add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
-    }
+    clear(acc);
     const int64_t panel_bytes = int64_t{pairs} * L::kPairBytes;
     constexpr int kHalf = L::kPairBytes / 128 * 64;  // bytes of a pair that its first group fetches ahead
     const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half) PENSTOCK_LAMBDA {
@@ -213,7 +244,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         for (int r = 0; r < kRows; ++r) {
             for (int p = 0; p < kPanels; ++p) sums[p][r] = begin_sum<L::kSmall>(start_of(r));
         }
-        if (g == fetched) {  // more lines at once would wait for each other
+        if (!kIsOneStream && g == fetched) {  // more lines at once would wait for each other
             fetched += ahead.period;
             for (int p = 0; p < kPanels; ++p) {
                 const uint8_t* const later = stream[p] + ahead.distance * panel_bytes;
@@ -240,14 +271,27 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     };
     const uint8_t* stream[kPanels];
     for (int p = 0; p < kPanels; ++p) stream[p] = panels[p].quants;
+    // Offsets are added as their lines come, or, in tiles that have no registers left, when the groups are done: to the same bits.
+    constexpr bool kAtOnce = L::kAffine && kWaitsForMemory;
+    vf offsets[kPanels][kRows];
+    clear(offsets);
+    const auto end_pair = [&](int pair) PENSTOCK_LAMBDA {
+        if constexpr (kAtOnce) add_offsets_of<kKind, kPanels, kRows>(stream, a.sum + (row0 * pairs + pair) * 2, 2 * pairs, offsets);
+        for (int p = 0; p < kPanels; ++p) stream[p] += L::kPairBytes;
+    };
     int g = 0;
     for (; g + 1 < groups; g += 2) {
         add_group(stream, g, 0);
         add_group(stream, g + 1, 1);
-        for (int p = 0; p < kPanels; ++p) stream[p] += L::kPairBytes;
+        end_pair(g / 2);
     }
-    if (g < groups) add_group(stream, g, 0);
-    if constexpr (L::kAffine) add_offsets<kKind, kPanels, kRows>(panels, a, row0, acc);
+    if (g < groups) {
+        add_group(stream, g, 0);
+        end_pair(g / 2);
+    }
+    if constexpr (kAtOnce) add_all(offsets, acc);
+    else if constexpr (L::kAffine) add_offsets<kKind, kPanels, kRows>(panels, a, row0, acc);
+    add_outliers<kKind, kPanels, kRows>(panels, a, row0, outliers, acc);
 }
 
 // Four partial sums per row, by column pair modulo 4: short chains, in an order that no tile changes.

@@ -35,28 +35,15 @@ PENSTOCK_INLINE void for_tiles(const RowBlock<kTileRows>& block, F f) {
     });
 }
 
-// Starts the sums with the outliers' rests.
-template <WeightKind kKind>
-void begin_sums(const Panel& panel, const Activation& a, const RowBlock<kTileRows>& block, Sums& sums) {
-    for_tiles(block, [&]<int kRows>(int index, int row) PENSTOCK_LAMBDA {
-        vf acc[1][kRows];
-        for (int r = 0; r < kRows; ++r) acc[0][r] = set1(0.0f);
-        if (block.merged) {
-            add_by_column<kKind, 1, kRows>({panel}, block.outliers[index], acc);
-        } else {
-            add_by_row<kKind, 1, kRows>({panel}, a, row, acc);
-        }
-        for (int r = 0; r < kRows; ++r) store(sums[row - block.row0 + r], acc[0][r]);
-    });
-}
-
-// Adds offsets to the sums and stores them.
+// Adds offsets and the outliers' rests to the sums, and stores them.
 template <WeightKind kKind>
 void end_sums(const PackedMatrix& w, int panel, const Activation& a, const RowBlock<kTileRows>& block, const Sums& sums, const Epilogue& e) {
-    for_tiles(block, [&]<int kRows>(int, int row) PENSTOCK_LAMBDA {
+    const Panel panels[] = {panel_of<kKind>(w, panel)};
+    for_tiles(block, [&]<int kRows>(int index, int row) PENSTOCK_LAMBDA {
         vf acc[1][kRows];
         for (int r = 0; r < kRows; ++r) acc[0][r] = load(sums[row - block.row0 + r]);
-        if constexpr (Layout<kKind>::kAffine) add_offsets<kKind, 1, kRows>({panel_of<kKind>(w, panel)}, a, row, acc);
+        if constexpr (Layout<kKind>::kAffine) add_offsets<kKind, 1, kRows>(panels, a, row, acc);
+        add_outliers<kKind, 1, kRows>(panels, a, row, block.merged ? &block.outliers[index] : nullptr, acc);
         store_tile(acc, row, panel, w.rows, e);
     });
 }
@@ -80,7 +67,7 @@ void multiply_block(const PackedMatrix& w, const Activation& a, const RowBlock<k
     const int groups = a.cols / kGroup, rows = block.row1 - block.row0;
     for (int begin = range.begin; begin < range.end; begin += kPanelsTogether) {
         const int panels = least(range.end - begin, kPanelsTogether);
-        for (int p = 0; p < panels; ++p) begin_sums<kKind>(panel_of<kKind>(w, begin + p), a, block, sums[p]);
+        for (int p = 0; p < panels; ++p) memset(sums[p], 0, (rows + 1) * sizeof sums[p][0]);
         for (int first = 0; first < groups; first += kPieceGroups) {
             const int count = least(groups - first, kPieceGroups);
             input.arrange(a, Layout<kKind>::kSmall ? a.start : a.lift, block.row0, rows, first, count);

@@ -96,7 +96,7 @@ struct Activation {
 };
 
 
-// The panels [begin, end) of a product, which prefetches those from `next` on: its thread will probably compute these next.
+// The panels [begin, end) of a product, which may prefetch those from `next` on: its thread will probably compute these next.
 struct PanelRange {
     int begin, end, next;
 };

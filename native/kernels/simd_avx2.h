@@ -5,7 +5,7 @@ constexpr int kRow8Rows = 3, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 constexpr int kTextRows = 4, kTextVectors = 1;
 constexpr bool kWidensWeights = false;
-constexpr bool kFetchesFar = false;
+constexpr bool kFetchesFar = false, kFollowsStreams = false;
 constexpr int32_t kUnsignedLess = 0;
 constexpr int kStateVectors = 2;  // of columns of a recurrent state that are changed together
 

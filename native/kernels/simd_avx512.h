@@ -11,9 +11,9 @@ constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of querie
 constexpr int kStateVectors = 4;  // of columns of a recurrent state that are changed together
 constexpr bool kWidensWeights = false;  // for many rows, by gemm_widened.cpp
 #if defined(__AVX512BF16__)
-constexpr bool kFetchesFar = true;  // measured on Zen 4; Zen 5, and Intel's with bf16, have it unmeasured
+constexpr bool kFetchesFar = true, kFollowsStreams = true;  // measured on Zen 4; Zen 5, and Intel's with bf16, have them unmeasured
 #else
-constexpr bool kFetchesFar = false;  // Cascade Lake gains nothing
+constexpr bool kFetchesFar = false, kFollowsStreams = false;  // Cascade Lake gains nothing from the first
 #endif
 constexpr int32_t kUnsignedLess = 0;   // dot4_u8 takes unsigned numbers as that much smaller
 constexpr int32_t kDot4Subtracts = 0;  // dot4 subtracts it from each weight of 8 bits

@@ -13,7 +13,7 @@ constexpr int kTextRows = 4, kTextVectors = 1;
 constexpr int kStateVectors = 2;  // of columns of a recurrent state that are changed together
 
 constexpr bool kWidensWeights = true;
-constexpr bool kFetchesFar = false;
+constexpr bool kFetchesFar = false, kFollowsStreams = false;
 
 struct vf { float32x4_t v[4]; };
 struct vi { int32x4_t v[4]; };

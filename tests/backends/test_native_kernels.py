@@ -277,17 +277,18 @@ def test_bf16_product(variant: str, rows: int, cols: int, batch: int) -> None:
     assert np.abs(out - x.astype(np.float64) @ weight.T.astype(np.float64)).max() < 1e-4
 
 
+@pytest.mark.parametrize("cols", [96, 1056])  # an odd number of groups; outliers by column and by row
 @pytest.mark.parametrize("fmt", [*FORMATS, WeightFormat.BF16])
-def test_a_row_of_a_product_does_not_depend_on_its_batch(variant: str, fmt: WeightFormat) -> None:
+def test_a_row_of_a_product_does_not_depend_on_its_batch(variant: str, fmt: WeightFormat, cols: int) -> None:
     rng = np.random.default_rng(7)
-    x = random_rows(rng, 131, 96, outliers=True)  # more than one block of rows
-    dense = rng.standard_normal((50, 96)).astype(np.float32)
+    x = random_rows(rng, 131, cols, outliers=True)  # more than one block of rows
+    dense = rng.standard_normal((50, cols)).astype(np.float32)
     source, raw = (
         (SourceFormat.BF16, bf16_bytes(dense))
         if fmt is WeightFormat.BF16
         else (FORMATS[fmt][0], quantize(dense, FORMATS[fmt][1]))
     )
-    probe = linear_probe(x, raw, source, (50, 96), variant)
+    probe = linear_probe(x, raw, source, (50, cols), variant)
     together = probe.run(range(131))
     for size in (1, 2, 3, 11, 12, 13, 25, 97):
         tokens = list(range(size))
@@ -474,7 +475,10 @@ def test_gated_product_is_gate_and_up_in_one(variant: str, fmt: WeightFormat) ->
         else [x.astype(np.float64) @ bf16(w).T.astype(np.float64) for w in dense]
     )
     g, u = products
-    assert np.abs(probe.run(range(14)) - g / (1 + np.exp(-g)) * u).max() < 1e-4
+    found = probe.run(range(14))
+    assert np.abs(found - g / (1 + np.exp(-g)) * u).max() < 1e-4
+    for few in (1, 2, 3):  # are multiplied by one matrix after the other
+        assert probe.run(range(few)).tobytes() == found[:few].tobytes()
 
 
 def attention_probe(
