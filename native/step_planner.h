@@ -54,8 +54,9 @@ struct Stage {
         const int count = ceil_div(panels, grain), begin = piece_of(task, count) * grain;
         return {begin, std::min(begin + grain, panels), piece_of(task_after(task), count) * grain};
     }
-    // Which of `count` pieces of a matrix a task multiplies. Each member's tasks, if all are equally fast, are neighbours in memory: where
-    // a thread begins elsewhere, the processor has to find out anew what to fetch ahead. Row blocks read a piece one after the other.
+    // Which of `count` pieces of a matrix a task multiplies. If all members are equally fast, the pieces of each one's tasks are neighbours
+    // in memory: where a thread begins elsewhere, the processor has to find out anew what to fetch ahead. With several row blocks,
+    // consecutive tasks share a piece, and pieces keep their order.
     int piece_of(int task, int count) const {
         const int runs = row_blocks == 1 ? std::min(members, count) : 1, nth = task / row_blocks, run = nth % runs;
         return run * (count / runs) + std::min(run, count % runs) + nth / runs;

@@ -93,7 +93,8 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
     });
 }
 
-// `out` keeps the gate's sums until up's follow: of some panels, or, with few rows, of all, since one matrix after the other is read faster.
+// `out` keeps the gate's sums until up's follow. With few rows, up begins after all of the gate's panels, since one stream is read faster
+// than two, and so where weights are widened; else the two take turns, some panels at a time.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
     Epilogue with_gates = e;

@@ -216,14 +216,14 @@ struct Ahead {
     KvPart kv;
 };
 
-// y = the sum over groups of d * 2^e * sum((q_w - zero) q), plus that of m * sum(x), plus the rests of the outliers. These come last: their
-// weights are in a cache by then, while before it each would wait for memory.
+// y = the sum over groups of d * 2^e * sum((q_w - zero) q), plus that of m * sum(x), plus the rests of the outliers. These come last, when
+// their weights are in a cache: at the start of a panel each one would wait for memory.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
                                 const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
     constexpr bool kWaitsForMemory = kPanels == kFewRowPanels && kRows <= kFewRows;  // then it prefetches only weights
-    constexpr bool kIsOneStream = kFollowsStreams && kPanels == 1 && kRows == 1;     // then the processor prefetches faster by itself
+    constexpr bool kIsOneStream = kFollowsStreams && kPanels == 1 && kRows == 1;     // the processor's own prefetching is faster
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;

@@ -113,7 +113,7 @@ def test_a_file_serves_all_instruction_sets(tmp_path: Path) -> None:
 def test_integers_of_rows_are_mapped_as_they_are_packed(
     by_row: bool, apart: list[int], num_arrays: int, tmp_path: Path
 ) -> None:
-    """A matrix of integers has three arrays, or five with columns apart. Their sizes are no multiples of 64 bytes."""
+    """A matrix of integers has three arrays, or five with columns apart. Their sizes need not be multiples of 64 bytes."""
     form = Form("F32", 40, 32, by_row, bool(apart))
     rows = np.random.default_rng(1).standard_normal((40, 32)).astype(np.float32).view(np.uint8)
     engine = new_engine()
