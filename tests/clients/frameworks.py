@@ -118,7 +118,7 @@ def with_instructor(served: Served) -> None:
 
 def with_pydantic_ai(served: Served) -> None:
     """Words, a result with fields, and a tool that the model calls of its own accord, whole and as a stream."""
-    from pydantic_ai import Agent, ToolCallPart
+    from pydantic_ai import Agent, RunContext, Tool, ToolCallPart, ToolDefinition, ToolReturnPart
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
     from pydantic_ai.usage import UsageLimits
@@ -130,7 +130,13 @@ def with_pydantic_ai(served: Served) -> None:
     assert told.output
     found = Agent(model, output_type=Report, model_settings=settings).run_sync(QUESTION, usage_limits=limits)
     assert isinstance(found.output, Report)
-    agent = Agent(model, tools=[get_weather], model_settings=settings)
+
+    async def until_called(context: RunContext, tool: ToolDefinition) -> ToolDefinition | None:
+        """Qwen2.5-Coder 1.5B calls a tool again, by llama.cpp as well, as long as it is offered one."""
+        parts = [part for message in context.messages for part in message.parts]
+        return None if any(isinstance(part, ToolReturnPart) for part in parts) else tool
+
+    agent = Agent(model, tools=[Tool(get_weather, prepare=until_called)], model_settings=settings)
     answer = agent.run_sync(QUESTION, usage_limits=limits)
     parts = [part for message in answer.all_messages() for part in message.parts]
     assert [part.args_as_dict() for part in parts if isinstance(part, ToolCallPart)] == [{"place": "Rome"}]
