@@ -285,9 +285,9 @@ class Admission:
             if self._waits_for is WaitReason.GATE:  # the batch must end first
                 num_ahead += load.num_running
         num_ends = num_ahead + 1 - num_rows_free
-        turn_ns = max(0, num_ends) * ns_per_request
+        rows_ns = max(0, num_ends) * ns_per_request
         prompts_ns = self.pace.prefill_ns(num_prefill_tokens / self.num_engines)
-        return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
+        return max(rows_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
     def _waits_for_adapters(self, load: EngineLoad) -> bool:
         return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
