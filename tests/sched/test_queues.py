@@ -20,7 +20,7 @@ def make_queue(order: Order | None = None, *, bucket_len: int = 1000) -> Waiting
 
 
 def first(queue: WaitingQueue) -> Request | None:
-    return queue.peek_preempted() or queue.peek_held(0) or queue.peek_called() or queue.peek(0)
+    return queue.peek_preempted() or queue.peek_held(0) or queue.peek_ready() or queue.peek(0)
 
 
 def drain(queue: WaitingQueue) -> list[str]:
@@ -117,11 +117,11 @@ class TestWaitingQueue:
         assert queue.views() == (BucketView(0, 1, oldest_ns=5), BucketView(2, 1, oldest_ns=4))
         assert len(queue) == 2
 
-    def test_the_called_join_in_order_after_the_preempted(self) -> None:
+    def test_a_started_batch_joins_in_order_after_the_preempted(self) -> None:
         queue = make_queue(bucket_len=10)
         for idx, num_tokens in enumerate((3, 12, 4, 5)):
             queue.push(make_request(f"r{idx}", num_tokens, arrival_ns=idx), idx)
-        assert [request.request_id for request in queue.call(0, 2, 5)] == ["r0", "r2"]
+        assert [request.request_id for request in queue.start_batch(0, 2, 5)] == ["r0", "r2"]
         preempted = make_request("preempted", 15, arrival_ns=9)
         queue.push_preempted(preempted)
         assert (len(queue), queue.num_joining) == (5, 3)
@@ -153,15 +153,15 @@ class TestWaitingQueue:
             request = make_request(name, priority=priority)
             queue.push(request, 0)
             queue.hold_back(request, 0)
-        assert (queue.num_held_back, queue.peek_preempted(), queue.peek_called()) == (3, None, None)
+        assert (queue.num_held_back, queue.peek_preempted(), queue.peek_ready()) == (3, None, None)
         assert drain(queue) == ["high", "middle", "low"]
 
-    def test_a_called_request_can_leave(self) -> None:
+    def test_a_ready_request_can_leave(self) -> None:
         queue = make_queue()
         requests = [make_request(f"r{idx}", arrival_ns=idx) for idx in range(3)]
         for request in requests:
             queue.push(request, 5)
-        queue.call(0, 9, 5)
+        queue.start_batch(0, 9, 5)
         queue.remove(requests[1])
         assert queue.views() == ()
         assert drain(queue) == ["r0", "r2"]

@@ -81,10 +81,10 @@ class Joining:
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
         candidate = Candidate(request, hit, query_len, packed)
-        return not self._has_room_for(candidate, step) and bool(self._candidate_victims(candidate, step))
+        return self._lacks(candidate, step) is not WaitReason.NOTHING and bool(self._candidate_victims(candidate, step))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
-        """Ask the gate policy how many requests may join. If it calls a batch, only requests of that batch join."""
+        """Ask the gate policy how many requests may join. If it starts a batch, only requests of that batch join."""
         if not self.waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
@@ -101,7 +101,7 @@ class Joining:
             what = "called a batch in decide, but must not, since it says is_continuous = True"
             raise PolicyError("gate", self._gate, what)
         assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
-        batch = self.waiting.call(decision.bucket, decision.max_admissions, now_ns)
+        batch = self.waiting.start_batch(decision.bucket, decision.max_admissions, now_ns)
         self._padding.start(batch, decision.pad_to_tokens)
         return CLOSED
 
@@ -184,9 +184,11 @@ class Joining:
                 counts.waits_for = WaitReason.TOKENS
                 return
             candidate = Candidate(request, hit, query_len, packed)
-            if not self._has_room_for(candidate, step):
+            counts.waits_for = self._lacks(candidate, step)
+            if counts.waits_for is not WaitReason.NOTHING:
                 if not may_preempt or not self._preempt_one(candidate, step):
                     return
+                counts.waits_for = WaitReason.NOTHING
                 preemptor = request  # try it again before its victim: its prefix hit may have changed
                 continue
             if self._waits_for_load(request, hit, step):
@@ -231,9 +233,9 @@ class Joining:
         is_short_of_tokens = step.tokens_left == 0 or waits_for is WaitReason.TOKENS or self.waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
-    def call_back(self, step: StepBuilder) -> None:
+    def resume(self, step: StepBuilder) -> None:
         """Queue requests set aside again once their prefix or adapter is ready. Keep rows and blocks for the others."""
-        self.waiting.call_back(self._keep_places(step))
+        self.waiting.resume(self._keep_places(step))
 
     def _keep_places(self, step: StepBuilder) -> list[Follower]:
         """Keep rows and blocks for requests set aside. Return those whose prefix or adapter is ready."""
@@ -298,7 +300,7 @@ class Joining:
         joining = self.waiting.peek_preempted()
         if held is not None and (joining is None or self._order.outranks(held, joining, step.now_ns)):
             joining = self._preempted_before(held, step.now_ns) or held
-        joining = joining or self.waiting.peek_called()
+        joining = joining or self.waiting.peek_ready()
         if fresh is not None and (joining is None or self._order.outranks(fresh, joining, step.now_ns)):
             return self._preempted_before(fresh, step.now_ns) or fresh
         return joining
@@ -321,17 +323,14 @@ class Joining:
             return True
         return self._has_ranks and sum(not self._order.outranks(request, long, step.now_ns) for long in longs) < limit
 
-    def _has_room_for(self, candidate: Candidate, step: StepBuilder) -> bool:
+    def _lacks(self, candidate: Candidate, step: StepBuilder) -> WaitReason:
+        """Return what the candidate lacks to join. NOTHING: there is room for it."""
         if self._lacks_adapter_place(candidate.request):
-            step.counts.waits_for = WaitReason.ADAPTER
-            return False
+            return WaitReason.ADAPTER
         if self._num_taken_rows(step) + candidate.request.num_rows > self._running.max_rows:
-            step.counts.waits_for = WaitReason.ROWS
-            return False
-        if self._running.has_room_for(candidate, step.num_promised_blocks):
-            return True
-        step.counts.waits_for = WaitReason.MEMORY
-        return False
+            return WaitReason.ROWS
+        has_memory = self._running.has_room_for(candidate, step.num_promised_blocks)
+        return WaitReason.NOTHING if has_memory else WaitReason.MEMORY
 
     def _lacks_adapter_place(self, request: Request) -> bool:
         return request.adapter is not None and self._adapters.is_full(request.adapter)
@@ -399,7 +398,6 @@ class Joining:
         victim = running.choose_victim(lower, candidate.request, candidate.query_len)
         if not victim.background:  # else no block was promised
             step.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([victim])))
-        step.counts.waits_for = WaitReason.NOTHING
         running.preempt(step, victim, PreemptReason.ORDER)
         return True
 

@@ -1,4 +1,4 @@
-"""The waiting queue, in the order of service: preempted requests, those called to a batch, then all others in buckets.
+"""The queues of waiting requests: one for background requests, one for all others.
 
 Every operation is O(log n) or better, amortised. A fair order gives each tenant a lane, so that charging a tenant changes one
 key, not one for each of its requests.
@@ -193,12 +193,22 @@ class Follower:
 
 
 class WaitingQueue:
+    """Waiting requests of one class.
+
+    Fresh ones, in buckets, need the gate to join. All others join without it:
+
+    - preempted requests
+    - ready requests: the gate started their batch, or the prefix or adapter for which they were set aside is ready
+    - requests held back for their long prompts
+    - requests set aside until a prefix or an adapter is ready
+    """
+
     def __init__(self, order: Order, bucket_of: Callable[[Request], int]) -> None:
         self.order = order
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}
         self.num_fresh = 0
-        self._called: OrderedDict[str, Request] = OrderedDict()
+        self._ready: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
         self.num_held_back = 0
         """A count, so that an empty queue costs a step no calls."""
@@ -206,12 +216,12 @@ class WaitingQueue:
         self._preempted: list[tuple[OrderKey, Request]] = []
 
     def __len__(self) -> int:
-        return self.num_fresh + self.num_held_back + len(self._preempted) + len(self._called) + len(self._aside)
+        return self.num_fresh + self.num_held_back + len(self._preempted) + len(self._ready) + len(self._aside)
 
     @property
     def num_joining(self) -> int:
         """Number of requests that join without asking the gate."""
-        return len(self._preempted) + len(self._called) + self.num_held_back + len(self._aside)
+        return len(self._preempted) + len(self._ready) + self.num_held_back + len(self._aside)
 
     @property
     def preempted(self) -> Iterator[Request]:
@@ -247,14 +257,14 @@ class WaitingQueue:
         """Queue a preempted request by the key that it had on arrival. Among equal keys the last pushed is first."""
         insort_left(self._preempted, (self.order.key(request, request.arrival_ns), request), key=_key)
 
-    def call(self, index: int, count: int, now_ns: int) -> list[Request]:
+    def start_batch(self, index: int, count: int, now_ns: int) -> list[Request]:
         """Let up to `count` requests of bucket `index` join, in the order of service. Return them."""
-        called: list[Request] = []
-        while len(called) < count and (request := self.peek(now_ns, index)) is not None:
+        batch: list[Request] = []
+        while len(batch) < count and (request := self.peek(now_ns, index)) is not None:
             self.remove(request)
-            called.append(request)
-        self._called.update((request.request_id, request) for request in called)
-        return called
+            batch.append(request)
+        self._ready.update((request.request_id, request) for request in batch)
+        return batch
 
     def hold_back(self, request: Request, now_ns: int) -> None:
         """Set a request with a long prompt aside while enough others run. Later requests pass it."""
@@ -272,14 +282,14 @@ class WaitingQueue:
     def peek_held(self, now_ns: int) -> Request | None:
         return self._held.peek(now_ns) if self.num_held_back else None
 
-    def peek_called(self) -> Request | None:
-        return next(iter(self._called.values()), None)
+    def peek_ready(self) -> Request | None:
+        return next(iter(self._ready.values()), None)
 
     def step_aside(self, follower: Follower) -> None:
         self.remove(follower.request)
         self._aside[follower.request.request_id] = follower
 
-    def call_back(self, followers: Sequence[Follower]) -> None:
+    def resume(self, followers: Sequence[Follower]) -> None:
         """Put requests that were set aside back into the queue, before all requests that passed them."""
         for follower in reversed(followers):
             request = follower.request
@@ -287,8 +297,8 @@ class WaitingQueue:
             if request.status is RequestStatus.PREEMPTED:
                 self.push_preempted(request)
             else:
-                self._called[request.request_id] = request
-                self._called.move_to_end(request.request_id, last=False)
+                self._ready[request.request_id] = request
+                self._ready.move_to_end(request.request_id, last=False)
 
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
         bucket = self._buckets.get(index)
@@ -300,7 +310,7 @@ class WaitingQueue:
             self.num_fresh -= 1
         elif self._held.discard(request):
             self.num_held_back -= 1
-        elif not (self._called.pop(request.request_id, None) or self._aside.pop(request.request_id, None)):
+        elif not (self._ready.pop(request.request_id, None) or self._aside.pop(request.request_id, None)):
             del self._preempted[next(idx for idx, entry in enumerate(self._preempted) if entry[1] is request)]
 
 

@@ -446,7 +446,7 @@ class Extending:
             if request.background and step.is_ahead:
                 step.needs_preemption = True
                 return
-            assert request.background or not step.admissions, "a step must not both admit and preempt"
+            assert request.background or not step.admissions, "after an admission, a running request must not need a preemption"
             victim = running.choose_victim(running.preemptable_for(request), request, query_len)
             step.lacks_memory |= not victim.background
             running.preempt(step, victim, PreemptReason.MEMORY)

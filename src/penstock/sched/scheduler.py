@@ -26,7 +26,7 @@ from penstock.sched.joining import CLOSED, Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
 from penstock.sched.progress import Advance, StepOutcome
-from penstock.sched.queue import Queues
+from penstock.sched.queue import Queues, WaitingQueue
 from penstock.sched.running import Extending, Running
 from penstock.sched.step_builder import StepBuilder
 from penstock.types.adapter import AdapterSource
@@ -42,11 +42,11 @@ MAX_FORCED_AT_ONCE = 255
 MAX_RESENT_BIASES = 1024
 """Requests with more logit biases get no forced tokens: forcing a token sends the whole request again, with its biases."""
 ALL_RUN: Sequence[Collection[str]] = ((),)
-"""The attempts of `schedule` if no request must sit out."""
+"""The `sit_out_sets` of `schedule` if no request must sit out."""
 
 
 @dataclass(slots=True)
-class Flight:
+class PlannedStep:
     """A step that was planned and is not yet committed."""
 
     step_id: int
@@ -56,6 +56,12 @@ class Flight:
 
 
 class Scheduler:
+    """Plans and commits steps.
+
+    `Extending` plans rows of running requests, and `Joining` admits waiting ones: there is one for background requests, one for
+    all others. `Guessing` and `Padding` add to the finished rows. `progress` is the only writer of requests.
+    """
+
     def __init__(
         self,
         capacity: Capacity,
@@ -100,8 +106,9 @@ class Scheduler:
         self._guessing = Guessing(policies.guesser, self.kv, capacity, drafter) if can_guess else None
         self._padding = Padding(capacity, self._running.release)
         self.adapters = Adapters(self.kv, self._running, self._queues, adapters, max_adapters)
-        self._joining, self._background_joining = [
-            Joining(
+
+        def make_joining(waiting: WaitingQueue, *, is_background: bool) -> Joining:
+            return Joining(
                 self.kv,
                 policies,
                 waiting,
@@ -110,16 +117,17 @@ class Scheduler:
                 self._padding,
                 self.adapters,
                 max_step_tokens=capacity.max_step_tokens,
-                is_background=waiting is self._queues.background,
+                is_background=is_background,
             )
-            for waiting in (self._queues.waiting, self._queues.background)
-        ]
-        """Admission of all requests but background ones, and of background requests."""
+
+        self._joining = make_joining(self._queues.waiting, is_background=False)
+        """Admission of all requests but background ones."""
+        self._background_joining = make_joining(self._queues.background, is_background=True)
         self._share = Share(policies.background_share)
         if capacity.is_one_pass:
             self.skip_prefix_stops()
         self._extending = Extending(self.kv, self._running)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[PlannedStep] = deque()
         self._ahead = Ahead(self.kv, policies, self._running, self.groups)
         self._beams = Beams(self.kv, self._running, self.groups)
         self._is_continuous = policies.gate.is_continuous
@@ -261,11 +269,12 @@ class Scheduler:
 
     # schedule
 
-    def schedule(self, now_ns: int, attempts: Sequence[Collection[str]] = ALL_RUN) -> StepPlan | None:
+    def schedule(self, now_ns: int, sit_out_sets: Sequence[Collection[str]] = ALL_RUN) -> StepPlan | None:
         """Return the plan of the next step. Return None if there is nothing to compute, or a step in flight must be committed
         first.
 
-        `attempts` are sets of requests that get no row, the last one empty. The next is tried if no request got a row.
+        `sit_out_sets`: ids to leave out of the step. A later, smaller set replaces an earlier one if the step would be empty.
+        The last set is empty.
         """
         self._share.pass_time(now_ns, has_work=self._has_background)
         if self._yields_until_ns is not None:
@@ -274,7 +283,7 @@ class Scheduler:
         if self._yields_until_ns is not None:
             self.news = PlanNews(now_ns, WaitReason.NOTHING, (), ())
             return None
-        plan = self._schedule(now_ns, attempts if self._is_continuous else ALL_RUN)
+        plan = self._schedule(now_ns, sit_out_sets if self._is_continuous else ALL_RUN)
         if self.adapters.seen:
             self.adapters.forget_seen()
         return plan
@@ -288,27 +297,27 @@ class Scheduler:
             return False
         return self._num_requests == self._num_background and self._others_serve(now_ns)
 
-    def _schedule(self, now_ns: int, attempts: Sequence[Collection[str]]) -> StepPlan | None:
+    def _schedule(self, now_ns: int, sit_out_sets: Sequence[Collection[str]]) -> StepPlan | None:
         if not self._flights:
-            return self._plan(now_ns, attempts)
+            return self._plan(now_ns, sit_out_sets)
         assert len(self._flights) == 1, "two steps are in flight"
         if not self._needs_preemption and self._ahead.begin():
             try:
                 if not self._joining.must_preempt(now_ns):
-                    return self._plan(now_ns, attempts)
+                    return self._plan(now_ns, sit_out_sets)
             finally:
                 self._ahead.end()
         self.news = PlanNews(now_ns, self.news.waits_for, (), ())
         return None
 
-    def _plan(self, now_ns: int, attempts: Sequence[Collection[str]]) -> StepPlan | None:
+    def _plan(self, now_ns: int, sit_out_sets: Sequence[Collection[str]]) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._queues.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
         step, fills = self._begin_step(now_ns), self._is_continuous and self._has_background
         self._joining.wakeup_ns = self._background_joining.wakeup_ns = None
         if fills and self._share.is_owed:
-            self._fill(step, attempts)
+            self._fill(step, sit_out_sets)
             others = self._running.of_class(background=False)
             step.counts.rested = [*step.counts.rested, *[request.request_id for request in others]]
             if not step.rows:  # without the blocks and rows promised to background requests
@@ -316,11 +325,11 @@ class Scheduler:
             elif len(self._queues.waiting):
                 step.counts.waits_for = step.counts.waited_for or WaitReason.TOKENS
         if not step.rows:
-            self._serve(step, self._joining_batch, attempts)
+            self._serve(step, self._joining_batch, sit_out_sets)
             if step.admissions or step.counts.waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.ADAPTER):
                 self._running.protect_next()
             if fills:
-                self._fill(step, attempts)
+                self._fill(step, sit_out_sets)
         self._needs_preemption = step.needs_preemption
         self.news = PlanNews(now_ns, step.counts.waits_for, step.admissions, step.preemptions, step.set_aside)
         return self._build(step) if step.rows or step.padding_rows else None
@@ -351,7 +360,7 @@ class Scheduler:
         is_next = not len(self._running) and not len(self._queues.waiting)
         return self._background_joining if is_under_way or is_next else self._joining
 
-    def _serve(self, step: StepBuilder, joining: Joining, attempts: Sequence[Collection[str]]) -> None:
+    def _serve(self, step: StepBuilder, joining: Joining, sit_out_sets: Sequence[Collection[str]]) -> None:
         """Plan the rows of one class of requests, and ask the budget for the tokens of their prompts."""
         counts, running = step.counts, self._running.of_class(background=joining.is_background)
         step.gate = joining.ask_gate(step.now_ns)
@@ -361,14 +370,14 @@ class Scheduler:
             if step.rows:
                 return
             running = self._running.of_class(background=joining.is_background)
-        prefills = self._extending.decodes(step, running, attempts[0])
+        prefills = self._extending.decodes(step, running, sit_out_sets[0])
         if len(prefills) > 1:
             prefills = joining.rank(prefills, step.now_ns)
         if step.rows or prefills or counts.sat_out or len(joining.waiting):
             step.limits = self._ask_budget(counts, prefills)
         if not is_alone and (prefills or len(joining.waiting)):  # else there is nothing to share out, as in most steps
             self._share_out(step, joining, prefills)
-        for fewer in attempts[1:]:
+        for fewer in sit_out_sets[1:]:
             if counts.sat_out and not step.rows:  # no other request has a row
                 self._extending.decodes(step, running, fewer)
 
@@ -382,7 +391,7 @@ class Scheduler:
             with_rows = {row.request_id for row in step.rows}
             step.counts.rested = [request.request_id for request in running if request.request_id not in with_rows]
 
-    def _fill(self, step: StepBuilder, attempts: Sequence[Collection[str]]) -> None:
+    def _fill(self, step: StepBuilder, sit_out_sets: Sequence[Collection[str]]) -> None:
         """Plan rows of background requests with the tokens that other requests left, up to the budget's `fill_tokens`."""
         counts, running = step.counts, self._running.of_class(background=True)
         num_before, waits_for, sat_out, rested = counts.num_tokens, counts.waits_for, counts.sat_out, counts.rested
@@ -398,7 +407,7 @@ class Scheduler:
         if waits_for not in (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.LOADING):
             # Background requests do not use up the other resources, or return them when they are preempted.
             counts.waits_for = WaitReason.NOTHING
-        for fewer in attempts:
+        for fewer in sit_out_sets:
             most = min(int(num_left / limits.decode_tokens), self.capacity.max_step_tokens - num_before)
             most = max(0 if step.rows else 1, most)
             self._extending.decodes(step, running, fewer, most=most)
@@ -436,11 +445,12 @@ class Scheduler:
     def _share_out(self, step: StepBuilder, joining: Joining, prefills: list[Request]) -> None:
         """Give the tokens that decodes left over to the running prefills and waiting requests of a class.
 
-        Admissions leave running requests the blocks for their current tokens, so no step both admits and preempts.
+        Admissions leave the class's running requests the blocks for their current tokens, so no request is preempted for these
+        after an admission.
         """
         has_waiting = len(joining.waiting) > 0
         if has_waiting:
-            joining.call_back(step)
+            joining.resume(step)
         if has_waiting or prefills:
             step.num_promised_blocks += self._running.num_missing_blocks(background=joining.is_background)
         if prefills:
@@ -478,7 +488,7 @@ class Scheduler:
         saves = self._save_states(step)
         plan = StepPlan(self._num_steps, step.now_ns, admits, rows, releases, saves, guesses, counts.num_repeated)
         self._num_steps += 1
-        self._flights.append(Flight(plan.step_id, counts))
+        self._flights.append(PlannedStep(plan.step_id, counts))
         return plan
 
     def _note_served(self, step: StepBuilder, rows: tuple[RowPlan, ...]) -> None:
