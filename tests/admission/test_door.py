@@ -62,7 +62,7 @@ def busy(door: Admission, *, rate: float = 4.0, seconds: float = 10.0) -> int:
 
 def refusal(door: Admission, load: EngineLoad, now_ns: int = 0, **ask: Any) -> Rejected | None:
     try:
-        door.leave(door.decide(Ask(**{"num_token_ids": 10} | ask), load, now_ns))
+        door.end_entering(door.decide(Ask(**{"num_token_ids": 10} | ask), load, now_ns))
     except Rejected as rejected:
         return rejected
     return None
@@ -70,14 +70,14 @@ def refusal(door: Admission, load: EngineLoad, now_ns: int = 0, **ask: Any) -> R
 
 def enter(door: Admission, name: str, now_ns: int = 0, num_prompt: int = 10, tenant: str = "", **ask: Any) -> Request:
     """Let one in and submit it."""
-    place = door.decide(Ask(num_token_ids=num_prompt, tenant=tenant, **ask), make_load(), now_ns)
+    entering = door.decide(Ask(num_token_ids=num_prompt, tenant=tenant, **ask), make_load(), now_ns)
     max_tokens, priority = ask.get("max_new_tokens", 16), ask.get("priority", 0)
     request = make_request(
         name, num_prompt, arrival_ns=now_ns, max_tokens=max_tokens, priority=priority, adapter=ask.get("adapter")
     )
     request.tenant = tenant
-    door.enter(place, [request], now_ns)
-    door.leave(place)
+    door.add_requests(entering, [request], now_ns)
+    door.end_entering(entering)
     return request
 
 
@@ -138,9 +138,9 @@ class TestQueueLength:
 
     def test_calls_on_their_way_in_count(self):
         door = make_door(max_queue=2)
-        place = door.decide(Ask(num_requests=2), FULL, 0)
+        entering = door.decide(Ask(num_requests=2), FULL, 0)
         assert refusal(door, FULL) is not None
-        door.leave(place)
+        door.end_entering(entering)
         assert refusal(door, FULL) is None
 
     def test_the_announced_time_is_the_excess_over_the_measured_rate(self):
@@ -341,9 +341,9 @@ class TestKvHeadroom:
 
 def test_each_request_has_a_recurrent_state() -> None:
     door = Admission(AdmissionLimits(), replace(CAPACITY, num_state_blocks=30))
-    place = door.decide(Ask(num_token_ids=10, max_new_tokens=6), make_load(), 0)
-    assert (place.view.num_blocks_own, place.view.num_blocks_demanded) == (31, 31)
-    door.leave(place)
+    entering = door.decide(Ask(num_token_ids=10, max_new_tokens=6), make_load(), 0)
+    assert (entering.view.num_blocks_own, entering.view.num_blocks_demanded) == (31, 31)
+    door.end_entering(entering)
 
 
 class TestAdapters:
@@ -359,9 +359,9 @@ class TestAdapters:
 
     @staticmethod
     def view(door: Admission, load: EngineLoad, now_ns: int = 0, **ask: Any) -> DoorView:
-        place = door.decide(Ask(num_token_ids=10, **ask), load, now_ns)
-        door.leave(place)
-        return place.view
+        entering = door.decide(Ask(num_token_ids=10, **ask), load, now_ns)
+        door.end_entering(entering)
+        return entering.view
 
     def test_pages_of_adapters_count_once_for_each(self):
         door, _ = self.door()
@@ -483,24 +483,24 @@ class TestDeadlines:
 def test_a_tenants_calls_on_their_way_in_count_too():
     """Each as one, whatever the number of its choices or texts."""
     door, load = make_door(tenant_max_concurrent=2, tenant_tokens_per_minute=10_000), make_load(num_running=1, num_rows_free=7)
-    place = door.decide(Ask(num_token_ids=10, num_requests=8), make_load(), 0)
+    entering = door.decide(Ask(num_token_ids=10, num_requests=8), make_load(), 0)
     assert refusal(door, load) is None
     other = door.decide(Ask(num_token_ids=10, num_requests=2), load, 0)
     refused = refusal(door, load)
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_CONCURRENCY
-    for one in (place, other):
-        door.leave(one)
+    for one in (entering, other):
+        door.end_entering(one)
     assert refusal(door, load) is None
 
 
 def test_the_prompt_of_several_choices_is_counted_once():
     one, four = make_door(tenant_tokens_per_minute=3000), make_door(tenant_tokens_per_minute=3000)
     for door, num_choices in ((one, 1), (four, 4)):
-        place = door.decide(Ask(num_token_ids=1000, num_requests=num_choices, max_new_tokens=16), make_load(), 0)
+        entering = door.decide(Ask(num_token_ids=1000, num_requests=num_choices, max_new_tokens=16), make_load(), 0)
         requests = [make_request(f"{nth}", 1000, max_tokens=16, shares_prompt=nth > 0) for nth in range(num_choices)]
-        door.enter(place, requests, 0)
-        door.leave(place)
+        door.add_requests(entering, requests, 0)
+        door.end_entering(entering)
     assert one._num_prefill_tokens == four._num_prefill_tokens == 1000
     load = make_load(num_running=8, num_rows_free=0)
     assert four._num_blocks_demanded(load) == one._num_blocks_demanded(load) + 3, "16 tokens of each answer"
@@ -525,20 +525,20 @@ class TestExpectations:
     def test_the_tokens_of_a_text_are_learned(self):
         door = make_door()
         for _ in range(200):
-            place = door.decide(Ask(num_chars=100), make_load(), 0)
-            door.enter(place, [make_request("a", 50)], 0)
-            door.leave(place)
+            entering = door.decide(Ask(num_chars=100), make_load(), 0)
+            door.add_requests(entering, [make_request("a", 50)], 0)
+            door.end_entering(entering)
             end(door, 0, "a")
         assert door.decide(Ask(num_chars=1000), make_load(), 0).view.num_prompt_tokens == pytest.approx(500, rel=0.05)
 
     def test_the_margin_grows_with_those_who_come_later_than_expected(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        place = door.decide(Ask(num_token_ids=10), make_load(8, 3, 0), now_ns)  # a second, half of the target
+        entering = door.decide(Ask(num_token_ids=10), make_load(8, 3, 0), now_ns)  # a second, half of the target
         request = make_request("r", 10, arrival_ns=now_ns)
-        door.enter(place, [request], now_ns)
-        door.leave(place)
-        request.first_token_ns = now_ns + 3 * place.view.ttft_ns
+        door.add_requests(entering, [request], now_ns)
+        door.end_entering(entering)
+        request.first_token_ns = now_ns + 3 * entering.view.ttft_ns
         door.on_tokens([request], ())
         assert door.margin.factor == pytest.approx(3.0)
 
@@ -546,13 +546,13 @@ class TestExpectations:
         """The expected time is that of the first. Others of a long list may wait for as many ends."""
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        place = door.decide(Ask(num_token_ids=20, num_requests=3), make_load(8, 3, 0), now_ns)
+        entering = door.decide(Ask(num_token_ids=20, num_requests=3), make_load(8, 3, 0), now_ns)
         requests = [make_request(name, 10, arrival_ns=now_ns) for name in "abc"]
-        door.enter(place, requests[:2], now_ns)
-        door.enter_more(place, requests[2:], now_ns, is_first=False)
-        door.leave(place)
+        door.add_requests(entering, requests[:2], now_ns)
+        door.add_some_requests(entering, requests[2:], now_ns, is_first=False)
+        door.end_entering(entering)
         for idx, request in enumerate(requests):
-            request.first_token_ns = now_ns + (1 + 2 * idx) * place.view.ttft_ns
+            request.first_token_ns = now_ns + (1 + 2 * idx) * entering.view.ttft_ns
         door.on_tokens(requests, ())
         assert door.margin.factor == FIRST_FACTOR
 
@@ -581,9 +581,9 @@ def test_a_call_of_the_servers_own_leaves_its_tenants_limits_as_they_are() -> No
     """Though the door has limits for tenants without their own."""
     door, limits = make_door(tenant_max_concurrent=8, tenant_tokens_per_minute=100), TenantLimits(requests_per_minute=1)
     for is_limited in (True, False, False):
-        place = door.decide(Ask(num_token_ids=90, tenant="a", limits=limits, is_limited=is_limited), make_load(), 0)
-        assert (place.held is not None) is is_limited
-        door.leave(place)
+        entering = door.decide(Ask(num_token_ids=90, tenant="a", limits=limits, is_limited=is_limited), make_load(), 0)
+        assert (entering.held is not None) is is_limited
+        door.end_entering(entering)
     refused = refusal(door, make_load(), tenant="a", limits=limits)
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_REQUESTS
@@ -610,10 +610,10 @@ def test_a_job_in_the_background_is_let_in_and_makes_nobody_wait() -> None:
     alone, beside = doors
     for idx in range(1000):
         ask = Ask(num_token_ids=500, background=True, tenant="a")
-        place = beside.decide(ask, load._replace(num_background=idx, num_blocks_background=60), 10 * SECOND)
+        entering = beside.decide(ask, load._replace(num_background=idx, num_blocks_background=60), 10 * SECOND)
         request = make_request(f"line-{idx}", 500, background=True)
-        beside.enter(place, [request], 10 * SECOND)
-        beside.leave(place)
+        beside.add_requests(entering, [request], 10 * SECOND)
+        beside.end_entering(entering)
     end(beside, 10, "line-0", num_generated=1000, background=True)
     crowded = load._replace(num_background=999, num_blocks_background=60, num_blocks_free=load.num_blocks_free - 60)
     one, other = (

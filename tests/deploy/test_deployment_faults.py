@@ -157,9 +157,9 @@ def test_what_a_tenant_has_used_is_remembered_when_its_model_is_loaded_again(pat
         try:
             door, now_ns = running.admission, running.clock.now_ns()
             if refused_with is None:
-                place = door.decide(ask, running.engine.load(), now_ns)
-                door.enter(place, [make_request("r", list(range(60)), max_tokens=1, tenant="a")], now_ns)
-                door.leave(place)
+                entering = door.decide(ask, running.engine.load(), now_ns)
+                door.add_requests(entering, [make_request("r", list(range(60)), max_tokens=1, tenant="a")], now_ns)
+                door.end_entering(entering)
                 door.forget(["r"])
                 continue
             with pytest.raises(Rejected) as refused:

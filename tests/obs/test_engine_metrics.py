@@ -165,11 +165,11 @@ def test_an_announced_retry_finds_a_place():
         nonlocal num_submitted
         while True:
             try:
-                place = server.admission.decide(PATIENT, server.engine.load(), server.clock.now_ns())
+                entering = server.admission.decide(PATIENT, server.engine.load(), server.clock.now_ns())
             except Rejected as refusal:
                 return refusal
             server.submit(f"r{num_submitted}", 1, max_tokens=10)
-            server.admission.leave(place)
+            server.admission.end_entering(entering)
             num_submitted += 1
 
     for _ in range(200):  # twenty seconds at the limit

@@ -107,16 +107,16 @@ class Town:
         num_prompt, num_new = rng.randint(1, 30), rng.randint(4, 30)
         ask = Ask(num_token_ids=num_prompt, max_new_tokens=num_new, min_new_tokens=num_new, deadline_ns=fate.deadline_ns)
         try:
-            place = self.admission.decide(ask, self.engine.load(), now_ns)
+            entering = self.admission.decide(ask, self.engine.load(), now_ns)
         except Rejected as refusal:
             self.refused[refusal.reason] += 1
             del self.fates[name]
             return
         prompt = [rng.randrange(1, 200) for _ in range(num_prompt)]
         request = make_request(name, prompt, arrival_ns=now_ns, max_tokens=num_new, deadline_ns=fate.deadline_ns)
-        self.admission.enter(place, [request], now_ns)
+        self.admission.add_requests(entering, [request], now_ns)
         self.engine.submit(request)
-        self.admission.leave(place)
+        self.admission.end_entering(entering)
         if fate.cancel_after_ns is not None:
             self.cancels.append((now_ns + fate.cancel_after_ns, name))
 

@@ -235,9 +235,9 @@ def test_the_door_lets_in_as_many_as_the_pool_holds_beside_their_adapters(number
             with pytest.raises(Rejected, match="the KV cache is too full"):
                 door.decide(ask, load, 0)
             break
-        place = door.decide(ask, load, 0)
-        door.enter(place, [one], 0)
-        door.leave(place)
+        entering = door.decide(ask, load, 0)
+        door.add_requests(entering, [one], 0)
+        door.end_entering(entering)
     del asked[num_let_in:]
     driver.turn(*map(Add, asked))
     assert len(running(driver)) == num_let_in

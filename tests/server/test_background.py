@@ -23,11 +23,14 @@ QUESTIONS = [
 @pytest.mark.parametrize("in_background", [False, True])
 async def test_only_the_scope_makes_a_request_background(monkeypatch, path, body, in_background):
     runtime = make_text_runtime() if "embeddings" in path else make_runtime()
-    entered, enter_more = [], runtime.admission.enter_more
+    entered, add_some_requests = [], runtime.admission.add_some_requests
     monkeypatch.setattr(
         runtime.admission,
-        "enter_more",
-        lambda place, requests, now_ns, **kw: (entered.extend(requests), enter_more(place, requests, now_ns, **kw)),
+        "add_some_requests",
+        lambda entering, requests, now_ns, **kw: (
+            entered.extend(requests),
+            add_some_requests(entering, requests, now_ns, **kw),
+        ),
     )
     app = create_app(deployment_of(runtime), ServerConfig(ignore_unknown_parameters=True))
 

@@ -744,7 +744,7 @@ class Call:
         self.requests.append(make_request(f"{self.name}.{len(self.requests) + 1}", text.tokens.token_ids))
         return self.requests[-1]
 
-    def enter(self, requests):
+    def report_requests(self, requests):
         pass
 
     def take(self, text, states, chunk):

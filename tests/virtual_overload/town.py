@@ -96,7 +96,7 @@ class Town:
         job = client.job
         ask = Ask(num_token_ids=job.num_prompt_tokens, max_new_tokens=512, claim=client.idx.to_bytes(4, "big"))
         try:
-            place = self.admission.decide(ask, self._load(), self.now_ns)
+            entering = self.admission.decide(ask, self._load(), self.now_ns)
         except Rejected as refusal:
             retry_after_s = math.ceil(refusal.retry_after_s or math.nan)  # as the header has it
             client.refused_ns.append(self.now_ns)
@@ -111,9 +111,9 @@ class Town:
         )
         client.admitted_ns = self.now_ns
         self.clients[request.request_id] = client
-        self.admission.enter(place, [request], self.now_ns)
+        self.admission.add_requests(entering, [request], self.now_ns)
         self.inbox.append(Add(request))
-        self.admission.leave(place)
+        self.admission.end_entering(entering)
         return None
 
     def _load(self) -> EngineLoad:

@@ -61,14 +61,19 @@ class AdmissionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Entering:
+    """An admitted call whose requests are not all submitted yet. `Admission` makes it."""
+
     view: DoorView
     held: Held | None
     """The call in its tenant's account, if limits apply to it."""
 
 
 class Admission:
-    """Admission control of one engine. Also an observer, called on the engine's thread."""
+    """Admission control of one engine. Also an observer, called on the engine's thread.
+
+    The life of a call: `decide`, `add_requests`, `end_entering`, then `on_finish` for each request.
+    """
 
     def __init__(
         self,
@@ -107,8 +112,8 @@ class Admission:
 
     # For the event loop.
 
-    def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
-        """Admit a call, and keep places in the queue for its requests until `leave`. Raises `Rejected`.
+    def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Entering:
+        """Admit a call, and keep places in the queue for its requests until `end_entering`. Raises `Rejected`.
 
         Room for one of its requests is enough. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no requests.
         Background calls are always admitted, and no other call waits for them.
@@ -116,7 +121,7 @@ class Admission:
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=UNAVAILABLE_RETRY_AFTER_S)
         if ask.background:
-            return Place(self._view(ask, load, now_ns, is_expected=True), None)
+            return Entering(self._view(ask, load, now_ns, is_expected=True), None)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
         is_limited = ask.is_limited and (self._has_tenant_limits or ask.limits is not None)
@@ -135,20 +140,21 @@ class Admission:
             self._promises.settle(promise)
         self._num_entering += ask.num_requests
         self._num_entering_tokens += view.num_prompt_tokens
-        return Place(view, self._tenants.hold(_demand(view)) if is_limited else None)
+        return Entering(view, self._tenants.hold(_demand(view)) if is_limited else None)
 
-    def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        view = place.view
+    def add_requests(self, entering: Entering, requests: Sequence[Request], now_ns: int) -> None:
+        """Count all of an admitted call's requests before they are submitted."""
+        view = entering.view
         if not (view.ask.num_token_ids or view.ask.leaves_out_files):
             num_tokens, most = sum([_num_prompt_tokens(request) for request in requests]), view.ask.max_prompt_tokens
             if most is None or max(num_tokens, view.num_prompt_tokens) < most:  # nothing was cut off
                 self.lengths.on_prompt(view.ask.num_chars, num_tokens)
-        self.enter_more(place, requests, now_ns)
+        self.add_some_requests(entering, requests, now_ns)
 
-    def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int, *, is_first: bool = True) -> None:
+    def add_some_requests(self, entering: Entering, requests: Sequence[Request], now_ns: int, *, is_first: bool = True) -> None:
         """Count some of an admitted call's requests before they are submitted. `is_first`: the call's first is one of them.
         The caller reports text lengths to `lengths.on_prompt`."""
-        view = place.view
+        view = entering.view
         if view.ask.background:
             return
         for idx, request in enumerate(requests):
@@ -162,16 +168,17 @@ class Admission:
                 entry.adapter = request.adapter.number
                 entry.num_adapter_blocks = self._outlook(request.adapter).likely_pages
             self._backlog.enter(request.request_id, entry)
-            if place.held is not None:
-                self._tenants.enter(place.held, request.request_id, num_prompt_tokens + num_new_tokens, now_ns)
+            if entering.held is not None:
+                self._tenants.enter(entering.held, request.request_id, num_prompt_tokens + num_new_tokens, now_ns)
 
-    def leave(self, place: Place) -> None:
-        if place.view.ask.background:
+    def end_entering(self, entering: Entering) -> None:
+        """Stop counting the call as entering: its requests were submitted, or it failed."""
+        if entering.view.ask.background:
             return
-        self._num_entering -= place.view.ask.num_requests
-        self._num_entering_tokens -= place.view.num_prompt_tokens
-        if place.held is not None:
-            self._tenants.release(place.held)
+        self._num_entering -= entering.view.ask.num_requests
+        self._num_entering_tokens -= entering.view.num_prompt_tokens
+        if entering.held is not None:
+            self._tenants.release(entering.held)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Stop counting requests that ended without a report from the engine. Idempotent."""

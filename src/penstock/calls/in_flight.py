@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-from penstock.admission.door import Place
+from penstock.admission.door import Entering
 from penstock.calls.call import Call, Terms
 from penstock.clock import Clock
 from penstock.config import ServerConfig
@@ -356,11 +356,11 @@ class InFlight:
         return self._isolates[running.prefix_sharing]
 
     def open(
-        self, call: Call, requests: Sequence[Request], echoes: Sequence[str], form: AnswerForm | None, place: Place
+        self, call: Call, requests: Sequence[Request], echoes: Sequence[str], form: AnswerForm | None, entering: Entering
     ) -> RunningCall:
         """Submit a call's requests to the engine. The caller must close the result."""
         running = call.running
-        running.admission.enter(place, requests, running.clock.now_ns())
+        running.admission.add_requests(entering, requests, running.clock.now_ns())
         try:
             stream = running.bridge.open(requests)
         except BaseException:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.admission.ask import Ask, Conditions
-from penstock.admission.door import Place
+from penstock.admission.door import Entering
 from penstock.calls.call import (
     Call,
     ChatRequest,
@@ -62,7 +62,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     running = call.running
     # Before any wait, so that `--seed` gives calls seeds in the order of their arrival.
     seed = seed_of(call)
-    with at_the_door(running, _ask(call)) as place, in_flight.arriving(Arrival.of(call)) as arrival:
+    with at_the_door(running, _ask(call)) as entering, in_flight.arriving(Arrival.of(call)) as arrival:
         tokenised, form = await _in_time(_tokenised(call), "prompt was not read", running, call.terms)
         matchers, grammar_wait_ns = None, 0
         if call.sampling.follows_grammar:
@@ -81,23 +81,23 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
         engine_id = in_flight.new_engine_id(call.terms.request_id)
         waits = call.terms.waits._replace(grammar=grammar_wait_ns)
         requests = make_requests(call, tokenised, engine_id, seed, matchers, salt=salt, waits=waits)
-        return in_flight.open(call, requests, tokenised.echoes, form, place)
+        return in_flight.open(call, requests, tokenised.echoes, form, entering)
 
 
 @contextmanager
-def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
-    """Ask admission for a place in the queue, kept until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
+def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Entering]:
+    """Ask admission for places in the queue, kept until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
     engine, admission = running.engine, running.admission
     with running.using():
         try:
-            place = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
+            entering = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
         except Rejected as rejected:
             running.metrics.count_rejected(rejected.reason, ask.tenant)
             raise
         try:
-            yield place
+            yield entering
         finally:
-            admission.leave(place)
+            admission.end_entering(entering)
 
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:

@@ -223,9 +223,9 @@ class VirtualServer(NullObserver):
         """
         now_ns, admission = self._clock.now_ns(), self.admission
         if admission is not None and ask is not None:
-            place = admission.decide(ask, self.load(), now_ns)
-            admission.enter(place, [request], now_ns)
-            admission.leave(place)
+            entering = admission.decide(ask, self.load(), now_ns)
+            admission.add_requests(entering, [request], now_ns)
+            admission.end_entering(entering)
             self._first_tokens[request.request_id] = request
         self._output_lens[request.request_id] = num_output_tokens
         self.num_prompt_tokens += request.num_prompt_tokens

@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import blake2b
 
 from penstock.admission.ask import Ask
-from penstock.admission.door import Place
+from penstock.admission.door import Entering
 from penstock.calls.call import Terms
 from penstock.calls.in_flight import InFlight
 from penstock.calls.run import ask_of, at_the_door
@@ -56,14 +56,14 @@ async def run(
     running = call.running
     ask = _ask(call)
     with running.engine.held():  # a draining server still takes the call's later texts
-        with at_the_door(running, ask) as place:
+        with at_the_door(running, ask) as entering:
             found = await running.off_loop.run(work_size(call), partial(tokenise, call), call.terms.lane)
             if not ask.num_token_ids:
                 cut, pairs = call.truncation, zip(call.texts, found, strict=True)
                 whole = [(text, one) for text, one in pairs if cut is None or one.num_tokens < cut.max_tokens]
                 num_chars = sum([_size(text) for text, _ in whole])
                 running.admission.lengths.on_prompt(num_chars, sum([one.num_tokens for _, one in whole]))
-            texts = RunningTexts(call, desk, found, place)
+            texts = RunningTexts(call, desk, found, entering)
             on_open(texts)
             if in_flight is not None:
                 in_flight.add(texts)
@@ -81,12 +81,12 @@ async def run(
 class RunningTexts:
     """A running call. The desk computes its texts, a few at a time. Implements `CallInFlight`."""
 
-    def __init__(self, call: TextsCall, desk: Desk, texts: Sequence[Text], place: Place) -> None:
+    def __init__(self, call: TextsCall, desk: Desk, texts: Sequence[Text], entering: Entering) -> None:
         self.running: RunningModel = call.running
         self.terms: Terms = call.terms
         self._desk = desk
         self._texts = texts
-        self._place = place
+        self._entering = entering
         self._engine_id = desk.new_engine_id(call.terms.request_id)
         self._waiting = deque(dict.fromkeys(texts))
         """Different texts that are not at the desk yet."""
@@ -163,10 +163,10 @@ class RunningTexts:
         )
         return request
 
-    def enter(self, requests: Sequence[Request]) -> None:
+    def report_requests(self, requests: Sequence[Request]) -> None:
         """Report requests to admission before they are submitted."""
         is_first = self._num_requests == len(requests)
-        self.running.admission.enter_more(self._place, requests, self.running.clock.now_ns(), is_first=is_first)
+        self.running.admission.add_some_requests(self._entering, requests, self.running.clock.now_ns(), is_first=is_first)
 
     def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
         """Store the encoder's output for a text. `chunk` is None if the output was cached."""
@@ -269,7 +269,7 @@ class Desk:
                 self._by_id[request.request_id] = asker, key
                 requests.append(request)
         if requests:
-            asker.enter(requests)
+            asker.report_requests(requests)
             self._bridge.submit(requests, self)
 
     def leave(self, asker: RunningTexts, detail: str) -> None:
