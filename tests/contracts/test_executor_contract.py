@@ -221,7 +221,7 @@ def scores(harness: Harness, prompt: Sequence[int], **limits: int) -> list[Token
     scored_on(harness)
     told = request("alone", prompt, prompt_logprobs=3)
     harness.run(told, **limits)
-    assert told.is_scored
+    assert not told.lacks_prompt_logprobs
     return told.prompt_logprobs
 
 

@@ -1,4 +1,5 @@
-"""The KV manager: every request's block table. Only the scheduler calls it.
+"""The KV manager: every request's block table. Called under the core lock: by the scheduler, the stepper (copies of blocks),
+`Transfers` (tier) and `Blocks` (exchange).
 
 Full blocks are added to the prefix cache when their step is committed, so a failed step leaves no entry. A request writes only
 to blocks that it does not share. After a fork, or a cache hit that ends inside a block, it gets a copy first.
@@ -128,7 +129,7 @@ class KVManager:
             return NO_HIT
         table = self._table(request)
         # Cached tokens have no logits, so a request that wants its prompt scored computes all of it.
-        return self.prefix.lookup(request, table) if request.is_scored else NO_HIT
+        return NO_HIT if request.lacks_prompt_logprobs else self.prefix.lookup(request, table)
 
     def allocate(
         self, request: Request, hit: PrefixHit, num_tokens: int, packed: PackedAdapter | None = None
@@ -136,11 +137,9 @@ class KVManager:
         """Give a request its block table for positions [0, num_tokens): the cached blocks of `hit`, then fresh ones. Also pins
         its adapter.
 
-        Raises ValueError, and changes nothing, if too few blocks are available.
+        Raises ValueError, and takes no block, if too few are available.
         """
         table = self._table(request)
-        if self.tier is not None:
-            self.tier.end_wait(request.request_id, computes=True)
         if table.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
         number = request.adapter_number
@@ -149,6 +148,8 @@ class KVManager:
         num_needed = num_fresh + hit.num_free_blocks + num_missing + self.num_state_blocks
         if num_needed > self.pool.num_available:
             raise ValueError(f"{num_needed} blocks needed, {self.pool.num_available} available")
+        if self.tier is not None:
+            self.tier.end_wait(request.request_id, computes=True)
         if not self._hashes_blocks:  # nothing is shared or found again
             self._pin(table, number, packed)
             table.block_ids = self._take(num_fresh)
@@ -420,7 +421,8 @@ class KVManager:
         return table
 
     def _take(self, count: int, *, spills: bool = True) -> list[int]:
-        """Allocate blocks. `spills`: the tier gets the lost contents before the next step. False for blocks filled earlier."""
+        """Allocate blocks. `spills`: the tier gets the lost contents before the next step. False if the blocks are overwritten
+        before then, so their contents could not be spilled."""
         pool, tier = self.pool, self.tier if spills else None
         # Blocks without content are taken first, then those of background requests. Neither is worth storing in the tier.
         num_lost = 0 if tier is None else pool.num_available - pool.num_cached + pool.group_size(BACKGROUND)

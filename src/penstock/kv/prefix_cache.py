@@ -212,7 +212,7 @@ class PrefixCache:
         position = hit.num_tokens
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)
-        if not request.is_scored:
+        if request.lacks_prompt_logprobs:
             return PrefixStop(PrefixEnd.SCORED, position)
         table = self._tables[request.request_id]
         has_other_root = self._note_root(request)
@@ -278,7 +278,7 @@ class PrefixCache:
 
         The block must be whole, or hold the rest of the prompt if hits may end inside a block.
         """
-        if not (self.leaders or self.promises) or not request.is_scored:
+        if not (self.leaders or self.promises) or request.lacks_prompt_logprobs:
             return None
         table = self._tables[request.request_id]
         if self.promises and hit.num_tokens < table.num_known:

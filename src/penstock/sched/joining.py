@@ -337,7 +337,7 @@ class Joining:
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, step: StepBuilder) -> bool:
         swapping = self._kv.swapping
-        if swapping is None or not request.is_scored:
+        if swapping is None or request.lacks_prompt_logprobs:
             return False
         num_spare = self._kv.pool.num_available - step.num_promised_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token

@@ -132,9 +132,9 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
-    def is_scored(self) -> bool:
-        """Whether no log-probabilities of its prompt are left to report, so cached tokens can be skipped."""
-        return self.sampling.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1
+    def lacks_prompt_logprobs(self) -> bool:
+        """True while log-probabilities of the prompt are left to compute. Until then, cached tokens can't be skipped."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def positions_to_score(self, context_len: int, query_len: int) -> range:
         """Return the row's `scored_positions`, empty if the request does not ask for them."""

@@ -381,7 +381,7 @@ class CompletionWriter(AnswerWriter):
 
     def _scored_echo(self, index: int) -> bytes:
         """Return the event with a prompt and its log-probabilities. Empty if the request failed before they were computed."""
-        if not self._call.scores_of(index).is_scored:
+        if self._call.scores_of(index).lacks_prompt_logprobs:
             return b""
         fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}
         text = fast_json.dumps(self._echo(index))
