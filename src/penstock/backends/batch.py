@@ -23,8 +23,17 @@ NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or 
 NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite or not a number"
 
 
-def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_state_blocks: int = 0) -> Capacity:
-    """Return the capacity of an executor on the CPU. `sizes` are the first five fields of `Capacity`.
+def capacity_of(
+    program: Program,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_rows: int,
+    max_step_tokens: int,
+    max_model_len: int,
+    num_state_blocks: int = 0,
+) -> Capacity:
+    """Return the capacity of an executor on the CPU.
 
     `max_scored` is the number of positions whose logits fit in 32 MiB, but at least 16 and at most 256. It is 0 for a program
     of whole texts (`is_one_pass`).
@@ -33,7 +42,11 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_sta
     assert is_one_pass == isinstance(program.ending, States), "programs of texts end in `States`, others in `Logits`"
     max_scored = 0 if is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
     return Capacity(
-        *sizes,
+        num_blocks,
+        block_size,
+        max_rows,
+        max_step_tokens,
+        max_model_len,
         has_state=program.state is not None,
         num_state_blocks=num_state_blocks,
         window=program.window,

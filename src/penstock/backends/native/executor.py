@@ -96,8 +96,14 @@ class NativeExecutor:
         memory_nodes: Sequence[int] = (),
         shares_kv: bool = False,
     ) -> None:
-        sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = capacity_of(program, sizes)
+        self._capacity = capacity_of(
+            program,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+        )
         state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
         kv_shapes = () if is_one_pass else program.kv_shapes  # text encoders have no KV cache
@@ -135,7 +141,7 @@ class NativeExecutor:
             _enable_adapters(self._engine, max_adapter_rank, rounds_floats=rounds)
         self._max_adapter_rank = max_adapter_rank
         self._program = program
-        self._sites, self._matrices, given, kept = lower(
+        self._sites, self._matrices, features_in, features_out = lower(
             program,
             model.weights,
             self._engine,
@@ -145,9 +151,9 @@ class NativeExecutor:
             has_adapters=max_adapter_rank > 0,
             packed=packed,
         )
-        self._given = self._engine.buffer(given) if program.given else None
-        self._kept = self._engine.buffer(kept) if program.kept else None
-        self._num_kept = 0
+        self._features_in = self._engine.buffer(features_in) if program.given else None
+        self._features_out = self._engine.buffer(features_out) if program.kept else None
+        self._num_features_out = 0
         self._placed: dict[int, tuple[int, ...]] = {}  # adapter number -> block ids
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
@@ -303,10 +309,10 @@ class NativeExecutor:
         )
         if self._poison:
             self._forget_stale(plan)
-        if self._given is not None:
-            self._given[: plan.num_tokens] = np.frombuffer(plan.features, np.float32).reshape(plan.num_tokens, -1)
-        if self._kept is not None:
-            self._num_kept = sum([row.samples for row in plan.rows]) if self._program.keeps_samples else plan.num_tokens
+        if self._features_in is not None:
+            self._features_in[: plan.num_tokens] = np.frombuffer(plan.features, np.float32).reshape(plan.num_tokens, -1)
+        if self._features_out is not None:
+            self._num_features_out = sum([row.samples for row in plan.rows]) if self._program.keeps_samples else plan.num_tokens
         self._flight, self._start_ns = plan.step_id, time.monotonic_ns()
         if self._awaits_masks:
             rows.begin(self._engine)
@@ -341,7 +347,7 @@ class NativeExecutor:
             logprobs=self._logprobs() if self._wants_logprobs else {},
             prompt_logprobs=self._prompt_logprobs() if self._scores_prompts else {},
             failures=dict.fromkeys(failed, NO_USABLE_LOGIT),
-            features=b"" if self._kept is None else self._kept[: self._num_kept].tobytes(),
+            features=b"" if self._features_out is None else self._features_out[: self._num_features_out].tobytes(),
         )
 
     def _timing(self, start_ns: int) -> StepTiming:
@@ -429,7 +435,7 @@ class NativeExecutor:
         self._flight = None
         if self._opened is not None:
             self._opened.abandon_step()
-        self._opened = self._opened_rows = self._kv_file = self._given = self._kept = None
+        self._opened = self._opened_rows = self._kv_file = self._features_in = self._features_out = None
 
 
 def _sizes(shape: KvShape) -> tuple[int, int, int]:

@@ -61,7 +61,6 @@ class ReferenceExecutor:
         poison: bool = False,
         max_adapter_rank: int = 0,
     ) -> None:
-        sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         is_one_pass = program.is_one_pass
         if is_one_pass and max_adapter_rank:
             raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
@@ -71,7 +70,15 @@ class ReferenceExecutor:
         self._kv_dtype = kv_dtype
         # Text encoders store nothing in blocks.
         self._cache = self._make_cache(1 if is_one_pass else num_blocks, 1 if is_one_pass else block_size, poison=poison)
-        self._capacity = capacity_of(program, sizes, -(-4 * self._state.num_floats // max(1, self.block_bytes)))
+        self._capacity = capacity_of(
+            program,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+            num_state_blocks=-(-4 * self._state.num_floats // max(1, self.block_bytes)),
+        )
         self._max_adapter_rank = max_adapter_rank
         self._adapters: dict[int, tuple[PagedFactors, tuple[int, ...]]] = {}
         """Number -> the adapter, and the blocks with its pages."""
@@ -81,9 +88,9 @@ class ReferenceExecutor:
         self._state_blocks: dict[int, tuple[int, ...]] = {}  # by slot
         self._sources: dict[int, tuple[int, ...]] = {}  # where the states of this step's new rows are read, by slot
         self._saves: Sequence[StateSave] = ()
-        self._features = np.zeros((0, 0), np.float32)
+        self._features_in = np.zeros((0, 0), np.float32)
         """`StepPlan.features` of the submitted step."""
-        self._kept: list[NDArray[np.float32]] = []
+        self._features_out: list[NDArray[np.float32]] = []
         """`StepResult.features` of the rows computed so far."""
         self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
@@ -178,7 +185,7 @@ class ReferenceExecutor:
         self._state_blocks.update((slot, row.state_block_ids) for slot, row in batch.admitted)
         self._saves = plan.saves
         if self._program.given:
-            self._features = np.frombuffer(plan.features, np.float32).reshape(plan.num_tokens, -1)
+            self._features_in = np.frombuffer(plan.features, np.float32).reshape(plan.num_tokens, -1)
         self._forget_stale_blocks(plan)
         follow = {request_id for request_id, slot in _samplers(batch) if self._sampling[slot].follows_grammar}
         if follow:
@@ -205,7 +212,7 @@ class ReferenceExecutor:
         if self._capacity.is_one_pass:
             self._read_texts(batch, start_ns)
             return
-        self._kept = []
+        self._features_out = []
         samples, prompt_logprobs = self._run_rows(batch, masks)
         for request_id, drawn in samples.items():
             self._batches.append(self._batches.slot(request_id), [one.token_id for one in drawn] or [NO_TOKEN])
@@ -220,7 +227,7 @@ class ReferenceExecutor:
                 logprobs={request_id: tuple(entries) for request_id, entries in told.items() if entries},
                 prompt_logprobs=prompt_logprobs,
                 failures={request_id: NO_USABLE_LOGIT for request_id, drawn in samples.items() if not drawn},
-                features=b"".join([rows.tobytes() for rows in self._kept]),
+                features=b"".join([rows.tobytes() for rows in self._features_out]),
             )
         )
 
@@ -336,7 +343,7 @@ class ReferenceExecutor:
             adapter=self._adapter(int(self._batches.adapters[slot])),
         )
         if self._program.given:
-            row.buffers[self._program.given] = self._features[start:end]
+            row.buffers[self._program.given] = self._features_in[start:end]
         if not self._state.matrices:
             return self._run(row)
         own = self._state_blocks[slot]
@@ -354,7 +361,7 @@ class ReferenceExecutor:
     def _run(self, row: RowRun) -> NDArray[np.float32]:
         result = self._interpreter.run(row)
         if self._program.kept:
-            self._kept.append(row.buffers[self._program.kept])
+            self._features_out.append(row.buffers[self._program.kept])
         return result
 
     def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> list[Sample]:
