@@ -104,15 +104,15 @@ def create_app(
     )
     operations = _operations(apis, parts)
     routes = [
-        *_mounted(operations, parts),
-        *(_refusing(refused) for api in apis for refused in api.refused),
-        *_described(operations, None if keys is None else OPEN_PATHS),
+        *_mount_routes(operations, parts),
+        *(_refusal_route(refused) for api in apis for refused in api.refused),
+        *_document_routes(operations, None if keys is None else OPEN_PATHS),
         *(page_routes() if config.page else (StarletteRoute("/", _no_page),)),
     ]
     app = Starlette(
         routes=routes,
         middleware=[
-            *_noted(deployment, request_log, tracer),
+            *_recording_middleware(deployment, request_log, tracer),
             Middleware(
                 RequestChecks,
                 new_request_id=deployment.sources.new_request_id,
@@ -138,7 +138,9 @@ def create_app(
     return app
 
 
-def _noted(deployment: Deployment, request_log: RequestLog | None, tracer: Tracer | None) -> Sequence[Middleware]:
+def _recording_middleware(
+    deployment: Deployment, request_log: RequestLog | None, tracer: Tracer | None
+) -> Sequence[Middleware]:
     takers = [part.add for part in (request_log, tracer) if part is not None]
     if not takers:
         return []
@@ -214,7 +216,7 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
     return [Operation(method, path, routes) for (method, path), routes in found.items()]
 
 
-def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
+def _mount_routes(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
     questions = QuestionReader(parts.reader, parts.texts.desk)
     verdicts = Verdicts(parts.reader, parts.in_flight)
     chooser = RouteChooser(parts.deployment, questions, verdicts, parts.upstreams)
@@ -223,7 +225,7 @@ def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRou
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]
-        answer = waits.around(_chosen(operation), loads=base.body is not None)
+        answer = waits.around(_conditional_endpoint(operation), loads=base.body is not None)
         if base.body is None:
             endpoint = _without_body(answer)
         else:
@@ -234,10 +236,10 @@ def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRou
     return [mount(operation) for operation in operations]
 
 
-def _chosen(operation: Operation) -> JsonEndpoint:
+def _conditional_endpoint(operation: Operation) -> JsonEndpoint:
     """Return an endpoint that runs the operation's first route with a true condition `when`, or else the last route."""
     _, base = operation.routes[-1]
-    answer_base, others = _answering(base), [(api, route, _answering(route)) for api, route in operation.routes[:-1]]
+    answer_base, others = _json_endpoint(base), [(api, route, _json_endpoint(route)) for api, route in operation.routes[:-1]]
     if not others:
         return answer_base
 
@@ -251,7 +253,7 @@ def _chosen(operation: Operation) -> JsonEndpoint:
     return answer
 
 
-def _answering(route: Route) -> JsonEndpoint:
+def _json_endpoint(route: Route) -> JsonEndpoint:
     async def answer(data: bytes, http: HttpRequest) -> Response:
         value = await (route.answer(http) if route.body is None else route.answer(data, http))
         return value if isinstance(value, Response) else Response(fast_json.dumps(value), media_type="application/json")
@@ -266,7 +268,7 @@ def _without_body(answer: JsonEndpoint) -> Callable[[HttpRequest], Awaitable[Res
     return endpoint
 
 
-def _refusing(refused: Refused) -> StarletteRoute:
+def _refusal_route(refused: Refused) -> StarletteRoute:
     async def refuse(http: HttpRequest) -> Response:
         message = f"{http.method} {shorten(http.url.path)} is not supported here. {refused.reason}"
         raise ApiError(refused.status, message, code=refused.code, headers=NO_RETRY)
@@ -275,7 +277,7 @@ def _refusing(refused: Refused) -> StarletteRoute:
     return StarletteRoute(path, refuse, methods=[method])
 
 
-def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> list[StarletteRoute]:
+def _document_routes(operations: Sequence[Operation], open_paths: Set[str] | None) -> list[StarletteRoute]:
     """Return the routes for /openapi.json and /docs. `open_paths`: see `write_document`."""
 
     @cache
