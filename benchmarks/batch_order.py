@@ -270,7 +270,7 @@ def run(
     settings = ServerSettings(
         capacity=capacity, make_policies=lambda: make_policies(budget=budget, reserve=reserve), cost=cost or CostModel()
     )
-    server = VirtualServer(settings, clock, tell=lambda *_: None)
+    server = VirtualServer(settings, clock, report=lambda *_: None)
     waiting = Waiting(requests, server, by_match=by_match)
     num_wait = 8 if by_match else num_rows
     num_computed = 0

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.core_lock import Abandoned
-from penstock.engine.following import BROKEN, Following
+from penstock.engine.matchers import BROKEN, Matchers
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.stepper import Stepper
@@ -86,7 +86,7 @@ class Rig:
         while self.engine.turn():
             pass
         self.core.check()
-        assert not self.core.following
+        assert not self.core.matchers
 
     def of(self, request_id: str) -> list[OutputChunk]:
         return [chunk for chunk in self.chunks if chunk.request_id == request_id]
@@ -427,7 +427,7 @@ def test_time_that_tells_events_is_counted_once():
 
     clock, core = VirtualClock(), make_core(SMALL)
     executor = HashExecutor(SMALL, model=MODEL)
-    stepper = Stepper(core, executor, clock, tell=lambda *_: clock.advance(STEP_NS), turn_observer=Listener())
+    stepper = Stepper(core, executor, clock, report=lambda *_: clock.advance(STEP_NS), turn_observer=Listener())
     stepper.turn([Add(make_request("a", 3, max_tokens=9, matcher=grammar())), Add(make_request("b", 3, max_tokens=9))])
     stepper.turn([Abort("b")])
     assert parts[1]["schedule"] == 0
@@ -437,11 +437,11 @@ def test_time_that_tells_events_is_counted_once():
 def test_a_guess_that_the_grammar_forbids_is_no_failure_of_the_grammar():
     """It would be compiled again for the next request."""
     grammars, wanted = Grammars(PLAIN, vocab_size=PLAIN.vocab_size), Grammar(GrammarKind.REGEX, "[ab]+c")
-    matcher, following = grammars.matcher(wanted), Following()
-    following.add(make_request("a", 3, matcher=matcher))
+    matcher, matchers = grammars.matcher(wanted), Matchers()
+    matchers.add(make_request("a", 3, matcher=matcher))
     guesses = tuple(PLAIN.encode("abxa", add_special_tokens=False))
     plan = StepPlan(0, 0, (), (RowPlan("a", 3, 5, (), 5),), (), guesses={"a": guesses})
-    mask = following.masks(plan, VirtualClock())["a"]
+    mask = matchers.masks(plan, VirtualClock())["a"]
     size = len(matcher.mask())
     masks = [mask[at : at + size] for at in range(0, len(mask), size)]
     assert len(masks) == 5

@@ -175,7 +175,7 @@ def by_driver(house: House, script: Script) -> list[StepPlan]:
 def by_simulation(house: House, script: Script) -> list[StepPlan]:
     coming = deque(sorted(script, key=lambda item: item[0]))
     transfers = house.transfers(house.executor)
-    player = Player(house.core, house.executor, house.clock, tell=lambda *_: None, transfers=transfers)
+    player = Player(house.core, house.executor, house.clock, report=lambda *_: None, transfers=transfers)
     while True:
         at_ns = min(player.next_ns, coming[0][0] if coming else NEVER_NS)
         if at_ns == NEVER_NS:

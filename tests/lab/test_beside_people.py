@@ -39,7 +39,7 @@ class Town:
             policies = partial(make_policies, background_share=share)
             settings = ServerSettings(capacity=CAPACITY, make_policies=policies, cost=replace(cost, host_step_ns=MS))
             seat = replace(machine.seat(self.accounts[number]), others_serve=partial(self._others_serve, number))
-            self.servers.append(VirtualServer(settings, self.clock, tell=self._tell, seat=seat))
+            self.servers.append(VirtualServer(settings, self.clock, report=self._report, seat=seat))
         self.latencies_ns: list[int] = []
         self._gaps_ns: dict[str, int] = {}
         self._names = map(str, range(1 << 30))
@@ -60,7 +60,7 @@ class Town:
         request = make_request(name, 4, max_tokens=max_tokens, arrival_ns=self.clock.now_ns())
         self.servers[number].submit(request, max_tokens)
 
-    def _tell(self, events: list[TokenEvent], now_ns: int) -> None:
+    def _report(self, events: list[TokenEvent], now_ns: int) -> None:
         for event in events:
             if event.finish_reason is not None and (gap_ns := self._gaps_ns.pop(event.request_id, None)) is not None:
                 number = int(event.request_id.partition("-")[0])

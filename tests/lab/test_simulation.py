@@ -402,7 +402,7 @@ def test_the_timeline_is_exact_in_the_mean_and_bounded() -> None:
 
 def test_the_load_at_the_door_tells_the_adapters() -> None:
     server = VirtualServer(
-        ServerSettings(capacity=CAPACITY, make_policies=make_policies), VirtualClock(), tell=lambda _events, _now_ns: None
+        ServerSettings(capacity=CAPACITY, make_policies=make_policies), VirtualClock(), report=lambda _events, _now_ns: None
     )
     adapters = AdapterCounts(num_resident=2, num_running=1, num_blocks=6, num_placements=3, num_evictions=1)
     server.core.snapshot = server.core.snapshot._replace(adapters=adapters)

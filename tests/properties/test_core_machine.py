@@ -55,7 +55,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.core,
             self.executor,
             self.clock,
-            tell=lambda events, _: self.record(events),
+            report=lambda events, _: self.record(events),
             transfers=self.transfers,
             poll_aborts=self.poll_aborts,
             collect=self.collect,

@@ -56,7 +56,7 @@ def replay(recording: Recording, make_policies: Callable[[], Policies], *, enabl
             due.append(story.script.popleft()[1])
         return due
 
-    def tell(events: Sequence[TokenEvent], now_ns: int) -> None:
+    def report(events: Sequence[TokenEvent], now_ns: int) -> None:
         del events
         core.apply(story.told.pop(now_ns, ()), now_ns)
 
@@ -66,7 +66,7 @@ def replay(recording: Recording, make_policies: Callable[[], Policies], *, enabl
         return executor.collect(ticket)
 
     # What comes at the end of a step is a cancel; all else was obeyed when a turn began.
-    stepper = Stepper(core, executor, clock, tell=tell, poll_aborts=commands, collect=collect)
+    stepper = Stepper(core, executor, clock, report=report, poll_aborts=commands, collect=collect)
     while executor.has_more and not executor.difference:
         if executor.is_late:
             executor.difference = f"step {story.steps[executor.num_equal].step_id} is not planned at its instant"

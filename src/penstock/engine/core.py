@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from penstock.clock import Clock, StoppedClock
-from penstock.engine.following import Following
+from penstock.engine.matchers import Matchers
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
@@ -49,21 +49,21 @@ class EngineCore:
             scheduler.skip_prefix_stops()
         self._requests: dict[str, Request] = {}
         """Requests that have not ended, by id."""
-        self.following = Following()
+        self.matchers = Matchers()
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
         """Requests with deadlines, by the earliest time at which one may have passed."""
         self._deadline_numbers: dict[str, int] = {}
         self._closed: Rejected | None = None
         """Why new requests are rejected, or None."""
-        self._told_wait = WaitReason.NOTHING
+        self._reported_wait = WaitReason.NOTHING
         self._last_finish_ns = 0
         self._last_step_ns = 0
         self._last_num_rows = 1
         self._served_ns = EngineLoad().served_ns
-        self.followed_ns = 0
+        self.grammar_ns = 0
         """Time that grammars took in the last `finish`."""
         self.snapshot = self._take_snapshot()
-        """Replaced in every turn. Other threads may read only this attribute."""
+        """Replaced in every turn. All that other threads may read without the core lock."""
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class EngineCore:
                 case Drain():
                     detail = "The model is being unloaded, or the server is shutting down."
                     self._closed = Rejected(RejectReason.DRAINING, detail)
-        for request_id, detail, because in self.following.take_failed():
+        for request_id, detail, because in self.matchers.take_failed():
             events += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=because)
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
@@ -109,11 +109,11 @@ class EngineCore:
     def begin(self, now_ns: int) -> StepPlan | None:
         """Return the plan of the next step. Return None if there is nothing to compute, or a step in flight must be finished
         first."""
-        turns = self.following.turns
+        turns = self.matchers.turns
         plan = self.scheduler.schedule(now_ns, (turns.sitting_out, turns.sitting_out_alone, ()))
         news = self.scheduler.news
-        if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
-            self._told_wait = news.waits_for
+        if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._reported_wait:
+            self._reported_wait = news.waits_for
             self._journal.on_news(news)
         if (failure := self.scheduler.take_guesser_failure()) is not None:
             _logger.error("answers go on without guesses, since the guesser failed", exc_info=failure)
@@ -133,7 +133,7 @@ class EngineCore:
         if self.snapshot.num_running:
             self._served_ns = now_ns
         outcome = self.scheduler.commit(plan, result, now_ns)
-        self.followed_ns = self._follow(outcome, clock) if self.following else 0
+        self.grammar_ns = self._follow(outcome, clock) if self.matchers else 0
         if outcome.ended:  # otherwise the next `begin` updates it soon enough
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
@@ -156,16 +156,16 @@ class EngineCore:
 
     def _follow(self, outcome: StepOutcome, clock: Clock) -> int:
         """Give sampled tokens to the grammars, and append tokens that they force. Return the nanoseconds it took."""
-        scheduler, following = self.scheduler, self.following
+        scheduler, matchers = self.scheduler, self.matchers
         began_ns = clock.now_ns()
-        following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
+        matchers.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
         return clock.now_ns() - began_ns
 
     def settle_grammars(self, *, is_beside: bool) -> None:
         """Choose requests with slow grammar masks to sit out the next step. Call this after each `finish`. `is_beside`: a step
         is in flight."""
         now_ns, running = self._last_finish_ns, self.scheduler.running
-        self.following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
+        self.matchers.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """Return when to call `apply` and `begin` again if nothing else happens, or None."""
@@ -219,7 +219,7 @@ class EngineCore:
                 )
             return events
         self._requests[request.request_id] = request
-        self.following.add(request)
+        self.matchers.add(request)
         self._journal.on_queued(request, now_ns)
         limit = next_limit(request)
         if limit is not None:
@@ -228,7 +228,7 @@ class EngineCore:
 
     def _reject(self, request: Request, rejected: Rejected, now_ns: int) -> TokenEvent:
         progress.end(request, FinishReason.REJECTED)
-        self._tell_end(request, now_ns, str(rejected.reason))
+        self._report_end(request, now_ns, str(rejected.reason))
         return _last_event(request, now_ns, rejected.detail, str(rejected.reason))
 
     def _end(
@@ -267,13 +267,13 @@ class EngineCore:
 
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
         del self._requests[request.request_id]
-        self.following.remove(request)
+        self.matchers.remove(request)
         number = self._deadline_numbers.pop(request.request_id, None)
         if number is not None:
             self._deadlines.discard(number)
-        self._tell_end(request, now_ns, reject_reason)
+        self._report_end(request, now_ns, reject_reason)
 
-    def _tell_end(self, request: Request, now_ns: int, reject_reason: str) -> None:
+    def _report_end(self, request: Request, now_ns: int, reject_reason: str) -> None:
         stats = request_stats(request, now_ns, reject_reason)
         self._journal.on_finish(stats)
         self._observer.on_finish(stats)

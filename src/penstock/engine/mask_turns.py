@@ -1,4 +1,4 @@
-"""Chooses which requests with slow grammar masks sit out the next step. Used by `Following`.
+"""Chooses which requests with slow grammar masks sit out the next step. Used by `Matchers`.
 
 Slow masks get a tenth of the time, split equally between tenants, and are made in turn. A request that sits out keeps its
 blocks.

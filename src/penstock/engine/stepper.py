@@ -19,7 +19,7 @@ from penstock.types.events import Command, TokenEvent
 from penstock.types.plan import StepPlan, Ticket
 from penstock.types.result import StepResult
 
-Tell = Callable[[list[TokenEvent], int], None]
+Report = Callable[[list[TokenEvent], int], None]
 """Reports events, and the time at which they were known. May apply commands to the core."""
 
 
@@ -44,7 +44,7 @@ class Stepper:
         executor: Executor,
         clock: Clock,
         *,
-        tell: Tell,
+        report: Report,
         transfers: Transfers | None = None,
         poll_aborts: Callable[[], Sequence[Command]] = tuple,
         collect: Callable[[Ticket], StepResult] | None = None,
@@ -61,7 +61,7 @@ class Stepper:
         self._core = core
         self._executor = executor
         self._clock = clock
-        self._report = tell
+        self._report = report
         self._transfers = transfers
         self._poll_aborts = poll_aborts
         self._collect = collect or executor.collect
@@ -124,7 +124,7 @@ class Stepper:
             return None
         drafting_ns = core.scheduler.drafting_ns
         schedule_ns = self._clock.now_ns() - now_ns - (self._output_ns - output_ns) - (drafting_ns or 0)
-        flight = StepInFlight(plan, schedule_ns, core.following.is_in(plan), drafting_ns)
+        flight = StepInFlight(plan, schedule_ns, core.matchers.is_in(plan), drafting_ns)
         self._flights.append(flight)
         self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)
@@ -155,19 +155,19 @@ class Stepper:
         events = core.apply(self._poll_aborts(), now_ns)
         events += core.finish(flight.plan, result, now_ns, clock, self._read_end)
         committed_ns = clock.now_ns()
-        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.followed_ns}
+        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.grammar_ns}
         if flight.drafting_ns is not None:
             parts_ns["draft"] = flight.drafting_ns
         self._unreported = events, now_ns
-        if core.following or self._awaits_masks:
+        if core.matchers or self._awaits_masks:
             try:
                 self._restrict()  # before making text, since the device may already wait for masks
             except ExecutorFailure:
                 self.report_pending()  # these events are of the step before, which succeeded
                 raise
             core.settle_grammars(is_beside=bool(self._flights))
-            parts_ns["grammar"] = clock.now_ns() - committed_ns + core.followed_ns + flight.masks_ns
-        if self._flights or not core.following:
+            parts_ns["grammar"] = clock.now_ns() - committed_ns + core.grammar_ns + flight.masks_ns
+        if self._flights or not core.matchers:
             self.report_pending()
         parts_ns["output"], self._output_ns = self._output_ns, 0
         self._turn_observer.on_turn(parts_ns)
@@ -198,5 +198,5 @@ class Stepper:
         if self._awaits_masks:
             flight = self._flights[0]
             assert flight.ticket is not None, "it was submitted"
-            self._executor.restrict(flight.ticket, self._core.following.masks(flight.plan, self._clock))
+            self._executor.restrict(flight.ticket, self._core.matchers.masks(flight.plan, self._clock))
             flight.awaits_masks = False

@@ -75,7 +75,7 @@ class Engine:
             core,
             watched,
             clock,
-            tell=self._tell,
+            report=self._report,
             read_end=output.read_end,
             transfers=self._transfers,
             poll_aborts=self._inbox.poll_aborts,
@@ -250,7 +250,7 @@ class Engine:
                 self._core.check()
             self._is_verified = True
 
-    def _tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
+    def _report(self, events: Sequence[TokenEvent], now_ns: int) -> None:
         output = self._output.push(events)
         ended: Sequence[TokenEvent] = ()
         try:
@@ -260,7 +260,7 @@ class Engine:
         finally:
             self._outbox.deliver(output.chunks)
         if ended:  # The output stage drops the finish events of requests whose text has ended.
-            self._tell(ended, now_ns)
+            self._report(ended, now_ns)
 
     # The end.
 

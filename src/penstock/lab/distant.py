@@ -28,10 +28,10 @@ class Distant:
 
 class DistantModel:
     def __init__(
-        self, distant: Distant, clock: Clock, agenda: Agenda, *, tell: Callable[[list[TokenEvent], int], None]
+        self, distant: Distant, clock: Clock, agenda: Agenda, *, report: Callable[[list[TokenEvent], int], None]
     ) -> None:
         self.ended: dict[str, RequestStats] = {}
-        self._distant, self._clock, self._agenda, self._tell = distant, clock, agenda, tell
+        self._distant, self._clock, self._agenda, self._report = distant, clock, agenda, report
         self._in_flight: dict[str, tuple[Request, int]] = {}
         """Id -> request in flight, and its number of remaining tokens."""
 
@@ -58,11 +58,11 @@ class DistantModel:
         self._in_flight[request_id] = request, num_left - 1
         now_ns = self._clock.now_ns()
         self._agenda.note(now_ns + self._distant.token_ns, partial(self._next_token, request_id))
-        self._tell([TokenEvent(request_id, (TOKEN_ID,), now_ns)], now_ns)
+        self._report([TokenEvent(request_id, (TOKEN_ID,), now_ns)], now_ns)
 
     def _end(self, request_id: str, reason: FinishReason, rejected: str = "", token_ids: tuple[int, ...] = ()) -> None:
         if request_id not in self._in_flight:
             return
         request, now_ns = replace(self._in_flight.pop(request_id)[0], finish_reason=reason), self._clock.now_ns()
         self.ended[request_id] = request_stats(request, now_ns, rejected)
-        self._tell([TokenEvent(request_id, token_ids, now_ns, finish_reason=reason, reject_reason=rejected)], now_ns)
+        self._report([TokenEvent(request_id, token_ids, now_ns, finish_reason=reason, reject_reason=rejected)], now_ns)

@@ -182,13 +182,13 @@ class _Router:
         self._encoder = _Encoder(self.seats[""], simulation.embed_ns, traffic.agenda)
         self._models: dict[str, VirtualServer | DistantModel] = {}
         for number, (name, settings) in enumerate(simulation.here.items()):
-            tell, seed = partial(self._tell, name), f"{simulation.seed} {number}"
-            server = VirtualServer(settings, clock, tell=tell, seed=seed, seat=self.seats[name])
+            report, seed = partial(self._report, name), f"{simulation.seed} {number}"
+            server = VirtualServer(settings, clock, report=report, seed=seed, seat=self.seats[name])
             server.player.on_woken = partial(note_due, self.due, server.player, number)
             self.servers.append(server)
             self._models[name] = server
         for name, distant in simulation.elsewhere.items():
-            self._models[name] = DistantModel(distant, clock, traffic.agenda, tell=partial(self._tell, name))
+            self._models[name] = DistantModel(distant, clock, traffic.agenda, report=partial(self._report, name))
         self._prompts = {kind: _prompts(questions, workload, kind) for kind in ("weak", "strong")}
         self._attempts: dict[str, _Attempt] = {}
         """Id of a request to a model -> its attempt. Abandoned requests have none, although the engine reports their end."""
@@ -332,7 +332,7 @@ class _Router:
 
     # Events of models.
 
-    def _tell(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
+    def _report(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
         ended = self._models[name].ended
         for event in events:
             stats = None if event.finish_reason is None else ended.pop(event.request_id)

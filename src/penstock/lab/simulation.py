@@ -289,7 +289,7 @@ class _Fleet:
         simulation, name = self._simulation, f"{kind} {number}"
         settings = simulation if kind != "decode" else replace(simulation, limits=None)
         seed = f"{simulation.seed} {len(self.all_servers)}"
-        server = VirtualServer(settings, self._clock, tell=partial(self._tell, name), seed=seed)
+        server = VirtualServer(settings, self._clock, report=partial(self._report, name), seed=seed)
         if name in self.servers:
             server.timeline = self.servers[name].timeline
         server.player.on_woken = partial(note_due, self.due, server.player, len(self.all_servers))
@@ -353,7 +353,7 @@ class _Fleet:
 
     # Events of replicas.
 
-    def _tell(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
+    def _report(self, name: str, events: list[TokenEvent], _now_ns: int) -> None:
         if self._moved_away.get(name):
             events = self._without_moved(name, events)
         self._traffic.tell(events)

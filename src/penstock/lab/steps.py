@@ -195,11 +195,11 @@ def measure_with_host(
     core = EngineCore(Scheduler(executor.capacity, make_policies(guesser="off")), observer=collector)
     output = OutputStage(make_detokenizer)
 
-    def tell(events: Sequence[TokenEvent], now_ns: int) -> None:
+    def report(events: Sequence[TokenEvent], now_ns: int) -> None:
         del now_ns
         output.push(events)
 
-    stepper = Stepper(core, executor, clock, tell=tell)
+    stepper = Stepper(core, executor, clock, report=report)
     steps: list[MeasuredStep] = []
     rows = [num for num in DECODE_ROWS if num <= core.scheduler.max_rows and num * (num_tokens + 64) < _num_positions(executor)]
     for group, num_rows in enumerate(rows, start=first_group):

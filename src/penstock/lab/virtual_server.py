@@ -12,7 +12,7 @@ from penstock.clock import Clock
 from penstock.engine.core import EngineCore
 from penstock.engine.inbox import Inbox
 from penstock.engine.ports import Executor, NullObserver, RequestJournal
-from penstock.engine.stepper import Stepper, Tell
+from penstock.engine.stepper import Report, Stepper
 from penstock.engine.transfers import Transfers
 from penstock.lab.acceptance import Acceptance, MarkedGuesser
 from penstock.lab.agenda import NEVER_NS
@@ -118,7 +118,7 @@ class Player:
     """
 
     def __init__(
-        self, core: EngineCore, executor: Executor, clock: Clock, *, tell: Tell, transfers: Transfers | None = None
+        self, core: EngineCore, executor: Executor, clock: Clock, *, report: Report, transfers: Transfers | None = None
     ) -> None:
         self.next_ns = NEVER_NS
         self.on_woken: Callable[[], None] = lambda: None
@@ -128,7 +128,7 @@ class Player:
         self._core = core
         self._clock = clock
         self._inbox = Inbox(clock)
-        self._stepper = Stepper(core, executor, clock, tell=tell, transfers=transfers, poll_aborts=self._inbox.poll_aborts)
+        self._stepper = Stepper(core, executor, clock, report=report, transfers=transfers, poll_aborts=self._inbox.poll_aborts)
 
     def put(self, command: Command) -> None:
         self._inbox.put(command)
@@ -168,7 +168,7 @@ class VirtualServer(NullObserver):
         settings: ServerSettings,
         clock: Clock,
         *,
-        tell: Tell,
+        report: Report,
         seed: str = "0",
         seat: Seat | None = None,
         journal: RequestJournal | None = None,
@@ -194,10 +194,10 @@ class VirtualServer(NullObserver):
         self.times = ModelledTimes(settings.cost, seed=seed)
         self.timeline = Timeline(scheduler.kv.num_total_blocks)
         self._clock = clock
-        self._tell = tell
+        self._report = report
         self._output_lens: dict[str, int] = {}
         executor = SimulatedExecutor(capacity, self.times, self._output_lens, depth=settings.depth, seat=seat)
-        self.player = Player(self.core, executor, clock, tell=self._on_events)
+        self.player = Player(self.core, executor, clock, report=self._on_events)
         executor.on_begun = self.player.wait_until
         self.admission: Admission | None = None
         if settings.limits is not None:
@@ -272,4 +272,4 @@ class VirtualServer(NullObserver):
             firsts = [request for request in found if request.first_token_ns is not None]  # others ended without a token
             if firsts:
                 self.admission.on_tokens(firsts, ())
-        self._tell(events, now_ns)
+        self._report(events, now_ns)

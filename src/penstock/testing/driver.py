@@ -83,7 +83,7 @@ class Driver:
             self.core,
             self.executor,
             self.clock,
-            tell=lambda events, _: self.record(events),
+            report=lambda events, _: self.record(events),
             transfers=self.transfers,
             poll_aborts=self.poll_aborts,
             collect=self._collect,

@@ -123,7 +123,7 @@ class Stage:
         signals = Signals(self.simulation.capacity.max_rows, lambda _: 0.0)
         recorder = None if record is None else self._recorder(record)
         watch = Watch(self.journal, self.metrics, signals, recorder)
-        self.server = VirtualServer(self.simulation, self.clock, tell=self._tell, journal=watch)
+        self.server = VirtualServer(self.simulation, self.clock, report=self._report, journal=watch)
         load, now_ns = self.server.load, self.clock.now_ns
         self.metrics.connect(load=load, signals=lambda: signals.read(load(), now_ns()))
         self._agenda, self.ids = Agenda(), list[str]()
@@ -178,7 +178,7 @@ class Stage:
             if not one.background:
                 self.ids.append(request.request_id)
 
-    def _tell(self, events: list[TokenEvent], now_ns: int) -> None:
+    def _report(self, events: list[TokenEvent], now_ns: int) -> None:
         pass
 
     def _run(self, until_ns: int) -> None:

@@ -21,7 +21,7 @@ BEHIND = " in the background"
 """Appended to the tenant of background requests: the time for their masks is not charged to its other requests."""
 
 
-class Following:
+class Matchers:
     """The grammar matchers of requests: they make masks of allowed tokens, and follow the sampled ones."""
 
     def __init__(self) -> None:
