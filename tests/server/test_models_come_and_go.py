@@ -17,9 +17,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.calls import run as run_file
+from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.deploy.adapters import Adapters
-from penstock.deploy.deployment import Deployment
+from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ModelState, ServedModel
@@ -643,6 +644,7 @@ async def test_a_load_need_not_be_waited_for():
 
 async def test_an_admin_s_load_that_fails_tells_the_cause_and_so_do_cards():
     async with serving() as world:
+        world.deployment.clock = clock = VirtualClock()
         world.error = ModelError("The file is cut short.", remedy="Fetch it again.")
         for body in ({"model": "a"}, {"model": "a", "wait": False}):  # the second is refused at once
             failed = await world.client.post("/models/load", json=body)
@@ -654,6 +656,10 @@ async def test_an_admin_s_load_that_fails_tells_the_cause_and_so_do_cards():
         for name in ("b", "texts"):
             await world.client.post("/models/load", json={"model": name})
         assert "no model can be loaded. The file is cut" in (await world.client.get("/ready")).text
+        clock.advance(RETRY_NS)
+        assert (await world.client.get("/ready")).status_code == 200, "a balancer sends the request that tries again"
+        world.error = None
+        assert (await world.client.post("/v1/completions", json=ASK)).status_code == 200
 
 
 async def test_a_model_in_use_is_unloaded_when_its_answers_have_ended_or_their_time_is_over():

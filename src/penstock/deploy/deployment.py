@@ -271,7 +271,7 @@ class Deployment:
                 served = self._by_name.get(served.name, served)
             if served not in self.served:
                 return _failed(Rejected(RejectReason.UNAVAILABLE, f"The model {served.name} is not served any more."))
-            failure = self._refusal(served)
+            failure = self.refusal(served)
             if failure is not None:
                 return _failed(failure)
             if served not in self._unwanted:  # otherwise the keeper unloads the model first, and then loads it again
@@ -531,7 +531,7 @@ class Deployment:
         with self._changed:
             wish = self._wanted.pop(served, None)
         if wish is not None:
-            wish.future.set_exception(self._refusal(served) or _shutting_down())
+            wish.future.set_exception(self.refusal(served) or _shutting_down())
 
     def _put_off(self, served: ServedModel) -> None:
         """Refuse the background requests that wait for a model, unless others have joined them."""
@@ -584,7 +584,7 @@ class Deployment:
             with self._changed:
                 self._notify()
 
-    def _refusal(self, served: ServedModel) -> Rejected | None:
+    def refusal(self, served: ServedModel) -> Rejected | None:
         """Return why the model can't be loaded for a request: its last load failed, or the server shuts down; else None."""
         if self.is_closing:
             return _shutting_down()

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 import penstock
 from penstock.deploy.routes import stats_of
-from penstock.deploy.running import ModelState, RunningModel, ServedModel
+from penstock.deploy.running import RunningModel, ServedModel
 from penstock.engine.state import EngineState
 from penstock.machine import CpuMeter
 from penstock.obs.signals import WINDOW_S
@@ -101,7 +101,7 @@ class StatusEndpoint:
         """Report whether the server takes requests: 503 while it or a model drains, a model restarts, or none can be loaded."""
         if self._deployment.is_closing:
             raise unavailable("Not ready: the server is shutting down.")
-        if all(served.state is ModelState.FAILED for served in self._deployment.served):
+        if all(map(self._deployment.refusal, self._deployment.served)):  # later, only a request tries a load again
             raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
         for running in self._deployment.staying:
             state = running.engine.state
