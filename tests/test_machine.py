@@ -102,8 +102,8 @@ def test_a_limit_of_address_space_leaves_what_a_server_will_map(machine: FakeMac
 def test_a_container_limit_at_the_root_counts_with_cached_pages_given_back(machine: FakeMachine) -> None:
     machine.write("cgroup/memory.max", f"{2 * GIB}\n")
     machine.write("cgroup/memory.current", f"{GIB}\n")
-    machine.write("cgroup/memory.stat", f"anon 1\ninactive_file {GIB // 2}\n")
-    assert machine.memory() == 2 * GIB - GIB // 2
+    machine.write("cgroup/memory.stat", f"anon 1\ninactive_file {GIB // 2}\nactive_file {GIB // 4}\n")
+    assert machine.memory() == 2 * GIB - GIB // 4
 
 
 def test_where_a_group_is_slowed_down_is_a_limit_too(machine: FakeMachine) -> None:
@@ -129,21 +129,24 @@ def test_version_one_groups_count(machine: FakeMachine) -> None:
     machine.write("cgroup/memory/job/memory.limit_in_bytes", f"{GIB}\n")
     machine.write("cgroup/memory/job/memory.usage_in_bytes", f"{GIB // 4}\n")
     assert machine.memory() == GIB - GIB // 4
+    stat = f"active_file 1\ntotal_inactive_file {GIB // 16}\ntotal_active_file {GIB // 8}\n"
+    machine.write("cgroup/memory/job/memory.stat", stat)
+    assert machine.memory() == GIB - GIB // 16
 
 
 def test_memory_of_nodes_that_this_process_may_not_use_does_not_count(machine: FakeMachine) -> None:
     """A container with a cpuset may use some memory nodes alone. Pages of files there count as free: they are given back."""
     machine.write("devices/system/node/has_memory", "0-1\n")
     for node, free in ((0, 3 * GIB), (1, 5 * GIB)):
-        told = {"MemTotal": 16 * GIB, "MemFree": free, "Active(file)": GIB, "Inactive(file)": GIB // 2}
+        told = {"MemTotal": 16 * GIB, "MemFree": free, "Active(file)": GIB, "Inactive(file)": GIB // 2, "Active": 2 * GIB}
         lines = [f"Node {node} {name}: {size // 1024} kB\n" for name, size in told.items()]
         machine.write(f"devices/system/node/node{node}/meminfo", "".join(lines))
     machine.write("proc/self/status", "Mems_allowed_list:\t0-1\n")
     assert machine.memory() == 8 * GIB, "those of all nodes: the kernel's own figure"
     machine.write("proc/self/status", "Mems_allowed_list:\t0\n")
-    assert machine.memory() == 3 * GIB + GIB // 2
+    assert machine.memory() == 4 * GIB + GIB // 2
     machine.write("proc/self/status", "Mems_allowed_list:\t1\n")
-    assert machine.memory() == 5 * GIB + GIB // 2
+    assert machine.memory() == 6 * GIB + GIB // 2
 
 
 def test_a_group_over_its_limit_leaves_nothing(machine: FakeMachine) -> None:

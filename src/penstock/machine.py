@@ -79,9 +79,9 @@ def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, device
     limits: list[int | None] = [_meminfo_available_bytes(proc), _left_on_nodes(proc, devices)]
     limits.append(None if space is None else space.left_bytes)
     for folder in _own_groups(proc, cgroup, ""):  # a group above memory.high is slowed down
-        limits.append(_headroom(folder, ("memory.max", "memory.high"), "memory.current", "inactive_file"))
+        limits.append(_headroom(folder, ("memory.max", "memory.high"), "memory.current", ""))
     for folder in _own_groups(proc, cgroup, "memory"):
-        limits.append(_headroom(folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"))
+        limits.append(_headroom(folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"))
     return max(0, min(value for value in limits if value is not None))
 
 
@@ -334,7 +334,7 @@ def _left_on_nodes(proc: Path, devices: Path) -> int | None:
     if not allowed or allowed == set(_numbers(_read(devices / "system/node/has_memory"))):
         return None
     found = [item for node in allowed for item in _values(devices / f"system/node/node{node}/meminfo").items()]
-    return sum(_bytes(value) for name, value in found if name.endswith((" MemFree", " Inactive(file)")))
+    return sum(_bytes(value) for name, value in found if name.endswith((" MemFree", " Active(file)", " Inactive(file)")))
 
 
 def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
@@ -348,14 +348,18 @@ def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
     yield root
 
 
-def _headroom(folder: Path, limits: Sequence[str], usage: str, reclaimable: str) -> int | None:
-    """Return the bytes that a control group has left, or None without a limit. The strings are file names."""
+def _headroom(folder: Path, limits: Sequence[str], usage: str, prefix: str) -> int | None:
+    """Return the bytes that a control group has left, or None without a limit.
+
+    `limits` and `usage` are file names, `prefix` that of counts in `memory.stat` that include the groups below.
+    """
     known = [int(limit) for name in limits if (limit := _read(folder / name).strip()).isdecimal()]
     current = _read(folder / usage).strip()
     if not known or not current.isdecimal():
         return None
-    # Cached file pages count as used, but are freed first.
-    return min(known) - int(current) + int(_values(folder / "memory.stat", " ").get(reclaimable, 0))
+    # Cached file pages count as used, but are freed first. Pages that were read twice are active, as after a reload.
+    counts = _values(folder / "memory.stat", " ")
+    return min(known) - int(current) + sum(int(counts.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
 
 
 def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
