@@ -115,8 +115,10 @@ def test_a_merged_adapter_has_a_file_of_its_own(model: Path, caplog: pytest.LogC
     adapter = model.parent / "one"
     write_adapter(adapter, factors_of_llama(TINY, seed=1))
     base, merged = config_of(model), config_of(model, merge_lora=(str(adapter),))
-    pack(base)
-    assert how(merged, caplog) == ""
+    path = pack(base)
+    assert f"not used: {path} was packed with another --task, --weight-dtype or --merge-lora" in how(merged, caplog)
+    write_gguf(model.parent / "tiny-2.gguf", TINY)
+    assert how(config_of(model.parent / "tiny-2.gguf"), caplog) == "", "a file of another name is another model's"
     expected = logits(merged)
     assert pack(merged) != pack(base)
     assert "weights are mapped" in how(merged, caplog)
@@ -162,7 +164,7 @@ def test_another_task_has_a_file_of_its_own(model: Path, caplog: pytest.LogCaptu
     """Models that read texts round more weights."""
     pack(config_of(model))
     config = config_of(model, task="embed")
-    assert how(config, caplog) == ""
+    assert "was packed with another --task" in how(config, caplog)
     pack(config)
     assert "weights are mapped" in how(config, caplog)
     assert "weights are mapped" in how(config_of(model), caplog)

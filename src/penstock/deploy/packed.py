@@ -41,8 +41,15 @@ class PackedWeights:
         """The file's path, which depends on the model, the merged adapters, the weight type and the task."""
         adapters = [(str(Path(adapter.path).resolve()), adapter.weight) for adapter in self.adapters]
         parts = repr([str(self.model.resolve()), adapters, self.weight_dtype, self.task])
-        name = re.sub(r"[^\w.-]", "_", self.model.stem, flags=re.ASCII)[:100]  # as many bytes
-        return self.folder / f"{name}-{blake2b(parts.encode(), digest_size=4).hexdigest()}.packed"
+        return self.folder / f"{self._name}-{blake2b(parts.encode(), digest_size=4).hexdigest()}.packed"
+
+    @property
+    def _name(self) -> str:
+        return re.sub(r"[^\w.-]", "_", self.model.stem, flags=re.ASCII)[:100]  # as many bytes
+
+    def find_other(self) -> Path | None:
+        """Return the packed weights of a model with the same name, made from another folder or with other settings, or None."""
+        return min(self.folder.glob(f"{self._name}-{'?' * 8}.packed"), default=None)
 
     def identity(self) -> dict[str, str]:
         """Return the version, hashes and settings of a valid file. Raises PackedError if the model's files can't be read."""
@@ -91,6 +98,9 @@ def make_with_packed(
             file = stack.enter_context(packed.open())
         except FileNotFoundError:
             file = None
+            if (other := packed.find_other()) is not None:
+                what = "with another --task, --weight-dtype or --merge-lora, or from another folder"
+                _log.info("packed weights are not used: %s was packed %s", other, what)
         except PackedError as error:
             file = None
             _log.warning("packed weights are not used: %s", str(error))
