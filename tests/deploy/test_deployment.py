@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.config import Backend, BackendConfig, Config, KvConfig, Load, ModelConfig, SchedulerConfig, SharingConfig
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.factory import start_deployment, start_model
+from penstock.deploy.factory import plan_share, start_deployment, start_model
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.running import RunningModel
 from penstock.engine.state import EngineState
@@ -67,6 +67,23 @@ def test_a_name_finds_its_model_and_no_name_the_first(paths: list[Path]) -> None
         assert deployment.close(30.0)
     assert {running.engine.state for running in deployment.running} == {EngineState.STOPPED}
     assert deployment.close(), "closing again does nothing"
+
+
+@pytest.mark.parametrize("load_on", Load)
+def test_models_that_all_weights_leave_room_for_are_loaded_beside_each_other(paths: list[Path], load_on: Load) -> None:
+    configs = [replace(config_of(path), kv=KvConfig()) for path in paths]
+    share = plan_share(configs[0], resolve(str(paths[0]), paths[0].parent), Resources())
+    assert share.num_kv_bytes < share.num_reserve_bytes // 4, "it would fit a quarter of what the first model's weights leave"
+    memory_bytes = 2 * share.num_bytes - share.num_kv_bytes
+    configs[0] = replace(configs[0], sharing=SharingConfig(memory_bytes=memory_bytes))
+    configs[1] = replace(configs[1], sharing=SharingConfig(load_on=load_on))
+    deployment = start_deployment(configs)
+    try:
+        assert deployment.want(deployment.served[1]).result(WAIT_S).name == "two"
+        assert [one.num_loads for one in deployment.served] == [1, 1]
+        assert [running.name for running in deployment.running] == ["one", "two"]
+    finally:
+        deployment.close()
 
 
 def test_models_that_share_a_team_answer_as_each_does_alone(paths: list[Path]) -> None:

@@ -95,6 +95,18 @@ def test_half_of_what_is_free_after_the_weights() -> None:
     assert not result.is_shortened
 
 
+def test_models_beside_each_other_share_half_of_what_all_weights_leave_or_take_turns() -> None:
+    weights = {"num_weight_bytes": GIB, "beside_bytes": GIB + RESERVE_BYTES, "num_models": 2}
+    all_bytes = 2 * (GIB + RESERVE_BYTES)
+    result = plan(available_bytes=all_bytes + 400 * MIB, **weights)
+    assert 100 * MIB - BLOCK_BYTES < result.num_bytes <= 100 * MIB
+    in_turns = (GIB + RESERVE_BYTES) // 4 // BLOCK_BYTES
+    assert plan(available_bytes=all_bytes, **weights).capacity.num_blocks == in_turns
+    request = {"available_bytes": all_bytes + 400 * BLOCK_BYTES, "spec": make_spec(max_model_len=4096), **weights}
+    assert plan(max_model_len=99 * 16, **request).capacity.num_blocks == 100
+    assert plan(max_model_len=100 * 16, **request).capacity.num_blocks == in_turns + 100
+
+
 def test_an_asked_for_size_is_used_whole() -> None:
     result = plan(KvConfig(kv_cache_memory_bytes=8 * GIB), max_num_seqs=1)
     assert 8 * GIB - BLOCK_BYTES < result.num_bytes <= 8 * GIB

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,8 @@ def start_deployment(
     for config in configs:
         locate_draft(config)  # now, not in the thread that loads models: a download would hold up all of them
     served = [serve_model(config, source, resources) for config, source in zip(configs, sources, strict=True)]
+    if resources.num_models > 1:
+        resources.fixed_bytes |= _fixed_bytes(served, configs)
     routes = open_routes(routing.routes)
     named = {name: source for one, source in zip(served, sources, strict=True) for name in (*one.names, *one.aliases)}
     warn_of_other_files(routes, named)
@@ -123,6 +126,17 @@ def _num_at_once(configs: Sequence[Config]) -> int:
     num_at_start = sum(config.sharing.load_on == Load.START for config in configs)
     num_more = 2 if configs[0].sharing.models_dir is not None else len(configs) - num_at_start
     return num_at_start + min(num_more, 2)
+
+
+def _fixed_bytes(served: Sequence[ServedModel], configs: Sequence[Config]) -> dict[str, int]:
+    """Return `Resources.fixed_bytes` of these models. Reads the headers of their files."""
+    found: dict[str, int] = {}
+    for one, config in zip(served, configs, strict=True):
+        if config.sharing.load_on == Load.START or one.path is None:  # a folder may have a hundred models
+            with suppress(Exception):  # the model's load reports it
+                share = one.plan()
+                found[one.name] = share.num_bytes - (0 if config.kv.kv_cache_memory_bytes else share.num_kv_bytes)
+    return found
 
 
 def _folder(config: Config) -> Path | None:
@@ -224,7 +238,7 @@ def _resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blu
         return with_head(blueprint, model, draft.path, left_bytes)
     left_bytes += share.num_reserve_bytes
     try:
-        beside = resolve(small, draft, replace(machine, available_bytes=left_bytes, num_models=1))
+        beside = resolve(small, draft, replace(machine, available_bytes=left_bytes, num_models=1, beside_bytes=0))
     except NotEnoughMemory as error:
         message = f"Beside {blueprint.name}, the model {small.model.model} that guesses for it has no room: {error.message}"
         instead = "Leave out --speculation-model, lower --kv-cache-memory"

@@ -355,6 +355,7 @@ def _plan_cache(
         num_weight_bytes=weight_bytes,
         available_bytes=available_bytes,
         num_models=machine.num_models,
+        beside_bytes=machine.beside_bytes,
         adapters=adapters,
     )
 
@@ -367,6 +368,7 @@ def plan_on_cpu(
     num_weight_bytes: int,
     available_bytes: int,
     num_models: int = 1,
+    beside_bytes: int = 0,
     adapters: sizing.AdapterRoom = sizing.NO_ADAPTERS,
 ) -> sizing.KvPlan:
     """Return the size of the KV cache on a CPU with `available_bytes` free. Raises the errors of `plan_kv`."""
@@ -395,6 +397,7 @@ def plan_on_cpu(
         num_weight_bytes=num_weight_bytes,
         available_bytes=available_bytes,
         num_models=num_models,
+        beside_bytes=beside_bytes,
         adapters=adapters,
     )
 

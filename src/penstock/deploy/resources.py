@@ -74,6 +74,8 @@ class Machine:
     num_models: int
     """Models that share `total_bytes`."""
     cores: Cores
+    beside_bytes: int = 0
+    """The part of `total_bytes` that the others of these models take, without KV caches that are still to be sized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,8 @@ class Resources:
         """`num_models`: models of the deployment that are likely to be loaded at once."""
         self.memory = memory or MemoryBudget()
         self.num_models = num_models
+        self.fixed_bytes: dict[str, int] = {}
+        """By name, for models known at the start: memory, including the KV cache only if `kv_cache_memory` sets its size."""
         self._team: Team | None = None
         """The threads for new executors."""
         self._claims: list[socket.socket] = []
@@ -204,11 +208,13 @@ class Resources:
 
     def machine(self, name: str) -> Machine:
         """Return the memory and the cores that the model can have now."""
+        others = sorted([num_bytes for other, num_bytes in self.fixed_bytes.items() if other != name], reverse=True)
         return Machine(
             available_bytes=self.memory.available_bytes(name),
             total_bytes=self.memory.total_bytes(),
             num_models=self.num_models,
             cores=self.cores,
+            beside_bytes=sum(others[: self.num_models - 1]),
         )
 
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:

@@ -76,12 +76,14 @@ def plan_kv(
     num_weight_bytes: int,
     available_bytes: int,
     num_models: int = 1,
+    beside_bytes: int = 0,
     adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
     """Choose the number of KV blocks and the longest request on a CPU. `available_bytes`: free before the weights are loaded.
 
-    `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for what a step computes. `num_models`:
-    leave room for this many equal models if the cache has no set size. Raises NotEnoughMemory.
+    `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for what a step computes. If the cache has
+    no set size, leave room for this and `num_models - 1` other models, whose weights take `beside_bytes`, as far as all fit.
+    Raises NotEnoughMemory.
     """
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
@@ -97,7 +99,11 @@ def plan_kv(
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
         useful_bytes = _useful_bytes(wanted, block_bytes) + adapters.num_in_pool * adapters.image_bytes
-        budget_bytes = min(max(0, free_bytes) // (2 * num_models), DEFAULT_CAP_BYTES, useful_bytes)
+        least_blocks = wanted.most_blocks(wanted.max_model_len) + 1 if is_exact else 2 + wanted.num_state_blocks
+        part_bytes = (free_bytes - beside_bytes) // (2 * num_models)
+        if part_bytes < least_blocks * block_bytes:  # they do not fit beside each other, and take turns
+            part_bytes = max(0, free_bytes) // (2 * num_models)
+        budget_bytes = min(part_bytes, DEFAULT_CAP_BYTES, useful_bytes)
     elif budget_bytes > free_bytes:
         raise NotEnoughFreeMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
