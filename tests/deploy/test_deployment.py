@@ -74,7 +74,7 @@ def test_models_that_all_weights_leave_room_for_are_loaded_beside_each_other(pat
     configs = [replace(config_of(path), kv=KvConfig()) for path in paths]
     share = plan_share(configs[0], resolve(str(paths[0]), paths[0].parent), Resources())
     assert share.num_kv_bytes < share.num_reserve_bytes // 4, "it would fit a quarter of what the first model's weights leave"
-    memory_bytes = 2 * share.num_bytes - share.num_kv_bytes
+    memory_bytes = 2 * share.num_bytes - 1
     configs[0] = replace(configs[0], sharing=SharingConfig(memory_bytes=memory_bytes))
     configs[1] = replace(configs[1], sharing=SharingConfig(load_on=load_on))
     deployment = start_deployment(configs)

@@ -19,6 +19,7 @@ from penstock.deploy.forecast import Outline, forecast
 from penstock.deploy.resolve import decide, plan_on_cpu
 from penstock.deploy.sizing import (
     DEFAULT_CAP_BYTES,
+    LEAST_TOKENS_BESIDE,
     RESERVE_BYTES,
     SLOT_BOOKS_BYTES,
     AdapterRoom,
@@ -102,7 +103,12 @@ def test_models_beside_each_other_share_half_of_what_all_weights_leave_or_take_t
     assert 100 * MIB - BLOCK_BYTES < result.num_bytes <= 100 * MIB
     in_turns = (GIB + RESERVE_BYTES) // 4 // BLOCK_BYTES
     assert plan(available_bytes=all_bytes, **weights).capacity.num_blocks == in_turns
-    request = {"available_bytes": all_bytes + 400 * BLOCK_BYTES, "spec": make_spec(max_model_len=4096), **weights}
+    least = LEAST_TOKENS_BESIDE // 16 + 1
+    long_spec = make_spec(max_model_len=2 * LEAST_TOKENS_BESIDE)
+    for num_blocks, expected in ((least, least), (least - 1, in_turns + least - 1)):
+        available_bytes = all_bytes + 4 * num_blocks * BLOCK_BYTES
+        assert plan(available_bytes=available_bytes, spec=long_spec, **weights).capacity.num_blocks == expected
+    request = {"available_bytes": all_bytes + 400 * BLOCK_BYTES, "spec": long_spec, **weights}
     assert plan(max_model_len=99 * 16, **request).capacity.num_blocks == 100
     assert plan(max_model_len=100 * 16, **request).capacity.num_blocks == in_turns + 100
 

@@ -20,6 +20,8 @@ DEFAULT_CAP_BYTES = 4 << 30
 """Largest KV cache without a set size: a server should not fill a workstation."""
 RESERVE_BYTES = 256 << 20
 """Memory for the interpreter, activations, the vocabulary, and the part of a matrix that is being converted."""
+LEAST_TOKENS_BESIDE = 4096
+"""Length of the longest request below which a model does not shrink its KV cache to leave room for other models."""
 LEAST_ROOM_BYTES = RESERVE_BYTES // 4
 """Room that `ulimit -v` must leave for a KV cache without a set size. The cache takes half of it: about a thousand tokens of a
 small model."""
@@ -82,8 +84,8 @@ def plan_kv(
     """Choose the number of KV blocks and the longest request on a CPU. `available_bytes`: free before the weights are loaded.
 
     `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for what a step computes. If the cache has
-    no set size, leave room for this and `num_models - 1` other models, whose weights take `beside_bytes`, as far as all fit.
-    Raises NotEnoughMemory.
+    no set size, leave room for `num_models - 1` other models, whose weights take `beside_bytes`, unless the cache would be too
+    small. Raises NotEnoughMemory.
     """
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
@@ -99,9 +101,9 @@ def plan_kv(
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
         useful_bytes = _useful_bytes(wanted, block_bytes) + adapters.num_in_pool * adapters.image_bytes
-        least_blocks = wanted.most_blocks(wanted.max_model_len) + 1 if is_exact else 2 + wanted.num_state_blocks
+        least_len = wanted.max_model_len if is_exact else min(wanted.max_model_len, LEAST_TOKENS_BESIDE)
         part_bytes = (free_bytes - beside_bytes) // (2 * num_models)
-        if part_bytes < least_blocks * block_bytes:  # they do not fit beside each other, and take turns
+        if part_bytes < (wanted.most_blocks(least_len) + 1) * block_bytes:  # the models take turns in memory
             part_bytes = max(0, free_bytes) // (2 * num_models)
         budget_bytes = min(part_bytes, DEFAULT_CAP_BYTES, useful_bytes)
     elif budget_bytes > free_bytes:
