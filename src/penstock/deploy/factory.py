@@ -89,8 +89,6 @@ def start_deployment(
     for config in configs:
         locate_draft(config)  # now, not in the thread that loads models: a download would hold up all of them
     served = [serve_model(config, source, resources) for config, source in zip(configs, sources, strict=True)]
-    if resources.num_models > 1:
-        resources.fixed_bytes |= _fixed_bytes(served, configs)
     routes = open_routes(routing.routes)
     named = {name: source for one, source in zip(served, sources, strict=True) for name in (*one.names, *one.aliases)}
     warn_of_other_files(routes, named)
@@ -114,6 +112,8 @@ def start_deployment(
         upstreams=routing.upstreams,
         pipelines=open_pipelines(routing.pipelines),
     )
+    if resources.num_models > 1 and not all(config.kv.kv_cache_memory_bytes for config in configs):
+        resources.fixed_bytes = _fixed_bytes(served, configs)
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment
 
@@ -220,6 +220,7 @@ def plan_share(config: Config, source: ModelSource, resources: Resources, availa
     """
     if decide(config).is_on_gpu:
         return MemoryShare()  # a GPU has memory of its own
+    config = replace(config, model=replace(config.model, generation_config="none"))  # takes no memory, and the load logs it
     machine = resources.machine(served_names(config, source)[0])
     machine = replace(machine, available_bytes=machine.total_bytes if available_bytes is None else available_bytes)
     return _resolve(config, source, machine)[0].share
