@@ -101,7 +101,7 @@ class StatusEndpoint:
         """Report whether the server takes requests: 503 while it or a model drains, a model restarts, or none can be loaded."""
         if self._deployment.is_closing:
             raise unavailable("Not ready: the server is shutting down.")
-        if all(map(self._deployment.refusal, self._deployment.served)):  # later, only a request tries a load again
+        if all(map(self._deployment.refusal, self._deployment.served)):  # ready afterwards: only a request tries again
             raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
         for running in self._deployment.staying:
             state = running.engine.state
