@@ -89,7 +89,12 @@ _ROWS = (
     ("llama", "phi3", "Phi3ForCausalLM", "phi3"),
     ("llama", "qwen2", "Qwen2ForCausalLM Qwen2Model Qwen2ForSequenceClassification", "qwen2"),
     ("llama", "qwen2_vl", "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration", "qwen2vl"),
-    ("llama", "qwen3", "Qwen3ForCausalLM Qwen3Model Qwen3ForSequenceClassification Qwen3VLForConditionalGeneration", "qwen3"),
+    (
+        "llama",
+        "qwen3",
+        "Qwen3ForCausalLM Qwen3Model Qwen3ForSequenceClassification Qwen3VLForConditionalGeneration",
+        "qwen3 qwen3vl",
+    ),
     ("llama", "seed_oss", "SeedOssForCausalLM", "seed_oss"),
     ("llama", "smollm3", "SmolLM3ForCausalLM", "smollm3"),
     ("llama", "starcoder2", "Starcoder2ForCausalLM", "starcoder2"),
@@ -110,7 +115,7 @@ _ROWS = (
     ("moe", "olmoe", "OlmoeForCausalLM", "olmoe"),
     ("moe", "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2moe"),
     ("moe", "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe"),
-    ("moe", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ""),
+    ("moe", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3vlmoe"),
     ("sigmoid_moe", "afmoe", "AfmoeForCausalLM", ""),
     ("sigmoid_moe", "dots1", "Dots1ForCausalLM", ""),
     ("sigmoid_moe", "exaone_moe", "ExaoneMoeForCausalLM", ""),
@@ -141,7 +146,7 @@ HF_CLASSES: Mapping[str, str] = {
     for end in (_ENCODER_ENDS if "*" in hf_class else ("",))
 }
 """`architectures` in a config.json -> our name."""
-GGUF_NAMES: Mapping[str, str] = {gguf: name for _, name, _, gguf in _ROWS if gguf}
+GGUF_NAMES: Mapping[str, str] = {gguf: name for _, name, _, names in _ROWS for gguf in names.split()}
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {

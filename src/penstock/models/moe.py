@@ -155,7 +155,7 @@ QWEN3_VL_MOE = replace(
         **{f"mlp.{name}": replace(parts, is_transposed=True) for name, parts in _CUBES.items()},
     },
 )
-"""The text part. Published expert tensors have inputs as rows. GGUF is not listed: no file was compared."""
+"""The text part. Published expert tensors have inputs as rows, those in GGUF files outputs."""
 QWEN2_MOE = Architecture(
     describe=llama.describe,
     of_hf=_of_qwen2_moe,

@@ -253,6 +253,7 @@ _WINDOWED_QWEN3 = {
 }
 _HEAD_NORMS = {"self_attn__q_norm__weight": (24,), "self_attn__k_norm__weight": (24,)}
 _QWEN3_CASE = TinyCase(architecture="qwen3", config=_QWEN3, shapes=shapes(_QWEN3, **_HEAD_NORMS), seed=20)
+_QWEN3_VL_GGUF = {"rope.dimension_sections": [5, 4, 3, 0], "n_deepstack_layers": 3}
 
 
 def _gemma_norms(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -2728,6 +2729,7 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             golden="qwen3",
         ),
         "qwen3_gguf": replace(_QWEN3_CASE, gguf=Gguf(architecture="qwen3", metadata={}), golden="qwen3"),
+        "qwen3_vl_gguf": replace(_QWEN3_CASE, gguf=Gguf(architecture="qwen3vl", metadata=_QWEN3_VL_GGUF), golden="qwen3"),
         "qwen2_gguf_q8_0": TinyCase(
             architecture="qwen2",
             config=_WIDE_QWEN2,
@@ -2758,6 +2760,12 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             golden="qwen3_moe",
         ),
         "qwen3_vl_moe": _QWEN3_VL_MOE_CASE,
+        "qwen3_vl_moe_gguf": replace(
+            _QWEN3_VL_MOE_CASE,
+            gguf=Gguf(
+                architecture="qwen3vlmoe", metadata={**_QWEN3_VL_GGUF, **_GGUF_EXPERTS, "expert_feed_forward_length": 40}
+            ),
+        ),
         "glm4_moe": _GLM4_MOE_CASE,
         "glm4_moe_per_expert": replace(_GLM4_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="glm4_moe"),
         "glm4_moe_gguf": replace(_GLM4_MOE_CASE, gguf=_GLM4_MOE_GGUF, golden="glm4_moe"),
