@@ -150,6 +150,18 @@ def test_experts_are_merged_in_any_format(tmp_path: Path, name: str) -> None:
     assert float(np.sqrt(((found - logits(model, ids)) ** 2).mean())) > 0.2 * wanted.std()
 
 
+@pytest.mark.parametrize("name", ["expert_gate", "expert_up"])
+def test_gate_and_up_of_experts_keep_one_format_if_one_of_them_changes(tmp_path: Path, name: str) -> None:
+    """The native backend multiplies by both at once."""
+    case = CASES["gpt_oss_mxfp4"]
+    model = load(write_case(case, tmp_path / "base"))
+    inputs, outputs = sorted(case.shapes["model.layers.0.mlp.experts.gate_up_proj"][1:])
+    after = merged(model, AdapterFactors({f"layers.0.{name}.1": draw(name, outputs // 2, inputs, 2)}))
+    formats = [after.weights[f"layers.0.expert_{part}"].format for part in ("gate", "up", "down")]
+    assert formats == [WeightFormat.Q8_0, WeightFormat.Q8_0, WeightFormat.MXFP4]
+    assert np.isfinite(logits(after, case_token_ids(case))).all()
+
+
 @pytest.mark.parametrize("site", ["embed", "output"])
 def test_a_tied_embedding_is_changed_in_one_place_alone(tmp_path: Path, site: str) -> None:
     model = load(write_hf(tmp_path / "tiny", TINY))

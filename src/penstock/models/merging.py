@@ -18,6 +18,7 @@ from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, expert_sites
 from penstock.models.formats import WeightFormat
 from penstock.models.load import load_adapter
 from penstock.models.packed import GROUP
+from penstock.models.program import Experts
 from penstock.models.weights import Cut, LoadedModel, Stacked, WeightTensor, convert_rows, stacked
 from penstock.types.adapter import MergedAdapter
 from penstock.types.errors import ModelError
@@ -72,11 +73,17 @@ def merged(model: LoadedModel, *adapters: AdapterFactors) -> LoadedModel:
     if spec.tie_word_embeddings and (changes.keys() | whole.keys()) & {"embed", OUTPUT_SITE}:
         weights.setdefault(OUTPUT_SITE, replace(model.weights["embed"], name=OUTPUT_SITE))
         spec = replace(spec, tie_word_embeddings=False)
-    for name, (num, *_) in expert_sites(architectures.describe(model.spec)).items():
+    program = architectures.describe(model.spec)
+    for name, (num, *_) in expert_sites(program).items():
         of_experts = [changes.pop(f"{name}.{expert}", []) for expert in range(num)]
         if any(of_experts):
             weights[name] = _merged_experts(weights[name], of_experts)
     weights |= {site: _merged(weights[site], found) for site, found in changes.items()}
+    for op in program.ops:
+        if isinstance(op, Experts) and op.gate is not None and weights[op.gate].format is not weights[op.up].format:
+            unchanged = [name for name in (op.gate, op.up) if weights[name] is model.weights[name]]
+            if len(unchanged) == 1:  # the native backend multiplies by both at once
+                weights[unchanged[0]] = _merged(weights[unchanged[0]], ())
     return replace(model, spec=spec, weights=weights)
 
 
