@@ -285,7 +285,6 @@ _HF_LAYER: Mapping[str, str | Parts] = {
 _GGUF_LAYER: Mapping[str, str | Parts] = {
     **GGUF_LAYER,
     **GGUF_EXPERTS,
-    "ffn_gate_up_exps.weight": Parts(("expert_gate", "expert_up"), is_by_expert=True),
     "layer_output_scale.weight": "scale",
     "inp_gate.weight": "input_gate",
     "proj.weight": "input_projection",

@@ -19,6 +19,7 @@ from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, Gat
 GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp.weight": "router",
     **{f"ffn_{name}_exps.weight": Parts((f"expert_{name}",)) for name in ("gate", "up", "down")},
+    "ffn_gate_up_exps.weight": Parts(("expert_gate", "expert_up"), is_by_expert=True),
     "exp_probs_b.bias": "selection_bias",
     "ffn_gate_inp_shexp.weight": "shared_router",
     **{f"ffn_{name}_shexp.weight": f"shared_{name}" for name in ("gate", "up", "down")},

@@ -59,6 +59,8 @@ class Gguf:
     """The converter puts the rows of q and k into the interleaved rope layout."""
     is_old: bool = False
     """The inputs of a delta net, or the keys and values of latents, are one tensor, as the converter left them at first."""
+    has_fused_experts: bool = False
+    """Gates and ups of experts are one tensor, as the converter writes them if asked."""
     vectors: Mapping[str, tuple[float, ...]] | None = None
     """Tensors that the Hugging Face directory lacks, by their names."""
 
@@ -249,8 +251,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     }
     tensors = {name: np.asarray(values, np.float32) for name, values in (gguf.vectors or {}).items()}
     weights = {name: _turned(values) if name.endswith(case.transposed) else values for name, values in case.weights().items()}
-    is_interleaved = case.architecture == "gpt_oss"
-    weights = {new: part for name, values in weights.items() for new, part in _experts_in_gguf(name, values, is_interleaved)}
+    kind = {"is_interleaved": case.architecture == "gpt_oss", "is_fused": gguf.has_fused_experts}
+    weights = {new: part for name, values in weights.items() for new, part in _experts_in_gguf(name, values, **kind)}
     weights = {new: part for name, values in weights.items() for new, part in nets_in_gguf(name, values, config, gguf)}
     weights = {new: part for name, values in weights.items() for new, part in _heads_in_gguf(name, values, config, gguf)}
     if key == "falcon-h1":
@@ -385,10 +387,12 @@ def _turned(values: FloatArray) -> FloatArray:
     return np.ascontiguousarray(values.swapaxes(-1, -2))
 
 
-def _experts_in_gguf(name: str, values: FloatArray, is_interleaved: bool) -> Iterator[tuple[str, FloatArray]]:
-    """A tensor by the name that llama.cpp's table has for it; of experts the gate and the up projection are two."""
+def _experts_in_gguf(
+    name: str, values: FloatArray, *, is_interleaved: bool, is_fused: bool
+) -> Iterator[tuple[str, FloatArray]]:
+    """A tensor by the name that llama.cpp's table has for it; of experts the gate and the up projection may be two."""
     found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
-    if found is None:
+    if found is None or is_fused:
         name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
         name = f"{name}.weight" if name.endswith(("sinks", "layer_scalar")) or is_cube(name) else name
         name = f"{name}.bias" if name.endswith("expert_bias") else name

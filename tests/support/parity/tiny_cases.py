@@ -2696,6 +2696,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             golden="qwen3_5_moe",
         ),
         "qwen3_5_moe_gguf": replace(_QWEN3_5_MOE_CASE, gguf=_QWEN3_5_MOE_GGUF, golden="qwen3_5_moe"),
+        "qwen3_5_moe_fused_gguf": replace(
+            _QWEN3_5_MOE_CASE, gguf=replace(_QWEN3_5_MOE_GGUF, has_fused_experts=True), golden="qwen3_5_moe"
+        ),
         "qwen3_next": _QWEN3_NEXT_CASE,
         "qwen3_next_gguf": replace(_QWEN3_NEXT_GGUF_CASE, gguf=_QWEN3_NEXT_GGUF),
         "qwen3_next_old_gguf": replace(
