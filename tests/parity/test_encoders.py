@@ -20,6 +20,7 @@ from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
 from penstock.testing import make_core, make_text, run_to_completion, text_capacity
 from penstock.testing.builders import sizes_of
+from penstock.types.encoder import ScoreFunction, Task
 from penstock.types.errors import ModelError
 from penstock.types.events import Add
 from support.models.mutated import Changed, mutate, mutations
@@ -93,6 +94,14 @@ def test_answers_equal_those_of_transformers(load: Callable[[str], LoadedModel],
     assert model.encoder is not None
     assert model.encoder.width == expected[0].shape[1]
     assert model.encoder.labels == tuple(case.config["id2label"].values()) if case.has_head else not model.encoder.labels
+
+
+def test_a_reranker_of_qwen_3_has_one_score_in_each_form_of_its_files(load: Callable[[str], LoadedModel]) -> None:
+    """Its GGUF file has rows for `yes` and `no`: the sigmoid of their difference is the share of `yes`."""
+    for name in ("qwen3_score", "qwen3_score_gguf"):
+        encoder = load(name).encoder
+        assert encoder is not None
+        assert (encoder.task, encoder.scores) == (Task.RERANK, ScoreFunction.SIGMOID), name
 
 
 def test_the_golden_file_has_the_cases_and_no_others() -> None:

@@ -299,6 +299,7 @@ class Head:
     layers: tuple[HeadLayer, ...]
     is_pooled_last: bool = False  # averages tokens' scores instead of states
     bias: str = ""  # name of the logits' bias in a masked-LM head
+    is_difference: bool = False  # the file has the rows of `yes` and `no`; the score is their difference
 
     @property
     def names(self) -> dict[str, str]:

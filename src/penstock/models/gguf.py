@@ -92,6 +92,9 @@ def load_gguf(
     shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
     sizes = Sizes(shapes, checks.weight_shapes(program), spec)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
+    if head is not None and head.is_difference:
+        num_rows, num_cols = found_shapes["dense.0"]
+        found_shapes["dense.0"] = num_rows - 1, num_cols
     checks.check_weights(program, found_shapes, path)
     for key, found in pieces.items():
         if found[0].layout is not None:
@@ -111,17 +114,21 @@ def load_gguf(
         except ModelError as error:
             raise ModelError(f"{path}: {error.message}", remedy=error.remedy) from error
     _warn_if_larger_in_memory(path, entries, held)
+    weights = {
+        key: load_tensor(
+            file, entries[key], key, rope.half_split_rows(key, spec) if architecture.is_interleaved_in_gguf else None
+        )
+        if found[0].layout is None
+        else put_together(key, found, sizes, lambda piece: [load_tensor(file, stored[piece.tensor], piece.tensor)])
+        for key, found in pieces.items()
+    }
+    if head is not None and head.is_difference:
+        yes, no = weights["dense.0"].dequantize()
+        weights["dense.0"] = WeightTensor("dense.0", 1, len(yes), WeightFormat.F32, (yes - no)[None])
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
-        weights={
-            key: load_tensor(
-                file, entries[key], key, rope.half_split_rows(key, spec) if architecture.is_interleaved_in_gguf else None
-            )
-            if found[0].layout is None
-            else put_together(key, found, sizes, lambda piece: [load_tensor(file, stored[piece.tensor], piece.tensor)])
-            for key, found in pieces.items()
-        },
+        weights=weights,
         tokenizer_source=vocab,
         chat_templates=read_chat_templates(file),
         bos_token_id=vocab.bos_token_id,
@@ -149,6 +156,7 @@ def _choose_ending(
         last = file.tensors[f"{head.layers[-1].name}.weight"]
         labels = tuple(file.get_list(f"{key}.classifier.output_labels", str))
         labels = labels or tuple(f"LABEL_{number}" for number in range(matrix_shape(last)[0]))
+        labels = labels[:1] if head.is_difference else labels
     return endings.choose_ending(
         file.path,
         architecture,

@@ -177,7 +177,10 @@ def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 def _qwen3_gguf_head(file: GgufFile) -> Head | None:
     """Return the head of a reranker, or None. llama.cpp's converter builds it from the output's rows for `yes` and `no`."""
-    return _last_token("cls.output") if "cls.output.weight" in file.tensors else None
+    if "cls.output.weight" not in file.tensors:
+        return None
+    labels = file.get_list(f"{file.architecture}.classifier.output_labels", str)
+    return replace(_last_token("cls.output"), is_difference=labels == ["yes", "no"])
 
 
 QWEN2 = Architecture(describe=describe, of_hf=_of_qwen, of_gguf=of_gguf, hf_head=_hf_head)

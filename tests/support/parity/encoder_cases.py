@@ -721,8 +721,12 @@ def _decoder_cases() -> dict[str, EncoderCase]:
     cases["qwen3_score"] = _decoder("qwen3", "Qwen3ForSequenceClassification", 223, _QWEN3_SHAPES, {**_QWEN3, **one})
     cases["qwen3_classes"] = _decoder("qwen3", "Qwen3ForSequenceClassification", 224, _QWEN3_SHAPES, {**_QWEN3, **two})
     answers = {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]}
-    cases["qwen3_classes_gguf"] = replace(
-        cases["qwen3_classes"], golden="qwen3_classes", gguf=Gguf(architecture="qwen3", metadata=answers)
+    score = cases["qwen3_score"]
+    cases["qwen3_score_gguf"] = replace(
+        score,
+        config={**score.config, "id2label": {"0": "yes"}},
+        golden="qwen3_score",
+        gguf=Gguf(architecture="qwen3", metadata=answers),
     )
     for name, is_interleaved in (("llama", True), ("qwen2", False)):
         gguf = Gguf(architecture=name, metadata={"pooling_type": 3}, is_interleaved=is_interleaved)
