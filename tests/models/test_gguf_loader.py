@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import GatedMlp
 from penstock.types.vocab import GgufVocab
+from support.backends.format_blocks import random_blocks
 from support.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
 
 TINY = TinyLlama()
@@ -383,6 +385,42 @@ def test_unknown_tensor_is_refused(tiny):
     path = edit(tiny, lambda writer: writer.add_tensor("blk.0.attn_sub_norm.weight", extra))
     with pytest.raises(ModelError, match=r"attn_sub_norm\.weight is not part of this architecture"):
         load_gguf(path)
+
+
+def write_nvfp4(path: Path, scales: dict[str, list[float]]) -> Path:
+    """A mixture of 4 experts with q, gate, up and down in NVFP4, and tensors of one dimension beside them."""
+    plain = write_gguf(path, dataclasses.replace(TINY, num_layers=1, intermediate_size=64), matrix_type="BF16")
+    rng = np.random.default_rng(5)
+
+    def change(writer: GGUFWriter) -> None:
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_tensor("blk.0.ffn_gate_inp.weight", rng.standard_normal((4, 64)).astype(np.float32))
+        for name, experts in (("attn_q", ()), *((f"ffn_{part}_exps", (4,)) for part in ("gate", "up", "down"))):
+            raw = random_blocks(rng, WeightFormat.NVFP4, 64 * math.prod(experts), 64, zeros=False)
+            raw = raw.reshape(*experts, 64, -1)
+            writer.add_tensor(f"blk.0.{name}.weight", raw, raw_dtype=GGMLQuantizationType.NVFP4)
+        for name, values in scales.items():
+            writer.add_tensor(f"blk.0.{name}", np.array(values, np.float32))
+
+    return edit(plain, change, drop=tuple(f"blk.0.{name}.weight" for name in ("attn_q", "ffn_gate", "ffn_up", "ffn_down")))
+
+
+def test_scales_beside_matrices_in_nvfp4_multiply_them(tmp_path: Path) -> None:
+    """llama.cpp's converter writes one for a matrix, and one for each expert of a stack."""
+    of_experts = [0.02, 0.5, 0.25, 3.0]
+    scales = {"attn_q.scale": [0.3], "attn_q.input_scale": [7.0], "ffn_down_exps.scale": of_experts}
+    bare, scaled = (load_gguf(write_nvfp4(tmp_path / f"{len(found)}.gguf", found)).weights for found in ({}, scales))
+    factors = {"q": np.full((64, 1), 0.3), "expert_down": np.repeat(of_experts, 64)[:, None]}
+    for name, factor in factors.items():
+        wanted = bare[f"layers.0.{name}"].dequantize() * factor
+        moved = np.abs(scaled[f"layers.0.{name}"].dequantize() - wanted)
+        assert (moved <= 0.005 * np.abs(wanted).max(axis=1, keepdims=True)).all(), name
+    assert scaled["layers.0.expert_up"].format is WeightFormat.NVFP4
+    with pytest.raises(ModelError, match=r"attn_q\.scale has no finite factor"):
+        load_gguf(write_nvfp4(tmp_path / "two.gguf", {"attn_q.scale": [0.3, 0.3]}))
+    with pytest.raises(ModelError, match=r"ffn_up_exps\.scale has no finite factor"):
+        load_gguf(write_nvfp4(tmp_path / "nan.gguf", {"ffn_up_exps.scale": [1.0, 2.0, math.nan, 1.0]}))
 
 
 def test_memory_limit_is_checked_before_loading(tiny):

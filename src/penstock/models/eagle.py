@@ -18,11 +18,11 @@ import numpy as np
 from penstock.models import checks
 from penstock.models import program as prog
 from penstock.models.architectures import describe, with_biases
+from penstock.models.changed_rows import in_8_bits
 from penstock.models.decoder import Decoder
 from penstock.models.formats import Floats, WeightFormat
 from penstock.models.hf import open_weights
 from penstock.models.hf_config import JsonFile, read_json, read_spec
-from penstock.models.merging import in_8_bits
 from penstock.models.program import HEAD_FC, Op, Program
 from penstock.models.safetensors_file import FLOAT8, StoredTensor
 from penstock.models.weights import LoadedModel, WeightTensor, held_weight_bytes

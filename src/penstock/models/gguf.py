@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from penstock.models import architectures, checks, endings, rope
 from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of, without_layers, without_shared_keys
+from penstock.models.changed_rows import Factors, changed
 from penstock.models.formats import Floats, WeightFormat, dequantize
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
 from penstock.models.layers import rope_base
@@ -78,7 +79,8 @@ def load_gguf(
     ending = _choose_ending(file, architecture, head, task, pooling)
     top = endings.top_names(architecture.gguf_top, head, ending)
     unread = () if ending is None or architecture.is_encoder else ("output.weight",)
-    stored = {name: _flattened(entry) for name, entry in file.tensors.items() if name not in (*_OF_ROPE, *unread)}
+    tensors = _with_scales(file.tensors, architecture)
+    stored = {name: _flattened(entry) for name, entry in tensors.items() if name not in (*_OF_ROPE, *unread)}
     pieces = find_pieces(stored, top=top, block=BLOCK, layer=architecture.gguf_layer)
     entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
     spec = endings.with_ending(
@@ -170,6 +172,19 @@ def _choose_ending(
     )
 
 
+def _with_scales(tensors: Mapping[str, TensorEntry], architecture: Architecture) -> dict[str, TensorEntry]:
+    """Return the tensors, those in NVFP4 with the scales beside them. Scales of activations are left out."""
+    found = dict(tensors)
+    for name, entry in tensors.items():
+        if entry.format is WeightFormat.NVFP4 and len(entry.shape) > 1:
+            stem = name.removesuffix("weight")
+            found.pop(f"{stem}input_scale", None)
+            scale = BLOCK.fullmatch(f"{stem}scale")
+            if scale is None or scale[2] not in architecture.gguf_layer:  # Gemma 4 scales the experts' shares by it
+                found[name] = replace(entry, scale=found.pop(f"{stem}scale", None))
+    return found
+
+
 def _flattened(entry: TensorEntry) -> TensorEntry:
     """Return the entry, reshaped to a vector if it is a Mamba-2 vector that llama.cpp stores as a matrix."""
     is_vector = entry.name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
@@ -181,9 +196,18 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np
     num_rows, num_cols = matrix_shape(entry)
     stored = file.tensor_bytes(entry).view(FLOATS.get(entry.format.name, np.uint8)).reshape(num_rows, -1)
     if len(entry.shape) > 1:
-        return WeightTensor(name, num_rows, num_cols, entry.format, stored, order=order)
+        tensor = WeightTensor(name, num_rows, num_cols, entry.format, stored, order=order)
+        return tensor if entry.scale is None else changed(tensor, [_factors(file, entry, entry.scale)])
     values = dequantize(stored, entry.format, num_cols)
     return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, values if order is None else values[:, order])
+
+
+def _factors(file: GgufFile, entry: TensorEntry, scale: TensorEntry) -> Factors:
+    values = load_tensor(file, scale, scale.name).dequantize().reshape(-1)
+    num_matrices = math.prod(entry.shape[:-2])
+    if len(values) not in (1, num_matrices) or not np.isfinite(values).all():
+        raise file.error(f"{scale.name} has no finite factor for each of {num_matrices} matrices")
+    return Factors(np.repeat(values, matrix_shape(entry)[0] // len(values)))
 
 
 def _warn_if_larger_in_memory(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:

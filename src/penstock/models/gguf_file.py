@@ -48,6 +48,7 @@ class TensorEntry:
     offset: int  # bytes from the start of the file
     num_bytes: int
     part: int = 0  # number of its file in a split model
+    scale: TensorEntry | None = None  # a tensor with a factor for the whole matrix, or one for each expert's
 
 
 def matrix_shape(entry: TensorEntry) -> tuple[int, int]:

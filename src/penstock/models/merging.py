@@ -1,12 +1,11 @@
 """Merges adapters into a model's weights (--merge-lora): W + B A, a few rows at a time when a backend reads them.
 
-DoRA then rescales each row to its magnitude. Quantised matrices become Q8_0: rounding to four bits again would lose most of
-the adapter.
+DoRA then rescales each row to its magnitude.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,24 +14,14 @@ from numpy.typing import NDArray
 
 from penstock.models import architectures
 from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, expert_sites
-from penstock.models.formats import WeightFormat
+from penstock.models.changed_rows import changed
 from penstock.models.load import load_adapter
-from penstock.models.packed import GROUP
 from penstock.models.program import Experts
-from penstock.models.weights import Cut, LoadedModel, Stacked, WeightTensor, convert_rows, stacked
+from penstock.models.weights import Cut, LoadedModel, WeightTensor, stacked
 from penstock.types.adapter import MergedAdapter
 from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]
-
-_MAX_SCALE = float(np.finfo(np.float16).max)
-_FORMATS: Mapping[WeightFormat, WeightFormat] = {
-    WeightFormat.F32: WeightFormat.F32,
-    WeightFormat.F16: WeightFormat.BF16,
-    WeightFormat.BF16: WeightFormat.BF16,
-    WeightFormat.F8_E4M3: WeightFormat.BF16,
-}
-"""Format of a matrix -> format once merged. Others become Q8_0, or BF16 unless 32 divides the columns."""
 
 
 def with_adapters(model: LoadedModel, adapters: Iterable[MergedAdapter]) -> LoadedModel:
@@ -78,12 +67,12 @@ def merged(model: LoadedModel, *adapters: AdapterFactors) -> LoadedModel:
         of_experts = [changes.pop(f"{name}.{expert}", []) for expert in range(num)]
         if any(of_experts):
             weights[name] = _merged_experts(weights[name], of_experts)
-    weights |= {site: _merged(weights[site], found) for site, found in changes.items()}
+    weights |= {site: changed(weights[site], found) for site, found in changes.items()}
     for op in program.ops:
         if isinstance(op, Experts) and op.gate is not None and weights[op.gate].format is not weights[op.up].format:
             unchanged = [name for name in (op.gate, op.up) if weights[name] is model.weights[name]]
             if len(unchanged) == 1:  # the native backend multiplies by both at once
-                weights[unchanged[0]] = _merged(weights[unchanged[0]], ())
+                weights[unchanged[0]] = changed(weights[unchanged[0]], ())
     return replace(model, spec=spec, weights=weights)
 
 
@@ -101,79 +90,8 @@ class _Change:
         return values
 
 
-def _merged(base: WeightTensor, changes: Sequence[_Change]) -> WeightTensor:
-    fmt = _FORMATS.get(base.format, WeightFormat.Q8_0 if base.num_cols % GROUP == 0 else WeightFormat.BF16)
-    return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, tuple(changes), fmt))
-
-
-def in_8_bits(base: WeightTensor) -> WeightTensor:
-    """Return a matrix in Q8_0, or as it is if 32 does not divide its columns."""
-    if base.num_cols % GROUP:
-        return base
-    rows = MergedRows(base, (), WeightFormat.Q8_0)
-    return WeightTensor(base.name, base.num_rows, base.num_cols, rows.format, rows)
-
-
 def _merged_experts(base: WeightTensor, changes: Sequence[Sequence[_Change]]) -> WeightTensor:
     """Return a stack of matrices, each with its own changes. Unchanged ones are converted to the same format."""
     num_rows = base.num_rows // len(changes)
     one = [stacked(base.name, [Cut(base, num_rows * expert, num_rows)]) for expert in range(len(changes))]
-    return stacked(base.name, [Cut(_merged(*pair), 0, num_rows) for pair in zip(one, changes, strict=True)])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedRows:
-    base: WeightTensor
-    changes: tuple[_Change, ...]
-    format: WeightFormat
-
-    @property
-    def packed(self) -> NDArray[np.generic]:
-        """The base matrix's array in the file, or an empty one if it is stacked from several."""
-        stored = self.base.stored
-        if isinstance(stored, Stacked):
-            return np.empty(0, np.uint8)
-        return stored if isinstance(stored, np.ndarray) else stored.packed
-
-    def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Return some merged rows, encoded in `format`. Raises ModelError for a number that it can't hold."""
-        if not isinstance(rows, slice):
-            return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
-        begin, end, step = rows.indices(self.base.num_rows)
-        values = self.base.dequantize(begin, max(begin, end))[::step]
-        with np.errstate(all="ignore"):  # checked below
-            for change in self.changes:
-                values = change.apply(values, slice(begin, end, step))
-        if not np.isfinite(values).all():
-            raise ModelError(
-                f"{self.base.name} has numbers that are not finite.",
-                remedy="Leave out the adapter or draft head that brings them.",
-            )
-        if self.format is WeightFormat.F32:
-            return values
-        if self.format is WeightFormat.BF16:
-            return _to_bf16(values)
-        num_cols = self.base.num_cols
-        out = np.empty((len(values), num_cols // GROUP * (2 + GROUP)), np.uint8)
-        return convert_rows(lambda part: _to_q8_0(values[part], self.base.name), out, num_cols)
-
-
-def _to_bf16(values: F32) -> NDArray[np.uint16]:
-    bits = values.view(np.uint32)
-    rounded: NDArray[np.uint16] = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
-    return rounded
-
-
-def _to_q8_0(values: F32, name: str) -> NDArray[np.uint8]:
-    groups = values.reshape(len(values), -1, GROUP)
-    scales = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
-    if scales.size and float(scales.max()) > _MAX_SCALE:
-        raise ModelError(
-            f"{name} has numbers that Q8_0 can't hold.", remedy="Use the bf16 original, or leave out the adapter or draft head."
-        )
-    halves = scales.astype(np.float16)
-    used = halves.astype(np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        integers = np.where(used > 0, np.rint(groups / used), 0).clip(-127, 127).astype(np.int8)
-    blocks = np.concatenate([halves.view(np.uint8), integers.view(np.uint8)], axis=-1)
-    return blocks.reshape(len(values), -1)
+    return stacked(base.name, [Cut(changed(*pair), 0, num_rows) for pair in zip(one, changes, strict=True)])
