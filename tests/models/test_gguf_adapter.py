@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from penstock.models import architectures, catalog
-from penstock.models.adapter import AdapterFactors
+from penstock.models.adapter import AdapterFactors, expert_sites
 from penstock.models.load import load_adapter, load_model
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 from support.parity.tiny import TinyCase, write_case
 from support.parity.tiny_cases import CASES
-from support.tiny_adapters import Factors, factors_of_case, factors_of_llama, write_adapter, write_gguf_adapter
+from support.tiny_adapters import Factors, draw, factors_of_case, factors_of_llama, write_adapter, write_gguf_adapter
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 TINY = TinyLlama(hidden_size=64, num_layers=1)
@@ -71,6 +71,21 @@ def test_factors_are_those_of_the_folder_that_was_converted(tmp_path: Path, name
     assert found.by_weight.keys() == wanted.by_weight.keys()
     for site, halves in wanted.by_weight.items():
         assert all(map(np.array_equal, found.by_weight[site], halves)), site
+
+
+def test_fused_experts_have_a_gate_and_an_up_projection_each(tmp_path: Path) -> None:
+    model = load(write_case(CASES["qwen3_5_moe_fused_gguf"], tmp_path / "base"))
+    program, name = architectures.describe(model.spec), "blk.0.ffn_gate_up_exps.weight"
+    num, rows, inputs = expert_sites(program)["layers.0.expert_gate"]
+    a, b = map(np.stack, zip(*(draw(str(expert), 2 * rows, inputs, 2) for expert in range(num)), strict=True))
+    path = write_gguf_adapter(
+        tmp_path / "adapter.gguf", {name: (a, b)}, {name: name}, architecture="qwen35moe", alpha=2.0, dtype="F32"
+    )
+    found = load_adapter(path, model.spec, program, max_rank=2, is_merged=True).by_weight
+    assert len(found) == 2 * num
+    for expert in range(num):
+        for part, wanted in (("gate", b[expert, :rows]), ("up", b[expert, rows:])):
+            assert np.array_equal(found[f"layers.0.expert_{part}.{expert}"][1], wanted), (part, expert)
 
 
 def test_a_llama_s_file_fits_a_mistral_and_no_alpha_is_no_scale(tmp_path: Path) -> None:

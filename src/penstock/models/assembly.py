@@ -67,7 +67,8 @@ class Piece:
         parts = [math.prod(sizes.wanted.get(other, (0, 0))) // max(1, cols * num_matrices) for other in self.names]
         layout = self.layout
         num_runs = sizes.spec.attentions[0].num_kv_heads if layout.is_by_kv_head else 1
-        num_runs = sizes.spec.num_experts if layout.is_by_expert else num_runs
+        if layout.is_by_expert and num_matrices == 1:  # all experts' matrices lie one below the other
+            num_runs = sizes.spec.num_experts
         is_uneven = any(part % num_runs for part in parts)
         if sum(parts) != rows or is_uneven or (self.layout.is_interleaved and len(set(parts)) > 1):
             return num_matrices, cols, [(0, 0, 1)]
