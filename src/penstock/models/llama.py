@@ -31,7 +31,7 @@ from penstock.models.architectures import (
     with_defaults,
 )
 from penstock.models.decoder import Decoder, QkNorms
-from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf_file import GgufFile, matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_local_layers, with_windows
 from penstock.models.program import Program
@@ -177,10 +177,11 @@ def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 def _qwen3_gguf_head(file: GgufFile) -> Head | None:
     """Return the head of a reranker, or None. llama.cpp's converter builds it from the output's rows for `yes` and `no`."""
-    if "cls.output.weight" not in file.tensors:
+    weight = file.tensors.get("cls.output.weight")
+    if weight is None:
         return None
     labels = file.get_list(f"{file.architecture}.classifier.output_labels", str)
-    return replace(_last_token("cls.output"), is_difference=labels == ["yes", "no"])
+    return replace(_last_token("cls.output"), is_difference=labels == ["yes", "no"] and matrix_shape(weight)[0] == 2)
 
 
 QWEN2 = Architecture(describe=describe, of_hf=_of_qwen, of_gguf=of_gguf, hf_head=_hf_head)

@@ -720,14 +720,14 @@ def _decoder_cases() -> dict[str, EncoderCase]:
     two = {"id2label": {"0": "yes", "1": "no"}, "label2id": {"yes": 0, "no": 1}}
     cases["qwen3_score"] = _decoder("qwen3", "Qwen3ForSequenceClassification", 223, _QWEN3_SHAPES, {**_QWEN3, **one})
     cases["qwen3_classes"] = _decoder("qwen3", "Qwen3ForSequenceClassification", 224, _QWEN3_SHAPES, {**_QWEN3, **two})
-    answers = {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]}
-    score = cases["qwen3_score"]
-    cases["qwen3_score_gguf"] = replace(
-        score,
-        config={**score.config, "id2label": {"0": "yes"}},
-        golden="qwen3_score",
-        gguf=Gguf(architecture="qwen3", metadata=answers),
-    )
+    for name, labels, answers in (("score", {"0": "yes"}, ["yes", "no"]), ("classes", {"0": "no", "1": "yes"}, ["no", "yes"])):
+        case = cases[f"qwen3_{name}"]
+        cases[f"qwen3_{name}_gguf"] = replace(
+            case,
+            config={**case.config, "id2label": labels},
+            golden=f"qwen3_{name}",
+            gguf=Gguf(architecture="qwen3", metadata={"pooling_type": 4, "classifier.output_labels": answers}),
+        )
     for name, is_interleaved in (("llama", True), ("qwen2", False)):
         gguf = Gguf(architecture=name, metadata={"pooling_type": 3}, is_interleaved=is_interleaved)
         cases[f"{name}_model_gguf"] = replace(cases[f"{name}_model"], golden=f"{name}_model", gguf=gguf)

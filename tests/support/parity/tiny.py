@@ -267,7 +267,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = values[:, 0]
         if key in ("falcon", "gptneox") and ".query_key_value." in name:
             values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
-        if name == "score.weight":  # the converter writes the rows of `yes` and `no` in Qwen 3's output matrix
+        if name == "score.weight" and len(values) == 1:  # the converter writes the rows of `yes` and `no` of Qwen 3's output
             values = np.concatenate([values, -values]) / 2
         if values.shape[:1] == (1,) and ".mamba." not in name:  # the converter leaves out dimensions of one
             values = values.reshape(-1)
