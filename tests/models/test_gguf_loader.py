@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -387,7 +388,7 @@ def test_unknown_tensor_is_refused(tiny):
         load_gguf(path)
 
 
-def write_nvfp4(path: Path, scales: dict[str, list[float]]) -> Path:
+def write_nvfp4(path: Path, scales: dict[str, list[Any]]) -> Path:
     """A mixture of 4 experts with q, gate, up and down in NVFP4, and tensors of one dimension beside them."""
     plain = write_gguf(path, dataclasses.replace(TINY, num_layers=1, intermediate_size=64), matrix_type="BF16")
     rng = np.random.default_rng(5)
@@ -417,10 +418,23 @@ def test_scales_beside_matrices_in_nvfp4_multiply_them(tmp_path: Path) -> None:
         moved = np.abs(scaled[f"layers.0.{name}"].dequantize() - wanted)
         assert (moved <= 0.005 * np.abs(wanted).max(axis=1, keepdims=True)).all(), name
     assert scaled["layers.0.expert_up"].format is WeightFormat.NVFP4
-    with pytest.raises(ModelError, match=r"attn_q\.scale has no finite factor"):
-        load_gguf(write_nvfp4(tmp_path / "two.gguf", {"attn_q.scale": [0.3, 0.3]}))
-    with pytest.raises(ModelError, match=r"ffn_up_exps\.scale has no finite factor"):
-        load_gguf(write_nvfp4(tmp_path / "nan.gguf", {"ffn_up_exps.scale": [1.0, 2.0, math.nan, 1.0]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "cause"),
+    [
+        ("attn_q.scale", [0.3, 0.3], r"shape \[2\], not \[1\]"),
+        ("attn_q.scale", [[0.3]], r"shape \[1, 1\], not \[1\]"),
+        ("ffn_up_exps.scale", [0.3, 0.3], r"shape \[2\], not \[4\]"),
+        ("ffn_up_exps.scale", [1.0, 2.0, math.nan, 1.0], "not finite"),
+        ("attn_k.scale", [0.3], "attn_k"),
+    ],
+)
+def test_impossible_scales_are_refused_by_name(tmp_path: Path, name: str, values: list[Any], cause: str) -> None:
+    """The matrix of k is in BF16, which has no scale."""
+    with pytest.raises(ModelError, match=re.escape(name)) as refused:
+        load_gguf(write_nvfp4(tmp_path / "model.gguf", {name: values}))
+    assert re.search(cause, refused.value.message)
 
 
 def test_memory_limit_is_checked_before_loading(tiny):

@@ -85,7 +85,7 @@ class ChangedRows:
         if not np.isfinite(values).all():
             raise ModelError(
                 f"{self.base.name} has numbers that are not finite.",
-                remedy="Leave out the adapter or draft head that brings them.",
+                remedy="Use another file of the model, or leave out the adapter or draft head that brings them.",
             )
         if self.format is WeightFormat.F32:
             return values

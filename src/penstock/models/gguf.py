@@ -79,8 +79,8 @@ def load_gguf(
     ending = _choose_ending(file, architecture, head, task, pooling)
     top = endings.top_names(architecture.gguf_top, head, ending)
     unread = () if ending is None or architecture.is_encoder else ("output.weight",)
-    tensors = _with_scales(file.tensors, architecture)
-    stored = {name: _flattened(entry) for name, entry in tensors.items() if name not in (*_OF_ROPE, *unread)}
+    tensors = _with_scales({name: _flattened(entry) for name, entry in file.tensors.items()}, architecture)
+    stored = {name: entry for name, entry in tensors.items() if name not in (*_OF_ROPE, *unread)}
     pieces = find_pieces(stored, top=top, block=BLOCK, layer=architecture.gguf_layer)
     entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
     spec = endings.with_ending(
@@ -202,10 +202,12 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np
 
 
 def _factors(file: GgufFile, entry: TensorEntry, scale: TensorEntry) -> Factors:
-    values = load_tensor(file, scale, scale.name).dequantize().reshape(-1)
     num_matrices = math.prod(entry.shape[:-2])
-    if len(values) not in (1, num_matrices) or not np.isfinite(values).all():
-        raise file.error(f"{scale.name} has no finite factor for each of {num_matrices} matrices")
+    if scale.shape not in ((1,), (num_matrices,)):
+        raise file.error(f"{scale.name} has the shape {list(scale.shape)}, not [{num_matrices}]")
+    (values,) = load_tensor(file, scale, scale.name).dequantize()
+    if not np.isfinite(values).all():
+        raise file.error(f"{scale.name} has numbers that are not finite")
     return Factors(np.repeat(values, matrix_shape(entry)[0] // len(values)))
 
 
