@@ -240,6 +240,21 @@ def test_several_servers_are_scaled_up_and_down(
     for idx, (server, number, share) in enumerate(zip(servers, desired, used, strict=True)):
         series[f'penstock_desired_replicas{{instance="{server}",model="{idx}"}}'] = f"{number}x20"
         series[f'penstock_utilisation_ratio{{instance="{server}",model="{idx}"}}'] = f"{share}x20"
+    try_scaling(folder, series, expected)
+
+
+@needs_prometheus
+def test_servers_that_were_replaced_do_not_count(folder: Path) -> None:
+    series = {}
+    for server, lives in (("old", "{}x8 stale"), ("new", "_x8 {}x20")):
+        for idx in range(4):
+            series[f'penstock_desired_replicas{{instance="{server}{idx}",model="m"}}'] = lives.format("1")
+            series[f'penstock_utilisation_ratio{{instance="{server}{idx}",model="m"}}'] = lives.format("0.7")
+    try_scaling(folder, series, 4)
+
+
+def try_scaling(folder: Path, series: Series, expected: int) -> None:
+    """Have promtool say whether KEDA's query gives this number after ten minutes."""
     [trigger] = yaml.safe_load((folder / "keda.yaml").read_text())["spec"]["triggers"]
     query = trigger["metadata"]["query"]
     test = {

@@ -22,11 +22,13 @@ groups:
   - name: penstock
     rules:
       # Of a server's models the busiest counts. Each server needs at least itself, so a sum can't fall. If none needs
-      # another, the mean load of all decides.
+      # another, the mean load of all decides. `and` drops servers that were removed in these five minutes.
       - record: penstock:desired_replicas
         expr: >-
           (sum(max by (instance) (penstock_desired_replicas)) > count(max by (instance) (penstock_desired_replicas)))
-          or clamp_min(ceil(sum(max by (instance) (avg_over_time(penstock_utilisation_ratio[5m]))) / 0.8), 1)
+          or clamp_min(ceil(sum(max by (instance) (
+            avg_over_time(penstock_utilisation_ratio[5m]) and penstock_utilisation_ratio
+          )) / 0.8), 1)
 """
 
 ALERT = """\
