@@ -111,6 +111,7 @@ def test_the_parts_of_latencies_add_up_at_the_front(pool) -> None:
             assert buckets[-1][1] == len(PROMPTS)
             assert sum(parts_ns.values()) == pytest.approx(sum_ns)
         assert sum(metrics.steps.values()) == sum(num for num, _ in metrics.steps_by_size.values()) > 0
+        assert {has_prompts for _, has_prompts in metrics.steps_by_size} == {True, False}
 
 
 def num_answers(running: RunningModel) -> int:

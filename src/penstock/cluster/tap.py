@@ -63,4 +63,5 @@ def _drain(queue: deque[_Item]) -> Iterator[_Item]:
 
 
 def _slim(stats: StepStats) -> StepStats:
-    return replace(stats, rows=(), void=(), counts=replace(stats.counts, prefills=[]))
+    prefills = stats.counts.prefills[:1]  # the front's metrics count steps with prompts apart
+    return replace(stats, rows=(), void=(), counts=replace(stats.counts, prefills=prefills))
