@@ -114,6 +114,16 @@ def test_the_parts_of_latencies_add_up_at_the_front(pool) -> None:
         assert {has_prompts for _, has_prompts in metrics.steps_by_size} == {True, False}
 
 
+def test_gaps_of_background_answers_do_not_count() -> None:
+    with cluster(num_replicas=1) as made:
+        arrival_ns = made.fleet.clock.now_ns()
+        made.fleet.submit(make_request("line", max_tokens=8, arrival_ns=arrival_ns, slo_itl_ns=1, background=True))
+        wait_until(lambda: num_answers(made.front) == 1)
+        metrics = made.front.metrics
+        assert metrics.num_generated_tokens == 8
+        assert (metrics.itl_ns.snapshot()[1], dict(metrics.slo)) == (0, {})
+
+
 def num_answers(running: RunningModel) -> int:
     with running.metrics.lock:
         running.metrics.settle()

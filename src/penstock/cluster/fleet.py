@@ -761,7 +761,8 @@ class Fleet:
             if (scores := report.scores.get(chunk.request_id)) is not None:
                 flight.request.prompt_logprobs[:] = scores
             if (gap_ns := flight.note(chunk)) is not None:
-                gaps_ns.append(gap_ns)
+                if not flight.request.background:  # nobody waits for its tokens
+                    gaps_ns.append(gap_ns)
             elif chunk.token_ids or chunk.states:
                 first.append(flight)
             if chunk.token_ids or chunk.states:

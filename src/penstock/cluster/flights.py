@@ -107,7 +107,7 @@ class Flight:
         if chunk.token_ids or chunk.states:
             if self.last_token_ns:
                 gap_ns = chunk.at_ns - self.last_token_ns
-                if request.slo_itl_ns is not None:
+                if request.slo_itl_ns is not None and not request.background:
                     self.num_gaps += 1
                     self.num_late += gap_ns > request.slo_itl_ns
             self.last_token_ns = chunk.at_ns
