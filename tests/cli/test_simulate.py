@@ -83,11 +83,6 @@ def test_texts_are_counted_by_the_models_tokenizer(simulate: Simulate, tiny_mode
     assert "\n2 prompt tokens" in simulate("--blocks", "99", "--workload", "w.jsonl"), "estimated"
 
 
-def test_a_text_that_the_tokenizer_refuses_is_estimated(simulate: Simulate, tiny_model: Path) -> None:
-    Path("w.jsonl").write_text(json.dumps({"prompt": "an emoji cut in two: \ud83d", "max_tokens": 3}))
-    assert "\n6 prompt tokens" in simulate(str(tiny_model), "--workload", "w.jsonl")
-
-
 def test_a_gpu_has_its_own_defaults() -> None:
     config = Config(backend=BackendConfig(device="cuda"))
     settings = simulation_of(config, CostModel(), num_blocks=1000)

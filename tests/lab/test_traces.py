@@ -126,6 +126,15 @@ def test_lengths_of_texts_are_estimated_without_a_tokenizer_and_the_name_says_so
     assert "estimated" not in read_workload(file, count_tokens=count_words).name
 
 
+def test_half_of_a_character_is_replaced_and_the_halves_of_one_are_joined(file: Path) -> None:
+    file.write_text(json_lines([{"prompt": "cut \ud83d"}]))
+    assert [job.prompt for job in read_workload(file).jobs] == ["cut \ufffd"]
+    parts = [{"text": "\ude00 \ud83d"}, {"text": "\ude00"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "\ud83d."}]
+    file.write_text(json_lines([{"messages": messages}]))
+    assert list(read_conversations(file)) == [[("\ufffd \U0001f600", "\ufffd.")]]
+
+
 def test_no_more_rows_are_read_than_asked_for(file: Path) -> None:
     file.write_text(AZURE + "a broken row\n")
     assert len(read_workload(file, max_requests=2).jobs) == 2

@@ -11,7 +11,7 @@ import click
 
 from penstock.lab.synthetic import NAMED
 from penstock.lab.workload_choice import ARRIVALS, WorkloadChoice, parse_stages
-from penstock.types.errors import ConfigError, ModelError, Rejected
+from penstock.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from penstock.lab.traces import CountTokens
@@ -42,27 +42,16 @@ def token_counter(workload: str, model: str, cache_folder: str | None) -> CountT
     from penstock.deploy.factory import find_source
     from penstock.deploy.forecast import tokenizer_source
     from penstock.lab.prompts import counter_of
-    from penstock.lab.traces import estimate_tokens
     from penstock.text.tokenizer import load_tokenizer
 
     if workload in NAMED:
         return None
     source = find_source(config_from({"model": model, "cache": cache_folder}))
-    if not source.is_present:
-        return None
     try:
-        count = counter_of(load_tokenizer(tokenizer_source(source)))
+        # Cached, since simulations of several rates or seeds read the file for each.
+        return functools.cache(counter_of(load_tokenizer(tokenizer_source(source)))) if source.is_present else None
     except ModelError:
         return None
-
-    @functools.cache  # simulations of several rates or seeds read the file for each
-    def count_or_estimate(text: str) -> int:
-        try:
-            return count(text)
-        except Rejected:  # half of a character, where someone cut the text
-            return estimate_tokens(text)
-
-    return count_or_estimate
 
 
 def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[tuple[float, float], ...]:

@@ -278,7 +278,7 @@ def _message(lines: Lines, turn: object) -> tuple[bool | None, str]:
     if isinstance(author, str):
         parts = content if isinstance(content, list) else [{"text": content}]
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        text = "".join(text for text in texts if isinstance(text, str))
+        text = _whole("".join(text for text in texts if isinstance(text, str)))
         return True if author in _USERS else False if author in _MODELS else None, text
     form = '{"role": "user" or "assistant", "content"' if "content" in row else '{"from": "human" or "gpt", "value"'
     raise lines.error(f"a message is {_shown(turn)}", f'Each must be {form}: "its text"}}.')
@@ -321,7 +321,7 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
             )
         if not isinstance(tenant, str) or type(priority) is not int:
             raise lines.error("tenant is not a text, or priority is not a whole number", "Mend them, or leave them out.")
-        max_tokens = row.get("max_tokens", DEFAULT_OUTPUT_TOKENS)
+        prompt, max_tokens = _whole(prompt), row.get("max_tokens", DEFAULT_OUTPUT_TOKENS)
         yield Job(
             arrival_ns=0,
             num_prompt_tokens=max(1, count_tokens(prompt)),
@@ -410,6 +410,11 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
     if not isinstance(row, dict):
         raise lines.error(f"the line is {_shown(row)}, not a JSON object", "Write one whole JSON object on each line.")
     return row
+
+
+def _whole(text: str) -> str:
+    """Return a text with U+FFFD for each lone surrogate: half of a character, where someone cut the text."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _length(lines: Lines, name: str, value: object) -> int:
