@@ -88,6 +88,13 @@ def test_requests_go_where_their_adapter_is(config: Config) -> None:
         assert min(loads(cluster)) > 0
 
 
+def test_the_front_claims_no_numbers_of_adapters_that_replicas_have(config: Config) -> None:
+    with site(config) as cluster:
+        assert answer(cluster.url, "red", "a")[0] == 200
+        assert "penstock_adapter" not in httpx.get(f"{cluster.url}/metrics").text
+        assert "adapters" not in httpx.get(f"{cluster.url}/load").json()
+
+
 def test_a_bad_adapter_is_refused_with_its_cause_and_others_go_on(config: Config, folder: Path) -> None:
     (folder / "green" / "adapter_model.safetensors").write_bytes(b"no tensors")
     with single(config) as url:
