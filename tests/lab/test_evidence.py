@@ -31,7 +31,7 @@ def choice(**fields: Any) -> dict[str, Any]:
         "decode": decode,
         "sat_out": {"steps": 0, "ms": 10.0},
         "batch": {"mean": 2.0, "max": 3},
-        "preemptions": [{"waited_ms": 40.0}],
+        "preemptions": [{"after_ms": 500.0, "waited_ms": 40.0}],
         **fields,
     }
 
@@ -58,6 +58,13 @@ def test_the_parts_of_a_request_are_its_time() -> None:
     )
     assert sum(parts.values()) == pytest.approx(visit.total_s)
     assert (visit.num_hit_tokens, visit.prefix_end, visit.num_same_after) == (4, "differs", 8)
+
+
+def test_a_pause_before_the_first_token_counts_once() -> None:
+    pauses = [{"after_ms": 410.0, "waited_ms": 80.0}, {"after_ms": 500.0, "waited_ms": 40.0}]
+    visit = Visit.of(choice(preemptions=pauses), age_s=3)
+    assert [visit.parts_s[part] for part in ("prefill", "preempted", "decode")] == pytest.approx([0.02, 0.12, 0.4])
+    assert sum(visit.parts_s.values()) == pytest.approx(visit.total_s)
 
 
 def test_requests_of_other_models_and_of_long_ago_are_left_out() -> None:

@@ -76,7 +76,7 @@ class Visit:
     total_s: float
     parts_s: Mapping[str, float]
     """Time by part. `rows`, `memory` and so on: waiting in the queue for that resource. `prefill`, `decode`: computing.
-    `preempted`, `sat out`, `background`, `other models`: pauses during decoding."""
+    `preempted`: pauses during either. `sat out`, `background`, `other models`: pauses during decoding."""
     num_prompt_tokens: int
     num_hit_tokens: int
     num_answer_tokens: int
@@ -99,15 +99,19 @@ class Visit:
     def of(cls, choice: Mapping[str, Any], age_s: float) -> Visit:
         """Read one choice of an explanation. Raises LookupError, TypeError or ValueError if malformed."""
         time_ms, decode, prefix = choice["time_ms"], choice["decode"], choice["prefix"] or {}
+        pauses, first_ms = choice["preemptions"], time_ms["queue"] + time_ms["prefill"]
+        # By their middles, since times are rounded and a pause may begin right after the first token.
+        early_ms = sum(pause["waited_ms"] for pause in pauses if pause["after_ms"] + pause["waited_ms"] / 2 < first_ms)
         parts_ms = {
             **choice["waited"]["for_ms"],
-            "preempted": sum(pause["waited_ms"] for pause in choice["preemptions"]),
+            "preempted": sum(pause["waited_ms"] for pause in pauses),
             "sat out": choice["sat_out"]["ms"],
             "background": decode["rested_ms"],  # replaces the wait of this name of a batch's line, which is expected
             "other models": time_ms["other_models"],
         }
-        steps_ms = time_ms["decode"] - parts_ms["preempted"] - parts_ms["sat out"] - parts_ms["background"]
-        parts_ms["prefill"] = time_ms["prefill"]
+        late_ms = parts_ms["preempted"] - early_ms
+        steps_ms = time_ms["decode"] - late_ms - parts_ms["sat out"] - parts_ms["background"]
+        parts_ms["prefill"] = time_ms["prefill"] - early_ms
         parts_ms["decode"] = max(0.0, steps_ms)
         return cls(
             age_s=age_s,
