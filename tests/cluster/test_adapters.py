@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -88,11 +89,20 @@ def test_requests_go_where_their_adapter_is(config: Config) -> None:
         assert min(loads(cluster)) > 0
 
 
-def test_the_front_claims_no_numbers_of_adapters_that_replicas_have(config: Config) -> None:
-    with site(config) as cluster:
-        assert answer(cluster.url, "red", "a")[0] == 200
-        assert "penstock_adapter" not in httpx.get(f"{cluster.url}/metrics").text
+def test_the_front_shows_its_readings_of_adapters_and_not_what_replicas_hold(config: Config, folder: Path) -> None:
+    (folder / "green" / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with site(config_with(config, metrics_compat="vllm")) as cluster:
+        assert [answer(cluster.url, name, "a")[0] for name in ("red", "green")] == [200, 400]
+        page = httpx.get(f"{cluster.url}/metrics").text
         assert "adapters" not in httpx.get(f"{cluster.url}/load").json()
+    shown = dict(re.findall(r"^penstock_(adapter\S+) (\S+)", page, re.MULTILINE))
+    assert float(shown.pop('adapter_load_seconds_total{model="toy"}')) > 0
+    assert shown == {
+        'adapter_names{model="toy"}': "2.0",
+        'adapter_loads_total{model="toy",result="ok"}': "1.0",
+        'adapter_loads_total{model="toy",result="failed"}': "1.0",
+    }
+    assert "lora_requests_info" not in page
 
 
 def test_a_bad_adapter_is_refused_with_its_cause_and_others_go_on(config: Config, folder: Path) -> None:

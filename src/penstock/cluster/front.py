@@ -46,7 +46,7 @@ def serve_replicas(
     `on_closed` is called when the model has been closed.
     """
     lasting = make_lasting(config, source)
-    lasting.metrics.read_adapters = None  # replicas have the adapters, and do not report them
+    lasting.metrics.holds_adapters = False
     return ServedModel(
         names=served_names(config, source),
         aliases=aliases(config, source),

@@ -185,6 +185,8 @@ class Metrics:
         self.read_waste: Callable[[], float] = float
         self.read_adapters: Callable[[], AdapterStats] | None = None
         """None for a model served without adapters."""
+        self.holds_adapters = True
+        """False at a cluster's front, which only checks the adapters' files: replicas hold them, and do not report them."""
         self.read_adapter_names: Callable[[Collection[int]], Sequence[str]] = lambda _: ()
         """Returns the names of adapters, given their numbers."""
         self.max_adapters = 0

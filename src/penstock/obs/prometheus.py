@@ -159,7 +159,7 @@ class _Snapshot:
                 "settings_info": {metrics.settings_hash: 1},
                 **({} if replicas is None else _of_replicas(metrics, replicas)),
                 **({} if residence is None else _of_residence(residence, metrics.model_wait_ns)),
-                **({} if adapters is None else _of_adapters(load.adapters, adapters)),
+                **({} if adapters is None else _of_adapters(adapters, load.adapters if metrics.holds_adapters else None)),
                 **_of_latencies(metrics),
             }
             self.families = [*(self._made(name, value) for name, value in values.items()), *self._by_key(metrics)]
@@ -332,16 +332,20 @@ def _of_residence(residence: Residence, wait_ns: Histogram) -> dict[str, Value]:
     }
 
 
-def _of_adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, Value]:
+def _of_adapters(beside: AdapterStats, pool: AdapterCounts | None) -> dict[str, Value]:
     """Return the adapters' metrics. Adapter names are not labels: clients can make any number of them."""
-    num_idle = pool.num_resident - pool.num_running
-    return {
-        "adapters": {"running": pool.num_running, "idle": num_idle, "memory": beside.num_in_memory},
+    values: dict[str, Value] = {
         "adapter_names": beside.num_registered,
-        "adapter_kv_blocks": pool.num_blocks,
-        "adapter_memory_bytes": beside.num_bytes,
         "adapter_loads": {"ok": beside.num_loads, "failed": beside.num_failures},
         "adapter_load_seconds": beside.load_ns / _SECOND_NS,
+    }
+    if pool is None:
+        return values
+    num_idle = pool.num_resident - pool.num_running
+    return values | {
+        "adapters": {"running": pool.num_running, "idle": num_idle, "memory": beside.num_in_memory},
+        "adapter_kv_blocks": pool.num_blocks,
+        "adapter_memory_bytes": beside.num_bytes,
         "adapter_placements": pool.num_placements,
         "adapter_evictions": {"kv_cache": pool.num_evictions, "memory": beside.num_evictions},
     }

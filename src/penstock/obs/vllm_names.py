@@ -43,7 +43,7 @@ def vllm_families(families: Iterable[Metric], models: Sequence[Metrics]) -> list
     """Return copies, under vLLM's names, of the metric families that vLLM has too."""
     known = {family.name: family for family in families}
     renamed = [_renamed(known[PREFIX + (ours or theirs)], f"vllm:{theirs}") for theirs, ours in NAMES.items()]
-    with_adapters = [metrics for metrics in models if metrics.read_adapters is not None]
+    with_adapters = [metrics for metrics in models if metrics.read_adapters is not None and metrics.holds_adapters]
     return [*renamed, _adapters(with_adapters)] if with_adapters else renamed
 
 

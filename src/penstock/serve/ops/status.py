@@ -143,7 +143,7 @@ class StatusEndpoint:
             },
             "desired_replicas": sustained.desired_replicas,
         }
-        if metrics.read_adapters is not None:
+        if metrics.read_adapters is not None and metrics.holds_adapters:
             load["adapters"] = _adapters(now.adapters, metrics.read_adapters())
         if metrics.read_replicas is not None:
             load["replicas"] = [_replica(one) for one in metrics.read_replicas()]
