@@ -61,7 +61,8 @@ def test_the_parts_of_a_request_are_its_time() -> None:
 
 
 def test_a_pause_before_the_first_token_counts_once() -> None:
-    pauses = [{"after_ms": 410.0, "waited_ms": 80.0}, {"after_ms": 500.0, "waited_ms": 40.0}]
+    rounded = {"after_ms": 499.999, "waited_ms": 40.0}  # it began with the first token
+    pauses = [{"after_ms": 410.0, "waited_ms": 80.0}, rounded]
     visit = Visit.of(choice(preemptions=pauses), age_s=3)
     assert [visit.parts_s[part] for part in ("prefill", "preempted", "decode")] == pytest.approx([0.02, 0.12, 0.4])
     assert sum(visit.parts_s.values()) == pytest.approx(visit.total_s)

@@ -100,7 +100,7 @@ class Visit:
         """Read one choice of an explanation. Raises LookupError, TypeError or ValueError if malformed."""
         time_ms, decode, prefix = choice["time_ms"], choice["decode"], choice["prefix"] or {}
         pauses, first_ms = choice["preemptions"], time_ms["queue"] + time_ms["prefill"]
-        # By their middles, since times are rounded and a pause may begin right after the first token.
+        # A pause may begin with the first token, and by rounding seem to begin before it. So its middle decides.
         early_ms = sum(pause["waited_ms"] for pause in pauses if pause["after_ms"] + pause["waited_ms"] / 2 < first_ms)
         parts_ms = {
             **choice["waited"]["for_ms"],
