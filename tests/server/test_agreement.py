@@ -131,6 +131,22 @@ async def test_the_client_sees_one_answer_and_its_tokens(models) -> None:
             assert [choice["completion_tokens"] for choice in told["choices"]] == [6]
 
 
+async def test_cached_tokens_are_those_of_the_first_sample_whichever_is_kept(models) -> None:
+    kept = set()
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.0))]) as client:
+        for seed in range(8):
+            asked = {"prompt": chr(97 + seed) * 70, "max_tokens": 6, "seed": seed, "timings_per_token": True}
+            for num_cached in (0, 69):
+                answer = (await client.post("/v1/completions", json=asked | {"model": "auto"})).json()
+                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_cached
+                times = answer["timings"]
+                assert (times["cache_n"], times["prompt_n"]) == (num_cached, 70 - num_cached)
+            asked |= {"model": "small", "n": SAMPLES, "temperature": 0.7}
+            choices = (await client.post("/v1/completions", json=asked)).json()["choices"]
+            kept.add([choice["text"] for choice in choices].index(answer["choices"][0]["text"]))
+    assert len(kept) > 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/api/generate", "/completion"])
 async def test_it_works_in_each_api(models, path: str, stream: bool) -> None:

@@ -306,6 +306,8 @@ async def test_nothing_is_generated_to_fill_the_cache(client):
     assert answer["timings"]["cache_n"] == answer["tokens_cached"]
     assert answer["timings"]["prompt_n"] == answer["tokens_evaluated"] - answer["tokens_cached"]
     assert (await ask(client, prompt=prompt, cache_prompt=False))["tokens_cached"] == 0
+    several = await ask(client, prompt=prompt[::-1], n_cmpl=3)
+    assert [(one["tokens_cached"], one["timings"]["cache_n"]) for one in several] == [(0, 0)] * 3
     *pieces, last = await events(client, n_predict=0)
     assert (pieces, last["content"], last["tokens_predicted"]) == ([], "", 0)
 

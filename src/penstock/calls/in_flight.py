@@ -188,6 +188,8 @@ class RunningCall:
         """Answers to each prompt."""
         self.requests = requests
         """One for each choice, in the order of the prompts. The engine's thread changes them."""
+        self.firsts = requests[:: call.request.n]
+        """The first choice of each prompt. It computes the prompt, which the others then find in the prefix cache."""
         self.echoes = echoes
         """The text to put before the answers to each prompt."""
         self.form = form
@@ -265,6 +267,7 @@ class RunningCall:
         engine_id, num_tokens = self.engine_ids[index], self._num_generated[index]
         self.num_dropped_tokens = self.num_counted_tokens - num_tokens
         self._dropped = [one.request_id for one in self.requests if one.request_id != engine_id]
+        self.firsts = [self.first_of(index)]
         self.stream.keep(engine_id)
         self.requests, self.engine_ids, self.index_of = [self.requests[index]], (engine_id,), {engine_id: 0}
         self.num_choices, self._num_generated, self._has_failed = 1, [num_tokens], False
@@ -290,7 +293,7 @@ class RunningCall:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts. A prompt with several choices counts once."""
-        return sum([request.num_prompt_tokens for request in self.requests[:: self.num_choices]])
+        return sum([first.num_prompt_tokens for first in self.firsts])
 
     @property
     def num_counted_tokens(self) -> int:
@@ -303,10 +306,14 @@ class RunningCall:
         shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skip_special_tokens
         return self.form is None and not shows_marks
 
+    def first_of(self, index: int) -> Request:
+        """Return the first choice of the prompt of choice `index`, which `keep` may have dropped."""
+        return self.firsts[index // self.num_choices]
+
     def scores_of(self, index: int) -> Request:
         """Return the request with the log-probabilities of the prompt of choice `index`, often the prompt's first choice."""
         request = self.requests[index]
-        return self.requests[index - index % self.num_choices] if request.sampling.prompt_logprobs is None else request
+        return self.first_of(index) if request.sampling.prompt_logprobs is None else request
 
     def abort(self, detail: str) -> None:
         for engine_id in self.engine_ids:

@@ -70,14 +70,12 @@ class Usage:
     """Token counts of one call. A prompt with several choices counts once, with the cached tokens of its first choice."""
 
     def __init__(self, call: RunningCall) -> None:
-        self._num_choices = call.num_choices
+        self._firsts = call.firsts
         self._num_prompt_tokens = call.num_prompt_tokens
         self._num_generated = [0] * len(call.requests)
-        self._num_cached = [0] * len(call.requests)
 
     def add(self, index: int, chunk: OutputChunk) -> None:
         self._num_generated[index] = chunk.num_generated_tokens
-        self._num_cached[index] = chunk.num_cached_tokens
 
     def counts(self) -> tuple[int, int]:
         """Return the number of tokens in all prompts, and in all answers so far."""
@@ -86,7 +84,7 @@ class Usage:
     @property
     def num_cached(self) -> int:
         """Number of prompt tokens found in the cache."""
-        return sum(self._num_cached[:: self._num_choices])
+        return sum([first.num_cached_tokens for first in self._firsts])
 
     def body(self) -> UsageBody:
         num_generated = sum(self._num_generated)

@@ -15,7 +15,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, Object
 from penstock.serve.streams import ChoiceRecord, Writer
-from penstock.serve.timings import Timings
+from penstock.serve.timings import timings
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
 
@@ -95,7 +95,6 @@ class LlamaWriter(Writer):
         super().__init__(call)
         self._settings, self._fields = settings, fields
         self._has_new_line = [False] * len(call.requests)
-        self._timings = Timings(call)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self._has_new_line[index] |= "\n" in chunk.text
@@ -129,7 +128,7 @@ class LlamaWriter(Writer):
             "tokens_evaluated": self._call.requests[index].num_prompt_tokens,
         }
         if self._options.has_timings:
-            piece["timings"] = self._timings.of(index, chunk)
+            piece["timings"] = timings(self._call, index, chunk)
         if entries := self._shown_logprobs(chunk):
             piece["completion_probabilities"] = self._probabilities(entries)
         return piece
@@ -160,8 +159,8 @@ class LlamaWriter(Writer):
             "truncated": self._is_at_limit(chunk) and num_tokens >= call.running.admission.max_len(self._options.adapter),
             "stop_type": "eos",
             "stopping_word": "",
-            "tokens_cached": chunk.num_cached_tokens,
-            "timings": self._timings.of(index, chunk),
+            "tokens_cached": call.first_of(index).num_cached_tokens,
+            "timings": timings(call, index, chunk),
         }
         if chunk.finish_reason is FinishReason.LENGTH:
             answer["stop_type"] = "limit"

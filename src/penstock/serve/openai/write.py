@@ -26,7 +26,7 @@ from penstock.serve.logprobs import (
 )
 from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, tool_calls_of
 from penstock.serve.streams import DONE, FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, comment, fingerprint, finish_word_of
-from penstock.serve.timings import Timings
+from penstock.serve.timings import timings
 from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 
 
@@ -138,11 +138,10 @@ class AnswerWriter(Writer):
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
         options = call.answer
-        self._timings = Timings(call) if options.has_timings else None
         self._timed = b""
         """The field `timings` of the current chunk's events, as JSON."""
         self._is_plain = not (
-            options.has_logprobs or options.has_token_ids or options.has_continuous_usage or self._timings is not None
+            options.has_logprobs or options.has_token_ids or options.has_continuous_usage or options.has_timings
         )
         self._head = b""
         self._prefixes: list[bytes] = []
@@ -170,8 +169,8 @@ class AnswerWriter(Writer):
             "choices": [fast_json.Raw(fast_json.dumps(self._choice(*one))) for one in enumerate(records)],
             "usage": self._usage(),
         }
-        if self._timings is not None:
-            answer["timings"] = self._timings.of(0, records[0].last)
+        if self._options.has_timings:
+            answer["timings"] = timings(self._call, 0, records[0].last)
         return answer
 
     @abstractmethod
@@ -202,8 +201,8 @@ class AnswerWriter(Writer):
 
     def _note_times(self, index: int, chunk: OutputChunk) -> None:
         """Note a chunk's times, before its events are written."""
-        if self._timings is not None:
-            self._timed = b',"timings":' + fast_json.dumps(self._timings.of(index, chunk))
+        if self._options.has_timings:
+            self._timed = b',"timings":' + fast_json.dumps(timings(self._call, index, chunk))
 
     def _usage(self) -> Usage:
         return self.usage.body()
