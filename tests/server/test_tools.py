@@ -385,6 +385,27 @@ async def test_an_effort_of_none_ends_the_block_of_a_template_without_a_switch(b
     assert (high["message"]["reasoning_content"], high["message"]["content"]) == ("Hm.", "Yes.")
 
 
+@pytest.mark.parametrize(
+    ("begun", "answer", "expected"),
+    [
+        ("<think>The answer", " is 4.</think>\n\nFour.", (" is 4.", "Four.")),
+        ("<think>a</think><think>\nThe", "\nanswer</think>Four.", ("\nanswer", "Four.")),
+        ("<think>The", "\n</think> Four.", ("", "Four.")),
+        ("<think>\n", "\nIt is 4.</think>Four.", ("It is 4.", "Four.")),
+        ("<think>It is 4.</think>The answer", " is 4.", ("", " is 4.")),
+    ],
+)
+async def test_a_begun_block_goes_on_where_it_ends(begun, answer, expected):
+    messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
+    continues = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    template = CHAT_TEMPLATE + "{# </think> #}"
+    message = (await ask(answer, chat_template=template, **continues))["message"]
+    assert (message.get("reasoning_content", ""), message["content"]) == expected
+    deltas, _ = await stream(answer, chat_template=template, **continues)
+    keys = ("reasoning_content", "content")
+    assert tuple("".join(delta.get(key) or "" for delta in deltas) for key in keys) == expected
+
+
 async def test_reasoning_may_be_limited_in_an_answer_without_an_end():
     always = CHAT_TEMPLATE.replace("{{ suffix }}", "<think>\n{# </think> #}")
     end = "\n</think>"

@@ -160,11 +160,11 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
     """Return the format of answers to a chat, or None for plain text. The prompt may already open or close their reasoning."""
     dialect = call.running.dialect
     tools = None if call.tools is None else dialect.tools
-    reasoning, is_reasoning = dialect.reasoning, False
+    reasoning, is_reasoning, thought = dialect.reasoning, False, ""
     if reasoning is not None:
         if conversation.continue_final_message:
-            begun = conversation.messages[-1].content
-            is_reasoning = begun.rfind(reasoning.open) > begun.rfind(reasoning.close)
+            _, opened, thought = conversation.messages[-1].content.rpartition(reasoning.open)
+            is_reasoning = bool(opened) and reasoning.close not in thought
             has_ended = not is_reasoning
         else:
             end = prompt.rstrip()
@@ -185,6 +185,7 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
         types=types,
         reasoning=reasoning,
         is_reasoning=is_reasoning,
+        is_continued=is_reasoning and bool(thought.strip()),
     )
 
 

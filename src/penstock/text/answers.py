@@ -123,6 +123,8 @@ class AnswerForm:
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
     """The prompt ends inside a reasoning block, so the answer begins with reasoning."""
+    is_continued: bool = False
+    """That block has text, so white space at the beginning of the answer counts."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -156,7 +158,7 @@ class MarkReader:
             self._step = self._read_content
         else:
             self._step = self._read_reasoning if form.is_reasoning else self._read_beginning
-        self._skips_space = form.is_reasoning
+        self._skips_space = form.is_reasoning and not form.is_continued
         """Whether to skip white space, until something is returned."""
 
     def push(self, text: str) -> list[Part]:
