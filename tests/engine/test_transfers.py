@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.core import EngineCore
-from penstock.engine.ports import Ready
+from penstock.engine.ports import BlockStore, Ready
 from penstock.engine.transfers import RETRY_NS, Transfers, WorkerThread
 from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
+from penstock.storage.block_file import PAGE_BYTES, BlockFile
 from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.driver import LateWorker
 from penstock.types.events import Add
@@ -67,10 +70,10 @@ class House:
     """A pool of 20 blocks, a store of 100 below it, and a worker that can be told to hang."""
 
     def __init__(
-        self, *, num_staged_blocks: int = 50, store: MemoryStore | None = None, executor: Recorder | None = None
+        self, *, num_staged_blocks: int = 50, store: BlockStore | None = None, executor: Recorder | None = None
     ) -> None:
         self.clock = VirtualClock()
-        self.store = store or MemoryStore(100)
+        self.store: Any = store or MemoryStore(100)
         self.executor = executor or Recorder()
         self.tier = Tier(100, entries=self.store.entries())
         self.core: EngineCore = make_core(CAPACITY, tier=self.tier)
@@ -265,6 +268,30 @@ def test_the_end_keeps_what_the_pool_contains(caplog: pytest.LogCaptureFixture) 
     second = House(store=store)
     _, num_cached = second.ask(SESSION)
     assert num_cached == 48
+
+
+def test_what_the_end_keeps_is_overwritten_in_the_order_in_which_the_pool_would_evict_it(tmp_path: Path) -> None:
+    executor = Recorder()
+
+    def opened() -> BlockFile:
+        size = PAGE_BYTES * 101
+        return BlockFile(tmp_path / "f", max_bytes=size, content_bytes=executor.block_bytes, fingerprint=bytes(32))
+
+    house = House(store=opened(), executor=executor)
+    house.ask(OTHERS)
+    house.ask(SESSION)
+    kv = house.core.scheduler.kv
+    names = [kv.prefix.index.hash_of(block_id) for block_id in kv.pool.free_block_ids() if kv.pool.is_kept(block_id)]
+    kept = [name for name in names if name is not None]
+    num_spilled = len(house.tier.slots) + house.transfers.num_moving_blocks
+    assert num_spilled
+    house.transfers.keep(5.0)
+    house.finish()
+    house.store.close()
+    again = opened()
+    found = [name for _, name in again.entries()]
+    again.close()
+    assert (len(found), found[num_spilled:]) == (num_spilled + len(kept), kept)
 
 
 def test_the_end_keeps_nothing_where_that_ends_too() -> None:

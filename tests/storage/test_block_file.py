@@ -85,6 +85,18 @@ def test_what_was_there_is_found_in_the_order_of_writing(path: Path) -> None:
     last.close()
 
 
+def test_blocks_may_be_written_from_the_newest_to_the_oldest(path: Path) -> None:
+    file = make(path)
+    file.write(0, name(0), content(0))
+    file.expect_newest_first(2)
+    for slot in (1, 2, 3):
+        file.write(slot, name(slot), content(slot))
+    file.close()
+    again = make(path)
+    assert [slot for slot, _ in again.entries()] == [0, 2, 1, 3]
+    again.close()
+
+
 @pytest.mark.parametrize("change", [{"fingerprint": b"g" * 32}, {"content_bytes": CONTENT_BYTES - 8}])
 def test_contents_of_another_model_are_discarded_with_a_warning(
     path: Path, change: dict[str, object], caplog: pytest.LogCaptureFixture

@@ -47,6 +47,9 @@ class MemoryStore:
     def entries(self) -> Sequence[tuple[int, bytes]]:
         return [(slot, block_hash) for slot, (block_hash, _, _) in self._slots.items()]
 
+    def expect_newest_first(self, num_blocks: int) -> None:
+        """Nothing to do: `entries` are in no order."""
+
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
         assert 0 <= slot < self._num_slots, f"there is no slot {slot}"
         if self._happens(self.faults.write_fails):

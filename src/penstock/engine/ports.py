@@ -141,6 +141,10 @@ class BlockStore(Protocol):
         """Return (slot, hash) of contents from an earlier process, the oldest first."""
         ...
 
+    def expect_newest_first(self, num_blocks: int) -> None:
+        """Take each of the next `num_blocks` writes as content older than that of the write before."""
+        ...
+
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
         """Write content into a slot under its hash. The old content is lost, even if this fails."""
         ...

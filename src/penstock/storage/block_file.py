@@ -14,8 +14,9 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import chain, count
 from pathlib import Path
 from zlib import crc32
 
@@ -56,7 +57,8 @@ class BlockFile:
         self.num_slots = (max_bytes - PAGE_BYTES) // self.slot_bytes
         if self.num_slots < 1:
             raise ValueError(f"{max_bytes} bytes do not hold one block of {self.slot_bytes}")
-        self._sequence = 0
+        self._numbers: Iterator[int] = count()
+        """The sequence numbers of the next writes."""
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -77,16 +79,22 @@ class BlockFile:
                 if magic == RECORD_MAGIC and length == self._content_bytes:
                     found.append((sequence, slot, block_hash))
             found.sort()
-            self._sequence = found[-1][0] + 1 if found else self._sequence
+            if found:
+                self._numbers = count(found[-1][0] + 1)
         return [(slot, block_hash) for _, slot, block_hash in found]
+
+    def expect_newest_first(self, num_blocks: int) -> None:
+        with self._lock:
+            first = next(self._numbers)
+            end = first + num_blocks
+            self._numbers = chain(reversed(range(first, end)), count(end))
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
         if len(content) != self._content_bytes or not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} of {self.num_slots} does not hold {len(content)} bytes")
         with self._lock:
-            record = bytearray(_RECORD.pack(RECORD_MAGIC, 0, self._sequence, block_hash, self._content_bytes))
+            record = bytearray(_RECORD.pack(RECORD_MAGIC, 0, next(self._numbers), block_hash, self._content_bytes))
             struct.pack_into("<I", record, 4, _checksum(record, content))
-            self._sequence += 1
             num_written = os.pwritev(self._fd, [record, content], self._offset(slot))
         if num_written != len(record) + len(content):
             raise OSError(errno.ENOSPC, "only part of a block was written", str(self.path))
@@ -109,7 +117,7 @@ class BlockFile:
         try:
             os.ftruncate(self._fd, PAGE_BYTES)
             fresh = copy(self)
-            fresh._lock, fresh._sequence = threading.Lock(), 0
+            fresh._lock, fresh._numbers = threading.Lock(), count()
             self._fd = -1
             return fresh
         finally:
