@@ -147,6 +147,16 @@ async def test_cached_tokens_are_those_of_the_first_sample_whichever_is_kept(mod
     assert len(kept) > 1
 
 
+async def test_a_kept_stream_of_messages_begins_with_the_size_of_the_whole_prompt(models) -> None:
+    messages = [{"role": "user", "content": "Heads or tails?"}]
+    asked = {"model": "auto", "messages": messages, "max_tokens": 6, "stream": True}
+    async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.0))]) as client:
+        await client.post("/v1/messages", json=asked)
+        again = (await client.post("/v1/messages", json=asked)).text
+    at_start, at_end = re.findall(r'"cache_read_input_tokens":(\d+)', again)
+    assert int(at_start) == 0 < int(at_end)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/api/generate", "/completion"])
 async def test_it_works_in_each_api(models, path: str, stream: bool) -> None:

@@ -132,7 +132,7 @@ class MessageWriter(Writer):
 
     def open(self) -> bytes:
         """Return `message_start`. Its usage counts the whole prompt; only the last event knows the cached tokens."""
-        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
         return _event({"type": "message_start", "message": message}) + _PING
 
     def keepalive(self) -> bytes:
@@ -143,7 +143,7 @@ class MessageWriter(Writer):
         events = b"".join([self._part(part) for part in self._choice.read(chunk)])
         if chunk.finish_reason is None:
             return events
-        delta = {"type": "message_delta", "delta": self._end_fields(chunk), "usage": self._usage()}
+        delta = {"type": "message_delta", "delta": self._end_fields(chunk), "usage": self._usage(self.usage.num_cached)}
         return events + self._close() + _event(delta) + _event({"type": "message_stop"})
 
     def fail(self, error: ApiError) -> bytes:
@@ -151,16 +151,15 @@ class MessageWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> AnthropicMessage:
         [record] = records
-        content = _blocks(self._choice.whole(record))
-        return {**self._head(), "content": content, **self._end_fields(record.last), "usage": self._usage()}
+        content, usage = _blocks(self._choice.whole(record)), self._usage(self.usage.num_cached)
+        return {**self._head(), "content": content, **self._end_fields(record.last), "usage": usage}
 
     def _head(self) -> MessageHead:
         return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}
 
-    def _usage(self) -> AnthropicUsage:
+    def _usage(self, num_cached: int) -> AnthropicUsage:
         """Return the usage. Anthropic's `input_tokens` exclude cached tokens."""
         num_prompt, num_generated = self.usage.counts()
-        num_cached = self.usage.num_cached
         return {
             "input_tokens": num_prompt - num_cached,
             "cache_creation_input_tokens": 0,
