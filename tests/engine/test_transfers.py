@@ -279,11 +279,12 @@ def test_what_the_end_keeps_is_overwritten_in_the_order_in_which_the_pool_would_
 
     house = House(store=opened(), executor=executor)
     house.ask(OTHERS)
+    house.worker = LateWorker(promptness=0.0)  # what makes room for the session is still under way at the end
     house.ask(SESSION)
     kv = house.core.scheduler.kv
     names = [kv.prefix.index.hash_of(block_id) for block_id in kv.pool.free_block_ids() if kv.pool.is_kept(block_id)]
     kept = [name for name in names if name is not None]
-    num_spilled = len(house.tier.slots) + house.transfers.num_moving_blocks
+    num_spilled = house.transfers.num_moving_blocks
     assert num_spilled
     house.transfers.keep(5.0)
     house.finish()

@@ -86,14 +86,15 @@ def test_what_was_there_is_found_in_the_order_of_writing(path: Path) -> None:
 
 
 def test_blocks_may_be_written_from_the_newest_to_the_oldest(path: Path) -> None:
-    file = make(path)
-    file.write(0, name(0), content(0))
-    file.expect_newest_first(2)
-    for slot in (1, 2, 3):
-        file.write(slot, name(slot), content(slot))
-    file.close()
+    for slots in ((1, 0), (3, 2)):
+        file = make(path)
+        file.entries()
+        file.expect_newest_first()
+        for slot in slots:
+            file.write(slot, name(slot), content(slot))
+        file.close()
     again = make(path)
-    assert [slot for slot, _ in again.entries()] == [0, 2, 1, 3]
+    assert [slot for slot, _ in again.entries()] == [0, 1, 2, 3]
     again.close()
 
 

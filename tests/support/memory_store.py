@@ -47,7 +47,7 @@ class MemoryStore:
     def entries(self) -> Sequence[tuple[int, bytes]]:
         return [(slot, block_hash) for slot, (block_hash, _, _) in self._slots.items()]
 
-    def expect_newest_first(self, num_blocks: int) -> None:
+    def expect_newest_first(self) -> None:
         """Nothing to do: `entries` are in no order."""
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:

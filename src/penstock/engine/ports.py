@@ -141,8 +141,8 @@ class BlockStore(Protocol):
         """Return (slot, hash) of contents from an earlier process, the oldest first."""
         ...
 
-    def expect_newest_first(self, num_blocks: int) -> None:
-        """Take each of the next `num_blocks` writes as content older than that of the write before."""
+    def expect_newest_first(self) -> None:
+        """Take the content of each later write as older than that of the write before."""
         ...
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:

@@ -159,8 +159,7 @@ class Transfers:
         until_ns = self._clock.now_ns() + int(timeout_s * 1e9)
         block_ids = self._swapping.content_to_keep()
         num_asked = len(block_ids)
-        # In the worker's order: it first writes the spills that are under way.
-        self._start(partial(self._store.expect_newest_first, num_asked), False)
+        self._start(self._store.expect_newest_first, False)  # after the spills under way
         while block_ids and self._tier.is_open and self._clock.now_ns() < until_ns:
             # In this order: a move that ends after `arrive` sets the event again.
             self._has_arrived.clear()

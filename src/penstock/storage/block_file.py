@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from copy import copy
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from zlib import crc32
 
@@ -32,6 +32,8 @@ RECORD_MAGIC = 0x4B565042
 _RECORD = struct.Struct("<IIQ16sQ24x")
 """Magic, checksum of all that follows and the content, sequence number, hash, length."""
 _NUM_UNCHECKED_BYTES = 8
+_NUM_DESCENDING = 1 << 32
+"""Sequence numbers reserved for writes from the newest content to the oldest. No stop writes so many blocks."""
 FINGERPRINT_BYTES = 32
 LOCK_TIMEOUT_S = 1.0
 
@@ -83,11 +85,9 @@ class BlockFile:
                 self._numbers = count(found[-1][0] + 1)
         return [(slot, block_hash) for _, slot, block_hash in found]
 
-    def expect_newest_first(self, num_blocks: int) -> None:
+    def expect_newest_first(self) -> None:
         with self._lock:
-            first = next(self._numbers)
-            end = first + num_blocks
-            self._numbers = chain(reversed(range(first, end)), count(end))
+            self._numbers = count(next(self._numbers) + _NUM_DESCENDING, -1)
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
         if len(content) != self._content_bytes or not 0 <= slot < self.num_slots:

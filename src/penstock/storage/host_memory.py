@@ -33,7 +33,7 @@ class HostMemory:
     def entries(self) -> Sequence[tuple[int, bytes]]:
         return ()
 
-    def expect_newest_first(self, num_blocks: int) -> None:
+    def expect_newest_first(self) -> None:
         """Ignore the order, which ends with the process."""
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
