@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,7 +32,6 @@ from penstock.types.errors import (
     Rejected,
     RejectReason,
 )
-from penstock.types.stats import EngineLoad
 
 SECOND = 1_000_000_000
 LOAD_NS = SECOND // 2
@@ -46,7 +46,7 @@ class World:
         self.memory = MemoryBudget(lambda: 1000, limit_bytes=budget_bytes)
         self.loads: list[str] = []
         self.closed: list[tuple[str, int]] = []
-        """Names, and how many used the model when it was closed."""
+        """Names, and how many people used the model when it was closed."""
         self.details: list[str] = []
         """Texts for the requests that each of them cut."""
         self.on_closed: Callable[[], None] = lambda: None
@@ -75,9 +75,7 @@ class World:
         if name in self.errors:
             raise self.errors.pop(name)
         self.memory.take(name, self.share(name))
-        engine = SimpleNamespace(
-            close=lambda _, detail: self.close(name, detail), drain=lambda: None, load=EngineLoad, state=EngineState.READY
-        )
+        engine = SimpleNamespace(close=lambda _, detail: self.close(name, detail), drain=lambda: None, state=EngineState.READY)
         part: Any = SimpleNamespace()
         return RunningModel(
             engine=cast(Any, engine),
@@ -96,7 +94,7 @@ class World:
     def close(self, name: str, detail: str) -> bool:
         running = self.of[name].running
         assert running is not None
-        self.closed.append((name, running.num_users))
+        self.closed.append((name, running.people.num_users))
         self.details.append(detail)
         self.on_closed()
         return not running.num_users
@@ -204,13 +202,13 @@ def test_a_model_that_was_just_loaded_is_not_unloaded_before_those_who_waited_co
 def test_background_requests_unload_no_model_that_people_used_lately() -> None:
     world = World(budget_bytes=1)
     (a,) = world.loaded("a")
-    load = EngineLoad(num_running=1)
-    cast(Any, a.engine).load = lambda: load
-    refused = world.deployment.want(world.of["b"], is_background=True)
-    world.deployment.tend()
-    with pytest.raises(Rejected, match="b can't be loaded while other models"):
-        refused.result(0)
-    load = EngineLoad(served_ns=world.clock.now_ns())
+    world.clock.advance(PEOPLE_STAY_NS)
+    with a.using():
+        world.clock.advance(PEOPLE_STAY_NS)
+        refused = world.deployment.want(world.of["b"], is_background=True)
+        world.deployment.tend()
+        with pytest.raises(Rejected, match="b can't be loaded while other models"):
+            refused.result(0)
     world.clock.advance(PEOPLE_STAY_NS - 1)
     refused = world.deployment.want(world.of["b"], is_background=True)
     world.deployment.tend()
@@ -221,11 +219,52 @@ def test_background_requests_unload_no_model_that_people_used_lately() -> None:
     assert (world.states, loaded.done()) == ("-L-", True)
 
 
+def in_background(world: World, name: str) -> RunningModel:
+    """This model, loaded for background requests."""
+    future = world.deployment.want(world.of[name], is_background=True)
+    world.deployment.tend()
+    return future.result(0)
+
+
+def test_background_requests_keep_no_model_that_people_want_the_memory_of() -> None:
+    world = World()
+    world.loaded("c")
+    with in_background(world, "a").using(is_background=True):
+        world.clock.advance(SECOND)
+        (b,) = world.want("b")
+        world.deployment.tend()
+        assert (world.states, b.done()) == ("-LL", True), "that which people used last stays, if it is idle"
+    assert world.details == [UNLOADED]
+
+
+def test_background_requests_keep_no_model_that_leaves_from_people() -> None:
+    world = World(budget_bytes=1)
+    (a,) = world.loaded("a")
+    with a.using(is_background=True):
+        with a.using():
+            world.clock.advance(MIN_STAY_NS)
+            for name in "ba":
+                (wanted,) = world.want(name)
+                world.deployment.tend()
+                assert (world.states, wanted.done()) == ("v--", False)
+            world.deployment._has_changed = False
+        assert world.deployment._has_changed, "the keeper is told"
+        world.deployment.tend()
+        assert world.closed == [("a", 0)]
+
+
+def test_people_who_waited_for_a_model_use_it_first_also_beside_background_requests() -> None:
+    world = World(budget_bytes=1)
+    world.want("a")
+    with in_background(world, "a").using(is_background=True):
+        world.want("b")
+        assert world.deployment.tend() == world.of["a"].loaded_ns + FIRST_USE_NS
+        assert world.states == "L--"
+
+
 def test_models_of_background_requests_take_turns() -> None:
     world = World(budget_bytes=1)
-    a = world.deployment.want(world.of["a"], is_background=True)
-    world.deployment.tend()
-    with a.result(0).using():
+    with in_background(world, "a").using(is_background=True):
         b = world.deployment.want(world.of["b"], is_background=True)
         due_ns = world.deployment.tend()
         assert (world.states, b.done(), due_ns) == ("L--", False, world.of["a"].loaded_ns + MIN_STAY_NS)
@@ -237,8 +276,7 @@ def test_models_of_background_requests_take_turns() -> None:
 
 def test_a_load_for_background_requests_becomes_that_of_a_person_who_joins_them() -> None:
     world = World(budget_bytes=1)
-    (a,) = world.loaded("a")
-    cast(Any, a.engine).load = lambda: EngineLoad(served_ns=world.clock.now_ns())
+    world.loaded("a")
     one = world.deployment.want(world.of["b"], is_background=True)
     (other,) = world.want("b")
     world.deployment.tend()
@@ -249,8 +287,7 @@ def test_a_load_for_background_requests_becomes_that_of_a_person_who_joins_them(
 def test_background_requests_without_room_hold_up_no_model_that_fits() -> None:
     world = World(budget_bytes=3)
     world.sizes |= {"a": 2, "b": 2}
-    (a,) = world.loaded("a")
-    cast(Any, a.engine).load = lambda: EngineLoad(num_waiting=1)
+    world.loaded("a")
     b, c = [world.deployment.want(world.of[name], is_background=True) for name in "bc"]
     world.deployment.tend()
     assert (world.states, type(b.exception(0)), c.done()) == ("L-L", PutOff, True)
@@ -722,26 +759,27 @@ class Life(RuleBasedStateMachine):
         self.world.sizes |= SIZES
         self.waiting: list[Future[RunningModel]] = []
         self.unloads: list[Future[None]] = []
-        self.used: list[RunningModel] = []
+        self.used: list[Callable[[], None]] = []
+        """Functions that end a use."""
         self.is_ended_by_force = False
 
-    @rule(name=names)
-    def want(self, name: str) -> None:
-        self.waiting += self.world.want(name)
+    @rule(name=names, is_background=st.booleans())
+    def want(self, name: str, is_background: bool) -> None:
+        self.waiting.append(self.world.deployment.want(self.world.of[name], is_background=is_background))
 
-    @rule(name=names)
-    def use(self, name: str) -> None:
+    @rule(name=names, is_background=st.booleans())
+    def use(self, name: str, is_background: bool) -> None:
         try:
             running = self.world.of[name].answerer()
-            running.begin_use()
+            running.begin_use(is_background=is_background)
         except ModelAway:
             return
-        self.used.append(running)
+        self.used.append(partial(running.end_use, is_background=is_background))
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
     def end_use(self, data: st.DataObject) -> None:
-        self.used.pop(data.draw(st.integers(0, len(self.used) - 1))).end_use()
+        self.used.pop(data.draw(st.integers(0, len(self.used) - 1)))()
 
     @rule(name=names, timeout_s=st.sampled_from([None, 5.0]))
     def unload(self, name: str, timeout_s: float | None) -> None:
@@ -772,8 +810,8 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all users go and time passes, every wait ends."""
-        for running in self.used:
-            running.end_use()
+        for end_use in self.used:
+            end_use()
         for _ in range(4 * len(NAMES)):
             self.world.deployment.tend()
             self.world.clock.advance(RETRY_NS + MIN_STAY_NS)

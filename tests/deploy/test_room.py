@@ -28,6 +28,7 @@ def model(
     one.state, one.loaded_ns, one.load_ns = ModelState.LOADED, NOW_NS - int(loaded_s * 1e9), 1
     one.share = MemoryShare(num_weight_bytes=num_bytes, num_reserve_bytes=0)
     one.running = SimpleNamespace(num_users=int(is_used), num_uses=int(was_used), used_ns=NOW_NS - int(used_s * 1e9))
+    one.running.people = one.running
     return one
 
 

@@ -102,6 +102,16 @@ async def serving(num_rooms=1, config=None, **fields):
             runtime.close()
 
 
+def lines_of_batches(world):
+    """A client whose requests are lines of batches."""
+    app = create_app(world.deployment, ServerConfig())
+
+    async def as_line(scope, receive, send):
+        await app({**scope, COURSE_KEY: Course(is_background=True)}, receive, send)
+
+    return httpx.AsyncClient(transport=httpx.ASGITransport(as_line), base_url="http://toy", timeout=60)
+
+
 def calls():
     """Calls of every kind: (path, body)."""
     text = [
@@ -196,6 +206,22 @@ async def test_a_model_does_not_leave_while_it_tokenizes(path, body, method, mon
         monkeypatch.setattr(runtime.tokenizer, method, noted)
         assert (await world.client.post(path, json=body)).status_code == 200
         assert (num_users, runtime.num_users) == ([1], 0)
+
+
+async def test_a_line_of_a_batch_leaves_its_model_to_people_and_comes_again_as_no_other_model_answers_it():
+    gate = GatedExecutor()
+    async with serving() as world, lines_of_batches(world) as lines:
+        world.deployment.routes["auto"] = Route(name="auto", models=("a", "b"))
+        world.make = lambda name: make_runtime(gate, served_names=("a",), aliases=()) if name == "a" else runtime_of(name)
+        line = asyncio.create_task(lines.post("/v1/completions", json=ASK | {"model": "auto"}))
+        await until(lambda: world.runtimes and world.runtimes[0].bridge.num_open_requests)
+        person = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"model": "b"}))
+        await until(lambda: world.of["a"].state is not ModelState.LOADED)
+        gate.open()
+        assert (await person).status_code == 200
+        again = await lines.post("/v1/completions", json=ASK | {"model": "auto"})
+        for refused, why in ((await line, "its model was unloaded"), (again, "which people use")):
+            assert (refused.status_code, why in refused.text) == (503, True)
 
 
 async def test_an_answer_that_has_begun_ends_before_its_model_leaves(monkeypatch):
@@ -427,12 +453,7 @@ async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_othe
         refused = await world.client.post("/v1/completions", json=ASK)
         assert refused.status_code == 503
         assert "a could not be loaded: The file is cut short. Fetch it again." in refused.json()["error"]["message"]
-        app = create_app(world.deployment, ServerConfig())
-
-        async def as_line(scope, receive, send):
-            await app({**scope, COURSE_KEY: Course(is_background=True)}, receive, send)
-
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(as_line), base_url="http://toy", timeout=60) as lines:
+        async with lines_of_batches(world) as lines:
             assert (await lines.post("/v1/completions", json=ASK)).status_code == 503
         assert world.of["a"].metrics.rejected["unavailable"] == 1, "a line of a batch comes again"
         world.error = None

@@ -391,7 +391,7 @@ class InFlight:
 
     def add(self, call: CallInFlight) -> None:
         """List a call and keep its model loaded until `land`. The model must already be in use by the caller."""
-        call.running.begin_use(is_user=True)
+        call.running.begin_use(is_user=True, is_background=call.terms.background)
         _put(self._calls, call.terms.request_id, call)
 
     def land(self, call: CallInFlight) -> None:
@@ -401,7 +401,7 @@ class InFlight:
             call.running.admission.forget([request.request_id for request in call.requests])
         self._remember(call)
         _take(self._calls, call.terms.request_id, call)
-        call.running.end_use()
+        call.running.end_use(is_background=call.terms.background)
 
     def cancel(self, request_id: str, owner: Owner) -> bool:
         """Abort the owner's calls with this id, and return whether there were any."""

@@ -88,7 +88,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Entering]:
     """Ask admission for places in the queue, kept until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
     engine, admission = running.engine, running.admission
-    with running.using():
+    with running.using(is_background=ask.background):
         try:
             entering = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
         except Rejected as rejected:

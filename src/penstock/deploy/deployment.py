@@ -454,7 +454,9 @@ class Deployment:
                         room_bytes += share.num_bytes
                         continue
                     room_bytes += self._make_room(served, chosen)
-                if share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING:
+                if not (is_background or self._has_room(served, share)):
+                    self._close_unused(for_people=True)
+                if self._has_room(served, share):
                     self._load(served)
             except Exception as error:
                 if served.running is not None:  # still being unloaded: plan the load afterwards
@@ -462,6 +464,9 @@ class Deployment:
                 self._fail(served, error)
                 return self.clock.now_ns()  # recompute the free memory before planning the others
         return min(due_ns, default=None)
+
+    def _has_room(self, served: ServedModel, share: MemoryShare) -> bool:
+        return share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING
 
     def _plan(self, served: ServedModel) -> MemoryShare:
         """Return the memory that a model will take. Raises NotEnoughMemory if it can never fit, and the errors of `plan`."""
@@ -504,7 +509,7 @@ class Deployment:
             wish = self._wanted.pop(served, None)
             self._notify()  # the next pass computes when to unload the model if idle
         if wish is None or not wish.is_background:
-            served.people_ns = served.loaded_ns
+            running.people.used_ns = served.loaded_ns
         if wish is not None:
             wish.future.set_result(running)
         if self.is_closing:
@@ -550,10 +555,14 @@ class Deployment:
         served.kept_idle_ns = None
         served.running.leave()
 
-    def _close_unused(self) -> None:
+    def _close_unused(self, *, for_people: bool = False) -> None:
+        """Close the models that leave and have no users. `for_people`: background requests do not count, and come again."""
         for served in (*self.served, *self._gone):
-            if served.state is ModelState.LEAVING and served.running is not None and not served.running.num_users:
-                self._close(served)
+            running = served.running
+            if served.state is ModelState.LEAVING and running is not None:
+                uses = running.people if for_people else running
+                if not uses.num_users:
+                    self._close(served)
         with self._changed:
             self._gone = tuple([one for one in self._gone if one.running is not None])
 
@@ -579,7 +588,7 @@ class Deployment:
         self._changed.notify_all()
 
     def _on_unused(self, served: ServedModel) -> None:
-        """Wake the keeper after a model's last request, if the keeper waits for that to unload it."""
+        """Wake the keeper after a model's last request, or people's last one, if the keeper waits for that to unload it."""
         if self._wanted or served.state is ModelState.LEAVING:
             with self._changed:
                 self._notify()

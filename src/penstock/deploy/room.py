@@ -1,16 +1,16 @@
 """Chooses which models to unload when another model needs the memory. Time is passed in.
 
 Models without requests are unloaded first, the least recently used one before others. A model with requests stays loaded for
-much longer than its load took, so that the server does not spend its time on loading. Background requests unload no model that
-others use or have used lately.
+much longer than its load took, so that the server does not spend its time on loading. Background requests keep no model loaded
+when people want another one, and unload none that people use or have used lately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
-from penstock.deploy.running import ModelState, ServedModel
-from penstock.sched.background import serve_people
+from penstock.deploy.running import ModelState, RunningModel, ServedModel, Uses
 
 MIN_STAY_NS = 10_000_000_000
 """Least time that a model in use stays loaded."""
@@ -41,10 +41,12 @@ def leavers(
 
     If not enough can be unloaded yet, return when to call again, or None if waiting does not help.
     """
-    stays = _stays([one for one in served if not (for_background and _serves_people(one, now_ns))])
+    served = [one for one in served if not (for_background and _serves_people(one, now_ns))]
+    stays = _stays(served, for_background=for_background)
     chosen: list[ServedModel] = []
     num_bytes = 0
-    for one in sorted([one for one, until_ns in stays.items() if until_ns <= now_ns], key=_last_use):
+    last_use = partial(_last_use, for_background=for_background)
+    for one in sorted([one for one, until_ns in stays.items() if until_ns <= now_ns], key=last_use):
         if num_bytes < lacking_bytes:
             chosen.append(one)
             num_bytes += one.num_bytes
@@ -57,28 +59,35 @@ def leavers(
     return tuple(chosen)
 
 
-def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
+def _stays(served: Iterable[ServedModel], *, for_background: bool = False) -> dict[ServedModel, int]:
     """Return, for each loaded model, the time until which it stays loaded even if another one needs its memory."""
     stays: dict[ServedModel, int] = {}
     for one in served:
         running = one.running
         if one.state is not ModelState.LOADED or running is None or one.is_kept:
             continue
-        if running.num_users:
+        uses = _uses(running, for_background=for_background)
+        if uses.num_users:
             stays[one] = one.loaded_ns + max(MIN_STAY_NS, min(LOADS_PER_STAY * one.load_ns, MAX_STAY_NS))
         else:
-            stays[one] = 0 if running.num_uses else one.loaded_ns + FIRST_USE_NS
+            stays[one] = 0 if uses.num_uses else uses.used_ns + FIRST_USE_NS
     return stays
+
+
+def _uses(running: RunningModel, *, for_background: bool) -> RunningModel | Uses:
+    """Return the uses that count: people do not wait for background requests."""
+    return running if for_background else running.people
 
 
 def _serves_people(one: ServedModel, now_ns: int) -> bool:
     """Return whether people use the model, or have used it or had it loaded within `PEOPLE_STAY_NS`."""
-    loads = [] if one.running is None else [one.running.engine.load()]
-    return now_ns - one.people_ns < PEOPLE_STAY_NS or serve_people(loads, now_ns, within_ns=PEOPLE_STAY_NS)
+    people = Uses() if one.running is None else one.running.people
+    return people.num_users > 0 or now_ns - people.used_ns < PEOPLE_STAY_NS
 
 
-def _last_use(one: ServedModel) -> tuple[bool, int, str]:
+def _last_use(one: ServedModel, *, for_background: bool) -> tuple[bool, int, bool, str]:
     """Return a sort key: the model with the lowest key is unloaded first."""
     assert one.running is not None
-    is_used = one.running.num_users > 0
-    return is_used, one.loaded_ns if is_used else one.running.used_ns, one.name
+    uses = _uses(one.running, for_background=for_background)
+    is_used = uses.num_users > 0
+    return is_used, one.loaded_ns if is_used else uses.used_ns, one.running.num_users > 0, one.name

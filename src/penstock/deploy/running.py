@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,7 +26,6 @@ from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
-from penstock.types.stats import EngineLoad
 
 if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
     from penstock.admission.door import Admission
@@ -80,6 +79,16 @@ class Sources:
     unix_time_s: Callable[[], int] = lambda: int(time.time())
 
 
+@dataclass(slots=True)
+class Uses:
+    """The uses of a running model by people: all but those for background requests."""
+
+    num_users: int = 0
+    num_uses: int = 0
+    used_ns: int = -1 << 62
+    """Time of the last begin or end of a use, or of a load that people waited for."""
+
+
 @dataclass(kw_only=True, eq=False)
 class RunningModel:
     engine: ServingEngine
@@ -109,12 +118,14 @@ class RunningModel:
     release: Callable[[], None] = lambda: None
     """Called after the engine is closed, to free everything else, such as the file of the disk tier."""
     on_unused: Callable[[], None] = lambda: None
-    """Called when the last user has ended, on any thread."""
+    """Called when the last user has ended, or the last one that is not of the background, on any thread."""
     off_loop: OffLoop = field(init=False)
     used_ns: int = field(init=False)
     """Time of the last begin or end of a use, or of the load."""
     num_uses: int = field(default=0, init=False)
     num_users: int = field(default=0, init=False)
+    people: Uses = field(default_factory=Uses, init=False)
+    """The part of these uses that is people's."""
     _is_leaving: bool = field(default=False, init=False)
     _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -151,30 +162,38 @@ class RunningModel:
         return self.engine.state is EngineState.FAILED
 
     @contextmanager
-    def using(self) -> Iterator[None]:
-        """Keep the model loaded until the block ends. Raises `ModelAway` if it is being unloaded. Thread-safe."""
-        self.begin_use()
+    def using(self, *, is_background: bool = False) -> Iterator[None]:
+        """Keep the model loaded until the block ends. Raises `ModelAway` if it is being unloaded. Thread-safe.
+
+        `is_background`: for a background request, whose model people's requests for another one may close.
+        """
+        self.begin_use(is_background=is_background)
         try:
             yield
         finally:
-            self.end_use()
+            self.end_use(is_background=is_background)
 
-    def begin_use(self, *, is_user: bool = False) -> None:
+    def begin_use(self, *, is_user: bool = False, is_background: bool = False) -> None:
         """Keep the model loaded until `end_use`. Raises `ModelAway` during an unload, unless the caller `is_user` already."""
         with self._users_lock:
             if self._is_leaving and not is_user:
                 raise ModelAway(self.name)
-            self.num_users += 1
-            self.num_uses += 1
-            self.used_ns = self.clock.now_ns()
+            for uses in self._uses(is_background=is_background):
+                uses.num_users += 1
+                uses.num_uses += 1
+                uses.used_ns = self.clock.now_ns()
 
-    def end_use(self) -> None:
+    def end_use(self, *, is_background: bool = False) -> None:
         with self._users_lock:
-            self.num_users -= 1
-            self.used_ns = self.clock.now_ns()
-            is_unused = not self.num_users
+            for uses in self._uses(is_background=is_background):
+                uses.num_users -= 1
+                uses.used_ns = self.clock.now_ns()
+            is_unused = not uses.num_users  # people's, if this was one of theirs
         if is_unused:
             self.on_unused()
+
+    def _uses(self, *, is_background: bool) -> Sequence[RunningModel | Uses]:
+        return (self,) if is_background else (self, self.people)
 
     def leave(self) -> None:
         """Refuse new users of the model: from now on, `using` raises. Idempotent."""
@@ -257,8 +276,6 @@ class ServedModel:
     failure: str = ""
     failed_ns: int = 0
     loaded_ns: int = 0
-    people_ns: int = EngineLoad().served_ns
-    """Time of the last load that was not for background requests alone."""
     load_ns: int = 0
     """Duration of the last load; 0: unknown."""
     num_loads: int = 0

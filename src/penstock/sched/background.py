@@ -45,6 +45,6 @@ class Share:
         self._owed_ns = min(max(self._owed_ns + more_ns, -limit_ns), limit_ns)
 
 
-def serve_people(loads: Iterable[EngineLoad], now_ns: int, within_ns: int = PAUSE_NS) -> bool:
-    """Return whether one of these models has requests other than background ones, or had some within this time."""
-    return any(load.num_running or load.num_waiting or now_ns - load.served_ns < within_ns for load in loads)
+def serve_people(loads: Iterable[EngineLoad], now_ns: int) -> bool:
+    """Return whether one of these models has requests other than background ones, or had some within `PAUSE_NS`."""
+    return any(load.num_running or load.num_waiting or now_ns - load.served_ns < PAUSE_NS for load in loads)

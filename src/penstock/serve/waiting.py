@@ -23,7 +23,7 @@ from penstock.calls.in_flight import Arrival, InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import in_daemon
-from penstock.deploy.running import RunningModel, ServedModel
+from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.obs.trace_context import Span
 from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
 from penstock.serve.course import Routed, course_of
@@ -191,9 +191,13 @@ class Waits:
 
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Choose a route's next model for a request that one of its models refused. Return whether there is one."""
-        routed = course_of(http.scope).routed
+        course = course_of(http.scope)
+        routed = course.routed
         if routed is None or not routed.rest or isinstance(error, PutOff):
             return False
+        served = self._deployment.find(routed.model)
+        if course.is_background and served is not None and served.state not in (ModelState.LOADED, ModelState.FAILED):
+            return False  # it makes room for people, or waits for room: the line comes again
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
         is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
         if not is_too_long and (status_of(error) not in BUSY_STATUSES or is_own_limit):
