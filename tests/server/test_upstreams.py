@@ -620,8 +620,14 @@ def test_an_upstream_that_no_route_can_use_is_refused(near, routes: list[Route],
     assert Routing() == Routing(routes=(), upstreams=())
 
 
-async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None:
-    async with clients(near, silence, max_concurrent=2) as (client, server):
+async def test_lines_of_batches_leave_half_of_the_places_to_others_and_wait_for_theirs(near) -> None:
+    may_answer = asyncio.Event()
+
+    async def later(writer: asyncio.StreamWriter) -> None:
+        await may_answer.wait()
+        await answers(200, whole())(writer)
+
+    async with clients(near, later, max_concurrent=2) as (client, server):
         own = OwnRequests(lambda _name: Sender(is_admin=True))
         own.app = client.app
 
@@ -630,14 +636,15 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others(near) -> None
 
         first = asyncio.create_task(ask("one"))
         await until(lambda: len(server.asked) == 1)
-        second = await ask("two")
-        assert second is not None
-        assert (second.status, len(server.asked)) == (200, 1), "the other model has answered"
-        other = asyncio.create_task(client.post(CHAT, json=BODY))
+        second = asyncio.create_task(ask("two"))
+        other = asyncio.create_task(client.post(CHAT, json=BODY | {"max_tokens": 5}))
         await until(lambda: len(server.asked) == 2)
-        for task in (first, other):
-            task.cancel()
-        await asyncio.gather(first, other, return_exceptions=True)
+        assert server.asked[1].body["max_tokens"] == 5
+        may_answer.set()
+        for answered in await asyncio.gather(first, second):
+            assert answered is not None
+            assert (answered.status, json.loads(answered.body)["choices"]) == (200, whole()["choices"])
+        assert ((await other).status_code, len(server.asked)) == (200, 3)
 
 
 async def test_the_limits_of_a_key_do_not_apply_to_lines_of_batches(near) -> None:

@@ -87,8 +87,8 @@ class Upstream:
         self._tenants = Tenants(None, None)
         self._num_open = 0
         self._is_draining = False
-        self._is_idle = asyncio.Event()
-        """Set when the last request has ended, once no new ones are taken."""
+        self._ended = asyncio.Event()
+        """Wakes those who wait when a request ends. Never stays set."""
         self._client: httpx2.AsyncClient | None = None
 
     def stats(self) -> UpstreamStats:
@@ -118,9 +118,12 @@ class Upstream:
         self.refuse()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                if self._num_open:
-                    await self._is_idle.wait()
+                await self._until_fewer_than(1)
         return not self._num_open
+
+    async def _until_fewer_than(self, num_open: int) -> None:
+        while self._num_open >= num_open:
+            await self._ended.wait()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -135,6 +138,8 @@ class Upstream:
         """
         question = await self._off_loop.parse(len(data), partial(_question, data, self.config.model), terms.lane)
         claim = claim_of(terms.owner.tenant, data) if terms.returns and terms.limits is not None else None
+        if terms.background:  # lines of batches leave half of the places to others, and wait for theirs
+            await unless_gone(http, self._until_fewer_than(max(1, self.config.max_concurrent // 2)))
         with contextlib.ExitStack() as held:
             far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
             span, headers = held.enter_context(far)
@@ -150,8 +155,6 @@ class Upstream:
     def _open(self, terms: Terms, claim: bytes | None, question: Question, span: Span) -> Iterator[Exchange]:
         """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its key."""
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
-        if terms.background:  # lines of batches leave half of the places to others
-            most = max(1, most // 2)
         if self._is_draining:
             self.results["refused"] += 1
             raise unavailable("The server is shutting down.")
@@ -184,8 +187,8 @@ class Upstream:
                 now_ns, name = self.clock.now_ns(), str(id(exchange))
                 self._tenants.enter(held, name, exchange.num_tokens, now_ns)
                 self._tenants.on_finish(name, exchange.num_tokens, now_ns - began_ns)
-            if self._is_draining and not self._num_open:
-                self._is_idle.set()
+            self._ended.set()
+            self._ended.clear()
 
     async def _begin(self, path: str, exchange: Exchange) -> Response:
         """Send the request, and return the answer; of a stream, the first event has come. Raises `ApiError`."""
