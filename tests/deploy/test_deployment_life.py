@@ -253,6 +253,19 @@ def test_background_requests_keep_no_model_that_leaves_from_people() -> None:
         assert world.closed == [("a", 0)]
 
 
+def test_a_model_that_people_want_gets_room_before_one_for_background_requests() -> None:
+    world = World()
+    (c,) = world.loaded("c")
+    with c.using(), in_background(world, "a").using(is_background=True):
+        world.clock.advance(MIN_STAY_NS)
+        world.deployment.want(world.of["b"], is_background=True)
+        world.deployment.tend()
+        assert world.states == "v-L"
+        (a,) = world.want("a")
+        world.deployment.tend()
+        assert (world.states, a.done()) == ("L-L", True)
+
+
 def test_people_who_waited_for_a_model_use_it_first_also_beside_background_requests() -> None:
     world = World(budget_bytes=1)
     world.want("a")

@@ -426,11 +426,12 @@ class Deployment:
     def _load_wanted(self) -> int | None:
         """Load the models that requests wait for, and unload others to make room. Return when to try again, or None.
 
-        The first model in line gets room first. A later one can be loaded earlier if both will fit, or if only background
-        requests wait for the first.
+        The first model in line gets room first, and those that people wait for come before others. A later one can be loaded
+        earlier if both will fit, or if only background requests wait for the first.
         """
         with self._changed:
             wanted = [(served, wish.is_background) for served, wish in self._wanted.items()]
+        wanted.sort(key=lambda wish: wish[1])  # stable
         due_ns = list[int]()
         room_bytes: int | None = None
         """Bytes left after all pending unloads and the loads of earlier models in line."""
