@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,28 @@ async def test_a_line_of_a_batch_leaves_its_model_to_people_and_comes_again_as_n
         again = await lines.post("/v1/completions", json=ASK | {"model": "auto"})
         for refused, why in ((await line, "its model was unloaded"), (again, "which people use")):
             assert (refused.status_code, why in refused.text) == (503, True)
+
+
+async def test_a_line_that_is_too_long_for_a_model_that_leaves_is_answered_by_the_next_one(monkeypatch):
+    monkeypatch.setattr("penstock.deploy.off_loop.INLINE_MAX_SIZE", 0)
+    reads, may_read, tokenise = threading.Event(), threading.Event(), run_file.tokenise
+
+    def read(call, prompts):
+        if call.running.name == "a":
+            reads.set()
+            assert may_read.wait(20)
+        return tokenise(call, prompts)
+
+    monkeypatch.setattr(run_file, "tokenise", read)
+    async with serving() as world, lines_of_batches(world) as lines:
+        world.deployment.routes["auto"] = Route(name="auto", models=("a", "b"))
+        small = HashExecutor(replace(CAPACITY, max_model_len=16), model=PRINTABLE_MODEL)
+        world.make = lambda name: make_runtime(small, served_names=("a",), aliases=()) if name == "a" else runtime_of(name)
+        line = asyncio.create_task(lines.post("/v1/completions", json=ASK | {"model": "auto"}))
+        await until(reads.is_set)
+        assert (await world.client.post("/v1/completions", json=ASK | {"model": "b"})).status_code == 200
+        may_read.set()
+        assert (await line).json()["model"] == "b"
 
 
 async def test_an_answer_that_has_begun_ends_before_its_model_leaves(monkeypatch):

@@ -195,13 +195,14 @@ class Waits:
         routed = course.routed
         if routed is None or not routed.rest or isinstance(error, PutOff):
             return False
-        served = self._deployment.find(routed.model)
-        if course.is_background and served is not None and served.state not in (ModelState.LOADED, ModelState.FAILED):
-            return False  # it makes room for people, or waits for room: the line comes again
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
         is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
         if not is_too_long and (status_of(error) not in BUSY_STATUSES or is_own_limit):
             return False
+        served = self._deployment.find(routed.model)
+        has_room = served is None or served.state in (ModelState.LOADED, ModelState.FAILED)
+        if course.is_background and not (is_too_long or has_room):
+            return False  # the model makes room for people, or waits for room: the line comes again
         return self._ask_next(routed, f"after={routed.model}", http)
 
     def _ask_next(self, routed: Routed, why: str, http: HttpRequest) -> bool:
