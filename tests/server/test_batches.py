@@ -379,7 +379,7 @@ def test_owners_take_turns(tmp_path, gate, monkeypatch):
 
 
 def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
-    """Ann's may wait for a model that serves people, or for a slow upstream."""
+    """Ann's may wait for a model that serves people."""
     with serving(tmp_path, api_keys=("ann", "bob")) as server:
         real, asked, others_are_done = server.batches._requests.ask, Counter(), asyncio.Event()
 
@@ -398,6 +398,30 @@ def test_lines_that_all_wait_leave_another_owner_a_place(tmp_path, monkeypatch):
             wait_until(lambda: server.batches._turns._under_way.total() == 128)
             assert counted(bob, ended(bob, begun(bob, lines_of(20)))) == once(20)
             assert counted(ann, ended(ann, first)) == once(200)
+
+
+def test_lines_that_wait_for_an_upstream_hold_up_no_lines_for_models_here(tmp_path, monkeypatch):
+    with serving(tmp_path) as server:
+        real, num_far, others_are_done = server.batches._requests.ask, 0, asyncio.Event()
+
+        async def ask(owner, url, *rest):
+            nonlocal num_far
+            if url == CHAT:
+                with rest[-1].elsewhere():
+                    num_far += 1
+                    await others_are_done.wait()
+            return await real(owner, url, *rest)
+
+        monkeypatch.setattr(server.batches._requests, "ask", ask)
+        with server.client() as client:
+            first = begun(client, lines_of(300))
+            wait_until(lambda: server.batches._turns._waiting)
+            second = begun(client, lines_of(200, COMPLETIONS), COMPLETIONS)
+            assert counted(client, ended(client, second)) == once(200)
+            assert 128 <= num_far <= 2 * 128
+            others_are_done.set()
+            assert counted(client, ended(client, first)) == once(300)
+        assert not server.batches._turns._elsewhere
 
 
 @pytest.mark.parametrize("why", [ENGINE_FAILED, ENGINE_STUCK])

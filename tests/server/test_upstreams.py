@@ -10,7 +10,7 @@ import shutil
 import ssl
 import subprocess
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -630,21 +630,30 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others_and_wait_for_
     async with clients(near, later, max_concurrent=2) as (client, server):
         own = OwnRequests(lambda _name: Sender(is_admin=True))
         own.app = client.app
+        num_elsewhere = 0
+
+        @contextmanager
+        def elsewhere():
+            nonlocal num_elsewhere
+            num_elsewhere += 1
+            yield
+            num_elsewhere -= 1
 
         def ask(name: str):
-            return own.ask(Owner(), CHAT, json.dumps(BODY).encode(), name, asyncio.Event(), Course(is_background=True))
+            course = Course(is_background=True, elsewhere=elsewhere)
+            return own.ask(Owner(), CHAT, json.dumps(BODY).encode(), name, asyncio.Event(), course)
 
         first = asyncio.create_task(ask("one"))
         await until(lambda: len(server.asked) == 1)
         second = asyncio.create_task(ask("two"))
         other = asyncio.create_task(client.post(CHAT, json=BODY | {"max_tokens": 5}))
         await until(lambda: len(server.asked) == 2)
-        assert server.asked[1].body["max_tokens"] == 5
+        assert (server.asked[1].body["max_tokens"], num_elsewhere) == (5, 2)
         may_answer.set()
         for answered in await asyncio.gather(first, second):
             assert answered is not None
             assert (answered.status, json.loads(answered.body)["choices"]) == (200, whole()["choices"])
-        assert ((await other).status_code, len(server.asked)) == (200, 3)
+        assert ((await other).status_code, len(server.asked), num_elsewhere) == (200, 3, 0)
 
 
 async def test_the_limits_of_a_key_do_not_apply_to_lines_of_batches(near) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,8 @@ class Course:
 
     is_background: bool = False
     """A line of a batch, sent by the server itself."""
+    elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while an upstream answers, or is waited for."""
     response_name: str | None = None
     """The part after `resp_` of the response's id, if the request may be a repetition: the server repeats it after a restart,
     the client by `Idempotency-Key`."""

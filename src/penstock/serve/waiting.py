@@ -230,7 +230,8 @@ class Waits:
         terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
         course = course_of(http.scope)
         pay = None if course.routed is None or course.routed.bill is None else partial(course.charge, course.routed)
-        return await self._upstreams[name].answer(data, http, terms, pay)
+        with course.elsewhere():
+            return await self._upstreams[name].answer(data, http, terms, pay)
 
     def _report_route(self, routed: Routed | None, http: HttpRequest) -> None:
         """Report the route's choice in a header and in the metrics."""

@@ -19,7 +19,7 @@ import re
 import sqlite3
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -512,7 +512,8 @@ class BatchRunner:
             if line.num_failures >= ALONE_AFTER:
                 await self.on_disk(lines.note_alone, line.place)
             request = read_line(line.data)
-            course = Course(is_background=True, decided=running.decided.pop(line.place, None))
+            decided, elsewhere = running.decided.pop(line.place, None), partial(self._turns.elsewhere, running)
+            course = Course(is_background=True, decided=decided, elsewhere=elsewhere)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
             answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
             if answered is None:
@@ -594,12 +595,15 @@ class BatchRunner:
 class _Turns:
     """How many lines are under way, and whose is next: the owner's with the fewest, then the batch's whose time ends first.
 
-    An owner without any gets a place at once: the others' lines may all wait for a model with interactive requests.
+    An owner without any gets a place at once: the others' lines may all wait for a model with interactive requests. Lines at
+    upstreams have a limit of their own, so that a slow upstream does not hold up the models here.
     """
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._under_way: Counter[Owner] = Counter()
+        self._elsewhere: Counter[_Running] = Counter()
+        """How many of the lines under way are at upstreams, or wait for them."""
         self._waiting: list[tuple[_Running, asyncio.Future[None]]] = []
 
     async def take(self, running: _Running) -> None:
@@ -618,11 +622,24 @@ class _Turns:
         self._under_way += Counter()  # drops owners that have none
         self._grant()
 
+    @contextlib.contextmanager
+    def elsewhere(self, running: _Running) -> Iterator[None]:
+        """Count a line as elsewhere until the block ends, so that another one may begin."""
+        self._elsewhere[running] += 1
+        self._grant()
+        try:
+            yield
+        finally:
+            self._elsewhere[running] -= 1
+            self._elsewhere += Counter()
+
     def _grant(self) -> None:
         self._waiting = [one for one in self._waiting if not one[1].cancelled()]
-        while self._waiting:
-            first = min(self._waiting, key=lambda one: (self._under_way[one[0].batch.owner], one[0].batch.due_s))
-            if self._under_way[first[0].batch.owner] and self._under_way.total() >= self._limit():
+        limit, num_elsewhere = self._limit(), self._elsewhere.total()
+        is_full = num_elsewhere >= limit  # then batches with lines elsewhere wait: their next line may go there, too
+        while asking := [one for one in self._waiting if not (is_full and one[0] in self._elsewhere)]:
+            first = min(asking, key=lambda one: (self._under_way[one[0].batch.owner], one[0].batch.due_s))
+            if self._under_way[first[0].batch.owner] and self._under_way.total() - num_elsewhere >= limit:
                 return
             self._waiting.remove(first)
             running, turn = first
