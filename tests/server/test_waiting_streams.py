@@ -268,7 +268,7 @@ def streamed(texts: dict[float, str], client: Client, metrics: Metrics | None = 
         with bridge.open([request]) as chunks:
             call: Any = SimpleNamespace(
                 stream=chunks, next_chunks=chunks.next_chunks, index_of={"r": 0}, terms=TERMS, close=chunks.close, chosen=None,
-                requests=[request], num_choices=1, num_prompt_tokens=0, answer=None,
+                requests=[request], firsts=[request], num_choices=1, num_prompt_tokens=0, answer=None,
                 running=SimpleNamespace(metrics=metrics or Metrics("m"), clock=LoopClock(), tokenizer=None),
             )  # fmt: skip
             for at_s, text in texts.items():
