@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders
 
 from penstock.text.chat import ChatTemplate
 from penstock.text.gguf_vocab import build_backend
+from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.text.tokenizer import load_tokenizer
-from penstock.text.tokenizer_json import load_backend
+from penstock.text.tokenizer_json import MAX_IDS, load_backend
 from penstock.types.errors import ModelError, Rejected, RejectReason
 from support.work_time import growth
 
@@ -68,6 +69,20 @@ def test_byte_level_file_gives_the_same_tokens_and_texts_as_the_vocabulary(byte_
         assert from_file.decode(ids, skip_special_tokens=False) == text
     assert from_file.special_tokens == from_vocab.special_tokens
     assert [from_file.is_special(token_id) for token_id in range(5)] == [True, True, False, False, False]
+
+
+def test_tokens_behind_unused_ids_count_and_grammars_allow_them(byte_level_file):
+    file = json.loads(byte_level_file.read_text(encoding="utf-8"))
+    vocab = file["model"]["vocab"]
+    last = vocab["the"] = len(vocab) + 8
+    byte_level_file.write_text(json.dumps(file), encoding="utf-8")
+    tokenizer = load_tokenizer(byte_level_file, eos_token_ids=(0,))
+    assert tokenizer.vocab_size == last + 1
+    mask = Grammars(tokenizer, vocab_size=last + 64).matcher(Grammar(GrammarKind.REGEX, "[a-z]+")).mask()
+    assert [token_id for token_id in range(last - 20, last + 64) if mask[token_id // 8] >> token_id % 8 & 1][-1] == last
+    vocab["the"] = (1 << 32) - 1
+    byte_level_file.write_text(json.dumps(file), encoding="utf-8")
+    assert load_tokenizer(byte_level_file).vocab_size == MAX_IDS
 
 
 def test_marks_of_queries_and_documents_are_tokens_of_their_own(byte_level_file):

@@ -23,6 +23,8 @@ MAX_EXPANSION = 64
 MAX_EXTRA_BYTES = 1024
 MAX_PARTS = 64
 MAX_ENDS = 1024
+MAX_IDS = 1 << 24
+"""No model has more. Each id takes 8 bytes in tables."""
 
 
 def load_backend(
@@ -56,7 +58,7 @@ def load_backend(
     spelling = _spelling(steps, path)
     return Backend(
         encoder=encoder,
-        vocab_size=encoder.get_vocab_size(with_added_tokens=True),
+        vocab_size=min(max(encoder.get_vocab().values(), default=-1) + 1, MAX_IDS),  # ids may have holes
         piece=_piece_lookup(encoder, {token_id: token.content for token_id, token in added.items()}),
         spelling=spelling,
         # Special tokens spell their name. Others are decoded like pieces: Gemma's runs of spaces are added tokens of U+2581.
