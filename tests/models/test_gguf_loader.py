@@ -195,6 +195,25 @@ def test_vocabulary_template_and_special_tokens(tiny):
     assert load_gguf(tiny).name == "tiny"
 
 
+@pytest.mark.parametrize("flag", [True, False, None])
+@pytest.mark.parametrize(
+    ("model", "pre", "has_bos"),
+    [("gemma4", "", True), ("gpt2", "granite-embed-multi-311m", True), ("gpt2", "gpt-2", False)],
+)
+def test_texts_of_gemma_4_begin_with_bos_even_if_the_file_denies_it(tmp_path, model, pre, has_bos, flag):
+    writer = GGUFWriter(tmp_path / "vocab.gguf", "gemma4")
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["<eos>", "<bos>", "H"])
+    writer.add_bos_token_id(1)
+    if flag is not None:
+        writer.add_add_bos_token(flag)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert read_vocab(open_gguf(tmp_path / "vocab.gguf"), 3).add_bos_token is (has_bos or flag is True)
+
+
 @pytest.mark.parametrize(("architecture", "line_of_user"), [("phi3", []), ("llama", [8])])
 def test_tokens_of_phi_3_take_the_white_space_behind_them(tmp_path, architecture, line_of_user):
     """Its template writes a line break behind `<|user|>`, which the model was trained without."""

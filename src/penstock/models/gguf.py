@@ -387,6 +387,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         raise file.error(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
     _refuse_unsupported(file, model)
     is_sentencepiece, is_bert = model == "llama", model == "bert"
+    needs_bos = model == "gemma4" or pre in ("gemma4", "granite-embed-multi-311m")  # as in llama.cpp, whatever the file says
     ids = _ids(file, len(tokens), "bos", "eos", "unknown")
     if is_bert:  # cls and sep enclose a text
         named = {"cls": "bos", "seperator": "eos"}
@@ -402,9 +403,8 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         eos_token_id=ids.get("eos"),
         unknown_token_id=ids.get("unknown"),
         padding_token_id=_padding_id(file, len(tokens)),
-        add_bos_token=_flag(
-            file, "add_bos_token", default="bos" in ids and (is_sentencepiece or is_bert or pre in _PRE_WITH_BOS)
-        ),
+        add_bos_token=("bos" in ids and needs_bos)
+        or _flag(file, "add_bos_token", default="bos" in ids and (is_sentencepiece or is_bert or pre in _PRE_WITH_BOS)),
         add_eos_token=_flag(file, "add_eos_token", default="eos" in ids and model in ("bert", "t5")),
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
         strips_after_added=is_sentencepiece and file.architecture == "phi3",  # no key says so; llama.cpp looks at the name
