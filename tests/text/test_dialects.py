@@ -101,6 +101,14 @@ NEMOTRON = (
     '{% for call in message.tool_calls %}<TOOLCALL>[{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson }}{{ '}' }}]</TOOLCALL>{% endfor %}{% endfor %}{{ '<think></think>' }}"
 )
+APRIEL = (
+    "{% if tools %}{{ tools }}Return all function calls as a list of json objects within <tool_call></tool_call> XML tags.\n"
+    '<tool_calls>[{"name": <function-name-1>, "arguments": <args-dict-1>},...]</tool_calls>{% endif %}'
+    "{% for message in messages %}{{ message.content }}{% if message.tool_calls %}{{ '\n<tool_calls>[' }}"
+    "{% for call in message.tool_calls %}{{ '{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson }}{{ ', \"id\": \"' + call['id'] + '\"}' }}{% endfor %}]</tool_calls>{% endif %}"
+    "{% endfor %}"
+)
 DEEPSEEK_V3_1 = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{% for tool in message['tool_calls'] %}"
     "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>' "
@@ -134,6 +142,7 @@ FOUND = {
     "deepseek v3.1": (DEEPSEEK_V3_1, "deepseek_v31", "think"),
     "gemma 4": (GEMMA4, "generic", "gemma4"),
     "nemotron": (NEMOTRON, "nemotron_json", "think"),
+    "apriel": (APRIEL, "apriel", None),
     "none": (None, "generic", None),
 }
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -208,6 +217,7 @@ def test_templates_get_what_they_want():
     assert 'now<｜tool▁sep｜>{"zone": "ü"}<｜tool▁call▁end｜>' in rendered(DEEPSEEK_V3_1)
     assert '```json\n{"zone": "ü"}\n```<｜tool▁call▁end｜>' in rendered(DEEPSEEK_V3)
     assert '<TOOLCALL>[{"name": "now", "arguments": {"zone": "ü"}}]</TOOLCALL>' in rendered(NEMOTRON)
+    assert '<tool_calls>[{"name": "now", "arguments": {"zone": "ü"}, "id": "call_1"}]</tool_calls>' in rendered(APRIEL)
     oss = rendered(GPT_OSS, reasoning_effort="low")
     assert "effort low" in oss
     assert "<|channel|>analysis<|message|>Look.<|end|>" in oss

@@ -38,7 +38,7 @@ def _arguments_of(option: str) -> Any:
 
 
 TOOL_PARSERS = (
-    *("auto", "hermes", "qwen3_coder", "glm45", "seed_oss", "minimax_m2", "nemotron_json", "deepseek_v3"),
+    *("auto", "apriel", "hermes", "qwen3_coder", "glm45", "seed_oss", "minimax_m2", "nemotron_json", "deepseek_v3"),
     *("deepseek_v31", "llama3_json", "mistral", "mistral_args", "phi4_mini_json", "granite", "openai", "generic"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "seed_oss", "gemma4", "mistral", "openai")

@@ -129,6 +129,11 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             ),
         ),
     ),
+    ToolFormat(  # Apriel 1.5 and 1.6; before Hermes, since 1.5's prose says "within <tool_call></tool_call>"
+        name="apriel",
+        marks=("<tool_calls>[", "]</tool_calls>"),
+        ways=(Way(trigger="<tool_calls>", begin="<tool_calls>[\n", call=_OBJECT, between=",\n", end="\n]</tool_calls>"),),
+    ),
     ToolFormat(  # Qwen 2.5 and 3, Hermes 2 Pro and 3, SmolLM3; not Qwen3-Coder, which writes XML inside
         name="hermes", marks=("<tool_call>", "</tool_call>"), but_not=("<function=", "<arg_key>"), ways=GENERIC.ways
     ),
