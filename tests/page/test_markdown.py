@@ -140,6 +140,16 @@ def test_every_grammar_that_is_named_is_there(page):
     assert served == {"core.min.js", *(f"{name}.min.js" for name in names)}
 
 
+def test_an_escaped_bar_is_part_of_its_cell(page):
+    show(page, "| a | b |\n|---|---|\n| `x \\| y` | or |\n| p \\| q | z \\|")
+    assert page.run("return Array.from(document.querySelectorAll('#log td'), (one) => one.textContent)") == [
+        "x | y",
+        "or",
+        "p | q",
+        "z |",
+    ]
+
+
 def test_the_button_that_copies_keeps_its_name(page):
     said = """return import("/page/markdown.js").then(async ({ copy }) => {
         const [button, after] = [document.createElement("button"), []];

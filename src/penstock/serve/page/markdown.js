@@ -145,7 +145,9 @@ function list(lines, depth) {
 }
 
 function table(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+  // `\|` is part of a cell, in code too.
+  const parts = (line) => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/);
+  const cells = (line) => parts(line).map((cell) => cell.replaceAll("\\|", "|").trim());
   const row = (line, tag) => element("tr", {}, ...cells(line).map((cell) => element(tag, {}, ...inline(cell))));
   const body = element("tbody", {}, ...lines.slice(2).map((line) => row(line, "td")));
   const made = element("table", {}, element("thead", {}, row(lines[0], "th")), body);
