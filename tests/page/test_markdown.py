@@ -150,6 +150,35 @@ def test_an_escaped_bar_is_part_of_its_cell(page):
     ]
 
 
+def html(page, text) -> str:
+    show(page, text)
+    return page.run("return document.getElementById('log').innerHTML")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://a.b/Go_(game)", "https://a.b/(x)(y_(z))/", "https://a.b/c", "mailto:x@a.b"],
+)
+def test_an_address_has_pairs_of_brackets(page, address):
+    show(page, f"([a]({address})).")
+    assert page.run("return document.querySelector('#log a').getAttribute('href')") == address
+    assert page.run("return document.getElementById('log').textContent") == "(a)."
+
+
+@pytest.mark.parametrize("address", ["https://a.b/(c", "https://a.b/c d", "javascript:f()", "https://a.b/" + "(" * 3000 + ")"])
+def test_what_is_not_the_address_of_a_page_is_shown_as_it_is(page, address):
+    show(page, f"[a]({address})")
+    assert page.run("return document.getElementById('log').textContent") == f"[a]({address})"
+    assert page.run("return document.querySelector('#log a')") is None
+
+
+def test_the_first_of_three_marks_ends_the_inner_emphasis(page):
+    assert html(page, "***a***: b") == "<p><strong><em>a</em></strong>: b</p>"
+    assert html(page, "**a *b***") == "<p><strong>a <em>b</em></strong></p>"
+    assert html(page, "***a*** and ***b***") == "<p><strong><em>a</em></strong> and <strong><em>b</em></strong></p>"
+    assert html(page, "**a** *b*, **c**") == "<p><strong>a</strong> <em>b</em>, <strong>c</strong></p>"
+
+
 def test_the_button_that_copies_keeps_its_name(page):
     said = """return import("/page/markdown.js").then(async ({ copy }) => {
         const [button, after] = [document.createElement("button"), []];

@@ -17,7 +17,8 @@ const MAX_LINK_CHARS = 2000;
 const FORMULA = /^ {0,3}(\$\$|\\\[)/;
 const FORMULA_ENDS = { "$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]" };
 const MAX_FORMULA_LINES = 100; // The end of a formula is looked for in so many lines, so that begun ones cost little.
-const SAFE_LINK = /^(?:https?:\/\/|mailto:)/i;
+// An address whose scheme runs nothing, up to the `)` behind it. Brackets in it are in pairs: `Go_(game)`.
+const ADDRESS = /^\s*((?:https?:\/\/|mailto:)(?:[^\s()]|\((?:[^\s()]|\([^\s()]*\))*\))*)\s*\)/i;
 
 /** Shows a text that grows: blocks that did not change keep their nodes, and with them what the reader has selected. */
 export class MarkdownView {
@@ -251,19 +252,21 @@ function emphasisAt(text, at, search, depth) {
   while (mark.length === 1 && end >= 0 && text[end + 1] === mark) {
     end = search.next(mark, end + markAt(text, end).length); // `*a **b** c*`: a double mark is no end of a single one.
   }
+  if (mark.length === 2 && end >= 0 && text[end + 2] === mark[0] && text.slice(from, end).includes(mark[0])) {
+    end += 1; // `***a***` and `**a *b***`: the first of three ends what is within.
+  }
   if (end <= from || isInWord(text[end + mark.length]) || !/\S/.test(text[end - 1])) return null;
   return { node: element(MARKS[mark], {}, ...inline(text.slice(from, end), depth + 1)), end: end + mark.length };
 }
 
 function linkAt(text, at, search, depth) {
   const middle = search.next("](", at + 1);
-  const end = middle < 0 ? -1 : search.next(")", middle + 2);
-  if (end < 0 || end - at > MAX_LINK_CHARS) return null;
-  const label = text.slice(at + 1, middle);
-  const href = text.slice(middle + 2, end).trim();
-  if (label.includes("[") || !SAFE_LINK.test(href) || /\s/.test(href)) return null;
+  const found = middle < 0 ? null : ADDRESS.exec(text.slice(middle + 2, at + MAX_LINK_CHARS));
+  const label = found ? text.slice(at + 1, middle) : "[";
+  if (label.includes("[")) return null;
+  const [whole, href] = found;
   const node = element("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...inline(label, depth + 1));
-  return { node, end: end + 1 };
+  return { node, end: middle + 2 + whole.length };
 }
 
 /** `\(a\)` and `$a$` within a line, `\[a\]` and `$$a$$` on one of their own. Amounts of money are no formulas: `$5 or $6`. */
