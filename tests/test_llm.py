@@ -695,6 +695,7 @@ def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None
         (lambda reader: reader.embed(["a", 5]), r"'texts\[1\]' is of type int"),
         (lambda reader: reader.embed(["a", None]), r"'texts\[1\]' is of type NoneType"),
         (lambda reader: reader.embed(["a", b"b"]), r"'texts\[1\]' is neither a text nor token ids"),
+        (lambda reader: reader.embed([("a", "b")]), r"'texts\[0\]' is of type tuple\. Give a str, or a list of token ids"),
         (lambda reader: reader.embed("a", prompt_name=5), "no prompt '5'"),
         (lambda reader: reader.embed(["a", [1, "b"]]), r"'texts\[1\]' is neither a text nor token ids"),
         (lambda reader: reader.embed("a", dimensions=3.5), r"'dimensions' is 3\.5; this model's vectors can be cut to 1 to"),

@@ -535,7 +535,7 @@ def check_texts(name: str, texts: Sequence[Prompt], kind: type = Sequence) -> No
     """
     remedy = "Give a str." if kind is str else "Give a str, or a list of token ids."
     for index, text in enumerate(texts):
-        if not isinstance(text, kind):
+        if not isinstance(text, kind) or is_pair(text):
             raise ConfigError(f"'{name}[{index}]' is of type {type(text).__name__}.", remedy=remedy)
         if text == "":
             raise Rejected(RejectReason.INVALID, f"'{name}[{index}]' is empty.", param=f"{name}[{index}]")
