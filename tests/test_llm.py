@@ -24,9 +24,11 @@ import penstock
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, inprocess
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
+from penstock.deploy.resources import MemoryShare
 from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
+from penstock.llm import _own_resources
 from penstock.serve.app import create_app
 from penstock.testing import make_request
 from penstock.types.errors import Rejected
@@ -462,6 +464,7 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
 
 FORKED = """
 import os, sys
+import penstock.llm
 from penstock import LLM, PenstockError
 model = LLM(sys.argv[1], backend="reference", kv_cache_memory="2MiB")
 child = os.fork()
@@ -472,13 +475,16 @@ else:
         model.generate("in the")
     except PenstockError as error:
         print(error, flush=True)
+    assert not penstock.llm._open
+    with LLM(sys.argv[1], backend="reference", kv_cache_memory="2MiB") as own:
+        print(own.generate("in the")[0].finished, flush=True)
 """
 
 
 def test_a_forked_process_is_told_that_it_has_no_model(path: Path) -> None:
     told = subprocess.run([sys.executable, "-c", FORKED, path], capture_output=True, text=True, timeout=60, check=True)
     assert "was loaded before this process was forked" in told.stdout
-    assert told.stdout.endswith("0 True\n"), "the child ended, and the parent's model goes on"
+    assert told.stdout.endswith("True\n0 True\n"), "the child ended, and the parent's model goes on"
 
 
 def close_when_asked(model: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
@@ -541,6 +547,37 @@ def test_the_garbage_collector_may_close_a_model_in_any_of_its_threads(
     thread.join(20)
     assert not thread.is_alive()
     assert running.engine.state is EngineState.STOPPED
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "garbage-collected"])
+def test_memory_that_a_model_has_not_filled_yet_is_not_free_for_another(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    def fails(**_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("penstock.llm.available_memory_bytes", lambda: 300 << 20)
+    settings = SETTINGS | {"kv_cache_memory": "30MiB"}
+    with monkeypatch.context() as broken:
+        broken.setattr("penstock.deploy.running.RunningModel", fails)
+        with pytest.raises(OSError, match="no space"):
+            LLM(path, **settings)
+    model = LLM(path, **settings)
+    with pytest.raises(PenstockError, match=r"kv_cache_memory 30 MiB is more than the 1\d\.\d+ MiB that are free"):
+        LLM(path, **settings)
+    if is_closed:
+        model.close()
+    else:
+        del model
+    LLM(path, **settings).close()
+
+
+def test_what_a_model_has_not_filled_yet_stays_free_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.llm.available_memory_bytes", lambda: 300 << 20)
+    resources = _own_resources()
+    num_bytes = resources.memory.available_bytes("a")
+    resources.memory.take("a", MemoryShare(num_kv_bytes=num_bytes, num_reserve_bytes=0))
+    assert resources.memory.available_bytes("a", is_restart=True) == num_bytes
 
 
 def test_a_program_that_does_not_close_its_model_ends(path: Path) -> None:

@@ -28,6 +28,7 @@ from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
 from penstock.config.setting import Setting, settings_of
 from penstock.config.sources import parse_settings
 from penstock.deploy.factory import locate, start_model
+from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.inprocess import (
     Answer,
     Asked,
@@ -50,6 +51,7 @@ from penstock.inprocess import (
     several_of,
     text_tokens,
 )
+from penstock.machine import available_memory_bytes
 from penstock.types.encoder import EncoderInfo, Task, TextTokens
 from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.request import FinishReason, Request
@@ -65,6 +67,9 @@ _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
 """Settings of these components that are not keywords."""
 _TEXTS_AT_ONCE = 256
+_open: weakref.WeakKeyDictionary[Resources, None] = weakref.WeakKeyDictionary()
+"""Resources of this process's models. A model that was closed, or did not load, has no share of memory there."""
+os.register_at_fork(after_in_child=_open.clear)
 
 
 class _Facts:
@@ -111,7 +116,7 @@ class AsyncLLM(_Facts):
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
         """Load a model. The parameters are those of `LLM`."""
         config = _config(model, settings)
-        self._running = start_model(config, locate(config))
+        self._running = start_model(config, locate(config), _own_resources())
         # Also runs at the interpreter's exit, because the model's threads must end first.
         self._closer = weakref.finalize(self, _close_unasked, self._running.close)
         os.register_at_fork(after_in_child=self._closer.detach)  # the model's threads don't exist there
@@ -496,6 +501,20 @@ def _config(model: str | os.PathLike[str], settings: Mapping[str, object]) -> Co
         values["cache"] = folder
     config = config_from({**values, "model": os.fspath(model)})
     return replace(config, server=replace(config.server, explained_requests=0))  # nobody asks why a request takes long
+
+
+def _own_resources() -> Resources:
+    """Return resources for one model. Memory that the KV caches of other models here will still take is not free for it."""
+
+    def read_available_bytes() -> int:
+        opened = [ref() for ref in _open.keyrefs()]  # a list made at once, as other threads may open models
+        others = [other for other in opened if other is not None and other is not own()]
+        return available_memory_bytes() - sum(other.unfilled_bytes() for other in others)
+
+    resources = Resources(MemoryBudget(read_available_bytes))
+    own = weakref.ref(resources)  # a cycle would stay in `_open` until the garbage collector runs
+    _open[resources] = None
+    return resources
 
 
 def _closed() -> PenstockError:

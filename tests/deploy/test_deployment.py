@@ -23,6 +23,7 @@ from penstock.machine import claim_cpus
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
+from penstock.types.stats import EngineLoad
 from support.reading import chunks_of
 from support.tiny_models import TinyLlama, write_gguf
 
@@ -221,6 +222,17 @@ def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
     budget.take("three", SMALL)
     free[0] = 10 * MIB
     assert budget.available_bytes("four") == 0
+
+
+def test_the_empty_blocks_of_models_still_take_memory() -> None:
+    resources = Resources(MemoryBudget(lambda: 100 * MIB))
+    assert resources.unfilled_bytes() == 0
+    resources.memory.take("one", SMALL)
+    assert resources.unfilled_bytes() == 30 * MIB, "it loads"
+    resources.loads["one"] = lambda: EngineLoad(num_blocks_total=3, num_blocks_free=1, num_blocks_cached=1)
+    assert resources.unfilled_bytes() == 10 * MIB
+    resources.memory.give_back("one")
+    assert resources.unfilled_bytes() == 0
 
 
 def test_threads_that_take_memory_at_once_are_not_promised_more_than_there_is() -> None:

@@ -139,6 +139,10 @@ class MemoryBudget:
     def share(self, name: str) -> MemoryShare | None:
         return self._shares.get(name)
 
+    def shares(self) -> dict[str, MemoryShare]:
+        """Return a copy of all shares, by model."""
+        return self._shares.copy()
+
     def take(self, name: str, share: MemoryShare) -> None:
         """Reserve a model's share, in place of its earlier one. Raises NotEnoughMemory if it does not fit beside the others."""
         with self._lock:
@@ -216,6 +220,15 @@ class Resources:
             cores=self.cores,
             beside_bytes=sum(others[: self.num_models - 1]),
         )
+
+    def unfilled_bytes(self) -> int:
+        """Return the memory that the models' empty KV blocks will still take. Never waits."""
+        unfilled_bytes = 0
+        for name, share in self.memory.shares().items():
+            load = self.loads.get(name, EngineLoad)()  # of a model that loads: no block is filled
+            num_filled = load.num_blocks_total - load.num_blocks_free
+            unfilled_bytes += share.num_kv_bytes - share.num_kv_bytes * num_filled // max(1, load.num_blocks_total)
+        return unfilled_bytes
 
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
         """Return the thread team that all models' native executors share, and the model's account of compute time there.
