@@ -8,6 +8,7 @@ import pytest
 from penstock import fast_json
 from penstock.clock import VirtualClock
 from penstock.serve.errors import ApiError
+from penstock.serve.messages import MAX_MESSAGES
 from penstock.serve.responses.kept import Kept, as_json
 from penstock.serve.responses.store import MemoryStore, past_of
 from penstock.types.request import Owner
@@ -181,6 +182,13 @@ async def test_an_item_that_is_named_counts_as_often_as_it_is(runtime):
         assert (await ask(client, input=[hi, named]))["status"] == "incomplete"
         error = (await ask(client, expects=413, input=[hi, *[named] * 3]))["error"]
         assert (error["code"], error["param"]) == ("request_too_large", "input")
+
+
+async def test_too_many_items_are_refused_before_any_is_looked_up(runtime):
+    async with make_client(runtime) as client:
+        many = [{"type": "item_reference", "id": "msg_none_0"}] * (MAX_MESSAGES + 1)
+        error = (await ask(client, expects=400, input=many))["error"]
+        assert (error["message"], error["param"]) == ("'input' must have at most 4096 items.", "input")
 
 
 async def test_a_background_request_that_is_sent_twice_at_once_runs_once(gate):

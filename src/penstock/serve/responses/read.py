@@ -96,8 +96,10 @@ def _item_id(kind: str, response_id: str, index: int) -> str:
 
 
 def references(body: ResponsesBody) -> list[str]:
-    """Return the ids of the items that a body refers to."""
+    """Return the ids of the items that a body refers to. Raises 400 for too many items."""
     items = body.input if isinstance(body.input, list) else ()
+    if len(items) > MAX_MESSAGES:  # before each id is looked up
+        raise invalid(f"'input' must have at most {MAX_MESSAGES} items.", "input")
     return [item["id"] for item in items if _is_reference(item) and isinstance(item.get("id"), str)]
 
 
@@ -141,8 +143,6 @@ def _own_items(body: ResponsesBody, past: Past) -> list[ItemBody]:
         raise invalid("Missing required parameter: 'input'.", "input")
     if not isinstance(given, list) or not given:
         raise invalid("'input' must be a string, or a list of items that is not empty.", "input")
-    if len(given) > MAX_MESSAGES:
-        raise invalid(f"'input' must have at most {MAX_MESSAGES} items.", "input")
     items: list[ItemBody] = []
     for index, item in enumerate(given):
         if _is_reference(item):

@@ -50,7 +50,7 @@ async def _item(store: MemoryStore, owner: Owner, item_id: str) -> bytes:
     _, _, rest = item_id.partition("_")
     name, _, place = rest.rpartition("_")
     kept = await store.get(owner, f"resp_{name}", "input")
-    found = kept.items[int(place) :][:1] if place.isdecimal() and len(place) < 8 else ()
+    found = kept.items[(at := int(place)) : at + 1] if place.isdecimal() and len(place) < 8 else ()
     if found and has_id(found[0], item_id):
         return found[0]
     raise ApiError(404, f"There is no item {shorten(item_id)!r}.", code="item_not_found", param="input")
