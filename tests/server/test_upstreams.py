@@ -349,6 +349,27 @@ async def test_what_failed_costs_its_key_nothing(near, tmp_path: Path) -> None:
         assert len(server.asked) == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_an_answer_that_nobody_waits_for_costs_its_key_tokens(near, tmp_path: Path, stream: bool, leaves: bool) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')
+    headers = {"Authorization": "Bearer the-key-of-a", "X-Deadline-Ms": "300"}
+    body = BODY | {"stream": stream, "max_tokens": 100, "messages": [{"role": "user", "content": "a" * 800}]}
+    async with clients(near, silence, config={"api_keys_file": str(keys)}) as (client, server):
+        patience = {"X-Deadline-Ms": "60000" if leaves else "300"}
+        first = asyncio.create_task(client.post(CHAT, json=body, headers=headers | patience))
+        await until(lambda: server.asked)
+        if leaves:
+            first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        [upstream] = client.app.state.upstreams
+        await until(lambda: not upstream._num_open)
+        second = await client.post(CHAT, json=body, headers=headers)
+        assert (second.status_code, len(server.asked)) == (429, 1)
+        assert "300 tokens per minute" in second.text
+
+
 async def test_cookies_of_one_request_are_not_sent_with_the_next(near) -> None:
     async with clients(near, answers(200, whole(), Set_Cookie="session=first; Path=/")) as (client, server):
         for _ in range(2):

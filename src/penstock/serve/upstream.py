@@ -258,6 +258,7 @@ class Upstream:
         url = self.config.url + path.removeprefix("/v1")
         headers = dict(question.headers)
         request = self._client.build_request("POST", url, content=question.content, headers=headers, timeout=timeout)
+        exchange.send()
         return await self._client.send(request, stream=True)
 
 

@@ -84,19 +84,21 @@ class Exchange:
         if self.num_tokens:
             charge(self.num_prompt_tokens, self.num_new_tokens, failed=self.result in ("failed", "late"))
 
+    def send(self) -> None:
+        """Charge estimates, because the upstream works on the request even if nobody waits for the answer."""
+        self.num_prompt_tokens = self.question.num_prompt_tokens
+        self.num_new_tokens = 0 if self.question.is_streamed else self.question.num_new_tokens
+
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
         if "error" in event and "choices" not in event:
             raise Garbage(f"it ended the answer with an error{self._told(event)}".removesuffix("."))
-        self.num_prompt_tokens = self.question.num_prompt_tokens
         self.num_new_tokens += 1
 
     def succeeded(self, value: dict[str, Any]) -> None:
         """Count an answer that has ended well. `value`: the answer, or the event of a stream that has its usage."""
         self.turn.succeed()
         self.result = "ok"
-        if not self.question.is_streamed:
-            self.num_prompt_tokens, self.num_new_tokens = self.question.num_prompt_tokens, self.question.num_new_tokens
         usage = value.get("usage")
         if isinstance(usage, dict):
             told = {kind: usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")}
@@ -115,6 +117,8 @@ class Exchange:
         """Count a failure, and return what to tell the client."""
         self.turn.fail()
         self.result = "failed"
+        if not (self.question.is_streamed and self.num_new_tokens):
+            self.num_prompt_tokens = self.num_new_tokens = 0
         name, why = self.config.name, _why(error)
         _log.warning("the upstream %s failed: %s", name, why)
         if why == _SILENT:
@@ -126,6 +130,7 @@ class Exchange:
     def refused(self, response: httpx2.Response, data: bytes) -> ApiError:
         """Count an answer with another status than 200, and return what to tell the client."""
         name, status, told = self.config.name, response.status_code, "."
+        self.num_prompt_tokens = self.num_new_tokens = 0
         with contextlib.suppress(Garbage):
             told = self._told(as_object(data))
         if status in _OF_CLIENT:
