@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.jobs import store as module
-from penstock.jobs.store import INTERNAL, UPLOAD, Batch, File, InUse, NoFile, NoRoom, Store, new_id
+from penstock.jobs.store import INTERNAL, UPLOAD, Batch, Busy, File, InUse, NoFile, NoRoom, Store, new_id
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from support.failing_disk import FailingDisk, open_files
@@ -163,6 +163,16 @@ def test_numbers_of_files_and_of_batches_are_limited(store, monkeypatch):
     store.put(first.with_status("in_progress", 101))  # a known one is always replaced
     store.end(first.with_status("completed", 102), [])
     store.create(batch_of(files[0]))
+
+
+def test_unfinished_uploads_of_a_key_are_limited(store, monkeypatch):
+    monkeypatch.setattr(module, "MAX_UPLOADS", 2)
+    with closing(store.upload(ANN)):
+        with closing(store.upload(Owner("ann", "other"))), pytest.raises(Busy, match="2 uploads"):
+            store.upload(ANN)
+        uploaded(store, owner=BOB)
+        assert len(contents(store)) == 2
+        uploaded(store)
 
 
 def test_only_the_latest_ended_batches_are_remembered(store, monkeypatch):

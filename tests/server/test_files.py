@@ -338,6 +338,20 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(jobs, client, how, mo
     wait_until(lambda: jobs.batches.store.num_bytes(Owner()) == 0)
 
 
+def test_uploads_that_do_not_end_keep_others_out_only_while_they_last(jobs, client, monkeypatch):
+    monkeypatch.setattr(store, "MAX_UPLOADS", 1)
+    head = f"POST {FILES} HTTP/1.1\r\nHost: a\r\nContent-Type: {FORM['Content-Type']}\r\nContent-Length: 900000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", jobs.port)) as connection:
+        connection.sendall(head.encode() + part("file", b"x" * 70_000, '; filename="a"'))
+        wait_until(lambda: jobs.batches.store.num_bytes(Owner()) >= 65_536)  # these are in the file already
+        answer = httpx.post(f"{jobs.url}{FILES}", content=form(PURPOSE, FILE), headers=FORM)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert "uploads have not ended yet. Try again in 1 s." in answer.text
+        assert len(left(jobs)) == 1
+    wait_until(lambda: left(jobs) == [])
+    client.files.create(file=("a", b"x"), purpose="batch")
+
+
 def test_a_disk_that_fails_is_a_503_that_leaves_nothing(jobs, client, monkeypatch):
     from penstock.jobs.store import Upload
 

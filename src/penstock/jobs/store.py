@@ -32,6 +32,8 @@ UPLOAD, OUTPUT, INTERNAL = "batch", "batch_output", "internal"
 """Purposes of files: lines to run, their answers, and either for an API that shows no files."""
 MAX_FILES = 10_000
 """Most files of one key. Limits are per key, since a client without a key may name any tenant."""
+MAX_UPLOADS = 64
+"""Most unfinished uploads of one key. Each has an open file."""
 MAX_UNFINISHED = 100
 """Most unfinished batches of one key."""
 MAX_ENDED = 10_000
@@ -84,6 +86,10 @@ class Event(NamedTuple):
 
 class NoRoom(Exception):
     """A key has too much already. The text says what to do."""
+
+
+class Busy(Exception):
+    """A key has too many unfinished uploads. They end by themselves."""
 
 
 class NoFile(Exception):
@@ -175,8 +181,8 @@ class Store:
         """
         self.folder, self.max_bytes, self._notes_events = folder, max_bytes, notes_events
         self._files, self._lines = folder / "files", folder / "lines"
-        self._uploading: dict[str, int] = {}
-        """Name of a key -> bytes that are being uploaded."""
+        self._uploads: set[Upload] = set()
+        """Uploads that are not closed."""
         self._guard = threading.RLock()
         with ExitStack() as opened:
             try:
@@ -263,7 +269,12 @@ class Store:
             unfinished = self._unfinished_of(owner)
             written = [self.content(one) for batch in unfinished for one in (batch.output_file, batch.error_file)]
             written += map(self.lines, unfinished)
-            return found + self._uploading.get(owner[0], 0) + sum(map(size_of, written))
+            uploaded = sum([upload.num_bytes for upload in self._uploads_of(owner)])
+            return found + uploaded + sum(map(size_of, written))
+
+    def _uploads_of(self, owner: Owner) -> list[Upload]:
+        """Return the unfinished uploads of an owner's key."""
+        return [upload for upload in self._uploads if upload.owner.key == owner.key]
 
     def _unfinished_of(self, owner: Owner) -> list[Batch]:
         """Return the unfinished batches of an owner's key."""
@@ -283,31 +294,36 @@ class Store:
         return num, found
 
     def upload(self, owner: Owner) -> Upload:
-        """Return an `Upload`, which the caller closes. Its file is then deleted unless `keep` was called. Raises NoRoom."""
+        """Return an `Upload`, which the caller closes. Its file is then deleted unless `keep` was called.
+
+        Raises NoRoom and Busy.
+        """
         with self._guard:
             self._check_number(owner)
-        file_id = new_id("file-")
-        return Upload(self, owner, file_id, (self._files / file_id).open("xb"))
+            if len(self._uploads_of(owner)) >= MAX_UPLOADS:
+                raise Busy(f"{MAX_UPLOADS} uploads have not ended yet.")
+            file_id = new_id("file-")
+            upload = Upload(self, owner, file_id, (self._files / file_id).open("xb"))
+            self._uploads.add(upload)
+        return upload
 
     def check_room(self, owner: Owner) -> None:
         """Raise NoRoom if the files of an owner's key have `max_bytes` or more."""
         if (found := self.num_bytes(owner)) >= self.max_bytes:
             raise NoRoom(f"The files have {found} bytes, and {self.max_bytes} are kept (--jobs-bytes). {_MAKE_ROOM}")
 
-    def claim(self, owner: Owner, num_bytes: int) -> None:
-        """Reserve room for bytes that are being uploaded, until `release`. Raises NoRoom."""
+    def claim(self, upload: Upload, num_bytes: int) -> None:
+        """Reserve room for further bytes of an upload, until `release`. Raises NoRoom."""
         with self._guard:
-            if (found := self.num_bytes(owner) + num_bytes) > self.max_bytes:
+            if (found := self.num_bytes(upload.owner) + num_bytes) > self.max_bytes:
                 most = f"at most {self.max_bytes} are kept (--jobs-bytes)"
                 raise NoRoom(f"The files would have {found} bytes; {most}. {_MAKE_ROOM}")
-            self._uploading[owner[0]] = self._uploading.get(owner[0], 0) + num_bytes
+            upload.num_bytes += num_bytes
 
-    def release(self, owner: Owner, num_bytes: int) -> None:
-        """Release room that `claim` reserved."""
+    def release(self, upload: Upload) -> None:
+        """Stop counting an upload and its bytes."""
         with self._guard:
-            self._uploading[owner[0]] = self._uploading.get(owner[0], 0) - num_bytes
-            if not self._uploading[owner[0]]:
-                del self._uploading[owner[0]]
+            self._uploads.discard(upload)
 
     def add(self, file: File) -> None:
         """Add a file whose content is on the disk."""
@@ -475,7 +491,7 @@ class Store:
             self._base.execute("DELETE FROM events WHERE number = ?", (event.number,))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Upload:
     """A file that is being written."""
 
@@ -486,10 +502,9 @@ class Upload:
     num_bytes: int = 0
     is_kept: bool = False
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         """Append bytes. Raises NoRoom and OSError."""
-        self.store.claim(self.owner, len(data))
-        self.num_bytes += len(data)
+        self.store.claim(self, len(data))
         self.stream.write(data)
 
     def keep(self, name: str, purpose: str, now_s: int, expires_s: int | None = None) -> File:
@@ -504,7 +519,7 @@ class Upload:
 
     def close(self) -> None:
         """End the upload. Unless the file was kept, it is deleted."""
-        self.store.release(self.owner, self.num_bytes)
+        self.store.release(self)
         with suppress(OSError):  # the rest of a file for which the disk had no room
             self.stream.close()
         if not self.is_kept:

@@ -17,9 +17,9 @@ from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
 from penstock.disk import cause
-from penstock.jobs.store import UPLOAD, File, InUse, NoRoom
+from penstock.jobs.store import UPLOAD, Busy, File, InUse, NoRoom
 from penstock.serve.api import Route
-from penstock.serve.errors import NO_RETRY, ApiError, invalid, no_room, shorten, unavailable
+from penstock.serve.errors import NO_RETRY, ApiError, invalid, no_room, overloaded, shorten, unavailable
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
@@ -28,7 +28,7 @@ from penstock.serve.terms import read_owner
 
 _log = logging.getLogger(__name__)
 
-WRITTEN_AT_ONCE = 1 << 20
+WRITTEN_AT_ONCE = 1 << 16
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 2592000
 """OpenAI's own limits: an hour and 30 days."""
 MAX_PAGE = 10_000
@@ -56,7 +56,10 @@ class FileDeleted(TypedDict):
 
 
 def unless_disk_fails(routes: Sequence[Route]) -> Sequence[Route]:
-    """Return routes that answer 429 if the folder is full, and 503 if it can't be used: a full disk, or a server that ends."""
+    """Return routes that answer 429 for too many files or uploads, and 503 if the folder can't be used.
+
+    It can't on a full disk, or while the server ends.
+    """
     return [replace(route, answer=_guarded(route.answer)) for route in routes]
 
 
@@ -67,6 +70,8 @@ def _guarded(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
             return await answer(*given)
         except NoRoom as full:
             raise no_room(str(full)) from None
+        except Busy as busy:
+            raise overloaded(f"Overloaded: {busy}", retry_after_s=1.0) from None
         except (sqlite3.Error, OSError) as error:
             _log.warning("the folder of jobs can't be used: %s", error)
             raise unavailable(f"The server's folder of files can't be used now: {cause(error)}.") from None
@@ -96,16 +101,15 @@ class FilesEndpoint:
         try:
             upload = await batches.on_disk(batches.store.upload, owner)
             try:
-                pending, num_pending = list[bytes](), 0
+                pending = bytearray()
                 async for data in http.stream():
-                    pending.append(form.feed(data))
-                    num_pending += len(pending[-1])
-                    if num_pending >= WRITTEN_AT_ONCE:
-                        await batches.on_disk(upload.write, b"".join(pending))
-                        pending, num_pending = [], 0
+                    pending += form.feed(data)
+                    if len(pending) >= WRITTEN_AT_ONCE:
+                        await batches.on_disk(upload.write, pending)
+                        pending.clear()
                 form.end()
                 expires_s = _check_fields(form.fields)
-                await batches.on_disk(upload.write, b"".join(pending))
+                await batches.on_disk(upload.write, pending)
                 now_s = batches.now_s()
                 until_s = None if expires_s is None else now_s + expires_s
                 return _told(await batches.on_disk(upload.keep, form.file_name or "unnamed", UPLOAD, now_s, until_s))
