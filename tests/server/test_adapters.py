@@ -24,7 +24,7 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
 from penstock.serve import waiting
 from penstock.serve.app import create_app
-from penstock.serve.asking import find_asked
+from penstock.serve.asking import _find_unchecked
 from penstock.serve.cards import Listed
 from penstock.serve.vllm import adapters as route_file
 from penstock.serve.waiting import look_up
@@ -714,10 +714,12 @@ async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_ask
         found, ref = look_up("red", deployment)
         assert (found, deployment.adapters_of("red")) == (two, two)
         shutil.copytree(folder / "adapters" / "red", folder / "none" / "red", dirs_exist_ok=True)
-        assert find_asked("red", deployment, {}) == (two, ref), "it stays, though the first model's folder has the name now"
+        assert _find_unchecked("red", deployment, {}) == (two, ref), (
+            "it stays, though the first model's folder has the name now"
+        )
         assert not one.adapters.has("red")
         assert one.adapters.find("red") is not None
-        assert find_asked("red", deployment, {})[0] is one, "of two that have it, the first"
+        assert _find_unchecked("red", deployment, {})[0] is one, "of two that have it, the first"
         app = create_app(deployment, ServerConfig())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

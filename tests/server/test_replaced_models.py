@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
-from penstock.serve.asking import find_asked
+from penstock.serve.asking import _find_unchecked
 from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError
 from penstock.types.adapter import AdapterRef
@@ -49,5 +49,5 @@ def test_an_adapter_that_was_found_for_a_replaced_model_is_looked_up_anew(model)
     course = Course(looked_up=("red", (replaced, AdapterRef(1))))
     scope = HttpRequest({"type": "http", "headers": [], COURSE_KEY: course}).scope
     with pytest.raises(ApiError) as raised:
-        find_asked("red", deployment, scope)
+        _find_unchecked("red", deployment, scope)
     assert raised.value.code == MODEL_NOT_FOUND

@@ -6,7 +6,7 @@ functions raise; `waiting` provides it and calls the endpoint again. Any thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -81,26 +81,33 @@ def check_filled(name: str | None, deployment: Deployment, scope: Scope) -> None
         raise PipelineOpen(pipeline)
 
 
-def find_served(name: str | None, deployment: Deployment) -> ServedModel:
-    """Return the model of a name, loaded or not. Raises 404. A folder's adapter is found only once a request has used it."""
+def find_for_admin(name: str | None, deployment: Deployment) -> ServedModel:
+    """Return the model of a name without checking the key: for admins only. Raises 404.
+
+    The model may be away. A folder's adapter is found only once a request has used it.
+    """
     served = deployment.find(name) or deployment.adapters_of(name or "")
     if served is None:
         raise _not_found(name, deployment)
     return served
 
 
+def _allowed_names(scope: Scope) -> Collection[str] | None:
+    """Return the names that the request's key lists, or None if it allows every model."""
+    key = key_of(scope)
+    return None if key is None else key.models
+
+
 def allows(scope: Scope, *names: str) -> bool:
     """Return whether the request's key lists one of these names."""
-    key = key_of(scope)
-    return key is None or key.models is None or not {*names}.isdisjoint(key.models)
+    allowed = _allowed_names(scope)
+    return allowed is None or not {*names}.isdisjoint(allowed)
 
 
 def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
     """Return whether the request's key allows this model, or its adapter, under `name`."""
-    key = key_of(scope)
-    if key is None or key.models is None:
-        return True
-    return name in key.models or any(deployment.find(one) is served for one in key.models)
+    allowed = _allowed_names(scope)
+    return allowed is None or name in allowed or any(deployment.find(one) is served for one in allowed)
 
 
 def models_of(route: Route, deployment: Deployment, scope: Scope, asked: str = "") -> list[str]:
@@ -152,16 +159,15 @@ def _first_here(names: Iterable[str], deployment: Deployment) -> ServedModel | N
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
-    """As `find_asked`, but raise 404 for a model that the request's key does not allow, as for an unknown one."""
-    key = key_of(scope)
-    if key is None or key.models is None:
-        return find_asked(name, deployment, scope)
+    """As `_find_unchecked`, but raise 404 for a model that the request's key does not allow, as for an unknown one."""
+    if _allowed_names(scope) is None:
+        return _find_unchecked(name, deployment, scope)
     route = deployment.routes.get(name or "")
     has_no_model = route is not None and not models_of(route, deployment, scope)
     is_hidden = name in deployment.pipelines and not allows(scope, name)  # access to its model does not include its documents
     try:
         if not has_no_model and not is_hidden:
-            served, adapter = find_asked(name, deployment, scope)
+            served, adapter = _find_unchecked(name, deployment, scope)
             if may_ask(scope, served, name, deployment):
                 return served, adapter
     except ApiError as error:
@@ -170,7 +176,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     raise model_not_found(deployment.default.name if name is None else name, visible_names(deployment, scope))
 
 
-def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
+def _find_unchecked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """Return the model that a request names, loaded or not, and the adapter if the name is an adapter's.
 
     Models come first, then known adapters, then the adapter that a search on disk found for this request. Raises 404, or

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock.deploy.deployment import Deployment
 from penstock.obs.explain.journal import Journal
 from penstock.obs.perfetto import document
-from penstock.serve.asking import find_served
+from penstock.serve.asking import find_for_admin
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import require_admin, unless_gone
 
@@ -31,7 +31,7 @@ class TraceEndpoint:
         """
         require_admin(http.scope)
         seconds = _seconds(http.query_params.get("seconds"))
-        running = find_served(http.query_params.get("model"), self._deployment).answerer()
+        running = find_for_admin(http.query_params.get("model"), self._deployment).answerer()
         journal = running.journal
         if not isinstance(journal, Journal):
             why = ": --explained-requests is 0" if journal is None else " here: it runs on replicas"

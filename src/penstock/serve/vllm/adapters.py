@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.running import ServedModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_served
+from penstock.serve.asking import find_for_admin
 from penstock.serve.bodies import Body
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import require_admin
@@ -86,7 +86,7 @@ class AdaptersEndpoint:
     def _served(self, name: str | None, lora_name: str) -> tuple[ServedModel, Adapters]:
         """Return the model of this name, or else the adapter's, or the first served with adapters. Raises 404 and 400."""
         deployment = self._deployment
-        owner = deployment.adapters_of(lora_name) if name is None else find_served(name, deployment)
+        owner = deployment.adapters_of(lora_name) if name is None else find_for_admin(name, deployment)
         for served in deployment.served if owner is None else (owner,):
             if served.adapters is not None:
                 return served, served.adapters
