@@ -571,21 +571,20 @@ class Fleet:
         if is_suspect:
             replica.suspects = group
         for flight in group:
-            flight.replica, flight.since_ns = replica, 0
-            route = Route(
-                replica.name,
-                choice.num_held_tokens,
-                choice.num_tokens_ahead,
-                choice.fewest_tokens_ahead,
-                before=flight.before,
-            )
-            self._questions.note(flight.request.request_id, route, self.max_ended + len(self._flights))
-            flight.before += (replica.name,)
-            replica.flights[flight.request.request_id] = flight
+            flight.since_ns = 0
+            self._assign(flight, replica, choice.num_held_tokens, choice.num_tokens_ahead, choice.fewest_tokens_ahead)
             if flight is not group[0]:
                 dispatcher.also(flight.request, replica.number, self._num_new_tokens(flight.request))
         works = [self._work_of(flight.request) for flight in group]
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
+
+    def _assign(self, flight: Flight, replica: ReplicaEnd, num_held: int, num_ahead: int, fewest_ahead: int) -> None:
+        """Give a request to a replica, and remember that for explanations."""
+        request_id = flight.request.request_id
+        flight.replica, replica.flights[request_id] = replica, flight
+        route = Route(replica.name, num_held, num_ahead, fewest_ahead, flight.before)
+        self._questions.note(request_id, route, self.max_ended + len(self._flights))
+        flight.before += (replica.name,)
 
     def _hand_over(self, flight: Flight) -> None:
         """Move a request to another replica after its first token, if the dispatcher disaggregates prefill and decode."""
@@ -604,11 +603,8 @@ class Fleet:
         giver.leaving.add(request.request_id)
         giver.link.send(Abort(request.request_id, "it goes on at another replica"))
         del giver.flights[request.request_id]
-        replica = flight.replica = self._by_number[number]
-        replica.flights[request.request_id] = flight
-        route = Route(replica.name, 0, work[number], min(work.values()), flight.before)
-        self._questions.note(request.request_id, route, self.max_ended + len(self._flights))
-        flight.before += (replica.name,)
+        replica = self._by_number[number]
+        self._assign(flight, replica, 0, work[number], min(work.values()))
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 
@@ -760,12 +756,13 @@ class Fleet:
             shift_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
             if (scores := report.scores.get(chunk.request_id)) is not None:
                 flight.request.prompt_logprobs[:] = scores
+            has_output = bool(chunk.token_ids or chunk.states)
             if (gap_ns := flight.note(chunk)) is not None:
                 if not flight.request.background:  # nobody waits for its tokens
                     gaps_ns.append(gap_ns)
-            elif chunk.token_ids or chunk.states:
+            elif has_output:
                 first.append(flight)
-            if chunk.token_ids or chunk.states:
+            if has_output:
                 self._dispatcher.on_tokens(chunk.request_id, len(chunk.token_ids))
             chunks.append(chunk)
             if chunk.finish_reason is not None:
@@ -773,16 +770,7 @@ class Fleet:
                 self._detach(flight)
                 ended.append((chunk, flight))
         try:
-            for step in report.steps:
-                pooled = self._pooled(step, shift_ns)
-                self._dispatcher.on_step(pooled)
-                self._observer.on_step(pooled)
-            if first or gaps_ns:
-                self._token_observer.on_tokens([flight.request for flight in first], gaps_ns)
-            for chunk, flight in ended:
-                if flight.num_gaps:
-                    self._token_observer.on_itl(flight.num_gaps, flight.num_late)
-                self._observer.on_finish(flight.stats_at(chunk))
+            self._observe([self._pooled(step, shift_ns) for step in report.steps], first, gaps_ns, ended)
         finally:
             self._outbox.deliver(chunks)  # even after an error: the requests already count these tokens as delivered
         self._move(moving)
@@ -797,6 +785,25 @@ class Fleet:
             self._dispatch(self._waiting())
         if ended:
             self._end_if_drained()
+
+    def _observe(
+        self,
+        steps: Sequence[StepStats],
+        first: Sequence[Flight],
+        gaps_ns: Sequence[int],
+        ended: Sequence[tuple[OutputChunk, Flight]],
+    ) -> None:
+        """Report steps, first tokens, gaps between later ones, and ended requests."""
+        assert self._dispatcher is not None, "it has joined"
+        for step in steps:
+            self._dispatcher.on_step(step)
+            self._observer.on_step(step)
+        if first or gaps_ns:
+            self._token_observer.on_tokens([flight.request for flight in first], gaps_ns)
+        for chunk, flight in ended:
+            if flight.num_gaps:
+                self._token_observer.on_itl(flight.num_gaps, flight.num_late)
+            self._observer.on_finish(flight.stats_at(chunk))
 
     def _pooled(self, stats: StepStats, shift_ns: int) -> StepStats:
         """Return a replica's step with the queue and block counts of all replicas together."""
