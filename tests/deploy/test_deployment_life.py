@@ -97,7 +97,7 @@ class World:
         self.closed.append((name, running.people.num_users))
         self.details.append(detail)
         self.on_closed()
-        return not running.num_users
+        return not running.uses.num_users
 
     def want(self, *names: str) -> list[Future[RunningModel]]:
         return [self.deployment.want(self.of[name]) for name in names]
@@ -514,7 +514,7 @@ def test_a_model_that_was_asked_to_leave_waits_for_its_users_up_to_a_time() -> N
     assert (world.states, hurried.done(), world.closed[-1]) == ("---", True, ("a", 1))
     a.end_use()
     (a,) = world.loaded("a")
-    assert not a.num_users, "the new one has nothing of the old one's"
+    assert not a.uses.num_users, "the new one has nothing of the old one's"
 
 
 def test_the_end_refuses_all_who_wait() -> None:

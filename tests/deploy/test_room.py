@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.deploy.resources import MemoryShare
 from penstock.deploy.room import LOADS_PER_STAY, MAX_STAY_NS, MIN_STAY_NS, leavers, room_at_ns
-from penstock.deploy.running import ModelState, ServedModel
+from penstock.deploy.running import ModelState, ServedModel, Uses
 
 NOW_NS = 100 * MIN_STAY_NS
 
@@ -27,8 +27,8 @@ def model(
     one = ServedModel(names=(name,), metrics=SimpleNamespace(), load=lambda: None, plan=lambda: None)
     one.state, one.loaded_ns, one.load_ns = ModelState.LOADED, NOW_NS - int(loaded_s * 1e9), 1
     one.share = MemoryShare(num_weight_bytes=num_bytes, num_reserve_bytes=0)
-    one.running = SimpleNamespace(num_users=int(is_used), num_uses=int(was_used), used_ns=NOW_NS - int(used_s * 1e9))
-    one.running.people = one.running
+    uses = Uses(int(is_used), int(was_used), NOW_NS - int(used_s * 1e9))
+    one.running = SimpleNamespace(uses=uses, people=uses)
     return one
 
 
@@ -42,7 +42,7 @@ def models(draw: st.DrawFn) -> list[ServedModel]:
     for index in range(draw(st.integers(0, 6))):
         loaded_ns = NOW_NS - draw(st.integers(0, 3 * MIN_STAY_NS))
         one = model(f"model {index}", draw(st.integers(1, 5)), is_used=draw(st.booleans()), was_used=draw(st.booleans()))
-        one.running.used_ns = draw(st.integers(loaded_ns, NOW_NS))
+        one.running.uses.used_ns = draw(st.integers(loaded_ns, NOW_NS))
         one.loaded_ns = loaded_ns
         one.load_ns = draw(st.integers(0, 3 * MIN_STAY_NS // LOADS_PER_STAY))
         one.is_kept = draw(st.booleans())

@@ -219,7 +219,7 @@ async def test_whoever_leaves_or_cancels_ends_all_samples(gated_models, leaves: 
             assert "cancelled" in (await asked).text
         await until(lambda: small.engine.load().num_waiting + small.engine.load().num_running == 0)
         assert small.bridge.num_open_requests == 0
-        assert large.num_uses == 0
+        assert large.uses.num_uses == 0
 
 
 async def test_tokens_for_a_client_that_leaves_are_paid_for(gated_models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -724,11 +724,11 @@ def test_a_small_model_that_was_unsure_is_not_asked_again_while_the_large_one_is
         uses = []
         for num_refusals in (0, 3):
             refusals += [NO_ROOM] * num_refusals
-            num_before = small.num_uses
+            num_before = small.uses.num_uses
             batch = ended(client, begun(client, [line("a", model="auto", temperature=1.0)]))
             (answer,) = answers(client, batch.output_file_id)
             assert (answer["response"]["body"]["model"], refusals) == ("large", [])
-            uses.append(small.num_uses - num_before)
+            uses.append(small.uses.num_uses - num_before)
         assert uses[0] == uses[1] > 0
 
 

@@ -109,9 +109,9 @@ async def test_the_answer_is_that_of_one_model_alone(models, path: str, stream: 
 async def test_where_first_tokens_can_change_nothing_the_question_decides(models) -> None:
     small = models[0]
     async with make_client(*models, routes=[cascade(margin=0.1)]) as client:
-        before = small.num_uses
+        before = small.uses.num_uses
         answer = await client.post("/v1/chat/completions", json=chat(HARD, model="auto"))
-        assert (answer.json()["model"], small.num_uses - before) == ("large", 0)
+        assert (answer.json()["model"], small.uses.num_uses - before) == ("large", 0)
         answer = await client.post("/v1/chat/completions", json=chat(EASY, model="auto"))
         assert (answer.json()["model"], answer.headers["x-route"]) == (
             "small",
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_in_the_window_ends_the_small_models_work(gat
         small.engine._executor.open()
         await until(lambda: small.engine.load().num_waiting + small.engine.load().num_running == 0)
         assert small.bridge.num_open_requests == 0
-        assert large.num_uses == 0
+        assert large.uses.num_uses == 0
 
 
 async def test_a_cancelled_request_is_not_asked_again(gated_models) -> None:
@@ -225,7 +225,7 @@ async def test_a_cancelled_request_is_not_asked_again(gated_models) -> None:
         small.engine._executor.open()
         answer = await asked
         assert "cancelled" in answer.text
-        assert large.num_uses == 0
+        assert large.uses.num_uses == 0
 
 
 async def test_the_large_model_answers_when_the_small_one_refuses(gated_models) -> None:
@@ -248,7 +248,7 @@ async def test_a_deadline_that_passes_in_the_window_is_the_answer(gated_models) 
         small.engine._executor.open()
         answer = await task
         assert (answer.status_code, "deadline" in answer.text) == (408, True), answer.text
-        assert large.num_uses == 0
+        assert large.uses.num_uses == 0
 
 
 PRICES = {"small": Price(1.0, 4.0), "large": Price(16.0, 64.0)}

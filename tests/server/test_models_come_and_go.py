@@ -177,7 +177,7 @@ async def test_every_call_is_answered_as_by_models_that_never_leave(num_rooms, m
             await asyncio.gather(*[ask(*job) for job in jobs[first : first + 8]])
         assert world.num_loads > 8, "models came and went"
         assert all(not one.num_waiting for one in world.of.values())
-        await until(lambda: all(not runtime.num_users for runtime in world.runtimes))
+        await until(lambda: all(not runtime.uses.num_users for runtime in world.runtimes))
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -201,12 +201,12 @@ async def test_a_model_does_not_leave_while_it_tokenizes(path, body, method, mon
         tokenize, num_users = getattr(runtime.tokenizer, method), []
 
         def noted(*args, **options):
-            num_users.append(runtime.num_users)
+            num_users.append(runtime.uses.num_users)
             return tokenize(*args, **options)
 
         monkeypatch.setattr(runtime.tokenizer, method, noted)
         assert (await world.client.post(path, json=body)).status_code == 200
-        assert (num_users, runtime.num_users) == ([1], 0)
+        assert (num_users, runtime.uses.num_users) == ([1], 0)
 
 
 async def test_a_line_of_a_batch_leaves_its_model_to_people_and_comes_again_as_no_other_model_answers_it():

@@ -350,7 +350,7 @@ async def test_requests_for_a_pipeline_are_split_as_those_for_its_model(models, 
             for tenant, is_second in (("alpha", False), ("beta", True)):
                 answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"}, headers={"X-Tenant": tenant})
                 assert (answer.status_code, answer.json()["model"]) == (200, "docs"), answer.text
-                assert (second.num_uses > 0) == is_second
+                assert (second.uses.num_uses > 0) == is_second
     finally:
         second.close()
 
@@ -547,7 +547,7 @@ async def test_what_a_pipelines_helper_refuses_is_not_laid_to_its_routes_model(m
                     patch.setattr(owner, name, busy)
                     answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
                 assert answer.status_code == 429, answer.text
-                assert second.num_uses == 0
+                assert second.uses.num_uses == 0
         assert {*bill.paid} == {"writer"}, "the answer that was not checked was begun in vain"
         assert bill.full == 0.0
     finally:

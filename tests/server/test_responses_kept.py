@@ -197,8 +197,8 @@ async def test_a_background_request_that_is_sent_twice_at_once_runs_once(gate):
         twice = [client.post(PATH, json=ASK | {"background": True}, headers={"Idempotency-Key": "a"}) for _ in range(2)]
         first, second = [answer.json()["id"] for answer in await asyncio.gather(*twice)]
         assert first == second
-        assert runtime.num_users == 1
+        assert runtime.uses.num_users == 1
         assert (await client.get(f"/v1/requests/{first}")).json()["id"] == first.removeprefix("resp_")
         gate.open()
-        await until(lambda: not runtime.num_users)
+        await until(lambda: not runtime.uses.num_users)
     runtime.close()

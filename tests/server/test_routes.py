@@ -106,10 +106,10 @@ BODIES = {
 async def test_the_question_decides_which_model_answers(models, path: str) -> None:
     async with make_client(*models, routes=[ROUTE]) as client:
         for text, name in ((EASY, "small"), (HARD, "large"), (EASY, "small")):
-            before = [one.num_uses for one in models]
+            before = [one.uses.num_uses for one in models]
             answer = await client.post(path, json=BODIES[path](text))
             assert answer.status_code == 200, answer.text
-            uses = {one.name: one.num_uses - num for one, num in zip(models, before, strict=True)}
+            uses = {one.name: one.uses.num_uses - num for one, num in zip(models, before, strict=True)}
             assert uses[name] > 0
             assert uses[{"small": "large", "large": "small"}[name]] == 0
             assert answer.headers["x-route"].startswith(f"auto; model={name}; gain=")
@@ -177,10 +177,10 @@ async def test_keys_open_a_route_by_its_name_and_each_of_its_models(models, tmp_
 
         assert [await status("all", text) for text in (EASY, HARD)] == [200, 200]
         assert [await status("small", text) for text in (EASY, HARD)] == [200, 200], "by the one that it allows"
-        num_vectors = models[2].num_uses
+        num_vectors = models[2].uses.num_uses
         refused = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY), headers=key_of("none"))
         assert (refused.status_code, "auto" in refused.json()["error"]["message"].partition("Served:")[2]) == (404, False)
-        assert models[2].num_uses == num_vectors, "nothing is computed for a key that opens neither"
+        assert models[2].uses.num_uses == num_vectors, "nothing is computed for a key that opens neither"
         for name, listed in (("all", ["auto"]), ("small", ["small", "auto"]), ("none", ["vectors"])):
             cards = (await client.get("/v1/models", headers=key_of(name))).json()["data"]
             assert [card["id"] for card in cards if card["id"] in ("auto", name, "vectors")] == listed
@@ -281,7 +281,7 @@ async def test_a_response_in_the_background_has_its_price(models) -> None:
     bill = Bill({"large": Price(1.0, 4.0), "small": Price(16.0, 64.0)})
     async with make_client(*models, routes=[replace(FALLBACK, bill=bill)]) as client:
         made = (await client.post("/v1/responses", json=BODIES["/v1/responses"](EASY) | {"background": True})).json()
-        await until(lambda: not any(one.num_users for one in models))
+        await until(lambda: not any(one.uses.num_users for one in models))
         usage = (await client.get(f"/v1/responses/{made['id']}")).json()["usage"]
     tokens = usage["input_tokens"], usage["output_tokens"]
     assert bill.paid == pytest.approx({"large": bill.prices["large"].of(*tokens)})

@@ -37,10 +37,10 @@ def models():
 
 async def model_of(client, models, body=ASK, path=COMPLETIONS, headers=None):
     """The name of the model that answered."""
-    before = [one.num_uses for one in models]
+    before = [one.uses.num_uses for one in models]
     answer = await client.post(path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    [name] = [one.name for one, num_uses in zip(models, before, strict=True) if one.num_uses > num_uses]
+    [name] = [one.name for one, num_uses in zip(models, before, strict=True) if one.uses.num_uses > num_uses]
     return name
 
 

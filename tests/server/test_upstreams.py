@@ -209,12 +209,12 @@ async def test_what_is_wrong_with_the_request_is_told_and_nobody_else_is_asked(n
 )
 async def test_a_stream_that_breaks_ends_with_an_error_and_nothing_is_said_twice(near, script: Script, says: str) -> None:
     async with clients(near, script) as (client, server):
-        before = near.num_uses
+        before = near.uses.num_uses
         answer = await client.post(CHAT, json=BODY | {"stream": True})
         assert answer.content.startswith(event("far"))
         error = json.loads(answer.text.removeprefix(event("far").decode()).removeprefix("data: "))["error"]
         assert (error["code"], says in error["message"]) == ("upstream_failed", True), error
-        assert near.num_uses == before
+        assert near.uses.num_uses == before
         assert len(server.asked) == 1
 
 

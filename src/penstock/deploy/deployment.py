@@ -413,8 +413,8 @@ class Deployment:
             unload_ns = served.unload_after_ns
             if served.state is ModelState.LOADED and running is not None and unload_ns is not None:
                 unload_ns = max(unload_ns, FIRST_USE_NS)
-                idle_ns = running.used_ns + unload_ns
-                if running.num_users:
+                idle_ns = running.uses.used_ns + unload_ns
+                if running.uses.num_users:
                     due_ns.append(now_ns + unload_ns)
                 elif idle_ns > now_ns:
                     due_ns.append(idle_ns)
@@ -521,7 +521,7 @@ class Deployment:
         running.on_unused = partial(self._on_unused, served)
         served.running, served.info, served.failure = running, running.model, ""
         served.share = self.memory.share(served.name)
-        served.loaded_ns = running.used_ns = self.clock.now_ns()
+        served.loaded_ns = running.uses.used_ns = self.clock.now_ns()
         served.load_ns = load_ns
         served.num_loads += 1
         served.total_load_ns += load_ns
@@ -561,7 +561,7 @@ class Deployment:
         for served in (*self.served, *self._gone):
             running = served.running
             if served.state is ModelState.LEAVING and running is not None:
-                uses = running.people if for_people else running
+                uses = running.people if for_people else running.uses
                 if not uses.num_users:
                     self._close(served)
         with self._changed:
@@ -571,7 +571,7 @@ class Deployment:
         assert served.running is not None
         running = served.running
         try:
-            timeout_s = 0.0 if running.num_users else 10.0  # without requests, it may still write to its disk tier
+            timeout_s = 0.0 if running.uses.num_users else 10.0  # without requests, it may still write to its disk tier
             running.close(timeout_s, UNLOADED)
         except Exception:
             _log.exception("%s could not be closed in order; its memory may be lost", served.name)

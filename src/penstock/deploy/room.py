@@ -74,9 +74,9 @@ def _stays(served: Iterable[ServedModel], *, for_background: bool = False) -> di
     return stays
 
 
-def _uses(running: RunningModel, *, for_background: bool) -> RunningModel | Uses:
+def _uses(running: RunningModel, *, for_background: bool) -> Uses:
     """Return the uses that count: people do not wait for background requests."""
-    return running if for_background else running.people
+    return running.uses if for_background else running.people
 
 
 def _serves_people(one: ServedModel, now_ns: int) -> bool:
@@ -90,4 +90,4 @@ def _last_use(one: ServedModel, *, for_background: bool) -> tuple[bool, int, boo
     assert one.running is not None
     uses = _uses(one.running, for_background=for_background)
     is_used = uses.num_users > 0
-    return is_used, one.loaded_ns if is_used else uses.used_ns, one.running.num_users > 0, one.name
+    return is_used, one.loaded_ns if is_used else uses.used_ns, one.running.uses.num_users > 0, one.name

@@ -81,12 +81,12 @@ class Sources:
 
 @dataclass(slots=True)
 class Uses:
-    """The uses of a running model by people: all but those for background requests."""
+    """How often and when a running model was used."""
 
     num_users: int = 0
     num_uses: int = 0
     used_ns: int = -1 << 62
-    """Time of the last begin or end of a use, or of a load that people waited for."""
+    """Time of the last begin or end of a use, or of a load that these users waited for."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,12 +120,9 @@ class RunningModel:
     on_unused: Callable[[], None] = lambda: None
     """Called when the last user has ended, or the last one that is not of the background, on any thread."""
     off_loop: OffLoop = field(init=False)
-    used_ns: int = field(init=False)
-    """Time of the last begin or end of a use, or of the load."""
-    num_uses: int = field(default=0, init=False)
-    num_users: int = field(default=0, init=False)
+    uses: Uses = field(default_factory=Uses, init=False)
     people: Uses = field(default_factory=Uses, init=False)
-    """The part of these uses that is people's."""
+    """The part of `uses` that is people's: all but those for background requests."""
     _is_leaving: bool = field(default=False, init=False)
     _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -133,7 +130,7 @@ class RunningModel:
         from penstock.deploy.off_loop import OffLoop
 
         self.off_loop = OffLoop(self.metrics.count_rejected)
-        self.used_ns = self.clock.now_ns()
+        self.uses.used_ns = self.clock.now_ns()
 
     @cached_property
     def has_special_marks(self) -> bool:
@@ -192,8 +189,8 @@ class RunningModel:
         if is_unused:
             self.on_unused()
 
-    def _uses(self, *, is_background: bool) -> Sequence[RunningModel | Uses]:
-        return (self,) if is_background else (self, self.people)
+    def _uses(self, *, is_background: bool) -> Sequence[Uses]:
+        return (self.uses,) if is_background else (self.uses, self.people)
 
     def leave(self) -> None:
         """Refuse new users of the model: from now on, `using` raises. Idempotent."""

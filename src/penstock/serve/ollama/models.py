@@ -120,7 +120,7 @@ class OllamaModels:
             after_ns = served.unload_after_ns
             expires_at = FOREVER
             if after_ns is not None:
-                idle_ns = 0 if running.num_users else self._deployment.clock.now_ns() - running.used_ns
+                idle_ns = 0 if running.uses.num_users else self._deployment.clock.now_ns() - running.uses.used_ns
                 expires_at = utc(running.sources.unix_time_s() + (after_ns - idle_ns) // 10**9)
             models.append(
                 {

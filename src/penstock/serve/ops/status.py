@@ -244,7 +244,7 @@ def _line(served: ServedModel, now_ns: int) -> ModelLoad:
         "requests_waiting_for_load": served.num_waiting,
         "memory_bytes": served.held_bytes,
         "machine_s": round(served.read_machine_ns() / 1e9, 3),
-        "last_used_s": None if running is None else round(max(0, now_ns - running.used_ns) / 1e9, 3),
+        "last_used_s": None if running is None else round(max(0, now_ns - running.uses.used_ns) / 1e9, 3),
     }
 
 
