@@ -433,21 +433,19 @@ class Deployment:
             wanted = [(served, wish.is_background) for served, wish in self._wanted.items()]
         wanted.sort(key=lambda wish: wish[1])  # stable
         due_ns = list[int]()
-        room_bytes: int | None = None
+        room_bytes = self.memory.left_bytes() + sum([one.num_bytes for one in self.served if one.state is ModelState.LEAVING])
         """Bytes left after all pending unloads and the loads of earlier models in line."""
         for served, is_background in wanted:
             if served.state is ModelState.LOADED:  # it was unloaded, or broke, since this pass began
                 continue
             try:
                 share = self._plan(served)
-                leaving = [one.num_bytes for one in self.served if one.state is ModelState.LEAVING]
-                room_bytes = self.memory.left_bytes() + sum(leaving) if room_bytes is None else room_bytes
                 room_bytes -= share.num_bytes
                 if room_bytes < 0:
-                    chosen = leavers(-room_bytes, self.served, self.clock.now_ns(), for_background=is_background)
-                    if not isinstance(chosen, tuple):
-                        if chosen is not None:
-                            due_ns.append(chosen)
+                    chosen, retry_ns = leavers(-room_bytes, self.served, self.clock.now_ns(), for_background=is_background)
+                    if not chosen:
+                        if retry_ns is not None:
+                            due_ns.append(retry_ns)
                         elif is_background:
                             self._put_off(served)
                         if not is_background:
@@ -491,7 +489,7 @@ class Deployment:
             )
         return served.share
 
-    def _make_room(self, served: ServedModel, leaving: tuple[ServedModel, ...]) -> int:
+    def _make_room(self, served: ServedModel, leaving: Sequence[ServedModel]) -> int:
         """Begin to unload the chosen models, and close unused ones at once. Return the bytes that this will free."""
         num_bytes = sum(one.num_bytes for one in leaving)
         for one in leaving:

@@ -7,7 +7,7 @@ when people want another one, and unload none that people use or have used latel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from penstock.deploy.running import ModelState, RunningModel, ServedModel, Uses
@@ -36,10 +36,10 @@ def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -
 
 def leavers(
     lacking_bytes: int, served: Iterable[ServedModel], now_ns: int, *, for_background: bool = False
-) -> tuple[ServedModel, ...] | int | None:
+) -> tuple[Sequence[ServedModel], int | None]:
     """Return the models to unload, in order, to free `lacking_bytes` (> 0). `for_background`: for background requests alone.
 
-    If not enough can be unloaded yet, return when to call again, or None if waiting does not help.
+    If not enough can be unloaded yet, return no models, and when to call again, or None if waiting does not help.
     """
     served = [one for one in served if not (for_background and _serves_people(one, now_ns))]
     stays = _stays(served, for_background=for_background)
@@ -51,12 +51,12 @@ def leavers(
             chosen.append(one)
             num_bytes += one.num_bytes
     if num_bytes < lacking_bytes:
-        return min([until_ns for until_ns in stays.values() if until_ns > now_ns], default=None)
+        return (), min([until_ns for until_ns in stays.values() if until_ns > now_ns], default=None)
     for one in reversed(chosen):  # a large model chosen last can make smaller ones unnecessary
         if num_bytes - one.num_bytes >= lacking_bytes:
             chosen.remove(one)
             num_bytes -= one.num_bytes
-    return tuple(chosen)
+    return chosen, None
 
 
 def _stays(served: Iterable[ServedModel], *, for_background: bool = False) -> dict[ServedModel, int]:
