@@ -248,7 +248,13 @@ async def _run_until_kept(call: Call, in_flight: InFlight, http: HttpRequest) ->
     return opened
 
 
-async def answer_json(running: RunningModel, size: int, make: Callable[[], object], tenant: str) -> Response:
+async def answer_in_thread(make: Callable[[], object]) -> Response:
+    """Return the result of `make` as JSON. `make` runs in a thread. Raises what `make` raises."""
+    content = await asyncio.to_thread(lambda: fast_json.dumps(make()))
+    return Response(content, media_type="application/json")
+
+
+async def answer_off_loop(running: RunningModel, size: int, make: Callable[[], object], tenant: str) -> Response:
     """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop.
 
     The caller keeps the model in use.
@@ -269,7 +275,7 @@ async def answer_prompt(
     with running.using():
         if isinstance(prompt, Conversation):
             prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
-        return await answer_json(running, max(len(data), len(prompt.text)), partial(make, prompt, running), tenant)
+        return await answer_off_loop(running, max(len(data), len(prompt.text)), partial(make, prompt, running), tenant)
 
 
 def call_endpoint(body: type[_Body], read: Callable[[_Body, Asked], Made], reader: Reader, in_flight: InFlight) -> JsonEndpoint:

@@ -15,7 +15,7 @@ from penstock.calls.call import Call, Conversation, TextPrompt
 from penstock.calls.check import check_prompt
 from penstock.calls.prompts import check_text_size, mixed_ids
 from penstock.deploy.running import RunningModel
-from penstock.serve.answering import answer_json, answer_prompt
+from penstock.serve.answering import answer_off_loop, answer_prompt
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_model
 from penstock.serve.bodies import Body, has_not_yet
@@ -69,7 +69,7 @@ class LlamaEndpoint:
         body = await self._parts.reader.body(data, LlamaTokenizeBody, http.scope)
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
-            return await answer_json(running, len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)
+            return await answer_off_loop(running, len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)
 
 
 def _input_tokens(prompt: TextPrompt, running: RunningModel) -> InputTokens:

@@ -14,9 +14,9 @@ from penstock.calls.in_flight import InFlight
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
+from penstock.serve.answering import answer_in_thread
 from penstock.serve.asking import find_model
 from penstock.serve.errors import unavailable
-from penstock.serve.ops.requests import json_answer
 from penstock.serve.shapes import Count
 from penstock.serve.terms import read_owner
 
@@ -62,7 +62,7 @@ class PoolEndpoint:
         """
         running = find_model(http.query_params.get("model"), self._deployment, http.scope)
         names = self._in_flight.names_of(read_owner(http.scope))
-        return await json_answer(lambda: _as_json(self._draw(running), names))
+        return await answer_in_thread(lambda: _as_json(self._draw(running), names))
 
     def _draw(self, running: RunningModel) -> PoolMap:
         """Return a map of the pool, at most 0.1 s old, because drawing a map holds the GIL. Raises 503."""

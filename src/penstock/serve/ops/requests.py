@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NotRequired
+from collections.abc import Mapping
+from typing import Literal, NotRequired
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from penstock import fast_json
 from penstock.calls.in_flight import CallExplanation, InFlight
 from penstock.obs.explain.explanation import END_WORDS, ExplainedPause, Explanation, gap_cause, summary
 from penstock.obs.explain.lives import Gap
+from penstock.serve.answering import answer_in_thread
 from penstock.serve.errors import ApiError, shorten
 from penstock.serve.paging import read_count
 from penstock.serve.shapes import Count
@@ -117,12 +116,6 @@ RequestList = TypedDict("RequestList", {"object": Literal["list"], "tenant": str
 RequestCancelled = TypedDict("RequestCancelled", {"id": str, "object": Literal["request"], "cancelled": bool})
 
 
-async def json_answer(make: Callable[[], Any]) -> Response:
-    """Call `make` in a thread, and return its result as JSON. Raises what `make` raises."""
-    data = await asyncio.to_thread(lambda: fast_json.dumps(make()))
-    return Response(data, media_type="application/json")
-
-
 class RequestsEndpoint:
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
@@ -136,7 +129,7 @@ class RequestsEndpoint:
         def make() -> RequestList:
             return {"object": "list", "tenant": owner.tenant, "data": [_call(told) for told in (*tell(), *tell_ended())]}
 
-        return await json_answer(make)
+        return await answer_in_thread(make)
 
     async def explain(self, http: HttpRequest) -> Response:
         """Explain the time that a request takes or took. Its id is its `X-Request-Id`, or the `id` of its answer."""
@@ -156,7 +149,7 @@ class RequestsEndpoint:
                 code="request_not_found",
             )
 
-        return await json_answer(make)
+        return await answer_in_thread(make)
 
     async def cancel(self, http: HttpRequest) -> RequestCancelled:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""

@@ -16,7 +16,7 @@ from penstock.calls.call import Conversation, TextPrompt
 from penstock.calls.check import check_token_ids
 from penstock.calls.prompts import check_text_size
 from penstock.deploy.running import RunningModel
-from penstock.serve.answering import answer_json, answer_prompt
+from penstock.serve.answering import answer_off_loop, answer_prompt
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_model
 from penstock.serve.bodies import MAX_TOKEN_IDS, Body, TokenId, parse_body
@@ -70,7 +70,7 @@ class TokenizeEndpoint:
         body = await self._reader.body(data, DetokenizeBody, http.scope)
         running = find_model(body.model, self._reader.deployment, http.scope)
         with running.using():
-            return await answer_json(running, len(data), partial(_text, body, running), read_owner(http.scope).tenant)
+            return await answer_off_loop(running, len(data), partial(_text, body, running), read_owner(http.scope).tenant)
 
     def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._reader.ignored)
