@@ -20,7 +20,7 @@ from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, 
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve import bodies
-from penstock.serve.cards import ModelCards
+from penstock.serve.cards import FactsCache
 from penstock.serve.course import Course
 from penstock.serve.http.checks import Sender
 from penstock.serve.http.watch import Watched
@@ -583,7 +583,7 @@ def test_a_server_ends_while_a_disk_hangs(kind, held):
     served = ServedModel(names=("a",), metrics=Metrics("a"), load=held, plan=held, read_facts=held)
     looks = {
         "folder of models": FolderWatch(SimpleNamespace(may_grow=True, look=held)).look,
-        "facts of a model": partial(ModelCards().of, served),
+        "facts of a model": partial(FactsCache().of, served),
         "file of keys": partial(Watched("the file", [], read=held, use=held).look, at_once=True),
     }
 

@@ -14,7 +14,7 @@ from penstock.deploy.running import ServedModel
 from penstock.models.facts import ModelFacts
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
-from penstock.serve.cards import ModelCards
+from penstock.serve.cards import FactsCache
 from penstock.text import fim
 from penstock.types.errors import ModelError
 from support.deployments import deployment_of
@@ -490,10 +490,10 @@ async def test_requests_share_the_reading_of_a_models_files(runtime):
 async def test_a_models_files_are_read_again_after_a_load():
     facts = iter([ModelFacts(architecture="old"), ModelFacts(architecture="new")])
     served = ServedModel(names=("a",), metrics=Metrics("a"), load=None, plan=None, read_facts=lambda: next(facts))
-    cards = ModelCards()
-    assert [(await cards.of(served)).architecture for _ in range(2)] == ["old", "old"]
+    cache = FactsCache()
+    assert [(await cache.of(served)).architecture for _ in range(2)] == ["old", "old"]
     served.num_loads += 1
-    assert (await cards.of(served)).architecture == "new"
+    assert (await cache.of(served)).architecture == "new"
 
 
 async def test_a_models_files_are_read_again_if_they_have_changed(tmp_path):
@@ -506,11 +506,11 @@ async def test_a_models_files_are_read_again_if_they_have_changed(tmp_path):
         read_facts=lambda: ModelFacts(architecture=path.read_text()),
         path=path,
     )
-    cards = ModelCards()
+    cache = FactsCache()
     for text in ("old", "newer"):
         path.write_text(text)
         served.look()
-        assert (await cards.of(served)).architecture == text
+        assert (await cache.of(served)).architecture == text
 
 
 async def test_a_models_files_that_could_not_be_read_are_read_again_later(monkeypatch):
@@ -522,10 +522,10 @@ async def test_a_models_files_that_could_not_be_read_are_read_again_later(monkey
         raise ModelError("half a file")
 
     served = ServedModel(names=("a",), metrics=Metrics("a"), load=None, plan=None, read_facts=read_facts)
-    cards = ModelCards()
+    cache = FactsCache()
     for retry_s, expected in ((float("inf"), 1), (float("inf"), 1), (0.0, 2)):
         monkeypatch.setattr("penstock.serve.cards.RETRY_S", retry_s)
-        assert await cards.of(served) == ModelFacts()
+        assert await cache.of(served) == ModelFacts()
         assert num_reads == expected
 
 

@@ -18,7 +18,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.serve.answering import Made, call_endpoint
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import Body, load_json
-from penstock.serve.cards import ModelCards
+from penstock.serve.cards import FactsCache
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
 from penstock.serve.own_requests import OwnRequests
@@ -65,7 +65,7 @@ class Parts:
     reader: Reader
     texts: TextsEndpoint
     folder: FolderWatch
-    cards: ModelCards
+    facts: FactsCache
     upstreams: Mapping[str, Upstream]
     lifetime: Lifetime
     own: OwnRequests

@@ -24,7 +24,7 @@ from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
 from penstock.serve.asking import Reader
 from penstock.serve.bodies import IgnoredParameters
-from penstock.serve.cards import ModelCards
+from penstock.serve.cards import FactsCache
 from penstock.serve.cohere.routes import API as COHERE
 from penstock.serve.errors import NO_RETRY, ApiError, from_http_exception, shorten, unavailable
 from penstock.serve.http.checks import (
@@ -95,7 +95,7 @@ def create_app(
         reader=reader,
         texts=TextsEndpoint(reader, in_flight),
         folder=FolderWatch(deployment),
-        cards=ModelCards(),
+        facts=FactsCache(),
         upstreams=_upstreams(deployment, config),
         lifetime=lifetime,
         own=own,

@@ -28,7 +28,7 @@ RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
+class _Reading:
     key: object
     """The model's number of loads and its files when the reading began."""
     began_s: float
@@ -39,22 +39,22 @@ class _Card:
         return self.facts.done() and self.facts.result() == ModelFacts()
 
 
-class ModelCards:
+class FactsCache:
     """Reads the facts of each model's files at first use. Reads them again after a load, or if its files have changed.
 
     After a failure it tries again when `RETRY_S` have passed. A hanging disk blocks one thread for each model.
     """
 
     def __init__(self) -> None:
-        self._cards: WeakKeyDictionary[ServedModel, _Card] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[ServedModel, _Reading] = WeakKeyDictionary()
 
     async def of(self, served: ServedModel) -> ModelFacts:
         """Return the facts of a model's files."""
         key, now_s = (served.num_loads, served.file_state), time.monotonic()
-        card = self._cards.get(served)
-        if card is None or card.key != key or (card.has_failed and now_s >= card.began_s + RETRY_S):
-            card = self._cards[served] = _Card(key, now_s, asyncio.ensure_future(in_daemon(served.facts)))
-        return await asyncio.shield(card.facts)
+        reading = self._readings.get(served)
+        if reading is None or reading.key != key or (reading.has_failed and now_s >= reading.began_s + RETRY_S):
+            reading = self._readings[served] = _Reading(key, now_s, asyncio.ensure_future(in_daemon(served.facts)))
+        return await asyncio.shield(reading.facts)
 
 
 LISTED_AT_ONCE = 128

@@ -64,7 +64,7 @@ class LlamaSlot(TypedDict):
 class LlamaStatus:
     def __init__(self, parts: Parts) -> None:
         self._deployment = parts.deployment
-        self._cards = parts.cards
+        self._facts = parts.facts
         self._in_flight = parts.in_flight
 
     async def props(self, http: HttpRequest) -> LlamaProps:
@@ -76,7 +76,7 @@ class LlamaStatus:
         try:
             running = served.answerer()
         except ModelAway:
-            return _of_files(served.name, await self._cards.of(served))
+            return _of_files(served.name, await self._facts.of(served))
         model, template, special = running.model, running.chat_template, running.tokenizer.special_tokens
         settings: dict[str, Any] = {}
         if not model.encoder:
@@ -125,12 +125,12 @@ def _props(name: str, *, is_sleeping: bool) -> PropsHead:
     }
 
 
-def _of_files(name: str, card: ModelFacts) -> LlamaProps:
+def _of_files(name: str, facts: ModelFacts) -> LlamaProps:
     """Return the answer of `/props` for a model that is not loaded."""
-    template = card.chat_template
+    template = facts.chat_template
     return {
         **_props(name, is_sleeping=True),
-        "default_generation_settings": {"params": {}, "n_ctx": card.max_model_len or 0},
+        "default_generation_settings": {"params": {}, "n_ctx": facts.max_model_len or 0},
         "total_slots": 0,
         "chat_template": template,
         "chat_template_caps": _caps(find_dialect(template), has_template=bool(template)),

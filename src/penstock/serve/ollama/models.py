@@ -93,7 +93,7 @@ class OllamaModels:
     def __init__(self, parts: Parts) -> None:
         self._deployment = parts.deployment
         self._folder = parts.folder
-        self._cards = parts.cards
+        self._facts = parts.facts
         self._reader = parts.reader
 
     async def version(self, _http: HttpRequest) -> Version:
@@ -105,8 +105,10 @@ class OllamaModels:
         await self._folder.look()
         models: list[ModelOnDisk] = []
         for name, served in visible_models(self._deployment, http.scope):
-            card = await self._cards.of(served)
-            models.append({**_named(served, name, card), "modified_at": utc(card.modified_unix_s), "size": card.num_file_bytes})
+            facts = await self._facts.of(served)
+            models.append(
+                {**_named(served, name, facts), "modified_at": utc(facts.modified_unix_s), "size": facts.num_file_bytes}
+            )
         return {"models": models}
 
     async def ps(self, http: HttpRequest) -> OllamaRunning:
@@ -124,7 +126,7 @@ class OllamaModels:
                 expires_at = utc(running.sources.unix_time_s() + (after_ns - idle_ns) // 10**9)
             models.append(
                 {
-                    **_named(served, name, await self._cards.of(served)),
+                    **_named(served, name, await self._facts.of(served)),
                     "size": num_bytes,
                     "expires_at": expires_at,
                     "size_vram": num_bytes if served.is_fixed else 0,
@@ -136,7 +138,7 @@ class OllamaModels:
     async def show(self, data: bytes, http: HttpRequest) -> OllamaShow:
         """Describe a model without loading it."""
         served = self._find(await self._reader.body(data, OllamaShowBody, http.scope), http)
-        return _show(served, await self._cards.of(served))
+        return _show(served, await self._facts.of(served))
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""
@@ -164,62 +166,62 @@ def _not_done(message: str) -> ApiError:
     return ApiError(501, message, code="not_implemented")
 
 
-def _named(served: ServedModel, name: str, card: ModelFacts) -> OllamaModel:
+def _named(served: ServedModel, name: str, facts: ModelFacts) -> OllamaModel:
     """Return the fields that describe a model in all lists.
 
     The digest covers the model's facts without its path, and needs no reading of weights.
     """
-    digest = hashlib.sha256(f"{served.name} {replace(card, path=Path())}".encode()).hexdigest()
-    return {"name": name, "model": name, "digest": digest, "details": _details(card)}
+    digest = hashlib.sha256(f"{served.name} {replace(facts, path=Path())}".encode()).hexdigest()
+    return {"name": name, "model": name, "digest": digest, "details": _details(facts)}
 
 
-def _details(card: ModelFacts) -> OllamaDetails:
+def _details(facts: ModelFacts) -> OllamaDetails:
     return {
         "parent_model": "",
-        "format": _container(card),
-        "family": card.architecture,
-        "families": [card.architecture] if card.architecture else [],
-        "parameter_size": "" if card.num_parameters is None else _short(card.num_parameters),
-        "quantization_level": card.weight_format,
+        "format": _container(facts),
+        "family": facts.architecture,
+        "families": [facts.architecture] if facts.architecture else [],
+        "parameter_size": "" if facts.num_parameters is None else _short(facts.num_parameters),
+        "quantization_level": facts.weight_format,
     }
 
 
-def _container(card: ModelFacts) -> str:
-    if not card.container:
+def _container(facts: ModelFacts) -> str:
+    if not facts.container:
         return ""
-    return "gguf" if card.path.suffix == ".gguf" else "safetensors"
+    return "gguf" if facts.path.suffix == ".gguf" else "safetensors"
 
 
-def _show(served: ServedModel, card: ModelFacts) -> OllamaShow:
+def _show(served: ServedModel, facts: ModelFacts) -> OllamaShow:
     info = served.info
-    context_len = card.max_model_len if info is None else info.capacity.max_model_len
-    facts = {
-        "general.architecture": card.architecture,
-        "general.basename": card.title or served.name,
-        "general.parameter_count": card.num_parameters,
-        f"{card.architecture}.block_count": card.num_layers,
-        f"{card.architecture}.context_length": context_len,
+    context_len = facts.max_model_len if info is None else info.capacity.max_model_len
+    model_info = {
+        "general.architecture": facts.architecture,
+        "general.basename": facts.title or served.name,
+        "general.parameter_count": facts.num_parameters,
+        f"{facts.architecture}.block_count": facts.num_layers,
+        f"{facts.architecture}.context_length": context_len,
     }
     return {
         "modelfile": "",
         "parameters": _parameters(served),
-        "template": card.chat_template,
-        "license": card.license,
-        "details": _details(card),
-        "model_info": {name: value for name, value in facts.items() if value is not None},
-        "capabilities": _capabilities(served, card),
-        "modified_at": utc(card.modified_unix_s),
+        "template": facts.chat_template,
+        "license": facts.license,
+        "details": _details(facts),
+        "model_info": {name: value for name, value in model_info.items() if value is not None},
+        "capabilities": _capabilities(served, facts),
+        "modified_at": utc(facts.modified_unix_s),
     }
 
 
-def _capabilities(served: ServedModel, card: ModelFacts) -> list[str]:
+def _capabilities(served: ServedModel, facts: ModelFacts) -> list[str]:
     """Return the model's capabilities in Ollama's words. The template decides for a model that is not loaded."""
     running = served.running
     encoder = None if served.info is None else served.info.encoder
     if encoder is not None:
         return ["embedding"] if encoder.task is Task.EMBED else []
-    has_template = bool(card.chat_template) if running is None else running.chat_template is not None
-    dialect = find_dialect(card.chat_template) if running is None else running.dialect
+    has_template = bool(facts.chat_template) if running is None else running.chat_template is not None
+    dialect = find_dialect(facts.chat_template) if running is None else running.dialect
     inserts = running is not None and find_fim(running.tokenizer) is not None
     words = {"completion": True, "tools": has_template, "thinking": dialect.reasoning is not None, "insert": inserts}
     return [word for word, can in words.items() if can]
