@@ -245,7 +245,7 @@ async def test_tokens_for_a_client_that_leaves_are_paid_for(gated_models, monkey
 
 def test_what_has_no_tokens_costs_nothing() -> None:
     bill = Bill({"small": Price(1.0, 4.0)})
-    assert Routed("auto", "small", bill=bill).begun_in_vain(9, 0).in_vain == 0.0
+    assert Routed("auto", "small", bill=bill).pay_discarded(9, 0).discarded_usd == 0.0
     assert not bill.paid
 
 

@@ -387,7 +387,7 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path.write_text(VERIFIER + 'verifier = "c"\nprice = {a = [1, 2], b = [3, 4], c = [5, 6]}\n')
     [made] = open_routes(read_config_file(path).routing.routes)
     assert (made.helpers, made.bill.prices["c"]) == (("c",), Price(5.0, 6.0))
-    assert made.bill.answered("a", 1_000_000, 0, in_vain=5.0) == (6.0, 3.0), "what b would have cost: c only judges"
+    assert made.bill.answered("a", 1_000_000, 0, discarded_usd=5.0) == (6.0, 3.0), "what b would have cost: c only judges"
     path.write_text(ENSEMBLE + 'judge = "c"\n')
     [made] = open_routes(read_config_file(path).routing.routes)
     ensemble = EnsembleConfig(models=("a", "b"), judge="c")

@@ -59,9 +59,9 @@ class Bill:
         self.paid[model] = self.paid.get(model, 0.0) + usd
         return usd
 
-    def answered(self, model: str, num_prompt_tokens: int, num_tokens: int, *, in_vain: float) -> Cost:
-        """Count an answer. `in_vain`: USD paid for discarded answers before it, and for judging."""
+    def answered(self, model: str, num_prompt_tokens: int, num_tokens: int, *, discarded_usd: float) -> Cost:
+        """Count an answer. `discarded_usd`: paid for discarded answers before it, and for judging."""
         answerers = [price for name, price in self.prices.items() if name not in self.judges]
         full = max(price.of(num_prompt_tokens, num_tokens) for price in answerers)
         self.full += full
-        return Cost(in_vain + self.pay(model, num_prompt_tokens, num_tokens), full)
+        return Cost(discarded_usd + self.pay(model, num_prompt_tokens, num_tokens), full)

@@ -93,7 +93,7 @@ async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
             why = await unless_gone(http, course.check.judge(call, opened))
         except BaseException as error:
             if course.routed is not None:
-                begun = course.routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
+                begun = course.routed.pay_discarded(opened.num_prompt_tokens, opened.num_counted_tokens)
                 course.routed = begun if isinstance(error, ModelAway) else replace(begun, rest=())
             raise
     add_header(http.scope, b"x-check", why.encode())
@@ -146,7 +146,7 @@ async def _of_ensemble(
         now = course.routed  # with what the judge has cost
         for name, one in opened.items():
             if name != kept:
-                now = now.begun_in_vain(one.num_prompt_tokens, one.num_counted_tokens, model=name)
+                now = now.pay_discarded(one.num_prompt_tokens, one.num_counted_tokens, model=name)
                 one.close()
         course.routed = now
     why += f"; failed={len(failures)}" if failures else ""
@@ -242,9 +242,9 @@ async def _run_until_kept(call: Call, in_flight: InFlight, http: HttpRequest) ->
             try:
                 why = await unless_gone(http, course.routed.trial.judge(call, opened))
             except BaseException:
-                course.routed = course.routed.begun_in_vain(opened.num_prompt_tokens, opened.num_counted_tokens)
+                course.routed = course.routed.pay_discarded(opened.num_prompt_tokens, opened.num_counted_tokens)
                 raise
-            course.routed = replace(course.routed.begun_in_vain(0, opened.num_dropped_tokens), why=why)
+            course.routed = replace(course.routed.pay_discarded(0, opened.num_dropped_tokens), why=why)
     return opened
 
 

@@ -43,8 +43,8 @@ class Routed:
     """Chooses among the answers of this model and of others."""
     bill: Bill | None = None
     """The route's, if its models have prices."""
-    in_vain: float = 0.0
-    """USD paid for answers that were begun and not kept, and for judging."""
+    discarded_usd: float = 0.0
+    """Paid for answers that were begun and not kept, and for judging."""
     cost: Cost | None = None
     """Known at the end of the answer."""
 
@@ -53,11 +53,16 @@ class Routed:
         parts = [self.route, f"model={self.model}", self.why, "" if self.cost is None else self.cost.words]
         return "; ".join(filter(None, parts)).encode("ascii", "backslashreplace")
 
-    def begun_in_vain(self, num_prompt_tokens: int, num_tokens: int, *, model: str | None = None) -> Routed:
-        """Pay for an answer that is not kept, if it has any tokens. `model`: the one that wrote it, if not `self.model`."""
+    def pay_discarded(self, num_prompt_tokens: int, num_tokens: int, *, model: str | None = None) -> Routed:
+        """Charge the route for an answer that is discarded. Return this choice with the cost added. Each call charges again.
+
+        `model`: the model that wrote the answer, if not `self.model`.
+        """
         if self.bill is None or not num_tokens:
             return self
-        return replace(self, in_vain=self.in_vain + self.bill.pay(model or self.model, num_prompt_tokens, num_tokens))
+        return replace(
+            self, discarded_usd=self.discarded_usd + self.bill.pay(model or self.model, num_prompt_tokens, num_tokens)
+        )
 
 
 @dataclass(slots=True)
@@ -100,9 +105,9 @@ class Course:
         """Pay for an answer that has ended, and note its cost. If it failed, count its tokens as paid in vain."""
         assert routed.bill is not None
         if failed:
-            self.routed = routed.begun_in_vain(num_prompt_tokens, num_tokens)
+            self.routed = routed.pay_discarded(num_prompt_tokens, num_tokens)
             return None
-        cost = routed.bill.answered(routed.model, num_prompt_tokens, num_tokens, in_vain=routed.in_vain)
+        cost = routed.bill.answered(routed.model, num_prompt_tokens, num_tokens, discarded_usd=routed.discarded_usd)
         self.routed = replace(routed, cost=cost)
         return cost
 

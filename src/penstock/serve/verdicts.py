@@ -121,7 +121,7 @@ def _pay(name: str, call: RunningCall, http: HttpRequest) -> None:
     course = course_of(http.scope)
     routed = course.routed
     if routed is not None and routed.bill is not None and name in routed.bill.prices:
-        course.routed = routed.begun_in_vain(call.num_prompt_tokens, call.num_counted_tokens, model=name)
+        course.routed = routed.pay_discarded(call.num_prompt_tokens, call.num_counted_tokens, model=name)
 
 
 def odds_in(chunk: OutputChunk, words: Sequence[str], running: RunningModel) -> list[float]:
