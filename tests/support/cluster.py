@@ -105,7 +105,9 @@ def make_front(fleet: Fleet, bridge: Bridge, **fields) -> RunningModel:
     front.engine.close(0.0)
     front.engine, front.bridge, front.journal, fleet.max_ended = fleet, bridge, fleet, 100
     front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
-    connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
+    capacity = front.model.capacity
+    limits = {"max_running": capacity.max_rows, "max_step_tokens": capacity.max_step_tokens}
+    connect(fleet, bridge, front.admission, front.metrics, **limits)
     return front
 
 

@@ -94,8 +94,7 @@ def _front(
     metrics.settings_hash, metrics.num_replicas = blueprint.settings_hash, config.cluster.replicas
     admission = lasting.make_admission(blueprint, info.capacity)
     max_running = blueprint.policies.max_running(info.capacity)
-    connect(fleet, bridge, admission, metrics, max_running=max_running)
-    metrics.max_rows, metrics.max_step_tokens = max_running, info.capacity.max_step_tokens
+    connect(fleet, bridge, admission, metrics, max_running=max_running, max_step_tokens=info.capacity.max_step_tokens)
     if lasting.journal is not None:
         fleet.max_ended = lasting.journal.max_ended
     if (adapters := lasting.adapters) is not None:
@@ -133,7 +132,9 @@ def _release(bridge: Bridge, adapters: Adapters | None, on_closed: Callable[[], 
     on_closed()
 
 
-def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int) -> None:
+def connect(
+    fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int, max_step_tokens: int
+) -> None:
     """Connect admission, metrics and load signals to the fleet. `max_running`: most running requests of one replica."""
     signals = Signals(max_running, admission.drain.rate)
     admission.on_call = signals.on_call
@@ -152,4 +153,9 @@ def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics
     )
     bridge.attach(fleet)
     metrics.read_replicas, metrics.read_decisions, metrics.read_moves = fleet.replicas, fleet.decisions, lambda: fleet.num_moved
-    metrics.connect(load=fleet.load, signals=lambda: signals.read(fleet.load(), fleet.clock.now_ns()))
+    metrics.connect(
+        load=fleet.load,
+        signals=lambda: signals.read(fleet.load(), fleet.clock.now_ns()),
+        max_rows=max_running,
+        max_step_tokens=max_step_tokens,
+    )
