@@ -1,7 +1,4 @@
-"""Makes the engines of a model: the first one, and another after each failure.
-
-Imports are inside functions, so that importing this file is fast.
-"""
+"""Imports are inside functions, so that importing this file is fast."""
 
 from __future__ import annotations
 
@@ -47,9 +44,10 @@ class EngineTap(Protocol):
 
 
 class EngineMaker:
-    """Factory of a model's engines for the supervisor: the first one, and another after each failure.
+    """Everything of a running model but its weights: bridge, admission, signals, observers.
 
-    Each engine gets its own executor and an emptied disk or host tier. All share the observers, so that counters go on.
+    Makes the first engine, and another after each failure. Each engine gets its own executor and an emptied disk or host tier.
+    All share the observers, so that counters go on.
     """
 
     def __init__(
@@ -112,14 +110,14 @@ class EngineMaker:
         """
         with self._making:
             try:
-                return self._next(on_failed)
+                return self._first_or_next(on_failed)
             finally:
                 if self._is_released:  # `release` did not see the new draft, store and engine
                     self._engine = None
                     self._resources.loads.pop(self.blueprint.name, None)
                     self._close_parts()
 
-    def _next(self, on_failed: Callable[[], None]) -> Engine:
+    def _first_or_next(self, on_failed: Callable[[], None]) -> Engine:
         executor, self._first_executor = self._first_executor, None
         self._close_draft()
         if executor is None:
@@ -131,7 +129,7 @@ class EngineMaker:
             if self._recorder is not None:
                 self._recorder.on_engine()
         try:
-            self._engine = self._make(executor, on_failed)
+            self._engine = self._wire(executor, on_failed)
         except BaseException:  # the next attempt needs its memory
             executor.close()
             raise
@@ -184,7 +182,7 @@ class EngineMaker:
         give_back_free_memory()
         return executor
 
-    def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
+    def _wire(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
         from penstock.engine.core import EngineCore
         from penstock.engine.output import OutputStage
         from penstock.engine.ports import ObserverGroup
