@@ -403,7 +403,7 @@ async def test_a_client_that_leaves_takes_its_request_back(gated, gate):
 async def test_a_failure_within_a_stream_is_a_line_of_its_own(runtime, client, monkeypatch):
     from penstock.serve import streams
 
-    monkeypatch.setattr(streams.ReadChoice, "finish_word", None)
+    monkeypatch.setattr(streams.ChoiceReader, "finish_word", None)
 
     def fail(*_args):
         raise RuntimeError("broken")

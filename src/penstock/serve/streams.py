@@ -169,7 +169,7 @@ class Writer(ABC):
 NewWriter = Callable[[RunningCall], Writer]
 
 
-class ReadChoice:
+class ChoiceReader:
     """Splits the text of one choice into parts: reasoning, content, tool calls."""
 
     def __init__(self, call: RunningCall, index: int, *, id_prefix: str = "call_") -> None:

@@ -17,7 +17,7 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, Object, arguments_object
-from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
+from penstock.serve.streams import ChoiceReader, ChoiceRecord, Writer
 from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
@@ -122,7 +122,7 @@ class MessageWriter(Writer):
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._choice = ReadChoice(call, 0, id_prefix=_ID_PREFIX)
+        self._choice = ChoiceReader(call, 0, id_prefix=_ID_PREFIX)
         self._kind = ""
         """Type of the open block, or empty."""
         self._index = 0

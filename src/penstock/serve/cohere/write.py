@@ -13,7 +13,7 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, ToolCall, tool_calls_of
-from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
+from penstock.serve.streams import ChoiceReader, ChoiceRecord, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
@@ -64,7 +64,7 @@ class CohereWriter(Writer):
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._choice = ReadChoice(call, 0)
+        self._choice = ChoiceReader(call, 0)
         self._kind = ""
         """Type of the open block of content, or empty."""
         self._index = 0

@@ -13,7 +13,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.shapes import Count, Object, arguments_object, utc
-from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, times_ms
+from penstock.serve.streams import FINISH_WORDS, ChoiceReader, ChoiceRecord, Writer, times_ms
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 
 FOREVER = "2300-01-01T00:00:00Z"
@@ -73,7 +73,7 @@ class OllamaWriter(Writer):
         super().__init__(call)
         self._is_chat = is_chat
         self._head = {"model": model_name, "created_at": utc(call.answer.created_unix_s)}
-        self._choice = ReadChoice(call, 0)
+        self._choice = ChoiceReader(call, 0)
         self._begun: dict[int, CallBegin] = {}
         self._arguments: dict[int, list[str]] = {}
         self._logprobs = ChatLogprobs.of(call) if call.answer.has_logprobs else None

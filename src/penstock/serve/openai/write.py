@@ -25,7 +25,7 @@ from penstock.serve.logprobs import (
     prompt_logprobs,
 )
 from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, tool_calls_of
-from penstock.serve.streams import DONE, FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, comment, fingerprint, finish_word_of
+from penstock.serve.streams import DONE, FINISH_WORDS, ChoiceReader, ChoiceRecord, Writer, comment, fingerprint, finish_word_of
 from penstock.serve.timings import timings
 from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 
@@ -222,10 +222,10 @@ class ChatWriter(AnswerWriter):
         super().__init__(call)
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
         self._logprobs = [ChatLogprobs.of(call) for _ in call.requests] if self._options.has_logprobs else []
-        self._choices: list[ReadChoice] | None = None
+        self._choices: list[ChoiceReader] | None = None
         """None if all text is content."""
         if not call.is_plain:
-            self._choices = [ReadChoice(call, index) for index in range(len(call.requests))]
+            self._choices = [ChoiceReader(call, index) for index in range(len(call.requests))]
 
     def begin(self, timing: str) -> bytes:
         times = super().begin(timing)
@@ -261,7 +261,7 @@ class ChatWriter(AnswerWriter):
             usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
         return usage
 
-    def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
+    def _parts(self, index: int, chunk: OutputChunk, choice: ChoiceReader) -> bytes:
         """Return an event for each part of a chunk: reasoning, content, or a piece of a tool call.
 
         An event without text follows for log-probabilities and token ids, and for usage or timings that no other event has.

@@ -19,7 +19,7 @@ from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.responses.answers import IncompleteDetails, Response, ResponseError
 from penstock.serve.responses.read import Item, Question
 from penstock.serve.shapes import response_usage
-from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, fingerprint
+from penstock.serve.streams import ChoiceRecord, ChoiceReader, Writer, fingerprint
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
@@ -45,7 +45,7 @@ class ResponsesWriter(Writer):
         """The whole response after its end, if not streamed."""
         self._question = question
         self._on_end = on_end
-        self._choice = ReadChoice(call, 0)
+        self._choice = ChoiceReader(call, 0)
         self._logprobs = ChatLogprobs.of(call) if call.answer.has_logprobs else None
         self._told_logprobs: list[Any] = []
         """Log-probabilities of tokens with text that was not sent yet."""
