@@ -712,7 +712,7 @@ async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_ask
     try:
         one, two = deployment.served
         found, ref = look_up("red", deployment)
-        assert (found, deployment.adapters_of("red")) == (two, two)
+        assert (found, deployment.adapter_owner("red")) == (two, two)
         shutil.copytree(folder / "adapters" / "red", folder / "none" / "red", dirs_exist_ok=True)
         assert _find_unchecked("red", deployment, {}) == (two, ref), (
             "it stays, though the first model's folder has the name now"
@@ -730,9 +730,9 @@ async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_ask
             status, text = await change(client, "load", model="tiny", lora_name="other", lora_path=path)
             assert (status, "the name of a model" in text) == (400, True), text
             status, text = await change(client, "load", lora_name="green", lora_path=path, load_inplace=True)
-            assert (status, deployment.adapters_of("green")) == (200, two), text
+            assert (status, deployment.adapter_owner("green")) == (200, two), text
             assert (await change(client, "unload", lora_name="green"))[0] == 200
-            assert deployment.adapters_of("green") is None
+            assert deployment.adapter_owner("green") is None
     finally:
         deployment.close(10)
         shutil.rmtree(folder / "none")

@@ -135,7 +135,7 @@ class Deployment:
         """Return whether a model, a route or a pipeline has this name."""
         return any(name in names for names in (self._by_name, self.routes, self.pipelines))
 
-    def adapters_of(self, name: str) -> ServedModel | None:
+    def adapter_owner(self, name: str) -> ServedModel | None:
         """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
@@ -206,7 +206,7 @@ class Deployment:
             found = self._find_new()  # may fail
             refused, self._refused = self._refused, []
             for served in (*refused, *found):
-                taken = [name for name in served.names if self.is_taken(name) or self.adapters_of(name) is not None]
+                taken = [name for name in served.names if self.is_taken(name) or self.adapter_owner(name) is not None]
                 if taken:
                     self._refused.append(served)
                     if served not in refused:

@@ -86,7 +86,7 @@ def find_for_admin(name: str | None, deployment: Deployment) -> ServedModel:
 
     The model may be away. A folder's adapter is found only once a request has used it.
     """
-    served = deployment.find(name) or deployment.adapters_of(name or "")
+    served = deployment.find(name) or deployment.adapter_owner(name or "")
     if served is None:
         raise _not_found(name, deployment)
     return served

@@ -367,7 +367,7 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
 
     Raises 503 if that fails, or if there are too many names.
     """
-    owner = deployment.adapters_of(name)
+    owner = deployment.adapter_owner(name)
     for served in deployment.served if owner is None else (owner,):
         try:
             adapter = served.adapters.find(name) if served.adapters is not None and served.is_there else None

@@ -54,7 +54,7 @@ class AdaptersEndpoint:
         if self._deployment.is_taken(body.lora_name):
             what = "the name of a model, route or pipeline. Choose another name."
             raise invalid(f"'lora_name' is {shorten(body.lora_name)!r}, {what}", "lora_name")
-        owner = self._deployment.adapters_of(body.lora_name)
+        owner = self._deployment.adapter_owner(body.lora_name)
         if owner not in (None, served):
             raise invalid(
                 f"'lora_name' is {shorten(body.lora_name)!r}, an adapter of another model. Choose another name.", "lora_name"
@@ -86,7 +86,7 @@ class AdaptersEndpoint:
     def _served(self, name: str | None, lora_name: str) -> tuple[ServedModel, Adapters]:
         """Return the model of this name, or else the adapter's, or the first served with adapters. Raises 404 and 400."""
         deployment = self._deployment
-        owner = deployment.adapters_of(lora_name) if name is None else find_for_admin(name, deployment)
+        owner = deployment.adapter_owner(lora_name) if name is None else find_for_admin(name, deployment)
         for served in deployment.served if owner is None else (owner,):
             if served.adapters is not None:
                 return served, served.adapters
