@@ -90,4 +90,4 @@ def test_answers_have_the_same_bits_where_they_move(config: Config, monkeypatch:
         expected, _ = answers(running)
     with cluster(config, 2, 1) as running:
         assert answers(running)[0] == expected
-        assert any(route.before for route in running.engine._questions._routes.values())
+        assert any(route.before for route in running.engine._queries._routes.values())

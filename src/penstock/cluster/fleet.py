@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from penstock.clock import Clock
+from penstock.cluster.explanations import TIMEOUT_S, ExplanationQueries
 from penstock.cluster.flights import Flight, ReplicaEnd, shift_times
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
@@ -42,7 +43,6 @@ from penstock.cluster.messages import (
     prove,
     work_of,
 )
-from penstock.cluster.questions import TIMEOUT_S, Questions
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.running import ModelInfo
 from penstock.engine.bridge import make_waker
@@ -141,7 +141,7 @@ class Fleet:
         self._flights: dict[str, Flight] = {}
         self._dispatcher: Dispatcher | None = None
         self._num_sent = 0
-        self._questions = Questions(self._loop)
+        self._queries = ExplanationQueries(self._loop)
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._on_wanted: Callable[[int], None] = lambda _: None
@@ -231,7 +231,7 @@ class Fleet:
         with self._lock:
             if self._is_over:
                 return []
-            self._post(lambda: self._questions.ask(list(request_ids), self._links(), answer))
+            self._post(lambda: self._queries.ask(list(request_ids), self._links(), answer))
         try:
             return answer.result(TIMEOUT_S)
         except TimeoutError:
@@ -426,7 +426,7 @@ class Fleet:
             case Report() as report:
                 self._take_report(replica, report)
             case Explained() as explained:
-                self._questions.take_answer(replica.name, explained, self.clock.now_ns() - explained.sent_ns)
+                self._queries.take_answer(replica.name, explained, self.clock.now_ns() - explained.sent_ns)
             case message:
                 link.close(f"an unexpected {type(message).__name__}")
 
@@ -583,7 +583,7 @@ class Fleet:
         request_id = flight.request.request_id
         flight.replica, replica.flights[request_id] = replica, flight
         route = Route(replica.name, num_held, num_ahead, fewest_ahead, flight.before)
-        self._questions.note(request_id, route, self.max_ended + len(self._flights))
+        self._queries.note(request_id, route, self.max_ended + len(self._flights))
         flight.before += (replica.name,)
 
     def _hand_over(self, flight: Flight) -> None:

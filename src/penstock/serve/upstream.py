@@ -37,7 +37,7 @@ from penstock.serve.events import Garbage, as_object
 from penstock.serve.http.checks import key_name, unless_gone
 from penstock.serve.http.entries import asked_elsewhere
 from penstock.serve.terms import claim_of
-from penstock.serve.upstream_exchange import Exchange, Question
+from penstock.serve.upstream_exchange import Exchange, Forwarded
 from penstock.serve.upstream_stream import UpstreamStream
 from penstock.types.errors import Rejected
 from penstock.types.stats import UpstreamStats
@@ -59,7 +59,7 @@ _AGAIN = (502, 503, 504)
 """Statuses after which the request is sent once more, if the budget allows it."""
 
 
-def _question(data: bytes, model: str) -> Question:
+def _forwarded(data: bytes, model: str) -> Forwarded:
     body: Any = {name: value for name, value in load_json(data).items() if value is not None}
     body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS or value != -1} | {"model": model}
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -67,7 +67,7 @@ def _question(data: bytes, model: str) -> Question:
     num_choices = body.get("n") if isinstance(body.get("n"), int) else 1
     content = fast_json.dumps(body)
     num_prompt_tokens = len(content.decode()) // CHARS_PER_TOKEN
-    return Question(content, bool(body.get("stream")), num_prompt_tokens, num_new_tokens * max(1, num_choices))
+    return Forwarded(content, bool(body.get("stream")), num_prompt_tokens, num_new_tokens * max(1, num_choices))
 
 
 class Upstream:
@@ -136,14 +136,14 @@ class Upstream:
 
         `charge`, if given, gets the prompt and answer tokens at the end, and whether the answer failed.
         """
-        question = await self._off_loop.parse(len(data), partial(_question, data, self.config.model), terms.lane)
+        forwarded = await self._off_loop.parse(len(data), partial(_forwarded, data, self.config.model), terms.lane)
         claim = claim_of(terms.owner.tenant, data) if terms.returns and terms.limits is not None else None
         if terms.background:  # lines of batches leave half of the places to others, and wait for theirs
             await unless_gone(http, self._until_fewer_than(max(1, self.config.max_concurrent // 2)))
         with contextlib.ExitStack() as held:
             far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
             span, headers = held.enter_context(far)
-            exchange = held.enter_context(self._open(terms, claim, replace(question, headers=headers), span))
+            exchange = held.enter_context(self._open(terms, claim, replace(forwarded, headers=headers), span))
             if charge is not None:
                 held.callback(exchange.pay, charge)
             answer = await unless_gone(http, self._begin(http.url.path, exchange))
@@ -152,13 +152,13 @@ class Upstream:
             return answer
 
     @contextlib.contextmanager
-    def _open(self, terms: Terms, claim: bytes | None, question: Question, span: Span) -> Iterator[Exchange]:
+    def _open(self, terms: Terms, claim: bytes | None, forwarded: Forwarded, span: Span) -> Iterator[Exchange]:
         """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its key."""
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
         if self._is_draining:
             self.results["refused"] += 1
             raise unavailable("The server is shutting down.")
-        num_tokens = question.num_prompt_tokens + question.num_new_tokens
+        num_tokens = forwarded.num_prompt_tokens + forwarded.num_new_tokens
         demand = Demand(terms.owner.tenant, terms.limits, num_tokens, began_ns, claim, terms.is_retry)
         if terms.limits is not None and (refusal := self._tenants.refusal(demand)) is not None:
             self.results["refused"] += 1
@@ -172,7 +172,7 @@ class Upstream:
             self.results["refused"] += 1
             raise unavailable(f"{self.config.name} has failed repeatedly, so requests to it are paused.", turn / 1e9)
         held = None if terms.limits is None else self._tenants.hold(demand)
-        exchange = Exchange(self.config, self.clock, question, terms, turn, span)
+        exchange = Exchange(self.config, self.clock, forwarded, terms, turn, span)
         self._num_open += 1
         try:
             yield exchange
@@ -206,7 +206,7 @@ class Upstream:
                 response = await self._head(path, exchange)
                 if response.status_code != 200:
                     raise exchange.refused(response, await _read(response, MAX_ERROR_BYTES, cuts=True))
-                if not exchange.question.is_streamed:
+                if not exchange.forwarded.is_streamed:
                     return await self._whole(response, exchange)
             stream = UpstreamStream(exchange, response)
             async with asyncio.timeout(exchange.silence_s):  # and so are comments alone
@@ -254,10 +254,10 @@ class Upstream:
                 limits=httpx2.Limits(max_connections=config.max_concurrent),
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # those of one client are not for the next
             )
-        question, timeout = exchange.question, httpx2.Timeout(exchange.silence_s, connect=CONNECT_TIMEOUT_S)
+        forwarded, timeout = exchange.forwarded, httpx2.Timeout(exchange.silence_s, connect=CONNECT_TIMEOUT_S)
         url = self.config.url + path.removeprefix("/v1")
-        headers = dict(question.headers)
-        request = self._client.build_request("POST", url, content=question.content, headers=headers, timeout=timeout)
+        headers = dict(forwarded.headers)
+        request = self._client.build_request("POST", url, content=forwarded.content, headers=headers, timeout=timeout)
         exchange.send()
         return await self._client.send(request, stream=True)
 

@@ -33,7 +33,7 @@ _LIKE_A_KEY = re.compile(r"\b(?:sk|pk|key|Bearer)[-_ ][\w*.-]{4,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Forwarded:
     content: bytes
     """The body, with the model's name there."""
     is_streamed: bool
@@ -51,7 +51,7 @@ class Exchange:
 
     config: UpstreamConfig
     clock: Clock
-    question: Question
+    forwarded: Forwarded
     terms: Terms
     turn: Turn
     span: Span
@@ -70,12 +70,12 @@ class Exchange:
     @property
     def silence_s(self) -> float:
         """How long the upstream may be silent."""
-        return self.config.max_silence_s if self.question.is_streamed else self.config.max_answer_s
+        return self.config.max_silence_s if self.forwarded.is_streamed else self.config.max_answer_s
 
     def left_s(self, *, has_begun: bool) -> float | None:
         """Return the time until the deadline of the whole answer or, before a stream has begun, of its first token."""
         limits_ns = [self.terms.deadline_ns]
-        if self.question.is_streamed and not has_begun:
+        if self.forwarded.is_streamed and not has_begun:
             limits_ns.append(self.terms.first_token_deadline_ns)
         known = [at_ns for at_ns in limits_ns if at_ns is not None]
         return (min(known) - self.clock.now_ns()) / 1e9 if known else None
@@ -86,8 +86,8 @@ class Exchange:
 
     def send(self) -> None:
         """Charge estimates, because the upstream works on the request even if nobody waits for the answer."""
-        self.num_prompt_tokens = self.question.num_prompt_tokens
-        self.num_new_tokens = 0 if self.question.is_streamed else self.question.num_new_tokens
+        self.num_prompt_tokens = self.forwarded.num_prompt_tokens
+        self.num_new_tokens = 0 if self.forwarded.is_streamed else self.forwarded.num_new_tokens
 
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
@@ -117,12 +117,12 @@ class Exchange:
         """Count a failure, and return what to tell the client."""
         self.turn.fail()
         self.result = "failed"
-        if not (self.question.is_streamed and self.num_new_tokens):
+        if not (self.forwarded.is_streamed and self.num_new_tokens):
             self.num_prompt_tokens = self.num_new_tokens = 0
         name, why = self.config.name, _why(error)
         _log.warning("the upstream %s failed: %s", name, why)
         if why == _SILENT:
-            what = "was silent" if self.question.is_streamed else "gave no whole answer"
+            what = "was silent" if self.forwarded.is_streamed else "gave no whole answer"
             message = f"{name} {what} for {self.silence_s:g} s."
             return ApiError(504, message, code="upstream_timeout", error_type="server_error")
         return _bad_gateway(f"{name} failed: {why}.")

@@ -40,7 +40,7 @@ class ResponseDisk:
         """Return the responses of earlier processes, and the seconds since the last use of each, least recent first."""
         now_s = time.time()
         return [
-            (_kept(owner, response_id, record), max(now_s - used_s, 0.0))
+            (_decode(owner, response_id, record), max(now_s - used_s, 0.0))
             for owner, response_id, record, used_s in self._store.responses()
         ]
 
@@ -124,7 +124,7 @@ def _record(kept: Kept) -> bytes:
     return msgspec.json.encode(record)
 
 
-def _kept(owner: Owner, response_id: str, data: bytes) -> Kept:
+def _decode(owner: Owner, response_id: str, data: bytes) -> Kept:
     record = _read_record(data)
     is_running = bytes(record.asked) != _NULL
     return Kept(

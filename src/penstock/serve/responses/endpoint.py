@@ -29,7 +29,7 @@ from penstock.serve.http.entries import entry_of
 from penstock.serve.paging import is_ascending, page_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
-from penstock.serve.responses.read import Question, read, references
+from penstock.serve.responses.read import Draft, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
@@ -98,21 +98,21 @@ class ResponsesEndpoint:
             )
         keeps = self._store.keeps and not course.is_background  # a line of a batch has its answer there
         asked = Asked(self._reader, data, http.scope)
-        opened, question = await open_call(partial(read, body, past, keeps=keeps), asked, num_bytes, self._in_flight, http)
-        if question.tools.left_out:
-            self._tell_left_out(question.tools.left_out, http)
+        opened, draft = await open_call(partial(read, body, past, keeps=keeps), asked, num_bytes, self._in_flight, http)
+        if draft.tools.left_out:
+            self._tell_left_out(draft.tools.left_out, http)
         if body.background:
-            return await self._begin(opened, question, owner, sent, http)
+            return await self._begin(opened, draft, owner, sent, http)
         writers: list[ResponsesWriter] = []
 
         def new_writer(running: RunningCall) -> ResponsesWriter:
-            on_end = partial(self._keep, question, owner)
-            writers.append(ResponsesWriter(running, question=question, on_end=on_end))
+            on_end = partial(self._keep, draft, owner)
+            writers.append(ResponsesWriter(running, draft=draft, on_end=on_end))
             return writers[0]
 
         response = await respond(http, opened, new_writer)
         if (ended := writers[0].ended) is not None:
-            self._keep(question, owner, ended)
+            self._keep(draft, owner, ended)
         return response
 
     def _tell_left_out(self, kinds: Set[str], http: HttpRequest) -> None:
@@ -131,25 +131,23 @@ class ResponsesEndpoint:
                 raise invalid(f"'background' needs a response that is kept, and {why}.", "background")
             self._store.check_room(key)
 
-    def _keep(self, question: Question, owner: Owner, response: Response) -> None:
+    def _keep(self, draft: Draft, owner: Owner, response: Response) -> None:
         if response["store"]:
-            self._store.put(_kept(question, owner, response))
+            self._store.put(_new_kept(draft, owner, response))
 
     # In the background
 
-    async def _begin(
-        self, opened: RunningCall, question: Question, owner: Owner, sent: bytes, http: HttpRequest
-    ) -> fast_json.Raw:
+    async def _begin(self, opened: RunningCall, draft: Draft, owner: Owner, sent: bytes, http: HttpRequest) -> fast_json.Raw:
         with opened:
-            queued: Response = {**question.told, "status": "queued"}
+            queued: Response = {**draft.told, "status": "queued"}
             asked = sent if self._store.outlives else b""
-            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=asked)
+            kept = replace(_new_kept(draft, owner, queued), is_background=True, is_running=True, asked=asked)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 opened.close()
                 return fast_json.Raw(kept.response)
-            writer = ResponsesWriter(opened, question=question, on_end=lambda _response: None)
-            task = asyncio.create_task(self._run(opened, question, kept, writer), name=f"response {kept.response_id}")
+            writer = ResponsesWriter(opened, draft=draft, on_end=lambda _response: None)
+            task = asyncio.create_task(self._run(opened, draft, kept, writer), name=f"response {kept.response_id}")
             if (entry := entry_of(http.scope)) is not None:
                 entry.work, entry.count_tokens = task, writer.usage.counts
             self._running[kept.key] = _Running(task, partial(opened.stream.cancel, _CANCELLED))
@@ -195,10 +193,10 @@ class ResponsesEndpoint:
             message = "The server was restarted, and the request could not be asked again."
             self._store.update(kept.ended("failed", {"code": "server_error", "message": message}))
 
-    async def _run(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> None:
+    async def _run(self, opened: RunningCall, draft: Draft, kept: Kept, writer: ResponsesWriter) -> None:
         """Generate a response in the background, and store it."""
         try:
-            response = await self._answered(opened, question, kept, writer)
+            response = await self._answered(opened, draft, kept, writer)
         except _Stopped:
             return
         except Exception:
@@ -207,14 +205,14 @@ class ResponsesEndpoint:
             response = writer.failure(internal(request_id))
         finally:
             opened.close()
-        self._store.update(kept.as_of(response, [*question.items, *response["output"]]))
+        self._store.update(kept.as_of(response, [*draft.items, *response["output"]]))
 
-    async def _answered(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> Response:
+    async def _answered(self, opened: RunningCall, draft: Draft, kept: Kept, writer: ResponsesWriter) -> Response:
         is_queued = True
         while chunks := await opened.next_chunks():
             if is_queued:
                 is_queued = False
-                self._store.update(kept.as_of(question.told))
+                self._store.update(kept.as_of(draft.told))
             _, error = write_chunks(opened, writer, chunks)
             if error is not None:
                 if self._is_stopping and self._store.outlives and error.code == "unavailable":
@@ -284,12 +282,12 @@ class ResponsesEndpoint:
         return await self._store.get(read_owner(http.scope), http.path_params["response_id"])
 
 
-def _kept(question: Question, owner: Owner, response: Response) -> Kept:
+def _new_kept(draft: Draft, owner: Owner, response: Response) -> Kept:
     return Kept(
         owner,
-        question.response_id,
+        draft.response_id,
         fast_json.dumps(response),
-        as_json([*question.items, *response["output"]]),
-        len(question.items),
+        as_json([*draft.items, *response["output"]]),
+        len(draft.items),
         response["previous_response_id"],
     )

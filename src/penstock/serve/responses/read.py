@@ -76,7 +76,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Draft:
     """The parts of a request that are needed to write its response."""
 
     response_id: str
@@ -110,8 +110,8 @@ def _is_reference(item: Any) -> bool:
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
-def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Question]:
-    """Return the call and its question. Raises `ApiError` and `Rejected`. `keeps` is the default of `store`."""
+def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Draft]:
+    """Return the call and the draft of its response. Raises `ApiError` and `Rejected`. `keeps` is the default of `store`."""
     is_named = body.request_id is not None or identity_of(asked.scope).is_from_header
     items = _own_items(body, past)
     before = [fast_json.loads(item) for item in past.items]
@@ -128,8 +128,8 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     answer = replace(call.answer, answer_id=response_id)
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)
     last = {item.id: index for index, item in enumerate(items)}
-    kept = [_kept(item, index, response_id, has_own_id=last[item.id] == index) for index, item in enumerate(items)]
-    return call, Question(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
+    kept = [_stored_item(item, index, response_id, has_own_id=last[item.id] == index) for index, item in enumerate(items)]
+    return call, Draft(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
 
 
 # Items
@@ -186,7 +186,7 @@ def _text(content: Any, *place: str | int) -> str:
     return "".join(texts)
 
 
-def _kept(item: ItemBody, index: int, response_id: str, *, has_own_id: bool) -> Item:
+def _stored_item(item: ItemBody, index: int, response_id: str, *, has_own_id: bool) -> Item:
     """Return an item of `input` in the form in which it is stored. `has_own_id`: no later item has the same id."""
     kind = item.type or "message"
     item_id = (has_own_id and item.id) or _item_id(kind, response_id, index)

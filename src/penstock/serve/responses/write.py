@@ -17,9 +17,9 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.responses.answers import IncompleteDetails, Response, ResponseError
-from penstock.serve.responses.read import Item, Question
+from penstock.serve.responses.read import Draft, Item
 from penstock.serve.shapes import response_usage
-from penstock.serve.streams import ChoiceRecord, ChoiceReader, Writer, fingerprint
+from penstock.serve.streams import ChoiceReader, ChoiceRecord, Writer, fingerprint
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
@@ -38,12 +38,12 @@ def response_error(error: ApiError) -> ResponseError:
 
 
 class ResponsesWriter(Writer):
-    def __init__(self, call: RunningCall, *, question: Question, on_end: Callable[[Response], None]) -> None:
+    def __init__(self, call: RunningCall, *, draft: Draft, on_end: Callable[[Response], None]) -> None:
         """`on_end` gets the whole response at the end of a stream, on the event loop."""
         super().__init__(call)
         self.ended: Response | None = None
         """The whole response after its end, if not streamed."""
-        self._question = question
+        self._draft = draft
         self._on_end = on_end
         self._choice = ChoiceReader(call, 0)
         self._logprobs = ChatLogprobs.of(call) if call.answer.has_logprobs else None
@@ -81,7 +81,7 @@ class ResponsesWriter(Writer):
         return self._take()
 
     def _in_progress(self) -> Response:
-        return {**self._question.told, "system_fingerprint": fingerprint(self._options)}
+        return {**self._draft.told, "system_fingerprint": fingerprint(self._options)}
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         del index  # there is one choice
@@ -125,7 +125,7 @@ class ResponsesWriter(Writer):
         """Return the response with its items, its usage and the fingerprint of the loaded adapter."""
         num_prompt, num_generated = self.usage.counts()
         return {
-            **self._question.told,
+            **self._draft.told,
             "output": self._items,
             "usage": response_usage(num_prompt, self.usage.num_cached, num_generated, self._choice.num_reasoning_tokens),
             "system_fingerprint": fingerprint(self._options),
@@ -158,7 +158,7 @@ class ResponsesWriter(Writer):
                 self._grow(text)
             case CallBegin(_, call_id, name):
                 self._close()
-                names = self._question.tools.namespaced.get(name, {"name": name})
+                names = self._draft.tools.namespaced.get(name, {"name": name})
                 item = {"type": "function_call", "call_id": call_id, **names, "arguments": ""}
                 self._begin_item(item, "function_call_arguments")
             case CallArguments(_, text):
@@ -190,7 +190,7 @@ class ResponsesWriter(Writer):
         self._tell("response.content_part.added", self._place(in_content=True) | {"part": part})
 
     def _begin_item(self, fields: Item, what: str) -> None:
-        item_id = self._question.new_id(fields["type"], len(self._items))
+        item_id = self._draft.new_id(fields["type"], len(self._items))
         item = {"id": item_id, **fields, "status": "in_progress"}
         self._items.append(item)
         self._is_open = True

@@ -19,7 +19,7 @@ ANSWER_S = 0.8
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _Query:
     answer: Future[list[Explanation]]
     num_left: int
     """Replicas that have not answered yet."""
@@ -27,14 +27,14 @@ class _Question:
     """(request id, replica name) -> that replica's explanation."""
 
 
-class Questions:
+class ExplanationQueries:
     """Not thread-safe: used on the fleet's event loop alone."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._routes: OrderedDict[str, Route] = OrderedDict()
         """Request id -> its last replica and the earlier ones. The oldest entry is first."""
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _Query] = {}
         self._num_asked = 0
 
     def note(self, request_id: str, route: Route, max_routes: int) -> None:
@@ -55,35 +55,35 @@ class Questions:
         if not asked:
             answer.set_result([])
             return
-        question = _Question(answer, len(asked))
+        query = _Query(answer, len(asked))
         numbers: list[int] = []
         for name, ids in asked.items():
             self._num_asked += 1
             numbers.append(self._num_asked)
-            self._open[self._num_asked] = question
+            self._open[self._num_asked] = query
             links[name].send(Explain(self._num_asked, ids))
-        self._loop.call_later(ANSWER_S, self._give_up, numbers, question)
+        self._loop.call_later(ANSWER_S, self._give_up, numbers, query)
 
     def take_answer(self, replica: str, explained: Explained, shift_ns: int) -> None:
         """Store one replica's explanations. `shift_ns`: this clock minus the replica's."""
-        question = self._open.pop(explained.number, None)
-        if question is None:  # it came too late
+        query = self._open.pop(explained.number, None)
+        if query is None:  # it came too late
             return
         for one in explained.explanations:
             route, fetch = self._routes.get(one.request_id), explained.fetches.get(one.request_id)
             if route is not None and fetch is not None:
                 route = replace(route, num_fetched_tokens=fetch.num_tokens, fetch_ns=fetch.duration_ns)
-            question.found[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
-        question.num_left -= 1
-        if not question.num_left:
-            question.answer.set_result(list(self._combined(question.found)))
+            query.found[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
+        query.num_left -= 1
+        if not query.num_left:
+            query.answer.set_result(list(self._combined(query.found)))
 
-    def _give_up(self, numbers: Sequence[int], question: _Question) -> None:
+    def _give_up(self, numbers: Sequence[int], query: _Query) -> None:
         """Answer with the explanations received so far, unless every replica has answered."""
         for number in numbers:
             self._open.pop(number, None)
-        if not question.answer.done():
-            question.answer.set_result(list(self._combined(question.found)))
+        if not query.answer.done():
+            query.answer.set_result(list(self._combined(query.found)))
 
     def _combined(self, found: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:
         """Yield one explanation per request: the last replica's, joined to that of the replica that made the first token."""
