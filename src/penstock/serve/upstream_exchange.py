@@ -92,7 +92,7 @@ class Exchange:
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
         if "error" in event and "choices" not in event:
-            raise Garbage(f"it ended the answer with an error{self._told(event)}".removesuffix("."))
+            raise Garbage(f"it ended the answer with an error{self._error_text(event)}".removesuffix("."))
         self.num_new_tokens += 1
 
     def succeeded(self, value: dict[str, Any]) -> None:
@@ -129,14 +129,14 @@ class Exchange:
 
     def refused(self, response: httpx2.Response, data: bytes) -> ApiError:
         """Count an answer with another status than 200, and return what to tell the client."""
-        name, status, told = self.config.name, response.status_code, "."
+        name, status, detail = self.config.name, response.status_code, "."
         self.num_prompt_tokens = self.num_new_tokens = 0
         with contextlib.suppress(Garbage):
-            told = self._told(as_object(data))
+            detail = self._error_text(as_object(data))
         if status in _OF_CLIENT:
             self.turn.succeed()
             self.result = "invalid"
-            return ApiError(status, f"{name} refuses the request{told}", code="invalid_request_error")
+            return ApiError(status, f"{name} refuses the request{detail}", code="invalid_request_error")
         if status == 429:
             self.turn.succeed()
             self.result = "busy"
@@ -146,12 +146,12 @@ class Exchange:
         if status == 401:
             _log.error("the upstream %s refuses its key", name)
             return _bad_gateway(f"{name} refuses this server's key.")
-        _log.warning("the upstream %s answered with status %d%s", name, status, told)
+        _log.warning("the upstream %s answered with status %d%s", name, status, detail)
         if status == 503:
             return unavailable(f"{name} is unavailable.", _retry_after_s(response))
-        return _bad_gateway(f"{name} answered with status {status}{told}")
+        return _bad_gateway(f"{name} answered with status {status}{detail}")
 
-    def _told(self, value: dict[str, Any]) -> str:
+    def _error_text(self, value: dict[str, Any]) -> str:
         """Return what an error says, without what might be a key."""
         error = value.get("error", value)
         message = error.get("message") if isinstance(error, dict) else error

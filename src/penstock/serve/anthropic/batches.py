@@ -100,7 +100,7 @@ class MessageBatches:
         name = repeated_name(http.scope, data)
         batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
-            return self._told(known)
+            return self._as_json(known)
         num_requests, lines = await self._parts.reader.parse(data, lambda: self._lines(data), http.scope)
         now_s = batches.now_s()
         file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
@@ -120,7 +120,7 @@ class MessageBatches:
         finally:
             if not batches.is_running(made) or made.input_file != file.id:  # it was refused, or sent twice at once
                 await batches.on_disk(batches.store.delete, file)
-        return self._told(made)
+        return self._as_json(made)
 
     def _lines(self, data: bytes) -> tuple[int, bytes]:
         requests = parse_body(data, MessageBatchBody, self._parts.reader.ignored).requests
@@ -157,7 +157,7 @@ class MessageBatches:
         if goes_back:
             page.reverse()
         return {
-            "data": [self._told(batch) for batch in page],
+            "data": [self._as_json(batch) for batch in page],
             "has_more": len(found) > limit,
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,
@@ -165,12 +165,12 @@ class MessageBatches:
 
     async def get(self, http: HttpRequest) -> MessageBatch:
         """Describe a batch."""
-        return self._told(await find_batch(http, self._batches, KIND))
+        return self._as_json(await find_batch(http, self._batches, KIND))
 
     async def cancel(self, http: HttpRequest) -> MessageBatch:
         """Cancel a batch. Messages without an answer get the result `canceled`."""
         batch = await find_batch(http, self._batches, KIND)
-        return self._told(await self._batches.cancel(batch))
+        return self._as_json(await self._batches.cancel(batch))
 
     async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
         """Delete a batch that has ended, and its results."""
@@ -192,7 +192,7 @@ class MessageBatches:
             raise ApiError(404, "The results were deleted.", code="not_found") from None
         return StreamingResponse(_results(paths), media_type="application/x-jsonl")
 
-    def _told(self, batch: Batch) -> MessageBatch:
+    def _as_json(self, batch: Batch) -> MessageBatch:
         batch = self._batches.current(batch)
         num_cancelled, num_expired = batch.usage.get(CANCELLED, 0), batch.usage.get(EXPIRED, 0)
         num_answered = batch.num_completed + batch.num_failed

@@ -144,14 +144,14 @@ class NotedRequests:
         entry.began_ns, entry.begin_trace = self._read_clock(), self._begin_trace
         is_head, has_begun, is_over = scope["method"] == "HEAD", False, False
 
-        async def told_receive() -> Message:
+        async def noted_receive() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect" and not is_over:
                 # The connection sets the status before the answer begins if it refuses the rest of the request.
                 entry.client_left = has_begun or entry.status is None
             return message
 
-        async def told_send(message: Message) -> None:
+        async def noted_send(message: Message) -> None:
             nonlocal has_begun, is_over
             if message["type"] == "http.response.start":
                 has_begun = True
@@ -163,7 +163,7 @@ class NotedRequests:
             await send(message)
 
         try:
-            await self._app(scope, told_receive, told_send)
+            await self._app(scope, noted_receive, noted_send)
         finally:
             if entry.work is None:
                 self._end(scope, entry)

@@ -97,7 +97,7 @@ class BatchesEndpoint:
         expiry, name = body.output_expires_after, repeated_name(http.scope, data)
         batch_id = new_id("batch_") if name is None else f"batch_{name}"
         if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
-            return self._told(known)
+            return self._as_json(known)
         batch = Batch(
             id=batch_id,
             owner=owner,
@@ -114,7 +114,7 @@ class BatchesEndpoint:
         except NoFile:
             message = f"There is no file {shorten(body.input_file_id)!r}."
             raise ApiError(404, message, code="file_not_found", param="input_file_id") from None
-        return self._told(batch)
+        return self._as_json(batch)
 
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""
@@ -127,11 +127,11 @@ class BatchesEndpoint:
             return store.batches(owner, KIND, after=after, limit=limit + 1)
 
         found = await self._batches.on_disk(read)
-        return listed([self._told(batch) for batch in found], limit)
+        return listed([self._as_json(batch) for batch in found], limit)
 
     async def get(self, http: HttpRequest) -> BatchObject:
         """Describe a batch: its status, how many lines are answered, and when it is expected to end."""
-        return self._told(await find_batch(http, self._batches, KIND))
+        return self._as_json(await find_batch(http, self._batches, KIND))
 
     async def cancel(self, http: HttpRequest) -> BatchObject:
         """Cancel a batch. Its answers so far stay."""
@@ -139,12 +139,12 @@ class BatchesEndpoint:
         if batch.is_ended:
             message = f"The batch has ended already: it is {batch.status}."
             raise ApiError(409, message, code="batch_ended", headers=NO_RETRY)
-        return self._told(await self._batches.cancel(batch))
+        return self._as_json(await self._batches.cancel(batch))
 
-    def _told(self, batch: Batch) -> BatchObject:
+    def _as_json(self, batch: Batch) -> BatchObject:
         batch = self._batches.current(batch)
         counts = [batch.usage.get(f"{kind}_tokens", 0) for kind in ("input", "cached", "output", "reasoning")]
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": batch.id,
             "object": "batch",
             "endpoint": batch.url,
@@ -162,7 +162,7 @@ class BatchesEndpoint:
             "usage": response_usage(*counts),
             "estimated_end_at": self._batches.ends_s(batch),
         }
-        return told  # type: ignore[return-value]
+        return fields  # type: ignore[return-value]
 
 
 async def find_batch(http: HttpRequest, batches: BatchRunner, kind: str) -> Batch:

@@ -112,7 +112,7 @@ class FilesEndpoint:
                 await batches.on_disk(upload.write, pending)
                 now_s = batches.now_s()
                 until_s = None if expires_s is None else now_s + expires_s
-                return _told(await batches.on_disk(upload.keep, form.file_name or "unnamed", UPLOAD, now_s, until_s))
+                return _as_json(await batches.on_disk(upload.keep, form.file_name or "unnamed", UPLOAD, now_s, until_s))
             finally:
                 await batches.on_disk(upload.close)
         except NoRoom as full:
@@ -132,11 +132,11 @@ class FilesEndpoint:
             return store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=ascending)
 
         files = await self._batches.on_disk(read)
-        return listed([_told(one) for one in files], limit)
+        return listed([_as_json(one) for one in files], limit)
 
     async def get(self, http: HttpRequest) -> FileObject:
         """Describe a file."""
-        return _told(await self._find(http))
+        return _as_json(await self._find(http))
 
     async def content(self, http: HttpRequest) -> Response:
         """Return the content of a file."""
@@ -179,7 +179,7 @@ def _not_found(file_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"There is no file {shorten(file_id)!r}.", code="file_not_found", param=param)
 
 
-def _told(file: File) -> FileObject:
+def _as_json(file: File) -> FileObject:
     return {
         "id": file.id,
         "object": "file",

@@ -105,7 +105,7 @@ class LlamaStatus:
             for index in range(total)
         ]
         for slot, request in zip(slots, own, strict=False):
-            slot["params"], slot["next_token"] = _told(request)
+            slot["params"], slot["next_token"] = _slot_state(request)
         return slots
 
     def _find(self, http: HttpRequest) -> RunningModel:
@@ -159,7 +159,7 @@ def _num_slots(running: RunningModel) -> tuple[int, int]:
     return load.num_running + load.num_rows_free, load.num_running
 
 
-def _told(request: Request) -> tuple[dict[str, Any], NextToken]:
+def _slot_state(request: Request) -> tuple[dict[str, Any], NextToken]:
     """Return a request's settings and progress, as its slot shows them.
 
     Without API keys, the caller may be another client, so stop strings are left out. Biases are left out because of their

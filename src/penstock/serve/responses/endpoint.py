@@ -139,7 +139,7 @@ class ResponsesEndpoint:
 
     async def _begin(self, opened: RunningCall, draft: Draft, owner: Owner, sent: bytes, http: HttpRequest) -> fast_json.Raw:
         with opened:
-            queued: Response = {**draft.told, "status": "queued"}
+            queued: Response = {**draft.response, "status": "queued"}
             asked = sent if self._store.outlives else b""
             kept = replace(_new_kept(draft, owner, queued), is_background=True, is_running=True, asked=asked)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
@@ -212,7 +212,7 @@ class ResponsesEndpoint:
         while chunks := await opened.next_chunks():
             if is_queued:
                 is_queued = False
-                self._store.update(kept.as_of(draft.told))
+                self._store.update(kept.as_of(draft.response))
             _, error = write_chunks(opened, writer, chunks)
             if error is not None:
                 if self._is_stopping and self._store.outlives and error.code == "unavailable":

@@ -80,7 +80,7 @@ class Draft:
     """The parts of a request that are needed to write its response."""
 
     response_id: str
-    told: Response
+    response: Response
     """The response object without output."""
     items: list[Item]
     """The items of `input`."""
@@ -129,7 +129,7 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)
     last = {item.id: index for index, item in enumerate(items)}
     kept = [_stored_item(item, index, response_id, has_own_id=last[item.id] == index) for index, item in enumerate(items)]
-    return call, Draft(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
+    return call, Draft(response_id, _as_json(body, call, tools, keeps=keeps), kept, tools)
 
 
 # Items
@@ -320,7 +320,7 @@ def _grammar(asked: TextFormat) -> Grammar | None:
 # The response repeats the request
 
 
-def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Response:
+def _as_json(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Response:
     store: bool = keeps if body.store is None else body.store
     text: TextFormat | Literal["text"] = "text" if body.text is None or body.text.format is None else body.text.format
     shape = {"type": "text"} if text == "text" else text.model_dump(by_alias=True, exclude_none=True)
@@ -349,8 +349,8 @@ def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Resp
         "system_fingerprint": fingerprint(call.answer),
         "temperature": call.sampling.temperature,
         "text": {"format": shape, "verbosity": "medium"},
-        "tool_choice": _told_choice(body.tool_choice),
-        "tools": tools.told,
+        "tool_choice": _choice_as_json(body.tool_choice),
+        "tools": tools.as_json,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": call.sampling.top_p,
         "truncation": body.truncation or "disabled",
@@ -359,12 +359,12 @@ def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Resp
     }
 
 
-def _told_choice(choice: Any) -> Any:
+def _choice_as_json(choice: Any) -> Any:
     """Return a checked `tool_choice` in the form that the response repeats."""
     match choice:
         case {"type": "function", "name": name}:
             return {"type": "function", "name": name}
         case {"type": "allowed_tools", "mode": mode, "tools": tools}:
-            told = [{"type": "function", "name": tool["name"]} for tool in tools]
-            return {"type": "allowed_tools", "mode": mode, "tools": told}
+            named = [{"type": "function", "name": tool["name"]} for tool in tools]
+            return {"type": "allowed_tools", "mode": mode, "tools": named}
     return choice or "auto"

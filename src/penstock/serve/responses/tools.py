@@ -38,7 +38,7 @@ class Tools:
     """The place of each of `functions` in the client's body."""
     namespaced: dict[str, dict[str, str]] = field(default_factory=dict)
     """The model's name of a function -> the client's `name` and `namespace`, for functions of namespaces."""
-    told: list[dict[str, Any]] = field(default_factory=list)
+    as_json: list[dict[str, Any]] = field(default_factory=list)
     """The tools in the form that the response shows."""
     left_out: set[str] = field(default_factory=set)
     """Types of tools that are left out."""
@@ -72,7 +72,7 @@ def _checked(tool: Any, kind: Any, index: int) -> FunctionBody | NamespaceTool:
 
 
 def _add(tools: Tools, tool: FunctionBody | NamespaceTool, place: str) -> None:
-    tools.told.append(_told(tool))
+    tools.as_json.append(_as_json(tool))
     for function, at in _functions(tool, place):
         name = function.name
         if isinstance(tool, NamespaceTool):
@@ -95,8 +95,8 @@ def _functions(tool: FunctionBody | NamespaceTool, place: str) -> Iterator[tuple
         yield function, f"{place}.tools[{index}]"
 
 
-def _told(tool: FunctionBody | NamespaceTool) -> dict[str, Any]:
-    told = tool.model_dump(by_alias=True, exclude_none=True)
+def _as_json(tool: FunctionBody | NamespaceTool) -> dict[str, Any]:
+    fields = tool.model_dump(by_alias=True, exclude_none=True)
     if isinstance(tool, NamespaceTool):
-        return told | {"tools": [_told(function) for function in tool.tools]}
-    return {"parameters": None, "strict": False} | told
+        return fields | {"tools": [_as_json(function) for function in tool.tools]}
+    return {"parameters": None, "strict": False} | fields

@@ -81,7 +81,7 @@ class ResponsesWriter(Writer):
         return self._take()
 
     def _in_progress(self) -> Response:
-        return {**self._draft.told, "system_fingerprint": fingerprint(self._options)}
+        return {**self._draft.response, "system_fingerprint": fingerprint(self._options)}
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         del index  # there is one choice
@@ -125,7 +125,7 @@ class ResponsesWriter(Writer):
         """Return the response with its items, its usage and the fingerprint of the loaded adapter."""
         num_prompt, num_generated = self.usage.counts()
         return {
-            **self._draft.told,
+            **self._draft.response,
             "output": self._items,
             "usage": response_usage(num_prompt, self.usage.num_cached, num_generated, self._choice.num_reasoning_tokens),
             "system_fingerprint": fingerprint(self._options),
