@@ -541,7 +541,7 @@ def test_whatever_another_server_answers_is_one_line(jobs, client, monkeypatch, 
 
 
 def test_a_large_answer_is_written_in_a_thread_and_not_lost_meanwhile(jobs, client, monkeypatch):
-    threads, has_written, real, write = [], threading.Event(), module._line_of_answer, Lines.write
+    threads, has_written, real, write = [], threading.Event(), module.line_of_answer, Lines.write
 
     def made(line, *rest):
         if line.place == 1:
@@ -553,7 +553,7 @@ def test_a_large_answer_is_written_in_a_thread_and_not_lost_meanwhile(jobs, clie
         write(lines, some)
         has_written.set()
 
-    monkeypatch.setattr(module, "_line_of_answer", made)
+    monkeypatch.setattr(module, "line_of_answer", made)
     monkeypatch.setattr(Lines, "write", written)
     with refusing(monkeypatch, jobs, Answered(200, None, json.dumps("a" * LARGE_SIZE).encode()), 1) as asked:
         batch = ended(client, begun(client, lines_of(2)))

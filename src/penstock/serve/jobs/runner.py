@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import INLINE_MAX_BODY
 from penstock.disk import cause, remove, size_of
@@ -40,7 +39,6 @@ from penstock.jobs.lines import (
     BadLines,
     Line,
     Lines,
-    Request,
     Stopped,
     prepare,
     read_line,
@@ -48,8 +46,8 @@ from penstock.jobs.lines import (
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, new_id
 from penstock.serve.course import Course, Routed
 from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST
+from penstock.serve.jobs.output_lines import line_of_answer, line_of_failure
 from penstock.serve.own_requests import Answered, OwnRequests
-from penstock.serve.streams import whole_lines
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from penstock.types.stats import BatchStats
@@ -92,7 +90,7 @@ class _Running:
     """As the store has it, except for `errors`."""
     lines: Lines | None = None
     """None until the lines are checked."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
+    is_stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no more lines are asked, and those under way are given up."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no line is under way any more."""
@@ -121,7 +119,7 @@ class _Running:
     task: asyncio.Task[None] | None = None
 
     @property
-    def now(self) -> Batch:
+    def with_progress(self) -> Batch:
         """The batch with its progress so far."""
         if self.batch.is_ended:
             return self.batch
@@ -201,7 +199,7 @@ class BatchRunner:
             self._tidying.cancel()
         running = [*self._running.values()]
         for one in running:
-            one.left.set()
+            one.is_stopped.set()
         await asyncio.gather(*[one.task for one in running if one.task is not None])
 
     async def close_store(self) -> None:
@@ -222,7 +220,7 @@ class BatchRunner:
             async with running.changing:
                 pass
             if self._running.get(batch.id) is running:
-                return running.now
+                return running.with_progress
         batch = replace(batch, output_file=new_id("file-"), error_file=new_id("file-"))
         running = self._running[batch.id] = _Running(batch)
         async with running.changing:
@@ -246,13 +244,13 @@ class BatchRunner:
             if running.batch.status in ("validating", "in_progress"):
                 await self._set_status(running, "cancelling")
         if running.batch.status == "cancelling":
-            running.left.set()
-        return running.now
+            running.is_stopped.set()
+        return running.with_progress
 
     def current(self, batch: Batch) -> Batch:
         """Return a batch with its progress so far."""
         running = self._running.get(batch.id)
-        return batch if running is None or batch.is_ended else running.now
+        return batch if running is None or batch.is_ended else running.with_progress
 
     def is_running(self, batch: Batch) -> bool:
         return batch.id in self._running
@@ -341,19 +339,19 @@ class BatchRunner:
         return Lines(path, content(batch.input_file), content(batch.output_file), content(batch.error_file))
 
     async def _check(self, running: _Running) -> bool:
-        """Check the lines of a batch, and note its errors. Return whether it ends now: with errors, cancelled or expired.
+        """Check the lines of a batch. Return whether it ends now: cancelled or expired. Raises BadLines.
 
         Lines that an API has counted already are checked to the end, so that each gets an answer.
         """
         batch = running.batch
 
-        def is_stopped() -> bool:
+        def is_unneeded() -> bool:
             return self._closing.is_set() or (running.batch.status == "cancelling" and not batch.num_lines)
 
         urls = (batch.url,) if batch.url else URLS
         path, source = self.store.lines(batch), self.store.content(batch.input_file)
         is_large = await self.on_disk(size_of, source) > SMALL_BYTES
-        if not await _acquired(self._checking[is_large], running.left, is_stopped):
+        if not await _acquired(self._checking[is_large], running.is_stopped, is_unneeded):
             return not self._closing.is_set()
         is_due = self._now() >= batch.due_s
         try:
@@ -361,12 +359,9 @@ class BatchRunner:
                 self._check_older(running)
                 await self.on_disk(self.store.check_room, batch.owner)
                 running.waits_for = ""
-            await self.on_disk(prepare, path, source, urls, self._max_line_bytes + ENVELOPE_BYTES, is_stopped)
+            await self.on_disk(prepare, path, source, urls, self._max_line_bytes + ENVELOPE_BYTES, is_unneeded)
         except Stopped:
             return not self._closing.is_set()
-        except BadLines as bad:
-            running.batch = replace(running.batch, errors=bad.errors)
-            return True
         except NoRoom:
             if not is_due:
                 raise
@@ -398,7 +393,7 @@ class BatchRunner:
     async def _end(self, running: _Running, status: str) -> None:
         """End a batch. The caller holds `changing`."""
         now_s = self.now_s()
-        batch = replace(running.now, errors=running.batch.errors)
+        batch = replace(running.with_progress, errors=running.batch.errors)
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
@@ -437,11 +432,11 @@ class BatchRunner:
         """Ask the lines of a batch that have no answer yet. When its time is over, give up those that are left."""
         if running.batch.status == "cancelling" or self._closing.is_set() or not lines.progress.num_left:
             return
-        running.left, running.is_over = asyncio.Event(), asyncio.Event()
+        running.is_stopped, running.is_over = asyncio.Event(), asyncio.Event()
         feeding, writing = asyncio.create_task(self._feed(running, lines)), asyncio.create_task(self._write(running, lines))
         waiting = asyncio.create_task(self._is_due(running))
         await asyncio.wait([feeding, writing, waiting], return_when=asyncio.FIRST_COMPLETED)
-        running.left.set()
+        running.is_stopped.set()
         feeding.cancel()
         await asyncio.wait([feeding, *running.under_way, *running.refused])
         running.is_over.set()
@@ -460,7 +455,7 @@ class BatchRunner:
     async def _is_due(self, running: _Running) -> bool:
         """Wait until the time of a batch is over, or its lines are given up. Return whether its time is over."""
         while (left_s := running.batch.due_s - self._now()) > 0:
-            if await _is_set_within(running.left, min(left_s, LOOKED_EACH_S)):
+            if await _is_set_within(running.is_stopped, min(left_s, LOOKED_EACH_S)):
                 return False
         return True
 
@@ -469,7 +464,7 @@ class BatchRunner:
         async for line in self._to_ask(running, lines):
             if line.num_failures >= GIVEN_UP_AFTER:
                 message = f"The server failed {line.num_failures} times while this line was under way."
-                running.answers.append(_line_of_failure(running.batch, line, "server_failed", message))
+                running.answers.append(line_of_failure(running.batch, line, "server_failed", message))
                 continue
             is_alone = line.num_failures >= ALONE_AFTER
             if is_alone and running.under_way:
@@ -507,7 +502,7 @@ class BatchRunner:
 
     async def _ask(self, running: _Running, lines: Lines, line: Line) -> None:
         """Ask a line. If the server refuses it, it is asked again later."""
-        batch, left = running.batch, running.left
+        batch, is_stopped = running.batch, running.is_stopped
         try:
             if line.num_failures >= ALONE_AFTER:
                 await self.on_disk(lines.note_alone, line.place)
@@ -515,9 +510,9 @@ class BatchRunner:
             decided, elsewhere = running.decided.pop(line.place, None), partial(self._turns.elsewhere, running)
             course = Course(is_background=True, decided=decided, elsewhere=elsewhere)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
-            answered = await self._requests.ask(running.batch.owner, request.url, body, name, left, course)
+            answered = await self._requests.ask(running.batch.owner, request.url, body, name, is_stopped, course)
             if answered is None:
-                running.answers.append(_line_of_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
+                running.answers.append(line_of_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in BUSY_STATUSES:
                 running.refusal = _why(answered)
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
@@ -525,23 +520,23 @@ class BatchRunner:
                 if course.decided is not None:
                     running.decided[line.place] = course.decided
                 _start(running.refused, self._ask_again(running, lines, line.place, wait_s, has_failed=has_failed))
-            elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not left.is_set():
+            elif answered.status != STATUS_CLIENT_CLOSED_REQUEST or not is_stopped.is_set():
                 # A bad line is answered whether or not the server takes others.
                 if answered.status < HTTPStatus.BAD_REQUEST or not (running.refused or running.again):
                     running.refusal = ""
-                make = partial(_line_of_answer, line, request, answered, name)
+                make = partial(line_of_answer, line, request, answered, name)
                 size = len(answered.body)
                 answer = make() if size <= INLINE_MAX_BODY else await self._off_loop.finish(size, make)
                 running.answers.append(answer)  # not in one expression: `_write` changes the list during the wait
         except Exception:
             _log.exception("line %d of batch %s failed", line.place, batch.id)
-            running.answers.append(_line_of_failure(batch, line, "internal_error", "The server's log has the cause."))
+            running.answers.append(line_of_failure(batch, line, "internal_error", "The server's log has the cause."))
         finally:
             self._turns.give_back(running)
 
     async def _ask_again(self, running: _Running, lines: Lines, place: int, wait_s: float, *, has_failed: bool) -> None:
         await self.on_disk(partial(lines.note_refusal, place, has_failed=has_failed))
-        if not await _is_set_within(running.left, wait_s):
+        if not await _is_set_within(running.is_stopped, wait_s):
             running.again.append(place)
 
     async def _write(self, running: _Running, lines: Lines) -> None:
@@ -570,7 +565,7 @@ class BatchRunner:
     async def _give_up(self, batch: Batch, lines: Lines, code: str, message: str) -> None:
         """Answer the lines that are left with an error."""
         while not self._closing.is_set() and (taken := await self.on_disk(lines.take, 0, GIVEN_UP_AT_ONCE, TAKEN_BYTES)):
-            answers = [_line_of_failure(batch, line, code, message)._replace(usage={code: 1}) for line in taken]
+            answers = [line_of_failure(batch, line, code, message)._replace(usage={code: 1}) for line in taken]
             await self.on_disk(lines.write, answers)
             self._count(answers)
 
@@ -659,12 +654,12 @@ def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> a
     return task
 
 
-async def _acquired(lock: asyncio.Lock, left: asyncio.Event, is_stopped: Callable[[], bool]) -> bool:
+async def _acquired(lock: asyncio.Lock, is_stopped: asyncio.Event, is_unneeded: Callable[[], bool]) -> bool:
     """Wait for a lock, which the caller releases. Return whether it has it: it may be stopped before."""
-    acquiring, leaving = asyncio.ensure_future(lock.acquire()), asyncio.ensure_future(left.wait())
+    acquiring, leaving = asyncio.ensure_future(lock.acquire()), asyncio.ensure_future(is_stopped.wait())
     try:
         await asyncio.wait([acquiring, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not acquiring.done() and is_stopped():
+        if not acquiring.done() and is_unneeded():
             acquiring.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 return await acquiring
@@ -681,28 +676,6 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-def _line_of_answer(line: Line, request: Request, answered: Answered, name: str) -> Answer:
-    """Return the line of the output or error file for an answer of the server, whose id is `name`."""
-    response = {"status_code": answered.status, "request_id": name, "body": _one_line(answered.body)}
-    told = {"id": f"batch_req_{name}", "custom_id": request.custom_id, "response": response, "error": None}
-    is_error = answered.status != 200
-    return Answer(line.place, _written(told), is_error, {} if is_error else _usage(answered.body))
-
-
-def _written(told: dict[str, Any]) -> bytes:
-    return whole_lines(fast_json.dumps(told)) + b"\n"
-
-
-def _one_line(body: bytes) -> Any:
-    """Return an answer as JSON without line breaks. Another server may have sent anything."""
-    try:
-        if b"\n" in body or b"\r" in body:
-            body = msgspec.json.format(body, indent=-1)  # takes twice as long as the check below
-        return msgspec.json.decode(body, type=fast_json.Raw)
-    except msgspec.DecodeError:
-        return body.decode("utf-8", "replace")
 
 
 def _error(code: str, message: str) -> dict[str, Any]:
@@ -724,72 +697,6 @@ def _why(answered: Answered) -> str:
     except (msgspec.DecodeError, KeyError):  # another server's
         message = answered.body[:MAX_WHY].decode("utf-8", "replace")
     return f"Status {answered.status}: {re.sub(_TRY_AGAIN, '', message)[:MAX_WHY]}"
-
-
-def _line_of_failure(batch: Batch, line: Line, code: str, message: str) -> Answer:
-    """Return the line of the error file for a line that the server did not answer."""
-    error = {"code": code, "message": message}
-    told = {
-        "id": f"batch_req_{batch.id}-{line.place}",
-        "custom_id": _custom_id(line),
-        "response": None,
-        "error": error,
-    }
-    return Answer(line.place, _written(told), is_error=True, usage={})
-
-
-def _custom_id(line: Line) -> str | None:
-    """Return the id of a line, or None if its file is being changed and it is broken."""
-    try:
-        return read_line(line.data).custom_id
-    except msgspec.DecodeError:
-        return None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _TokenCounts(msgspec.Struct):
-    """The counts of tokens in an answer, in the words of OpenAI's and Anthropic's APIs."""
-
-    prompt_tokens: int = 0
-    input_tokens: int = 0
-    completion_tokens: int = 0
-    output_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-
-
-class _WithUsage(msgspec.Struct):
-    usage: _TokenCounts | None = None
-
-
-_read_usage = msgspec.json.Decoder(_WithUsage).decode
-
-
-def _usage(body: bytes) -> dict[str, int]:
-    try:
-        told = _read_usage(body).usage
-    except msgspec.DecodeError:  # another server's
-        told = None
-    if told is None:
-        return {}
-    of_prompt = told.prompt_tokens_details or told.input_tokens_details or _Details()
-    of_answer = told.completion_tokens_details or told.output_tokens_details or _Details()
-    num_prompt = told.prompt_tokens or told.input_tokens
-    if told.cache_read_input_tokens is not None:  # Anthropic's input tokens are without those
-        num_prompt += told.cache_read_input_tokens
-    return {
-        "input_tokens": num_prompt,
-        "cached_tokens": of_prompt.cached_tokens or told.cache_read_input_tokens or 0,
-        "output_tokens": told.completion_tokens or told.output_tokens,
-        "reasoning_tokens": of_answer.reasoning_tokens or 0,
-    }
 
 
 def is_within(hours: Hours, hour: int) -> bool:
