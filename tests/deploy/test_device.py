@@ -182,7 +182,7 @@ def test_the_device_decides_what_is_left_out() -> None:
     ],
 )
 def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], expected: dict[str, object]) -> None:
-    assert _gpu_extras(settle("cuda", **settings).options) == expected  # type: ignore[arg-type]
+    assert _gpu_extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("has_gpu")

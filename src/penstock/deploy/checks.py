@@ -65,12 +65,16 @@ def _check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
             remedy="Leave out --weight-dtype.",
         )
     quantised = {*BLOCKS, WeightFormat.F8_E4M3}
-    of_products = (tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output"))
-    if all(tensor.format in quantised for tensor in of_products):
+    if all(tensor.format in quantised for name, tensor in model.weights.items() if is_of_product(name, tensor.num_rows)):
         raise ConfigError(
             f"weight_dtype is {dtype}, and the weights of {model.name} are quantised already.",
             remedy="Leave out --weight-dtype, or take the model in 16 bits.",
         )
+
+
+def is_of_product(weight: str, num_rows: int) -> bool:
+    """Return whether a weight is a matrix that rows are multiplied with inside the layers."""
+    return num_rows > 1 and weight not in ("embed", "output")
 
 
 def check_cache(kv: KvConfig) -> None:

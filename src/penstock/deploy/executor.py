@@ -11,9 +11,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from penstock.config import AttentionKernels, Backend, BackendConfig
+from penstock.config import AttentionKernels, Backend
 from penstock.config.units import format_size
-from penstock.deploy.blueprint import Blueprint
+from penstock.deploy.blueprint import Blueprint, Compute
 from penstock.deploy.device import memory_nodes, num_threads
 from penstock.deploy.experts import expert_file
 from penstock.deploy.packed import make_with_packed
@@ -192,16 +192,17 @@ def _make_for_gpu(blueprint: Blueprint, model: LoadedModel, num_blocks: int = 2)
     block_size = blueprint.plan.capacity.block_size if blueprint.plan is not None else compute.block_size
     rows, step_tokens = compute.max_rows, compute.max_step_tokens
     capacity = Capacity(num_blocks, block_size, rows, step_tokens, _longest(blueprint, model))
-    return cast("CudaExecutor", _make(blueprint, model, capacity, **_gpu_extras(compute.options)))
+    return cast("CudaExecutor", _make(blueprint, model, capacity, **_gpu_extras(compute)))
 
 
-def _gpu_extras(options: BackendConfig) -> dict[str, object]:
+def _gpu_extras(compute: Compute) -> dict[str, object]:
+    options = compute.options
     return {
         "round_to_fp8": options.weight_dtype == "fp8",
         "deterministic": bool(options.deterministic),
         "attention": options.attention or AttentionKernels.AUTO.value,
         "use_graphs": options.cuda_graphs is not False,
-        "depth": options.steps_in_flight or 2,
+        "depth": compute.depth,
     }
 
 

@@ -17,7 +17,7 @@ from penstock.config import Config, Device
 from penstock.config.units import nanoseconds
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
-from penstock.deploy.checks import check_block_size, check_model
+from penstock.deploy.checks import check_block_size, check_model, is_of_product
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.factory import find_source, plan_share
 from penstock.deploy.policies import admission_limits, choose_policies
@@ -163,9 +163,7 @@ def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline
         num_disk_bytes=model.num_expert_bytes if config.model.experts_on_disk else 0,
         num_read_bytes=read_bytes,
         is_quantised=_is_quantised(
-            (tensor.format, tensor.num_bytes)
-            for name, tensor in model.weights.items()
-            if tensor.num_rows > 1 and name not in ("embed", "output")
+            (tensor.format, tensor.num_bytes) for name, tensor in model.weights.items() if is_of_product(name, tensor.num_rows)
         ),
     )
 
@@ -195,7 +193,7 @@ def assumed_outline(name: str, spec: ModelSpec, quantisation: Quantisation, floa
         num_weight_bytes=num_bytes,
         num_disk_bytes=0,
         num_read_bytes=num_bytes - embeddings,
-        is_quantised=_is_quantised((formats[one], sizes[one]) for one in matrices if one not in ("embed", "output")),
+        is_quantised=_is_quantised((formats[one], sizes[one]) for one in matrices if is_of_product(one, shapes[one][0])),
         assumed_formats=" and ".join(sorted({formats[weight] for weight in matrices})),
     )
 

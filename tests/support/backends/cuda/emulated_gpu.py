@@ -9,8 +9,8 @@ import torch
 
 from penstock.backends import cuda
 from penstock.backends.cuda import memory
-from penstock.config import BackendConfig
 from penstock.deploy import executor as executor_part
+from penstock.deploy.blueprint import Compute
 from support.interpreted import DEVICE, HAS_DEVICE
 
 GIB = 1 << 30
@@ -31,8 +31,8 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runtimes on a GPU compute in float32, for the reference's answers, and without a GPU on an emulated one."""
     extras = executor_part._gpu_extras
 
-    def exactly(options: BackendConfig) -> dict[str, Any]:
-        return {**extras(options), "device": DEVICE, "dtype": torch.float32}
+    def exactly(compute: Compute) -> dict[str, Any]:
+        return {**extras(compute), "device": DEVICE, "dtype": torch.float32}
 
     monkeypatch.setattr(executor_part, "_gpu_extras", exactly)
     if HAS_DEVICE:
