@@ -387,7 +387,7 @@ def test_in_a_batch_nobody_is_paused_and_asking_for_it_is_an_error(batches: dict
     for is_preemptive in (None, False):
         scheduler = SchedulerConfig(policy="priority", priority_preemption=is_preemptive, **batches)
         assert choose_policies(Config(scheduler=scheduler)).make().order.reads_priority
-    with pytest.raises(ConfigError, match="runs until it has ended"):
+    with pytest.raises(ConfigError, match="runs to completion"):
         choose_policies(Config(scheduler=SchedulerConfig(policy="priority", priority_preemption=True, **batches)))
 
 

@@ -1,4 +1,7 @@
-"""LoRA adapters at the front. It reads each one once, to check it and for its hash and size. Replicas compute with them."""
+"""The front's LoRA adapters.
+
+The front reads each adapter once, to check it and get its hash and size. Replicas compute with it.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ MAX_GRAMMARS = 32
 MAX_SIZE_IN_FLIGHT = 16 << 20
 """Most characters or bytes in a queue, or of one tenant's in a queue with turns: four of the largest bodies."""
 MAX_FULL_QUEUES = 4
-"""A line with turns holds as much as this many full queues of tenants: without keys, clients may name any tenant."""
+"""A `FairLine` is full at this many times `max_size`. Without API keys a client can invent tenants, so the limit per tenant is
+not enough."""
 MAX_RENDER_S = 10.0
 """Time limit for making a prompt of a conversation, including the wait for earlier ones."""
 RETRY_AFTER_S = 5.0
@@ -158,6 +159,8 @@ class OffLoop:
 
 
 class _Line:
+    """A queue without turns."""
+
     def __init__(self, num_threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._lock = threading.Lock()
@@ -201,7 +204,7 @@ async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Re
             raise _shutting_down() from None
         raise
     finally:
-        del future  # as above
+        del future  # breaks a reference cycle
 
 
 class _Closed(Rejected):
@@ -340,4 +343,4 @@ class FairLine:
                 job.done.set_result(result)
             else:
                 job.done.set_exception(error)
-        del job, error, result  # breaks a cycle, as above
+        del job, error, result  # breaks a reference cycle

@@ -87,10 +87,10 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
             remedy += f" If the setting {error.argument} is meant: in a file it stands above the tables, such as [policy_args]."
         raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=remedy) from error
     for flag, is_set, why in (
-        ("--priority-preemption", chosen.priority_preemption, "runs until it has ended"),
-        ("--speculation", chosen.speculation not in (None, "off"), "goes on in step, one token at a time"),
-        ("--speculation-model", chosen.speculation_model is not None, "goes on in step, one token at a time"),
-        ("--background-share", chosen.background_share, "has background requests only where no other waits"),
+        ("--priority-preemption", chosen.priority_preemption, "runs to completion"),
+        ("--speculation", chosen.speculation not in (None, "off"), "advances every row by one token per step"),
+        ("--speculation-model", chosen.speculation_model is not None, "advances every row by one token per step"),
+        ("--background-share", chosen.background_share, "takes background requests only when nobody else waits"),
     ):
         if is_set and not policies.gate.is_continuous:
             raise ConfigError(

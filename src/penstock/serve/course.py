@@ -72,7 +72,7 @@ class Course:
     is_background: bool = False
     """A line of a batch, sent by the server itself."""
     elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while an upstream answers, or is waited for."""
+    """Context to enter while waiting for an upstream: frees a batch line's place."""
     response_name: str | None = None
     """The part after `resp_` of the response's id, if the request may be a repetition: the server repeats it after a restart,
     the client by `Idempotency-Key`."""

@@ -24,7 +24,7 @@ class Answered(NamedTuple):
 
 class OwnRequests:
     app: ASGIApp
-    """Set when the app is there."""
+    """Set by `create_app`."""
 
     def __init__(self, sender: Callable[[str], Sender | None]) -> None:
         """`sender` returns the rights of the API key of this name, or None if it no longer exists."""

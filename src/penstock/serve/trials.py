@@ -1,6 +1,6 @@
 """Trials: the small model of a route begins to answer, and what it has said decides whether its answer is kept.
 
-It is held back until then, so that no client sees an answer that is taken back.
+No client sees the answer before that decision.
 """
 
 from __future__ import annotations

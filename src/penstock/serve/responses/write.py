@@ -259,8 +259,8 @@ class ResponsesWriter(Writer):
 def find_tokens(text: str, entries: Sequence[ChatToken]) -> tuple[int, int]:
     """Return the first token of a text and the one after its last, or all tokens if they lack the text.
 
-    A mark before the text may contain it, as `</think>` contains "hi". So the first place is preferred where the text begins
-    with a token, apart from white space, and ends with one; then one where it begins so.
+    `text` can also occur inside an earlier mark: `</think>` contains "hi". Prefer an occurrence that starts and ends at token
+    boundaries (white space aside), then one that only starts at one.
     """
     pieces, said = [bytes(entry["bytes"]) for entry in entries], text.encode()
     whole, ends = b"".join(pieces), [*accumulate(map(len, pieces))]
