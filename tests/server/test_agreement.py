@@ -200,7 +200,7 @@ async def test_the_small_model_answers_if_a_large_one_elsewhere_can_not(models) 
     async with make_client(models[0], routes=[route], upstreams=[upstream]) as client:
         answer = await client.post(CHAT, json=body(1))
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; after=far")
-        for one in client.app.state.upstreams:
+        for one in client.app.state.parts.upstreams.values():
             await one.close()
 
 

@@ -178,7 +178,7 @@ def test_a_part_that_can_not_be_closed_is_an_unclean_end(when, caplog):
         raise OSError("disk full")
 
     with LiveServer(make_runtime(), ServerConfig(port=0)) as server:
-        getattr(server.server._app.state.lifetime, when).append(fail)
+        getattr(server.server._app.state.parts.lifetime, when).append(fail)
     assert not server.server.ended_cleanly
     assert "a part of the server failed to close cleanly" in caplog.text
     assert "aborted (--shutdown-timeout)" not in caplog.text

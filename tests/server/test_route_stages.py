@@ -295,7 +295,7 @@ async def play(house: House, name: str, text: str, num_let: int, *, leaves: bool
         assert again.is_whole
         assert "error" not in again.text
         await nothing_stays(house, app)
-        for one in app.state.upstreams:
+        for one in app.state.parts.upstreams.values():
             assert await one.drain(0)
             await one.close()
         await until(lambda: not far.connections and not broken.connections)
@@ -326,7 +326,7 @@ async def nothing_stays(house: House, app: Any) -> None:
         await until(lambda one=one: one.engine.load().num_blocks_held == 0)
         one.engine._core_lock.read(one.engine._core.check)
     await until(lambda: not house.gate.has_waiting)
-    for one in app.state.upstreams:
+    for one in app.state.parts.upstreams.values():
         await until(lambda one=one: one._num_open == 0)
 
 

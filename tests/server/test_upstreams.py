@@ -54,7 +54,7 @@ async def clients(near, *scripts: Script, route: Route = FAR_FIRST, tls=None, co
         upstream = far(server.url, **fields)
         async with make_client(near, routes=[route], upstreams=[upstream], **(config or {})) as client:
             yield client, server
-            for one in client.app.state.upstreams:
+            for one in client.app.state.parts.upstreams.values():
                 assert await one.drain(0)
                 await one.close()
 
@@ -306,7 +306,7 @@ async def test_a_server_that_fails_is_left_alone_and_then_probed(near, monkeypat
         assert len(server.asked) == 5
         assert 'penstock_upstream_resting{upstream="far"} 1.0' in (await client.get("/metrics")).text
         monkeypatch.setattr(breaker, "REST_NS", 0)
-        [upstream] = client.app.state.upstreams
+        [upstream] = client.app.state.parts.upstreams.values()
         upstream._breaker._open_until_ns = 0  # the rest is over
         for _ in range(2):
             answer = await client.post(CHAT, json=BODY)
@@ -415,7 +415,7 @@ async def test_a_server_that_ends_waits_for_what_is_open_and_takes_no_more(near)
     async with clients(near, streams(event("far"), END + DONE, pause=pause)) as (client, server):
         first = asyncio.create_task(client.post(CHAT, json=BODY | {"stream": True}))
         await until(lambda: server.asked)
-        [upstream] = client.app.state.upstreams
+        [upstream] = client.app.state.parts.upstreams.values()
         ending = asyncio.create_task(upstream.drain(10))
         await asyncio.sleep(0)
         assert (await client.post(CHAT, json=BODY)).headers["x-route"] == "auto; model=near; after=far"
@@ -434,7 +434,7 @@ async def test_a_server_that_ends_refuses_requests_for_others_before_its_parts_h
     async with serving(answers(200, whole())) as server:
         more = {"routes": [FAR_FIRST], "upstreams": [far(server.url)]}
         with LiveServer(near, more=more) as here, httpx.Client(base_url=here.url) as client:
-            here.server._app.state.lifetime.stops.append(stop)
+            here.server._app.state.parts.lifetime.stops.append(stop)
             here.server.request_shutdown()
             await until(lambda: here.server._ending)
             refused = await asyncio.to_thread(client.post, CHAT, json=BODY)
@@ -453,7 +453,7 @@ async def test_an_answer_that_is_paid_for_arrives_though_the_server_ends(near) -
     async with clients(near, late) as (client, server):
         asked = asyncio.create_task(client.post(CHAT, json=BODY))
         await until(lambda: server.asked)
-        client.app.state.upstreams[0]._off_loop.close()
+        next(iter(client.app.state.parts.upstreams.values()))._off_loop.close()
         pause.set()
         answer = await asked
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=far"), answer.text

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from penstock.deploy.deployment import Deployment
     from penstock.jobs.store import Batch, Store
-    from penstock.serve.jobs.runner import BatchRunner
+    from penstock.serve.api import Parts
 
 KIND, OWNER = "command", Owner()
 MAX_WINDOW_S = 10 * 365 * 24 * 3600
@@ -176,7 +176,9 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
 
     config = ServerConfig(jobs_dir=str(folder), jobs_bytes=MAX_BYTES, max_body_bytes=MAX_LINE_BYTES, page=False)
     app = create_app(deployment, config)
-    batches: BatchRunner = app.state.batches
+    parts: Parts = app.state.parts
+    batches = parts.batches
+    assert batches is not None, "the config has a folder"
     try:
         with _disk_errors_of(folder):
             batch, is_new = _batch_of(file, batches.store, " ".join(deployment.names))
@@ -204,8 +206,8 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
             bar.update(ended.num_completed + ended.num_failed - bar.n)
         return ended
     finally:
-        ends = [upstream.close for upstream in app.state.upstreams]
-        for end in (*app.state.lifetime.stops, *app.state.lifetime.closes, *ends):
+        ends = [upstream.close for upstream in parts.upstreams.values()]
+        for end in (*parts.lifetime.stops, *parts.lifetime.closes, *ends):
             await end()
 
 

@@ -129,11 +129,10 @@ def create_app(
         exception_handlers={HTTPException: _http_exception_handler(routes), ModelAway: _on_model_away},
     )
     app.router.redirect_slashes = False
-    app.state.upstreams = [*parts.upstreams.values()]
+    app.state.parts = parts
     if parts.batches is not None:
         # Last: the webhooks and the kept responses write to the store until they are closed.
         parts.lifetime.closes.append(parts.batches.close_store)
-    app.state.batches, app.state.lifetime = parts.batches, parts.lifetime
     own.app = app
     return app
 

@@ -31,6 +31,7 @@ from penstock.config.keys import ApiKey, api_keys, check_never_keys, exposed_pat
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
+from penstock.serve.api import Parts
 from penstock.serve.app import create_app, key_ring
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import HttpConnection
@@ -101,6 +102,8 @@ class Server:
         self._tracer = None if sender is None else Tracer(sender, share=config.trace_sample, clock=deployment.clock)
         self._keys = key_ring(config)
         self._app = create_app(deployment, config, self._request_log, self._keys, tracer=self._tracer)
+        parts: Parts = self._app.state.parts
+        self._lifetime, self._upstreams = parts.lifetime, [*parts.upstreams.values()]
         self._max_connections = connection_limit(config)
         self._deployment = deployment
         self._config = config
@@ -144,14 +147,14 @@ class Server:
             warn_if_open(config, self._listener)
             self._announce(ready_text(self._deployment, config, self._listener))
             notify(READY)
-            for start in self._app.state.lifetime.starts:
+            for start in self._lifetime.starts:
                 start()
             await self._has_ended.wait()
             self.acceptor.close()
         if self._watch is not None:
             self._watch.close()
         await self.acceptor.drain(_FLUSH_TIMEOUT_S)
-        for upstream in self._app.state.upstreams:
+        for upstream in self._upstreams:
             await upstream.close()
 
     def _watched(self) -> list[Watched[Any]]:
@@ -233,7 +236,7 @@ class Server:
     def _begin_shutdown(self) -> None:
         if self._ending is None:
             self._deployment.drain()
-            for upstream in self._app.state.upstreams:
+            for upstream in self._upstreams:
                 upstream.refuse()
             notify(STOPPING)
             self._ending = asyncio.get_running_loop().create_task(self._end())
@@ -256,11 +259,11 @@ class Server:
         else:
             _log.info("shutting down")
         try:
-            await self._call(self._app.state.lifetime.stops)
+            await self._call(self._lifetime.stops)
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
             ends = await asyncio.gather(
                 asyncio.to_thread(self._deployment.close, timeout_s),
-                *(upstream.drain(timeout_s) for upstream in self._app.state.upstreams),
+                *(upstream.drain(timeout_s) for upstream in self._upstreams),
             )
             if not all(ends):
                 self.ended_cleanly = False
@@ -269,7 +272,7 @@ class Server:
             self.ended_cleanly = False
             _log.exception("the engine failed to close cleanly")
         finally:
-            await self._call(self._app.state.lifetime.closes)
+            await self._call(self._lifetime.closes)
             self._has_ended.set()
 
 
