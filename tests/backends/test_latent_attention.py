@@ -17,6 +17,7 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import Config, KvConfig
 from penstock.deploy.resolve import decide, plan_on_cpu
+from penstock.deploy.sizing import Room
 from penstock.lab.sizing import size_of
 from penstock.models import architectures
 from penstock.models.checks import check_spec, weight_shapes
@@ -112,7 +113,7 @@ def test_latents_in_4_bits_are_refused_with_what_helps() -> None:
     with pytest.raises(ModelError, match=words):
         open_executor(model, NativeExecutor, kv_dtype=KvDtype.INT4)
     with pytest.raises(ModelError, match=words):  # before a weight is read
-        plan_on_cpu(config, decide(config), model.spec, num_weight_bytes=0, available_bytes=1 << 34)
+        plan_on_cpu(config, decide(config), model.spec, Room(available_bytes=1 << 34, num_weight_bytes=0))
 
 
 def test_large_rotated_keys_cost_the_latents_nothing() -> None:

@@ -24,6 +24,7 @@ from penstock.deploy.sizing import (
     SLOT_BOOKS_BYTES,
     AdapterRoom,
     KvPlan,
+    Room,
     check_adapter_room,
     check_address_space,
     plan_gpu_kv,
@@ -72,7 +73,8 @@ def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: A
     wanted = wanted_capacity(spec, kv, {"max_num_seqs": 64, "max_step_tokens": 512} | arguments)
     for name in ("max_model_len", "max_num_seqs", "max_step_tokens", "window"):
         arguments.pop(name, None)
-    return plan_kv(wanted, kv, is_exact=changes.get("max_model_len") is not None, **arguments)
+    room = Room(**{name: arguments.pop(name) for name in Room.__slots__ if name in arguments})
+    return plan_kv(wanted, kv, room=room, is_exact=changes.get("max_model_len") is not None, **arguments)
 
 
 def wanted_capacity(spec: ModelSpec, kv: KvConfig, sizes: dict[str, Any]) -> Capacity:
@@ -131,7 +133,7 @@ def test_the_longest_request_has_room_for_its_state() -> None:
     def planned(num_blocks: int) -> KvPlan:
         kv = KvConfig(kv_cache_memory_bytes=num_blocks * BLOCK_BYTES)
         wanted = wanted_capacity(make_spec(), kv, {"max_num_seqs": 64, "max_step_tokens": 512})
-        sizes = {"block_bytes": BLOCK_BYTES, "step_bytes": 0, "num_weight_bytes": 0, "available_bytes": 64 * GIB}
+        sizes = {"block_bytes": BLOCK_BYTES, "step_bytes": 0, "room": Room(available_bytes=64 * GIB, num_weight_bytes=0)}
         return plan_kv(replace(wanted, num_state_blocks=300), kv, is_exact=False, **sizes)
 
     assert planned(400).capacity.max_model_len == 99 * 16
@@ -173,7 +175,7 @@ def test_the_window_is_the_largest_where_every_layer_has_one(backend: str, windo
     spec = make_spec()
     spec = replace(spec, layers=spec.layers[:2]).with_attention(lambda i, layer: replace(layer, window=windows[i]))
     config = Config(backend=BackendConfig(backend=backend))
-    found = plan_on_cpu(config, decide(config), spec, num_weight_bytes=0, available_bytes=GIB)
+    found = plan_on_cpu(config, decide(config), spec, Room(available_bytes=GIB, num_weight_bytes=0))
     assert found.capacity.window == expected
 
 
@@ -388,9 +390,10 @@ def test_a_lower_limit_of_the_address_space_is_refused_with_the_number_that_suff
 def test_a_cache_without_room_is_told_what_to_raise() -> None:
     """Its setting, or free memory if its size follows from that."""
     wanted = Capacity(num_blocks=2, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=2048)
-    sizes = {"is_exact": False, "block_bytes": BLOCK_BYTES, "step_bytes": 0, "num_weight_bytes": 0}
+    kv = KvConfig(kv_cache_memory_bytes=BLOCK_BYTES)
+    sizes = {"is_exact": False, "block_bytes": BLOCK_BYTES, "step_bytes": 0}
     with pytest.raises(NotEnoughFreeMemory, match="smaller model, or free some memory"):
-        plan_kv(wanted, KvConfig(), available_bytes=RESERVE_BYTES + BLOCK_BYTES, **sizes)
+        plan_kv(wanted, KvConfig(), room=Room(available_bytes=RESERVE_BYTES + BLOCK_BYTES, num_weight_bytes=0), **sizes)
     with pytest.raises(NotEnoughMemory, match=r"Raise --kv-cache-memory\.$") as caught:
-        plan_kv(wanted, KvConfig(kv_cache_memory_bytes=BLOCK_BYTES), available_bytes=GIB, **sizes)
+        plan_kv(wanted, kv, room=Room(available_bytes=GIB, num_weight_bytes=0), **sizes)
     assert not isinstance(caught.value, NotEnoughFreeMemory)

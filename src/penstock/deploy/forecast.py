@@ -22,7 +22,7 @@ from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.factory import find_source, plan_share
 from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.deploy.resources import Resources
-from penstock.deploy.sizing import KvPlan, plan_gpu_kv
+from penstock.deploy.sizing import KvPlan, Room, plan_gpu_kv
 from penstock.machine import available_memory_bytes
 from penstock.types.errors import ConfigError, ModelError, PenstockError
 from penstock.types.model_spec import ModelSpec
@@ -106,13 +106,8 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
     else:
-        kv = resolve.plan_on_cpu(
-            config,
-            compute,
-            outline.spec,
-            num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes,
-            available_bytes=memory_bytes,
-        )
+        room = Room(available_bytes=memory_bytes, num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes)
+        kv = resolve.plan_on_cpu(config, compute, outline.spec, room)
     return Forecast(compute=compute, kv=kv)
 
 

@@ -348,30 +348,18 @@ def _plan_cache(
     if compute.is_on_gpu:
         sizing.check_adapter_room(adapters, available_bytes - sizing.RESERVE_BYTES)
         return None
-    return plan_on_cpu(
-        config,
-        compute,
-        model.spec,
-        num_weight_bytes=weight_bytes,
+    room = sizing.Room(
         available_bytes=available_bytes,
+        num_weight_bytes=weight_bytes,
         num_models=machine.num_models,
         beside_bytes=machine.beside_bytes,
         adapters=adapters,
     )
+    return plan_on_cpu(config, compute, model.spec, room)
 
 
-def plan_on_cpu(
-    config: Config,
-    compute: Compute,
-    spec: ModelSpec,
-    *,
-    num_weight_bytes: int,
-    available_bytes: int,
-    num_models: int = 1,
-    beside_bytes: int = 0,
-    adapters: sizing.AdapterRoom = sizing.NO_ADAPTERS,
-) -> sizing.KvPlan:
-    """Return the size of the KV cache on a CPU with `available_bytes` free. Raises the errors of `plan_kv`."""
+def plan_on_cpu(config: Config, compute: Compute, spec: ModelSpec, room: sizing.Room) -> sizing.KvPlan:
+    """Return the size of the KV cache on a CPU. Raises the errors of `plan_kv`."""
     from penstock.models.architectures import describe
 
     program = describe(spec)
@@ -394,11 +382,7 @@ def plan_on_cpu(
         step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens)
         + footprint.latent_bytes(spec, compute.max_step_tokens),
         is_exact=config.model.max_model_len is not None,
-        num_weight_bytes=num_weight_bytes,
-        available_bytes=available_bytes,
-        num_models=num_models,
-        beside_bytes=beside_bytes,
-        adapters=adapters,
+        room=room,
     )
 
 

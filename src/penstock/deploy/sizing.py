@@ -49,6 +49,20 @@ class AdapterRoom:
 NO_ADAPTERS = AdapterRoom()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory of a CPU's machine, and what a model takes of it beside the KV cache."""
+
+    available_bytes: int
+    """Free before the weights are loaded."""
+    num_weight_bytes: int
+    num_models: int = 1
+    """Models in memory at once."""
+    beside_bytes: int = 0
+    """Weights of the other models."""
+    adapters: AdapterRoom = NO_ADAPTERS
+
+
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     capacity: Capacity
@@ -75,24 +89,20 @@ def plan_kv(
     is_exact: bool,
     block_bytes: int,
     step_bytes: int,
-    num_weight_bytes: int,
-    available_bytes: int,
-    num_models: int = 1,
-    beside_bytes: int = 0,
-    adapters: AdapterRoom = NO_ADAPTERS,
+    room: Room,
 ) -> KvPlan:
-    """Choose the number of KV blocks and the longest request on a CPU. `available_bytes`: free before the weights are loaded.
+    """Choose the number of KV blocks and the longest request on a CPU.
 
     `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for what a step computes. If the cache has
-    no set size, leave room for `num_models - 1` other models, whose weights take `beside_bytes`, unless the cache would be too
-    small. Raises NotEnoughMemory.
+    no set size, leave memory for the other models, unless the cache would be too small. Raises NotEnoughMemory.
     """
-    free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
+    adapters = room.adapters
+    free_bytes = room.available_bytes - room.num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
         raise NotEnoughFreeMemory(
-            f"Weights of {format_size(num_weight_bytes)} and the experts or latents of a step's "
+            f"Weights of {format_size(room.num_weight_bytes)} and the experts or latents of a step's "
             f"{wanted.max_step_tokens} tokens, {format_size(step_bytes)}, "
-            f"leave no KV cache of the {format_size(available_bytes)} that are free.",
+            f"leave no KV cache of the {format_size(room.available_bytes)} that are free.",
             instead="Lower --max-num-batched-tokens, keep experts in a file (penstock serve --experts-on-disk)",
         )
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
@@ -102,9 +112,9 @@ def plan_kv(
     if budget_bytes is None:
         useful_bytes = _useful_bytes(wanted, block_bytes) + adapters.num_in_pool * adapters.image_bytes
         least_len = wanted.max_model_len if is_exact else min(wanted.max_model_len, LEAST_TOKENS_BESIDE)
-        part_bytes = (free_bytes - beside_bytes) // (2 * num_models)
+        part_bytes = (free_bytes - room.beside_bytes) // (2 * room.num_models)
         if part_bytes < (wanted.most_blocks(least_len) + 1) * block_bytes:  # the models take turns in memory
-            part_bytes = max(0, free_bytes) // (2 * num_models)
+            part_bytes = max(0, free_bytes) // (2 * room.num_models)
         budget_bytes = min(part_bytes, DEFAULT_CAP_BYTES, useful_bytes)
     elif budget_bytes > free_bytes:
         raise NotEnoughFreeMemory(
