@@ -11,7 +11,7 @@ import pytest
 from penstock import fast_json
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
-from penstock.serve.ops import requests
+from penstock.serve import answering
 from support.server.errors import check
 from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 
@@ -208,7 +208,7 @@ async def test_large_answers_are_made_in_a_thread(client, monkeypatch, path):
         made_by.append(threading.current_thread())
         return fast_json.dumps(told)
 
-    monkeypatch.setattr(requests, "fast_json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(answering, "fast_json", SimpleNamespace(dumps=dumps))
     response = await client.get(path)
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"

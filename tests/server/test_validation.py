@@ -10,7 +10,7 @@ from penstock.calls.call import TokenPrompt
 from penstock.calls.prompts import tokenise
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.running import ModelInfo, Sources
+from penstock.deploy.running import ModelInfo, Sources, Uses
 from penstock.obs.metrics import Metrics
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import parse_body
@@ -48,6 +48,7 @@ RUNNING = SimpleNamespace(
     chat_template=None,
     dialect=Dialect(),
     adapters=None,
+    uses=Uses(),
     metrics=Metrics("toy"),
     admission=SimpleNamespace(max_len=lambda adapter: MODEL.capacity.max_model_len),
 )
