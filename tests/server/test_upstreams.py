@@ -363,7 +363,7 @@ async def test_an_answer_that_nobody_waits_for_costs_its_key_tokens(near, tmp_pa
         if leaves:
             first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        [upstream] = client.app.state.upstreams
+        [upstream] = client.app.state.parts.upstreams.values()
         await until(lambda: not upstream._num_open)
         second = await client.post(CHAT, json=body, headers=headers)
         assert (second.status_code, len(server.asked)) == (429, 1)

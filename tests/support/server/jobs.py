@@ -43,7 +43,7 @@ def impatient(patch) -> None:
 class JobsServer(LiveServer):
     @property
     def batches(self) -> BatchRunner:
-        return self.server._app.state.batches
+        return self.server._app.state.parts.batches
 
     def client(self, key: str = "unused", **fields) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **fields)
