@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import httpx2
 import pytest
 
 from penstock.config.keys import ApiKey
@@ -354,10 +355,10 @@ async def test_what_failed_costs_its_key_nothing(near, tmp_path: Path) -> None:
 async def test_an_answer_that_nobody_waits_for_costs_its_key_tokens(near, tmp_path: Path, stream: bool, leaves: bool) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')
-    headers = {"Authorization": "Bearer the-key-of-a", "X-Deadline-Ms": "300"}
+    headers = {"Authorization": "Bearer the-key-of-a", "X-Deadline-Ms": "1000"}
     body = BODY | {"stream": stream, "max_tokens": 100, "messages": [{"role": "user", "content": "a" * 800}]}
     async with clients(near, silence, config={"api_keys_file": str(keys)}) as (client, server):
-        patience = {"X-Deadline-Ms": "60000" if leaves else "300"}
+        patience = {"X-Deadline-Ms": "60000" if leaves else "1000"}
         first = asyncio.create_task(client.post(CHAT, json=body, headers=headers | patience))
         await until(lambda: server.asked)
         if leaves:
@@ -368,6 +369,17 @@ async def test_an_answer_that_nobody_waits_for_costs_its_key_tokens(near, tmp_pa
         second = await client.post(CHAT, json=body, headers=headers)
         assert (second.status_code, len(server.asked)) == (429, 1)
         assert "300 tokens per minute" in second.text
+
+
+async def test_a_request_that_was_never_sent_costs_its_key_nothing(near, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(httpx2.AsyncClient, "send", lambda *_, **__: asyncio.Event().wait())  # it still connects
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')
+    headers = {"Authorization": "Bearer the-key-of-a", "X-Deadline-Ms": "100"}
+    async with clients(near, silence, config={"api_keys_file": str(keys)}) as (client, _):
+        for _ in range(2):
+            answer = await client.post(CHAT, json=BODY | {"max_tokens": 200}, headers=headers)
+            assert answer.status_code == 408, answer.text
 
 
 async def test_cookies_of_one_request_are_not_sent_with_the_next(near) -> None:

@@ -257,8 +257,9 @@ class Upstream:
         forwarded, timeout = exchange.forwarded, httpx2.Timeout(exchange.silence_s, connect=CONNECT_TIMEOUT_S)
         url = self.config.url + path.removeprefix("/v1")
         headers = dict(forwarded.headers)
-        request = self._client.build_request("POST", url, content=forwarded.content, headers=headers, timeout=timeout)
-        exchange.send()
+        request = self._client.build_request(
+            "POST", url, content=forwarded.content, headers=headers, timeout=timeout, extensions={"trace": exchange.trace}
+        )
         return await self._client.send(request, stream=True)
 
 

@@ -84,10 +84,11 @@ class Exchange:
         if self.num_tokens:
             charge(self.num_prompt_tokens, self.num_new_tokens, failed=self.result in ("failed", "late"))
 
-    def send(self) -> None:
-        """Charge estimates, because the upstream works on the request even if nobody waits for the answer."""
-        self.num_prompt_tokens = self.forwarded.num_prompt_tokens
-        self.num_new_tokens = 0 if self.forwarded.is_streamed else self.forwarded.num_new_tokens
+    async def trace(self, event: str, _: object) -> None:
+        """Charge estimates once the request is sent: the upstream works on it even if nobody waits for the answer."""
+        if event == "http11.send_request_headers.started":
+            self.num_prompt_tokens = self.forwarded.num_prompt_tokens
+            self.num_new_tokens = 0 if self.forwarded.is_streamed else self.forwarded.num_new_tokens
 
     def look(self, event: dict[str, Any]) -> None:
         """Count an event of a stream. Raises Garbage if it is an error."""
