@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ from penstock.engine.state import EngineState
 from penstock.llm import _own_resources
 from penstock.serve.app import create_app
 from penstock.testing import make_request
-from penstock.types.errors import Rejected
+from penstock.types.errors import NotEnoughMemory, Rejected
 from penstock.types.plan import Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
@@ -467,6 +468,7 @@ import os, sys
 import penstock.llm
 from penstock import LLM, PenstockError
 model = LLM(sys.argv[1], backend="reference", kv_cache_memory="2MiB")
+penstock.llm._load_turn.acquire()  # as if another thread loaded a model
 child = os.fork()
 if child:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), model.generate("in the")[0].finished)
@@ -570,6 +572,17 @@ def test_memory_that_a_model_has_not_filled_yet_is_not_free_for_another(
     else:
         del model
     LLM(path, **settings).close()
+
+
+def test_models_that_load_at_once_get_no_memory_twice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.llm.available_memory_bytes", lambda: 300 << 20)
+    with ThreadPoolExecutor(2) as threads:
+        loading = [threads.submit(LLM, path, **SETTINGS | {"kv_cache_memory": "30MiB"}) for _ in range(2)]
+    errors = [one.exception() for one in loading]
+    for one, error in zip(loading, errors, strict=True):
+        if error is None:
+            one.result().close()
+    assert [type(error) for error in errors if error is not None] == [NotEnoughMemory]
 
 
 def test_what_a_model_has_not_filled_yet_stays_free_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,18 @@ _NOT_HERE = ("model", "served_model_name")
 _TEXTS_AT_ONCE = 256
 _open: weakref.WeakKeyDictionary[Resources, None] = weakref.WeakKeyDictionary()
 """Resources of this process's models. A model that was closed, or did not load, has no share of memory there."""
-os.register_at_fork(after_in_child=_open.clear)
+_load_turn = threading.Lock()
+"""Held by the model that loads. How much memory it leaves to the next one is known when it has loaded."""
+
+
+def _forget_others() -> None:
+    """Forget, in a forked process, the models that its parent has or was loading."""
+    _open.clear()
+    if _load_turn.locked():  # by a thread that does not exist here
+        _load_turn.release()
+
+
+os.register_at_fork(after_in_child=_forget_others)
 
 
 class _Facts:
@@ -116,7 +127,9 @@ class AsyncLLM(_Facts):
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
         """Load a model. The parameters are those of `LLM`."""
         config = _config(model, settings)
-        self._running = start_model(config, locate(config), _own_resources())
+        source = locate(config)
+        with _load_turn:
+            self._running = start_model(config, source, _own_resources())
         # Also runs at the interpreter's exit, because the model's threads must end first.
         self._closer = weakref.finalize(self, _close_unasked, self._running.close)
         os.register_at_fork(after_in_child=self._closer.detach)  # the model's threads don't exist there
