@@ -156,7 +156,7 @@ def test_a_model_that_leaves_is_closed_when_its_last_user_has_gone_and_takes_no_
         a.end_use()
         assert not world.closed
         world.deployment._has_changed = False
-    assert world.deployment._has_changed, "the keeper is told"
+    assert world.deployment._has_changed, "nothing woke the keeper"
     world.deployment.tend()
     assert (world.states, world.closed) == ("-L-", [("a", 0)])
     assert b.done()
@@ -248,7 +248,7 @@ def test_background_requests_keep_no_model_that_leaves_from_people() -> None:
                 world.deployment.tend()
                 assert (world.states, wanted.done()) == ("v--", False)
             world.deployment._has_changed = False
-        assert world.deployment._has_changed, "the keeper is told"
+        assert world.deployment._has_changed, "nothing woke the keeper"
         world.deployment.tend()
         assert world.closed == [("a", 0)]
 

@@ -159,7 +159,7 @@ def _first_here(names: Iterable[str], deployment: Deployment) -> ServedModel | N
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
-    """As `_find_unchecked`, but raise 404 for a model that the request's key does not allow, as for an unknown one."""
+    """Return what `_find_unchecked` returns. A model that the request's key does not allow gets the 404 of an unknown one."""
     if _allowed_names(scope) is None:
         return _find_unchecked(name, deployment, scope)
     route = deployment.routes.get(name or "")

@@ -88,7 +88,7 @@ class Upstream:
         self._num_open = 0
         self._is_draining = False
         self._ended = asyncio.Event()
-        """Wakes those who wait when a request ends. Never stays set."""
+        """Set when a request ends, to wake all who wait, and cleared at once."""
         self._client: httpx2.AsyncClient | None = None
 
     def stats(self) -> UpstreamStats:
