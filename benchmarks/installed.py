@@ -9,6 +9,7 @@ installs nothing.
 
 from __future__ import annotations
 
+import argparse
 import marshal
 import re
 import tomllib
@@ -83,6 +84,7 @@ def _compiled(path: Path) -> bytes:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sizes = installed_mb()
     largest = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items() if size >= 1)
     print(origin(f"{len(sizes)} packages"))

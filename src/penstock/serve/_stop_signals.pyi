@@ -3,6 +3,6 @@
 def end_at_second(*numbers: int) -> None:
     """The second of these signals, counted from now on, ends the process at once, with the exit code 128 + its number.
 
-    The first goes to its handler, set before by `signal.signal`, which also takes this off again. Raises ValueError if there is
-    none.
+    Within a tenth of a second of the first it is not counted. The first goes to its handler, set before by `signal.signal`,
+    which also takes this off again. Raises ValueError if there is none.
     """

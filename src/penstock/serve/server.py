@@ -1,7 +1,8 @@
 """Runs the app: the socket, the ready message, signals and graceful shutdown. `cli serve` calls it.
 
 - The first SIGTERM or SIGINT drains: new requests get a 503, running ones have the shutdown timeout to finish.
-- A second one ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
+- A second one, a tenth of a second later or more, ends the process at once, whatever it is doing:
+  `native/stop_signals.cpp`.
 - SIGHUP reloads the TLS and key files. If the process has a terminal, SIGHUP means that the terminal was closed, and drains.
   It never counts as the second signal, because it may arrive twice, or after systemd's SIGTERM. Under `nohup` it stays
   ignored.
@@ -18,6 +19,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -57,7 +59,8 @@ Python's default, every third or fourth request of a burst triggered a useless r
 
 
 def print_line(text: str) -> None:
-    print(text, flush=True)
+    sys.stdout.write(f"{text}\n")  # `print` may write the line's end by itself, behind a line of the log
+    sys.stdout.flush()
 
 
 def run_server(
