@@ -24,7 +24,7 @@ void (*handlers[num_numbers])(int);
 
 void on_signal(int number) {
     timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler, which what uses it in <chrono> need not be
+    clock_gettime(CLOCK_MONOTONIC, &now);  // POSIX allows it in a signal handler; nobody promises that of <chrono>
     const int64_t now_ns = int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
     int64_t first = 0;
     if (first_ns.compare_exchange_strong(first, now_ns)) {
