@@ -151,6 +151,24 @@ def test_pylate_has_a_normalised_vector_for_each_token_and_marks_of_queries_and_
     assert read_sentence_files(tmp_path).markers == found.markers
 
 
+@pytest.mark.parametrize(
+    ("saved", "prompts"),
+    [
+        ({"query": "", "document": ""}, {"query": "[Q] ", "document": "[D] "}),  # by sentence-transformers 5
+        ({"query": "find: ", "other": "o: "}, {"query": "[Q] find: ", "document": "[D] ", "other": "o: "}),
+        ({"query": "[Q] find: "}, {"query": "[Q] find: ", "document": "[D] "}),
+    ],
+)
+def test_pylates_marks_stand_before_the_prompts(tmp_path, saved, prompts):
+    write(
+        tmp_path,
+        modules=[TRANSFORMER, PYLATE],
+        **{"1_Dense__config": {"out_features": 7}},
+        config_sentence_transformers={"query_prefix": "[Q] ", "document_prefix": "[D] ", "prompts": saved},
+    )
+    assert read_sentence_files(tmp_path).prompts == prompts
+
+
 @pytest.fixture
 def colbert(tmp_path) -> Path:
     """A directory of Stanford's class, with a dense module's weights among those of the model."""

@@ -117,7 +117,7 @@ def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
 
 
 def _with_markers(path: Path, files: SentenceFiles) -> SentenceFiles:
-    """Return the settings with PyLate's marks of queries and documents as prompts.
+    """Return the settings with PyLate's marks of queries and documents before their prompts.
 
     Queries are not expanded with mask tokens. Files in which other tokens attend to these are refused.
     """
@@ -126,7 +126,9 @@ def _with_markers(path: Path, files: SentenceFiles) -> SentenceFiles:
         config.only("attend_to_expansion_tokens", False)
     named = {name: config.get(f"{name}_prefix", str) for name in ("query", "document")}
     found = {name: text for name, text in named.items() if text}
-    return replace(files, prompts={**found, **files.prompts}, markers=tuple(found.values()))
+    # PyLate puts the mark before the prompt. As in sentence-transformers 6, a prompt that begins with it is not marked twice.
+    marked = {name: mark + files.prompts.get(name, "").removeprefix(mark) for name, mark in found.items()}
+    return replace(files, prompts={**files.prompts, **marked}, markers=tuple(found.values()))
 
 
 def _read_modules(file: Path) -> tuple[list[tuple[str, str]], bool]:
