@@ -111,6 +111,7 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
         ({"2_Dense__config": {"out_features": 7, "activation_function": "torch.nn.Softmax"}}, "torch.nn.Softmax"),
         ({"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
         ({"sentence_bert_config": {"do_lower_case": True}}, "does not lower the case"),
+        ({"modules": [TRANSFORMER, PYLATE], "config_sentence_transformers": {"document_length": 0}}, "document_length is 0"),
         ({"config_sentence_transformers": {"prompts": {"a": 1}}}, "a value that is not a text"),
         ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "no such prompt"),
     ],
@@ -167,6 +168,25 @@ def test_pylates_marks_stand_before_the_prompts(tmp_path, saved, prompts):
         config_sentence_transformers={"query_prefix": "[Q] ", "document_prefix": "[D] ", "prompts": saved},
     )
     assert read_sentence_files(tmp_path).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens"),
+    [
+        ({"query_length": 32, "document_length": 300}, 300),
+        ({"query_length": 256, "document_length": 128}, 256),
+        ({"query_length": None}, 180),
+    ],
+)
+def test_pylates_lengths_limit_texts_whatever_was_encoded_before_saving(tmp_path, lengths, max_tokens):
+    write(
+        tmp_path,
+        modules=[TRANSFORMER, PYLATE],
+        **{"1_Dense__config": {"out_features": 7}},
+        sentence_bert_config={"max_seq_length": 31},
+        config_sentence_transformers={"attend_to_expansion_tokens": False, **lengths},
+    )
+    assert read_sentence_files(tmp_path).max_tokens == max_tokens
 
 
 @pytest.fixture

@@ -75,6 +75,8 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     is_normalised = has_pylate and is_late  # PyLate has no module for it
     if is_late:
         found = _with_markers(path, found)
+    if is_normalised:
+        found = replace(found, max_tokens=_read_pylate_tokens(path))
     for kind, folder in modules:
         at = path / folder
         if kind == "Pooling" and pooling is None:
@@ -196,12 +198,23 @@ def _read_max_tokens(path: Path) -> int | None:
         config = read_json(path / name, is_optional=True)
         if config.get("do_lower_case", bool) and not _lowers_case(path / "tokenizer.json"):
             raise _unsupported(config.path, "do_lower_case is true, and the tokenizer's file does not lower the case")
-        if (length := config.get("max_seq_length", int)) is not None:
-            if not 1 <= length <= checks.MAX_MODEL_LEN:
-                raise config.error(f"max_seq_length is {length}")
+        if (length := _length(config, "max_seq_length")) is not None:
             return length
     length = read_json(path / "tokenizer_config.json", is_optional=True).values.get("model_max_length")
     return length if type(length) is int and 1 <= length <= checks.MAX_MODEL_LEN else None  # 1e30 means no limit
+
+
+def _read_pylate_tokens(path: Path) -> int:
+    """Return PyLate's longest text, its mark included. The saved `max_seq_length` is that of whichever text came last."""
+    config = read_json(path / "config_sentence_transformers.json", is_optional=True)
+    return max(_length(config, "query_length") or 32, _length(config, "document_length") or 180)
+
+
+def _length(config: JsonFile, key: str) -> int | None:
+    length = config.get(key, int)
+    if length is not None and not 1 <= length <= checks.MAX_MODEL_LEN:
+        raise config.error(f"{key} is {length}")
+    return length
 
 
 def _lowers_case(file: Path) -> bool:
