@@ -292,6 +292,18 @@ def test_the_function_of_the_scores(classifier, values, scores):
     assert load_hf_directory(change(classifier, **values)).encoder.scores == scores
 
 
+def test_the_function_of_the_scores_is_that_of_sentence_transformers_own_file_first(classifier):
+    """Since version 6, config.json has none, or one of before."""
+    name = "torch.nn.modules.{}".format
+    write(classifier, config_sentence_transformers={"activation_fn": name("linear.Identity")})
+    assert load_hf_directory(classifier).encoder.scores == ScoreFunction.NONE
+    change(classifier, sentence_transformers={"activation_fn": name("activation.Sigmoid")})
+    assert load_hf_directory(classifier).encoder.scores == ScoreFunction.NONE
+    write(classifier, config_sentence_transformers={"activation_fn": "my.code"})
+    with pytest.raises(ModelError, match=r"config_sentence_transformers.json: activation_fn is 'my.code'"):
+        load_hf_directory(classifier)
+
+
 @pytest.mark.parametrize(
     ("task", "pooling", "values", "cause"),
     [

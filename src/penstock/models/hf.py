@@ -206,7 +206,7 @@ def load_hf_directory(
         path=path,
         special_tokens={**read_special_tokens(path), **({MARKERS: files.markers} if files.markers else {})},
         generation=Generation(str(generation.path), generation.values) if generation.values else None,
-        encoder=endings.encoder_info(spec, read_scores(config, usual_scores) if head else usual_scores, files),
+        encoder=endings.encoder_info(spec, read_scores(path, config, usual_scores) if head else usual_scores, files),
         notes=notes,
         weights=endings.weights_with_made(architecture, spec, {key: weight(key, found) for key, found in pieces.items()}),
     )

@@ -106,15 +106,19 @@ def with_colbert(path: Path, config: JsonFile, files: SentenceFiles) -> Sentence
     )
 
 
-def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
-    """Return the function from a head's outputs to scores that config.json names, or `usual`."""
-    named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
-    named = config.get("sbert_ce_default_activation_function", str) if named is None else named
-    if named is not None:
-        name = str(named).rpartition(".")[2]
-        if name not in _SCORES or not str(named).startswith("torch."):
-            raise checks.unsupported(config.path, f"activation_fn is {named!r}", f"torch's {', '.join(_SCORES)} are")
-        return _SCORES[name]
+def read_scores(path: Path, config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
+    """Return the function from a head's outputs to scores that the files name, or `usual`. `config`: config.json."""
+    saved = read_json(path / "config_sentence_transformers.json", is_optional=True)  # since sentence-transformers 6
+    for file, named in (
+        (saved, saved.get("activation_fn", str)),
+        (config, (config.get("sentence_transformers", dict) or {}).get("activation_fn")),
+        (config, config.get("sbert_ce_default_activation_function", str)),
+    ):
+        if named is not None:
+            name = str(named).rpartition(".")[2]
+            if name not in _SCORES or not str(named).startswith("torch."):
+                raise checks.unsupported(file.path, f"activation_fn is {named!r}", f"torch's {', '.join(_SCORES)} are")
+            return _SCORES[name]
     return _PROBLEMS.get(config.get("problem_type", str) or "", usual)
 
 
