@@ -704,6 +704,16 @@ def test_texts_have_the_models_own_prompt_wherever_they_are_asked_for(encoders: 
     assert np.isclose(score.outputs.score, first @ second)
 
 
+def test_a_classifier_has_its_own_prompt(encoders: dict[str, Path]) -> None:
+    with LLM(encoders["roberta_classes_gguf"]) as reader:
+        [wanted] = reader.classify("of a book: some text")
+        running = running_of(reader)
+        told = replace(running.model.encoder, prompts={"document": "of a book: "}, default_prompt="document")
+        running.model = replace(running.model, encoder=told)
+        [found] = reader.classify("some text")
+    assert found.outputs == wanted.outputs
+
+
 def test_a_classifier_names_its_labels(encoders: dict[str, Path]) -> None:
     with LLM(encoders["roberta_classes_gguf"]) as reader:
         [answer] = reader.classify("some text")

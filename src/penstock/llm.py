@@ -183,10 +183,7 @@ class AsyncLLM(_Facts):
         with own_errors():
             check_dimensions(dimensions, encoder)
             prefix = prompt_text(encoder, prompt_name)
-        several = several_of("texts", texts, int)
-        check_texts("texts", several)
-        asked = [prefix + text if isinstance(text, str) else text for text in several]
-        answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
+        answers = await self._read_texts(_prompted(prefix, texts), truncate_prompt_tokens, use_tqdm=use_tqdm)
         vectors = [embedding(one[2], encoder, dimensions, is_unit=not encoder.has_own_lengths) for one in answers]
         return _outputs(EmbeddingRequestOutput, answers, [EmbeddingOutput(vector.tolist()) for vector in vectors])
 
@@ -195,11 +192,11 @@ class AsyncLLM(_Facts):
     ) -> list[ClassificationRequestOutput]:
         """Return a classifier's score of each label, for each text. Other parameters are as in `embed`."""
         from penstock.serve.texts.numbers import scores
+        from penstock.serve.texts.read import prompt_for
 
         encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
-        several = several_of("texts", texts, int)
-        check_texts("texts", several)
-        answers = await self._read_texts(several, truncate_prompt_tokens, use_tqdm=use_tqdm)
+        asked = _prompted(prompt_for(encoder), texts)
+        answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
         found = [ClassificationOutput(scores(result, encoder.scores), encoder.labels) for _, _, result in answers]
         return _outputs(ClassificationRequestOutput, answers, found)
 
@@ -333,6 +330,13 @@ class AsyncLLM(_Facts):
                 for reader in readers:
                     reader.cancel()
         return [(name, text, TextResult(found[name], len(text.token_ids))) for name, text in zip(names, tokens, strict=True)]
+
+
+def _prompted(prompt: str, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return texts with the model's prompt before each that is not token ids. Raises PenstockError for one of another type."""
+    several = several_of("texts", texts, int)
+    check_texts("texts", several)
+    return [prompt + text if isinstance(text, str) else text for text in several]
 
 
 def _outputs(

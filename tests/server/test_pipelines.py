@@ -627,11 +627,13 @@ def answer_names(names: str) -> list[str]:
     return [name for _, name in sorted((int(number), name) for numbers, name in pairs for number in numbers.split(","))]
 
 
+@pytest.mark.parametrize("prompt", ["", "Rank: "])
 @pytest.mark.parametrize("question", ["What is red?", "a question that is longer than the reranker reads " * 9])
-async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, question: str) -> None:
+async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, question: str, prompt: str) -> None:
     """In the order that `/v1/rerank` gives."""
     config = replace(pipeline.config, top=1, reranker=RerankerConfig(model="judge", candidates=2))
-    judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=())
+    encoder = replace(RERANKER, prompts={"rank": prompt}, default_prompt="rank")
+    judge = make_text_runtime(encoder=encoder, served_names=("judge",), aliases=())
     body = CHAT | {"model": "docs", "messages": [{"role": "user", "content": question}]}
     try:
         async with make_client(*models, judge, pipelines=[replace(pipeline, config=config)]) as client:

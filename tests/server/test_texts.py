@@ -314,6 +314,32 @@ def test_pooling_gives_the_numbers_as_they_are(post):
         assert answer["data"] == near(numbers("hello")[:width])
 
 
+@pytest.mark.parametrize("encoder", [RERANKER, CLASSIFIER])
+async def test_a_head_s_default_prompt_stands_before_each_text_or_the_first_of_a_pair(encoder):
+    runtime = make_text_runtime(encoder=replace(encoder, prompts={"rank": "R: "}, default_prompt="rank"))
+    text, pair = "R: a", ("R: a", "b")
+    asked = [
+        (text, "/predict", {"inputs": "a", "raw_scores": True}, lambda answer: answer[0]["score"]),
+        (text, "/classify", {"input": "a", "use_activation": False}, lambda answer: max(answer["data"][0]["probs"])),
+        (text, "/pooling", {"input": "a"}, lambda answer: max(answer["data"][0]["data"])),
+        (pair, "/predict", {"inputs": ["a", "b"], "raw_scores": True}, lambda answer: answer[0]["score"]),
+        (pair, "/predict", {"inputs": [["a", "b"]], "raw_scores": True}, lambda answer: answer[0][0]["score"]),
+    ]
+    if encoder is RERANKER:
+        score = {"text_1": "a", "text_2": "b", "use_activation": False}
+        asked += [
+            (pair, "/v1/score", score, lambda answer: answer["data"][0]["score"]),
+            (pair, "/rerank", {"query": "a", "texts": ["b"], "raw_scores": True}, lambda answer: answer[0]["score"]),
+        ]
+    try:
+        async with make_client(runtime) as client:
+            for read, path, body, value in asked:
+                found = value(ok(await client.post(path, json=body)))
+                assert [found] == near([max(numbers(read)[: encoder.width])]), path
+    finally:
+        runtime.close()
+
+
 # A vector for each token
 
 

@@ -21,7 +21,7 @@ from penstock.serve.http.checks import unless_gone
 from penstock.serve.terms import claim_of, read_terms
 from penstock.serve.texts.call import TextInput, TextResult, TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
-from penstock.serve.texts.numbers import scores
+from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import prompt_for
 from penstock.types.encoder import EncoderInfo, Task
 
@@ -67,9 +67,9 @@ class QuestionReader:
         The tenant's limits apply to the question's embedding and to the answer, not to these pairs.
         """
         running, encoder = self.reranker(reranker)
-        pairs = [(question, one) for one in passages]
-        results = await self._read(running, encoder, pairs, b"passages" + data, http, is_limited=False)
-        return [scores(result, encoder.scores)[0] for result in results]
+        pairs = Pairs([question], passages, _name, _name)
+        results = await self._read(running, encoder, pairs.texts(encoder), b"passages" + data, http, is_limited=False)
+        return pairs.scores(encoder, results)
 
     def reranker(self, name: str) -> tuple[RunningModel, EncoderInfo]:
         """Return the reranker of this name. Raises `ModelAway` if it is not loaded, and `ApiError`."""
@@ -101,11 +101,16 @@ class QuestionReader:
             running=running,
             terms=replace(terms, is_limited=is_limited),
             texts=texts,
-            name_of=lambda _: "model",
+            name_of=_name,
             truncation=Truncation(encoder.max_tokens),
             claim=claim_of(terms.owner.tenant, claimed),
         )
         return (await run(call, self._desk_of(running))).results
+
+
+def _name(_index: int) -> str:
+    """Return the field at fault if one of the texts can't be read."""
+    return "model"
 
 
 def question_of(data: bytes) -> str:

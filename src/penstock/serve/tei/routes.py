@@ -180,7 +180,7 @@ def predict(body: PredictBody, asked: Asked) -> Answer:
     opened = read.open_model(asked, model=body.model)
     read.require_labels(opened)
     encoder = opened.encoder
-    texts, is_batch = _predict_inputs(body.inputs)
+    texts, is_batch = _predict_inputs(body.inputs, read.prompt_for(encoder))
     parameters = body.parameters or PredictParameters()
     if body.raw_scores and parameters.function_to_apply not in (None, "none"):
         raise invalid("'raw_scores' is true: leave out 'parameters.function_to_apply'.", "parameters.function_to_apply")
@@ -299,21 +299,21 @@ def _truncation(body: TruncatedBody, opened: read.Opened) -> Truncation | None:
     return Truncation(opened.running.model.capacity.max_model_len, "left" if is_left else "right")
 
 
-def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:
-    """Return the texts and pairs of `inputs`, and whether the field is a list of lists. Raises 400."""
+def _predict_inputs(value: Any, prompt: str) -> tuple[list[TextInput], bool]:
+    """Return the texts and pairs of `inputs`, each after the prompt, and whether the field is a list of lists. Raises 400."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         read.check_length(value, "inputs")
-        return [_one_or_two(item, f"inputs[{index}]") for index, item in enumerate(value)], True
+        return [_one_or_two(item, f"inputs[{index}]", prompt) for index, item in enumerate(value)], True
     if isinstance(value, str):
-        return [read.read_text(value, "inputs")], False
-    return [_one_or_two(value, "inputs")], False
+        return [prompt + read.read_text(value, "inputs")], False
+    return [_one_or_two(value, "inputs", prompt)], False
 
 
-def _one_or_two(value: Any, param: str) -> TextInput:
+def _one_or_two(value: Any, param: str, prompt: str) -> TextInput:
     if not isinstance(value, list) or len(value) not in (1, 2):
         raise invalid(f"'{param}' must be a string, or a list of one text or of a pair.", param)
     texts = [read.read_text(text, f"{param}[{index}]") for index, text in enumerate(value)]
-    return texts[0] if len(texts) == 1 else (texts[0], texts[1])
+    return prompt + texts[0] if len(texts) == 1 else (prompt + texts[0], texts[1])
 
 
 def _tokens(body: TeiTokenizeBody, running: RunningModel) -> bytes:

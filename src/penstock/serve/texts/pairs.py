@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 from penstock.serve.texts.call import TextResult, TextsCall, Truncation
 from penstock.serve.texts.numbers import cosine, embedding, max_similarity, scores, unit_rows
@@ -36,11 +37,13 @@ class Pairs:
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
         """Return the texts that the model reads: pairs for a reranker, otherwise the firsts followed by the seconds.
 
-        `is_search` adds the model's prompts: for questions to the firsts, for documents to the seconds. A model with vectors of
-        tokens always gets them.
+        A reranker's default prompt is put before the first text of each pair. For other models, `is_search` adds the prompts of
+        questions to the firsts, and those of documents to the seconds. A model with vectors of tokens always gets them.
         """
         if encoder.task is Task.RERANK:
-            return [(self._first(index), second) for index, second in enumerate(self.seconds)]
+            prompt = prompt_for(encoder)
+            firsts = cycle([prompt + text for text in self.firsts])  # a single one is not copied for each pair
+            return list(zip(firsts, self.seconds, strict=False))
         query, document = (QUERY_PROMPTS, DOCUMENT_PROMPTS) if is_search or encoder.is_per_token else ((), ())
         first_prompt, second_prompt = prompt_for(encoder, *query), prompt_for(encoder, *document)
         return [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
@@ -59,9 +62,6 @@ class Pairs:
         vectors = [read(result, encoder) for result in results]
         firsts, seconds = vectors[: len(self.firsts)], vectors[len(self.firsts) :]
         return [compare(firsts[0 if len(firsts) == 1 else index], second) for index, second in enumerate(seconds)]
-
-    def _first(self, index: int) -> str:
-        return self.firsts[0 if len(self.firsts) == 1 else index]
 
     def _name(self, index: int) -> str:
         num_firsts = len(self.firsts)

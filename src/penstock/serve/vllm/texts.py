@@ -103,7 +103,7 @@ def classify(body: ClassifyBody, asked: Asked) -> Answer:
     opened = read.open_body(asked, body)
     read.require_labels(opened)
     encoder = opened.encoder
-    texts = read.read_texts(body.input, "input", vocab_size=opened.running.model.vocab_size)
+    call = opened.prompted(body.input, "input", _truncation(body, opened))
     function = ScoreFunction.NONE if body.use_activation is False else encoder.scores
 
     def write(results: TextResults) -> Classes:
@@ -114,7 +114,7 @@ def classify(body: ClassifyBody, asked: Asked) -> Answer:
             items.append({"index": index, "label": label, "probs": found, "num_classes": len(found)})
         return {**_head("classify", opened, results), "data": items}
 
-    return Answer(opened.call(texts, read.name_in("input", body.input), _truncation(body, opened)), write)
+    return Answer(call, write)
 
 
 def pooling(body: PoolingBody, asked: Asked) -> Answer:
