@@ -293,7 +293,7 @@ def test_the_function_of_the_scores(classifier, values, scores):
 
 
 def test_the_function_of_the_scores_is_that_of_sentence_transformers_own_file_first(classifier):
-    """Since version 6, config.json has none, or one of before."""
+    """Since version 5.4, config.json has no function, or one that an older version wrote."""
     name = "torch.nn.modules.{}".format
     write(classifier, config_sentence_transformers={"activation_fn": name("linear.Identity")})
     assert load_hf_directory(classifier).encoder.scores == ScoreFunction.NONE

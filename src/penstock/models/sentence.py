@@ -107,8 +107,8 @@ def with_colbert(path: Path, config: JsonFile, files: SentenceFiles) -> Sentence
 
 
 def read_scores(path: Path, config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
-    """Return the function from a head's outputs to scores that the files name, or `usual`. `config`: config.json."""
-    saved = read_json(path / "config_sentence_transformers.json", is_optional=True)  # since sentence-transformers 6
+    """Return the function from a head's outputs to scores that the files name, or `usual`. `config` is config.json."""
+    saved = read_json(path / "config_sentence_transformers.json", is_optional=True)  # since sentence-transformers 5.4
     for file, named in (
         (saved, saved.get("activation_fn", str)),
         (config, (config.get("sentence_transformers", dict) or {}).get("activation_fn")),
