@@ -315,7 +315,7 @@ def test_pooling_gives_the_numbers_as_they_are(post):
 
 
 @pytest.mark.parametrize("encoder", [RERANKER, CLASSIFIER])
-async def test_a_head_s_default_prompt_stands_before_each_text_or_the_first_of_a_pair(encoder):
+async def test_the_default_prompt_of_a_head_stands_before_each_text_or_the_first_of_a_pair(encoder):
     runtime = make_text_runtime(encoder=replace(encoder, prompts={"rank": "R: "}, default_prompt="rank"))
     text, pair = "R: a", ("R: a", "b")
     asked = [
@@ -324,11 +324,14 @@ async def test_a_head_s_default_prompt_stands_before_each_text_or_the_first_of_a
         (text, "/pooling", {"input": "a"}, lambda answer: max(answer["data"][0]["data"])),
         (pair, "/predict", {"inputs": ["a", "b"], "raw_scores": True}, lambda answer: answer[0]["score"]),
         (pair, "/predict", {"inputs": [["a", "b"]], "raw_scores": True}, lambda answer: answer[0][0]["score"]),
+        (text, "/predict", {"inputs": [["a"]], "raw_scores": True}, lambda answer: answer[0][0]["score"]),
     ]
     if encoder is RERANKER:
         score = {"text_1": "a", "text_2": "b", "use_activation": False}
+        cut = {**score, "text_1": "long " * 9 + "a", "truncate_prompt_tokens": 9, "truncation_side": "left"}
         asked += [
             (pair, "/v1/score", score, lambda answer: answer["data"][0]["score"]),
+            (pair, "/v1/score", cut, lambda answer: answer["data"][0]["score"]),
             (pair, "/rerank", {"query": "a", "texts": ["b"], "raw_scores": True}, lambda answer: answer[0]["score"]),
         ]
     try:

@@ -208,7 +208,7 @@ class Tokenizer:
     ) -> TextTokens:
         """Like `encode_texts`, for one text (or a pair) that is already token ids, without special tokens.
 
-        A cut of a single text's left side keeps up to `num_kept` tokens at its beginning, and at least one at its end.
+        A cut of the left side keeps up to `num_kept` tokens at the beginning of the first text, and at least one at its end.
         """
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
@@ -287,13 +287,14 @@ def _cut(
         raise wrong(f"At most {max_tokens} tokens are allowed, and special tokens already take {num_ends}.")
     if len(parts) == 1:
         kept = [room]
-        if side == "left" and num_first:
-            num_first = min(num_first, room - 1)  # never the prompt alone
-            return [[*parts[0][:num_first], *parts[0][num_first - room :]]]
     else:
         shorter = min(len(parts[0]), len(parts[1]), room // 2)
         kept = [shorter, room - shorter] if len(parts[0]) <= len(parts[1]) else [room - shorter, shorter]
-    return [part[:num] if side == "right" else part[-num:] for part, num in zip(parts, kept, strict=True)]
+    cut = [part[:num] if side == "right" else part[-num:] for part, num in zip(parts, kept, strict=True)]
+    if side == "left" and num_first:
+        num_first = min(num_first, kept[0] - 1)  # never the prompt alone
+        cut[0] = [*parts[0][:num_first], *cut[0][num_first:]]
+    return cut
 
 
 def _num_bytes(text: str) -> int:
