@@ -304,6 +304,18 @@ def test_the_function_of_the_scores_is_that_of_sentence_transformers_own_file_fi
         load_hf_directory(classifier)
 
 
+@pytest.mark.parametrize(("modality", "default"), [("text", "search"), ("message", "")])
+def test_a_head_with_a_chat_template_has_no_default_prompt(classifier, modality, default):
+    """Clients write the template, this prompt included, into both texts."""
+    write(
+        classifier,
+        config_sentence_transformers={"prompts": {"search": "Find the answer"}, "default_prompt_name": "search"},
+        sentence_bert_config={"transformer_task": "sequence-classification", "modality_config": {modality: {}}},
+    )
+    encoder = load_hf_directory(classifier).encoder
+    assert (encoder.default_prompt, encoder.prompts) == (default, {"search": "Find the answer"})
+
+
 @pytest.mark.parametrize(
     ("task", "pooling", "values", "cause"),
     [

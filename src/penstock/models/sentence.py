@@ -235,6 +235,10 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
     default = config.get("default_prompt_name", str) or ""
     if default and default not in prompts:
         raise config.error(f"default_prompt_name is {default[:80]!r}, and there is no such prompt")
+    transformer = read_json(path / "sentence_bert_config.json", is_optional=True)
+    is_head = transformer.get("transformer_task", str) == "sequence-classification"
+    if is_head and "message" in (transformer.get("modality_config", dict) or {}):
+        default = ""  # it is part of a chat template, which clients write into both texts (docs/encoders.md)
     return prompts, default
 
 
