@@ -16,6 +16,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.config.routes import AgreementConfig
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
@@ -27,6 +28,7 @@ from penstock.machine import is_free_threaded
 from penstock.serve.jobs import runner as module
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.own_requests import Answered
+from penstock.serve.upstream import Upstream
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 from penstock.types.request import Owner
@@ -804,6 +806,26 @@ def test_a_server_that_is_started_again_goes_on(tmp_path, gate):
         batch = ended(client, batch)
         assert (batch.status, batch.request_counts.completed) == ("completed", 300)
         assert counted(client, batch) == once(300)
+
+
+@pytest.mark.parametrize("wish", ["false", "true"])
+def test_lines_of_a_batch_that_must_stay_here_stay_here_also_after_a_restart(tmp_path, monkeypatch, wish):
+    asked = []
+
+    async def answer(self, data, http, terms, charge=None):
+        asked.append(data)
+        raise upstream_is_full
+
+    upstream_is_full = Rejected(RejectReason.QUEUE_FULL, "full")
+    monkeypatch.setattr(Upstream, "answer", answer)
+    upstream = UpstreamConfig(name="far", url="http://localhost:9/v1", model="m")
+    more = {"routes": [Route(name="auto", models=("far", "toy"))], "upstreams": [upstream]}
+    with serving(tmp_path, more=more) as server, server.client(default_headers={"X-Local-Only": wish}) as client:
+        monkeypatch.setattr(server.batches, "_drive", lambda batch: None)
+        batch = begun(client, [line("a", model="auto")])
+    with serving(tmp_path, more=more) as server, server.client() as client:
+        assert ended(client, batch).request_counts.completed == 1
+    assert len(asked) == (wish == "false")
 
 
 @pytest.mark.parametrize("status", ["validating", "cancelling", "in_progress"])

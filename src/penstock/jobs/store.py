@@ -141,6 +141,8 @@ class Batch:
     errors: Sequence[Mapping[str, Any]] = ()
     """Why it could not begin, or, while it runs, why it waits."""
     metadata: Mapping[str, str] | None = None
+    is_local_only: bool = False
+    """Its lines must not be sent to other servers."""
 
     @property
     def is_ended(self) -> bool:

@@ -71,6 +71,8 @@ class Course:
 
     is_background: bool = False
     """A line of a batch, sent by the server itself."""
+    is_local_only: bool = False
+    """A line of a batch that must not be sent to an upstream."""
     elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context to enter while waiting for an upstream: frees a batch line's place."""
     response_name: str | None = None

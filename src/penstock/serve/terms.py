@@ -110,6 +110,12 @@ def read_owner(scope: Scope) -> Owner:
     return Owner(key=key, tenant=tenant)
 
 
+def is_local_only(scope: Scope) -> bool:
+    """Return whether the client says that the request, or the batch of which it is a line, must not go to an upstream."""
+    wishes = values_of(scope, b"x-local-only")
+    return course_of(scope).is_local_only or any(wish.lower() not in (b"", b"0", b"false") for wish in wishes)
+
+
 def read_lane(scope: Scope) -> str:
     """Return the name under which the request's work takes turns off the event loop. Raises 400."""
     return lane_of(read_owner(scope).tenant, is_background=course_of(scope).is_background)

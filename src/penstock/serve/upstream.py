@@ -36,7 +36,7 @@ from penstock.serve.errors import overloaded, unavailable
 from penstock.serve.events import Garbage, as_object
 from penstock.serve.http.checks import key_name, unless_gone
 from penstock.serve.http.entries import asked_elsewhere
-from penstock.serve.terms import claim_of
+from penstock.serve.terms import claim_of, is_local_only
 from penstock.serve.upstream_exchange import Exchange, Forwarded
 from penstock.serve.upstream_stream import UpstreamStream
 from penstock.types.errors import Rejected
@@ -48,8 +48,6 @@ for _name in ("httpx2", "httpcore2"):  # they log each request, and might log it
 PATHS = ("/chat/completions", "/completions")
 """Paths that upstreams answer, after `/v1` or alone."""
 _TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
-LOCAL_ONLY = "x-local-only"
-"""Header of a request that must stay here."""
 CONNECT_TIMEOUT_S = 5.0
 GUESSED_TOKENS, CHARS_PER_TOKEN = 256, 4
 """Assumed tokens of an answer, and characters of a body per token of a prompt, until the upstream reports its usage."""
@@ -104,8 +102,7 @@ class Upstream:
         config = self.config
         if http.url.path.removeprefix("/v1") not in PATHS or _has_token_ids(body):
             return True
-        wishes = http.headers.getlist(LOCAL_ONLY)
-        if any(wish.lower() not in ("", "0", "false") for wish in wishes) or key_name(http.scope) in config.never_keys:
+        if is_local_only(http.scope) or key_name(http.scope) in config.never_keys:
             return True
         return config.keeps_text(texts)
 

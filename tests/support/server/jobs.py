@@ -50,12 +50,12 @@ class JobsServer(LiveServer):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, executor=None, *, runtime=None, **config):
-    """A live server over a fresh runtime, with its folder of jobs."""
+def serving(folder: Path, executor=None, *, runtime=None, more=None, **config):
+    """A live server over a fresh runtime, with its folder of jobs. `more`: as in `LiveServer`."""
     runtime = runtime or make_runtime(executor)
     fields = {"port": 0, "shutdown_timeout_s": 0.0, "jobs_dir": str(folder)} | config
     try:
-        with JobsServer(runtime, ServerConfig(**fields)) as server:
+        with JobsServer(runtime, ServerConfig(**fields), more=more or {}) as server:
             yield server
             if isinstance(executor, GatedExecutor):  # lines are given up first, and then a step that waits may end
                 server.server.request_shutdown()

@@ -18,7 +18,7 @@ from penstock.serve.jobs.files import read_expiry
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.paging import Page, listed, page_of
 from penstock.serve.shapes import ResponseUsage, response_usage
-from penstock.serve.terms import read_owner, repeated_name
+from penstock.serve.terms import is_local_only, read_owner, repeated_name
 
 KIND = "openai"
 MAX_WINDOW_S = 30 * 24 * 3600
@@ -107,6 +107,7 @@ class BatchesEndpoint:
             window_s=read_window(body.completion_window),
             created_s=batches.now_s(),
             metadata=body.metadata,
+            is_local_only=is_local_only(http.scope),
             files_expire_s=None if expiry is None else read_expiry(expiry.anchor, expiry.seconds),
         )
         try:

@@ -508,7 +508,7 @@ class BatchRunner:
                 await self.on_disk(lines.note_alone, line.place)
             request = read_line(line.data)
             decided, elsewhere = running.decided.pop(line.place, None), partial(self._turns.elsewhere, running)
-            course = Course(is_background=True, decided=decided, elsewhere=elsewhere)
+            course = Course(is_background=True, is_local_only=batch.is_local_only, decided=decided, elsewhere=elsewhere)
             body, name = bytes(request.body), f"{batch.id}-{line.place}"
             answered = await self._requests.ask(running.batch.owner, request.url, body, name, is_stopped, course)
             if answered is None:
