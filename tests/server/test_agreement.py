@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,6 +26,7 @@ from penstock.testing.hash_executor import HashModel
 from penstock.types.request import FinishReason
 from support.server.harness import (
     CAPACITY,
+    CHAT_TEMPLATE,
     END_ID,
     PRINTABLE_MODEL,
     VOCAB_SIZE,
@@ -34,6 +35,7 @@ from support.server.harness import (
     make_runtime,
     until,
 )
+from support.server.tools import CALL, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, Scripted
 
 CHAT = "/v1/chat/completions"
 SAMPLES = 5
@@ -303,6 +305,31 @@ async def test_a_sample_that_fails_says_nothing(models, monkeypatch) -> None:
     async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.4, part=re.compile("()")))]) as client:
         answer = await client.post(CHAT, json=body(1))
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; agreement=0.80; least=0.40")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking(Scripted):
+    """Says a text with a letter that depends on the seed in place of `@`."""
+
+    def sample(self, value, sampling, num_generated, mask=None):
+        text = self.text.replace("@", chr(97 + sampling.seed % 26))
+        return Scripted(text=text).sample(value, sampling, num_generated, mask)
+
+
+@pytest.mark.parametrize(("text", "fields"), [("Red.", {}), (CALL, {"tools": [WEATHER]})], ids=["text", "call"])
+async def test_reasoning_is_not_compared(text: str, fields: dict) -> None:
+    template = TOOLS_TEMPLATE + THINKING_TEMPLATE.removeprefix(CHAT_TEMPLATE)
+    models = made(HashExecutor(CAPACITY, model=Thinking(text=f"<think>@</think>{text}")), chat_template=template)
+    asked = body(1, max_tokens=150, **fields)
+    try:
+        async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=1.0, part=None))]) as client:
+            choices = (await client.post(CHAT, json=asked | {"model": "small", "n": SAMPLES})).json()["choices"]
+            assert len({choice["message"]["reasoning_content"] for choice in choices}) > 1
+            answer = await client.post(CHAT, json=asked)
+            assert answer.headers["x-route"] == "auto; model=small; agreement=1.00; least=1.00"
+    finally:
+        for one in models:
+            one.close()
 
 
 async def test_long_answers_are_not_copied_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

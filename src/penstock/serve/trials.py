@@ -215,12 +215,12 @@ async def whole_answer(call: RunningCall, terms: Terms | None = None) -> OutputC
 
 
 def said_in(call: RunningCall, chunk: OutputChunk) -> str:
-    """Return a whole answer's text without its reasoning; with tool calls, all that the model wrote."""
+    """Return what a whole answer says: its content, and a line for each tool call. Its reasoning is left out."""
     if call.form is None:
         return chunk.text
     reader = call.form.reader(str)
     answer = gather([*reader.push(chunk.text), *reader.finish()])
-    return chunk.text if answer.calls else answer.content
+    return "\n".join(filter(None, [answer.content, *[f"{call.name} {call.arguments}" for call in answer.calls]]))
 
 
 def _check(call: RunningCall, chunks: Sequence[OutputChunk], terms: Terms | None = None) -> None:
