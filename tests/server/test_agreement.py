@@ -332,6 +332,20 @@ async def test_reasoning_is_not_compared(text: str, fields: dict) -> None:
             one.close()
 
 
+@pytest.mark.parametrize("least", [0.0, 0.8])
+async def test_answers_that_end_while_reasoning_do_not_agree(least: float) -> None:
+    models = made(
+        HashExecutor(CAPACITY, model=Thinking(text="<think>A long thought.</think>@")), chat_template=THINKING_TEMPLATE
+    )
+    try:
+        async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=least, part=None))]) as client:
+            answer = await client.post(CHAT, json=body(1, max_tokens=12))
+            assert answer.headers["x-route"] == f"auto; model=large; agreement=0.00; least={least:.2f}"
+    finally:
+        for one in models:
+            one.close()
+
+
 async def test_long_answers_are_not_copied_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     merge, num_steps, num_copied = in_flight.merge_chunks, 500, 0
 

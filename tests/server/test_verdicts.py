@@ -30,6 +30,7 @@ from penstock.testing.hash_executor import HashModel
 from penstock.types.errors import ModelAway, Rejected, RejectReason
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
+from support.server import tools
 from support.server.harness import (
     CAPACITY,
     PRINTABLE_MODEL,
@@ -363,6 +364,25 @@ async def test_most_votes_win_and_all_answers_are_paid_for(models) -> None:
     usage = answer.json()["usage"]
     tokens = usage["prompt_tokens"], usage["completion_tokens"]
     assert bill.paid == {name: pytest.approx(price.of(*tokens)) for name, price in bill.prices.items()}
+
+
+async def test_empty_answers_have_no_votes_unless_all_are_empty(models) -> None:
+    thinkers = [
+        tools.says("<think>A long thought.</think>Red", served_names=(name,), aliases=(), chat_template=tools.THINKING_TEMPLATE)
+        for name in ("first", "second")
+    ]
+    routes = [
+        Route(name="auto", models=names, by=EnsembleConfig(models=names))
+        for names in (("first", "second", "large"), ("first", "second"))
+    ]
+    try:
+        for route, chosen in zip(routes, ("large; alone", "first; votes=2 of 2"), strict=True):
+            async with make_client(*thinkers, models[1], routes=[route]) as client:
+                answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
+                assert answer.headers["x-route"] == f"auto; model={chosen}"
+    finally:
+        for one in thinkers:
+            one.close()
 
 
 async def test_a_reranker_scores_answers_to_the_question(models, monkeypatch) -> None:

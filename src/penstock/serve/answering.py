@@ -214,7 +214,11 @@ async def _answers_of(
 
 
 async def _choice(ensemble: Ensemble, call: Call, texts: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name of the chosen answer, and why. If the judge is away or busy, it is the first one."""
+    """Return the name of the chosen answer, and why. If the judge is away or busy, it is the first one.
+
+    Empty answers, such as those cut off while reasoning, count only if all are.
+    """
+    texts = {name: text for name, text in texts.items() if text.strip()} or texts
     names = list(texts)
     try:
         at, why = await ensemble.choose(call, list(texts.values()))

@@ -91,25 +91,25 @@ class Agreement:
         number, least = self.config.samples, self.config.least
         needed = math.ceil(least * number - 1e-9)
 
-        def good(chunks: Sequence[OutputChunk]) -> list[OutputChunk]:
-            return [chunk for chunk in chunks if error_of(call.terms, chunk) is None]
-
-        def said(chunks: Sequence[OutputChunk]) -> list[str]:
-            return [normalised(said_in(opened, chunk), self.config.part) for chunk in good(chunks)]
+        def said(chunks: Sequence[OutputChunk]) -> dict[str, str]:
+            """Return what answers say, by request id, without those that failed or say nothing."""
+            good = [chunk for chunk in chunks if error_of(call.terms, chunk) is None]
+            texts = {chunk.request_id: said_in(opened, chunk) for chunk in good}
+            return {name: normalised(text, self.config.part) for name, text in texts.items() if text.strip()}
 
         def is_decided(chunks: Sequence[OutputChunk]) -> bool:
-            most = max(Counter(said(chunks)).values(), default=0)
+            most = max(Counter(said(chunks).values()).values(), default=0)
             return needed > 0 and (most >= needed or most + number - len(chunks) < needed)
 
         chunks = await opened.whole(is_decided)
         is_cancelled = any(chunk.finish_reason is FinishReason.ABORT and not chunk.reject_reason for chunk in chunks)
         if is_cancelled or not (texts := said(chunks)):
             _check(opened, chunks)
-        at, count = majority(texts)
+        at, count = majority([*texts.values()]) if texts else (0, 0)
         why = f"agreement={count / number:.2f}; least={least:.2f}"
-        if count < needed:
+        if not texts or count < needed:
             raise Unsure(why)
-        opened.keep(opened.index_of[good(chunks)[at].request_id])
+        opened.keep(opened.index_of[[*texts][at]])
         return why
 
 
