@@ -46,6 +46,8 @@ from support.server.harness import (
     make_runtime,
     make_text_runtime,
 )
+from support.server.responses import FUNCTIONS, ask
+from support.server.tools import CALL_NOW, TOOLS_TEMPLATE, says
 
 
 class TurnedExecutor(NarrowExecutor):
@@ -285,6 +287,33 @@ async def test_a_request_without_a_text_and_one_for_vectors_are_refused(models, 
     async with make_client(*models, pipelines=[pipeline]) as client:
         for path, body in (("/v1/completions", {"prompt": [1, 2]}), ("/v1/embeddings", {"input": "a"})):
             assert (await client.post(path, json=body | {"model": "docs"})).status_code == 400
+
+
+async def test_results_of_tools_go_on_with_the_sources_of_the_question(models, pipeline: Pipeline, monkeypatch) -> None:
+    asked, odds = [], Verdicts.odds
+
+    async def noted(self, name, http, call, conversation, words, **fields):
+        asked.append("".join([message.content for message in conversation.messages]))
+        return await odds(self, name, http, call, conversation, words, **fields)
+
+    monkeypatch.setattr(Verdicts, "odds", noted)
+    tool = says(CALL_NOW, chat_template=TOOLS_TEMPLATE, served_names=("writer",), aliases=())
+    try:
+        async with make_client(tool, models[1], pipelines=[pipeline]) as client:
+            first = await ask(client, model="docs", input="What is red?", tools=FUNCTIONS, max_output_tokens=100)
+            [call] = first["output"]
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+            then = {"model": "docs", "input": [result], "previous_response_id": first["id"]}
+            [again] = (await ask(client, **then, tools=FUNCTIONS, max_output_tokens=100))["output"]
+            assert again["name"] == "now"
+            await ask(client, 400, **then | {"previous_response_id": None})
+            client.app.state.parts.deployment.pipelines["docs"] = checked(pipeline)
+            await ask(client, **then)
+    finally:
+        tool.close()
+    [text] = asked
+    assert "Red is a colour." in text
+    assert text.endswith("Do the sources above support this answer? Reply with yes or no.")
 
 
 KEYS = "".join(f'[[keys]]\nname = "{name}"\nkey = "the-key-of-{name}"\nmodels = ["{name}"]\n' for name in ("docs", "writer"))

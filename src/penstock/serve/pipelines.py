@@ -44,20 +44,25 @@ class PipelineFiller:
         self._searchers: dict[str, Searcher] = {}
 
     async def fill(self, pipeline: Pipeline, data: bytes, http: HttpRequest) -> bytes:
-        """Return the body with the template in place of the question. Raises `ModelAway`, `ApiError` and `Rejected`."""
+        """Return the body with the template in place of the question. Raises `ModelAway`, `ApiError` and `Rejected`.
+
+        A body of tools' results alone is returned as it is: the response that it continues has the sources.
+        """
         config = pipeline.config
         question = await self._questions.read(data, http)
-        if not question:
+        if not question and not await self._questions.reader.parse(data, partial(_is_continued, data), http.scope):
             raise invalid(f"{config.name} answers questions from documents, but the request contains no text.", "messages")
         course = course_of(http.scope)
         hits = course.hits
-        if hits is None:
+        if hits is None and question:
             hits = course.hits = await self._search(pipeline, question, data, http)
         if config.check is not None:  # before reranking: if the check's model must be loaded, all of this is repeated
             self._verdicts.check_there(config.check.model)
             # Truncation would drop the beginning, where the sources are, and a check must not judge without them.
             odds = partial(self._verdicts.odds, config.check.model, http, truncates=False)
             course.check = Check(config.name, config.check, odds)
+        if hits is None:
+            return data
         if (reranker := config.reranker) is not None and hits:
             passages = [hit.as_read for hit in hits]
             scores = await unless_gone(http, self._questions.score(reranker.model, question, passages, data, http))
@@ -130,6 +135,11 @@ def fill_template(template: str, question: str, hits: Sequence[Hit]) -> str:
 def _source(number: int, hit: Hit) -> str:
     heading = f", {hit.heading}" if hit.heading else ""
     return f"[{number}] {hit.path}{heading}\n{hit.text}"
+
+
+def _is_continued(data: bytes) -> bool:
+    body = load_json(data)
+    return isinstance(body, dict) and bool(body.get("previous_response_id"))
 
 
 def _filled(data: bytes, config: PipelineConfig, hits: Sequence[Hit]) -> bytes:
