@@ -307,6 +307,8 @@ async def test_results_of_tools_go_on_with_the_sources_of_the_question(models, p
             [again] = (await ask(client, **then, tools=FUNCTIONS, max_output_tokens=100))["output"]
             assert again["name"] == "now"
             await ask(client, 400, **then | {"previous_response_id": None})
+            for empty in (1, " ", [{"role": "user", "content": ""}], [result, {"role": "user", "content": ""}]):
+                await ask(client, 400, **then | {"input": empty})
             client.app.state.parts.deployment.pipelines["docs"] = checked(pipeline)
             await ask(client, **then)
     finally:

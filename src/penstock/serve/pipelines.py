@@ -46,11 +46,11 @@ class PipelineFiller:
     async def fill(self, pipeline: Pipeline, data: bytes, http: HttpRequest) -> bytes:
         """Return the body with the template in place of the question. Raises `ModelAway`, `ApiError` and `Rejected`.
 
-        A body of tools' results alone is returned as it is: the response that it continues has the sources.
+        A body with nothing but results of tools is returned unchanged: the response that it continues has the sources.
         """
         config = pipeline.config
         question = await self._questions.read(data, http)
-        if not question and not await self._questions.reader.parse(data, partial(_is_continued, data), http.scope):
+        if not question and not await self._questions.reader.parse(data, partial(_has_only_results, data), http.scope):
             raise invalid(f"{config.name} answers questions from documents, but the request contains no text.", "messages")
         course = course_of(http.scope)
         hits = course.hits
@@ -137,9 +137,13 @@ def _source(number: int, hit: Hit) -> str:
     return f"[{number}] {hit.path}{heading}\n{hit.text}"
 
 
-def _is_continued(data: bytes) -> bool:
+def _has_only_results(data: bytes) -> bool:
+    """Return whether a body of the Responses API has results of tools as its only input."""
     body = load_json(data)
-    return isinstance(body, dict) and bool(body.get("previous_response_id"))
+    items = body.get("input") if isinstance(body, dict) else None
+    if not items or not isinstance(items, list):
+        return False
+    return all(isinstance(item, dict) and item.get("type") == "function_call_output" for item in items)
 
 
 def _filled(data: bytes, config: PipelineConfig, hits: Sequence[Hit]) -> bytes:
