@@ -292,16 +292,21 @@ async def test_samples_end_as_soon_as_they_can_change_nothing(least: float, name
             one.close()
 
 
-async def test_a_sample_that_fails_says_nothing(models, monkeypatch) -> None:
+def fail_first(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let so many answers of each call fail."""
     whole = in_flight.RunningCall.whole
 
-    async def with_a_failure(call, is_enough):
+    async def with_failures(call, is_enough):
         chunks = await whole(call, is_enough)
-        for chunk in chunks[:1]:
+        for chunk in chunks[:number]:
             chunk.finish_reason = FinishReason.ERROR
         return chunks
 
-    monkeypatch.setattr(in_flight.RunningCall, "whole", with_a_failure)
+    monkeypatch.setattr(in_flight.RunningCall, "whole", with_failures)
+
+
+async def test_a_sample_that_fails_says_nothing(models, monkeypatch) -> None:
+    fail_first(1, monkeypatch)
     async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=0.4, part=re.compile("()")))]) as client:
         answer = await client.post(CHAT, json=body(1))
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; agreement=0.80; least=0.40")
@@ -332,8 +337,9 @@ async def test_reasoning_is_not_compared(text: str, fields: dict) -> None:
             one.close()
 
 
-@pytest.mark.parametrize("least", [0.0, 0.8])
-async def test_answers_that_end_while_reasoning_do_not_agree(least: float) -> None:
+@pytest.mark.parametrize(("least", "num_failed"), [(0.0, 0), (0.8, 0), (0.8, 1)])
+async def test_answers_that_end_while_reasoning_do_not_agree(least: float, num_failed: int, monkeypatch) -> None:
+    fail_first(num_failed, monkeypatch)
     models = made(
         HashExecutor(CAPACITY, model=Thinking(text="<think>A long thought.</think>@")), chat_template=THINKING_TEMPLATE
     )

@@ -91,10 +91,12 @@ class Agreement:
         number, least = self.config.samples, self.config.least
         needed = math.ceil(least * number - 1e-9)
 
+        def good(chunks: Sequence[OutputChunk]) -> list[OutputChunk]:
+            return [chunk for chunk in chunks if error_of(call.terms, chunk) is None]
+
         def said(chunks: Sequence[OutputChunk]) -> dict[str, str]:
             """Return what answers say, by request id, without those that failed or say nothing."""
-            good = [chunk for chunk in chunks if error_of(call.terms, chunk) is None]
-            texts = {chunk.request_id: said_in(opened, chunk) for chunk in good}
+            texts = {chunk.request_id: said_in(opened, chunk) for chunk in good(chunks)}
             return {name: normalised(text, self.config.part) for name, text in texts.items() if text.strip()}
 
         def is_decided(chunks: Sequence[OutputChunk]) -> bool:
@@ -103,8 +105,9 @@ class Agreement:
 
         chunks = await opened.whole(is_decided)
         is_cancelled = any(chunk.finish_reason is FinishReason.ABORT and not chunk.reject_reason for chunk in chunks)
-        if is_cancelled or not (texts := said(chunks)):
+        if is_cancelled or not good(chunks):
             _check(opened, chunks)
+        texts = said(chunks)
         at, count = majority([*texts.values()]) if texts else (0, 0)
         why = f"agreement={count / number:.2f}; least={least:.2f}"
         if not texts or count < needed:
@@ -220,7 +223,7 @@ def said_in(call: RunningCall, chunk: OutputChunk) -> str:
         return chunk.text
     reader = call.form.reader(str)
     answer = gather([*reader.push(chunk.text), *reader.finish()])
-    return "\n".join(filter(None, [answer.content, *[f"{call.name} {call.arguments}" for call in answer.calls]]))
+    return "\n".join(filter(None, [answer.content, *[f"{one.name} {one.arguments}" for one in answer.calls]]))
 
 
 def _check(call: RunningCall, chunks: Sequence[OutputChunk], terms: Terms | None = None) -> None:
