@@ -111,7 +111,7 @@ def read_owner(scope: Scope) -> Owner:
 
 
 def is_local_only(scope: Scope) -> bool:
-    """Return whether the client says that the request, or the batch of which it is a line, must not go to an upstream."""
+    """Return whether the request, or the batch that it belongs to, was sent with `X-Local-Only` and must stay here."""
     wishes = values_of(scope, b"x-local-only")
     return course_of(scope).is_local_only or any(wish.lower() not in (b"", b"0", b"false") for wish in wishes)
 
