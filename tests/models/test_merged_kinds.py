@@ -148,6 +148,16 @@ def test_single_experts_may_have_modules_of_their_own(tmp_path: Path, name: str)
     assert after.weights["layers.0.expert_gate"] is base.weights["layers.0.expert_gate"]
 
 
+def test_a_header_may_be_as_long_as_that_of_all_experts(tmp_path: Path) -> None:
+    """48 layers of 128 experts have 37,000 tensors, of which a header of 5 MB tells."""
+    base = load(write_hf(tmp_path / "base", TINY))
+    path = write_adapter(tmp_path / "adapter", {Q: factors_of_llama(TINY)[Q]}) / "adapter_model.safetensors"
+    data, num_spaces = path.read_bytes(), 5_000_000
+    end = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes((end - 8 + num_spaces).to_bytes(8, "little") + data[8:end] + b" " * num_spaces + data[end:])
+    assert with_adapter(base, path.parent).weights["layers.0.q"] is not base.weights["layers.0.q"]
+
+
 def test_an_adapter_of_gguf_has_a_pair_for_all_experts(tmp_path: Path) -> None:
     """As llama.cpp's converter writes it: a matrix for each expert, one below the other."""
     base = load(write_case(in_float32(CASES["qwen3_moe_gguf"]), tmp_path / "base"))

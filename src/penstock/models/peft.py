@@ -28,7 +28,7 @@ from penstock.models.gguf_file import GgufFile, parse_gguf
 from penstock.models.gguf_file import TensorEntry as GgufEntry
 from penstock.models.hf_config import JsonFile, json_file, read_json
 from penstock.models.program import Program
-from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_entries, read_tensor
+from penstock.models.safetensors_file import MAX_HEADER_BYTES, StoredTensor, TensorEntry, read_entries, read_tensor
 from penstock.models.weights import WeightTensor, row_slices
 from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE
 from penstock.types.errors import ModelError, damaged
@@ -36,8 +36,8 @@ from penstock.types.model_spec import LayerFactors, LinearAttentionSpec, ModelSp
 
 F32 = NDArray[np.float32]
 
-_MAX_HEADER_BYTES = 1 << 22
-"""Enough for 20,000 tensors. An adapter of all matrices of 80 layers has 1,120."""
+_MAX_HEADER_BYTES_BESIDE = 1 << 22
+"""Enough for 20,000 tensors. An adapter of all matrices of 80 layers has 1,120, and one of experts must be merged."""
 _MAX_NAME = 300
 _FLOATS = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?((?:\.weight)?)")
@@ -140,7 +140,8 @@ def read_peft(
         raise _refused(folder, cause, _SAVE)
     try:
         with files.open(path) as file:
-            entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
+            max_bytes, remedy = (MAX_HEADER_BYTES, _SAVE) if is_merged else (_MAX_HEADER_BYTES_BESIDE, _MERGE_HERE)
+            entries = read_entries(file, path, max_header_bytes=max_bytes, remedy=remedy)
             is_mixtral = spec.architecture == "llama" and spec.num_experts > 1  # Mixtral's GGUF files say `llama`
             architecture = architectures.find("mixtral" if is_mixtral else spec.architecture)
             read = _pairs(entries, path)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.models.checks import json_object, map_file
 from penstock.types.errors import ModelError, damaged
 
-_MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
+MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 FLOAT8 = "F8_E4M3"
 FLOATS: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, FLOAT8: np.uint8}
 """Types of weights, and the NumPy type of their bits."""
@@ -76,16 +76,16 @@ class StoredTensor:
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Map a file and return its tensors by name. Raises ModelError."""
     data = map_file(path)
-    header_bytes = _header_bytes(data[:8], len(data), _MAX_HEADER_BYTES, path)
+    header_bytes = _header_bytes(data[:8], len(data), path, MAX_HEADER_BYTES, "Fetch it again.")
     entries = _entries(data[8 : 8 + header_bytes], len(data), path)
     body = np.frombuffer(data, dtype=np.uint8)
     return {name: StoredTensor(path, one.dtype, one.shape, body[one.begin : one.end]) for name, one in entries.items()}
 
 
-def read_entries(file: BinaryIO, path: Path, *, max_header_bytes: int) -> dict[str, TensorEntry]:
-    """Read the header of an open file and return its tensors by name. Raises ModelError."""
+def read_entries(file: BinaryIO, path: Path, *, max_header_bytes: int, remedy: str) -> dict[str, TensorEntry]:
+    """Read the header of an open file and return its tensors by name. Raises ModelError, with `remedy` for a longer header."""
     num_bytes = os.fstat(file.fileno()).st_size
-    header_bytes = _header_bytes(file.read(8), num_bytes, max_header_bytes, path)
+    header_bytes = _header_bytes(file.read(8), num_bytes, path, max_header_bytes, remedy)
     return _entries(file.read(header_bytes), num_bytes, path)
 
 
@@ -98,12 +98,13 @@ def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
     return StoredTensor(path, entry.dtype, entry.shape, raw)
 
 
-def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> int:
+def _header_bytes(first: bytes, num_bytes: int, path: Path, max_bytes: int, remedy: str) -> int:
     header_bytes = int.from_bytes(first, "little")
     if len(first) < 8 or header_bytes > num_bytes - 8:
         raise damaged(path, "its header is longer than the file")
     if header_bytes > max_bytes:
-        raise damaged(path, f"its header has {header_bytes} bytes, more than the {max_bytes} that are accepted")
+        cause = f"its header has {header_bytes} bytes, more than the {max_bytes} that are accepted"
+        raise ModelError(f"{path}: {cause}.", remedy=remedy)
     return header_bytes
 
 
