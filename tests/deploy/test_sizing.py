@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from penstock.backends.cuda.memory import Usage
 from penstock.backends.native import footprint
-from penstock.config import BackendConfig, Config, KvConfig
+from penstock.config import BackendConfig, Config, KvConfig, LoraConfig
 from penstock.deploy.forecast import Outline, forecast
-from penstock.deploy.resolve import decide, plan_on_cpu
+from penstock.deploy.resolve import adapter_room, decide, plan_on_cpu
 from penstock.deploy.sizing import (
     DEFAULT_CAP_BYTES,
     LEAST_TOKENS_BESIDE,
@@ -32,10 +32,16 @@ from penstock.deploy.sizing import (
     wanted_len,
 )
 from penstock.machine import AddressSpace
+from penstock.models.adapter import sites
+from penstock.models.architectures import describe
+from penstock.models.catalog import resolve
+from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
 from penstock.types.plan import Capacity
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -313,6 +319,25 @@ def test_a_gpu_has_adapters_in_its_blocks_and_in_the_machines_memory() -> None:
     check_adapter_room(room, 323 << 20)
     with pytest.raises(NotEnoughMemory, match=r"10 adapters of up to 32 MiB each, and 3 MiB .* the 322 MiB .* --max-lora-rank"):
         check_adapter_room(room, 322 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen3", "q k v o"),
+        ("gemma4_shared", "q k v o"),
+        ("deepseek_v3", "q_a q q_rope latent k_rope o"),
+        ("lfm2", "q k v o conv_in"),
+        ("mamba2", "mix_in mix_gate mix_steps mix_out"),
+        ("qwen3_5_moe", "q q_gate k v o mix_in mix_gate mix_steps mix_rates mix_out"),
+    ],
+)
+def test_adapters_have_room_for_all_projections_but_the_feed_forward_s(tmp_path: Path, name: str, kinds: str) -> None:
+    model = load_model(resolve(str(write_case(CASES[name], tmp_path)), tmp_path))
+    shapes = sites(describe(model.spec))
+    num_values = sum(sum(shape) for site, shape in shapes.items() if site.rpartition(".")[2] in kinds.split())
+    config = Config(lora=LoraConfig(lora_dir=str(tmp_path), max_lora_rank=8))
+    assert adapter_room(config, model).image_bytes == 2 * 8 * num_values
 
 
 def test_an_asked_for_size_is_what_a_gpu_gives() -> None:

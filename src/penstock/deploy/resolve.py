@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_ADAPTED = ("q", "k", "v", "o")
-"""Suffixes of the weights that nearly every adapter changes."""
+_FEED_FORWARD = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down", "input_gate", "input_projection")
+"""Suffixes of the weights of a layer that fewer adapters change. Nearly every adapter changes the others."""
 
 
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
@@ -316,7 +316,8 @@ def num_memory_bytes(config: Config, model: LoadedModel) -> int:
 def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
     """Return the memory for the most adapters that the settings allow, and for reading one more.
 
-    Assumes adapters of the greatest rank on attention's projections. Raises ConfigError for a model that can't have adapters.
+    Assumes adapters of the greatest rank on the projections of attention and recurrent layers. Raises ConfigError for a model
+    that can't have adapters.
     """
     lora = config.lora
     if not lora.is_on:
@@ -331,7 +332,8 @@ def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
     from penstock.models.architectures import describe
 
     shapes = sites(describe(model.spec))
-    num_values = lora.max_lora_rank * sum(sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED)
+    in_layers = {name: name.rpartition(".")[2] for name in shapes if name.startswith("layers.")}
+    num_values = lora.max_lora_rank * sum(sum(shapes[name]) for name, kind in in_layers.items() if kind not in _FEED_FORWARD)
     return sizing.AdapterRoom(
         image_bytes=2 * num_values,  # in 16 bits; the native backend takes 8 beside quantised weights
         read_bytes=READ_BYTES * num_values,
