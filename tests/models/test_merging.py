@@ -12,9 +12,11 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures, catalog
 from penstock.models.adapter import AdapterFactors
+from penstock.models.changed_rows import F32, ChangedRows
+from penstock.models.formats import dequantize
 from penstock.models.load import load_adapter, load_model
 from penstock.models.merging import merged, with_adapters
-from penstock.models.weights import LoadedModel, WeightFormat
+from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
 from penstock.types.adapter import MergedAdapter
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
@@ -85,6 +87,25 @@ def test_numbers_that_can_t_be_held_are_refused(tmp_path: Path) -> None:
         big = np.full((1, 64), size, np.float32), np.full((64, 1), 10, np.float32)
         with pytest.raises(ModelError, match=words), np.errstate(over="ignore"):
             merged(model, AdapterFactors({"layers.0.q": big})).weights["layers.0.q"].rows(0, 4)
+
+
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q8_0])
+def test_few_rows_of_a_table_that_is_read_whole_are_float32_at_once(fmt: WeightFormat) -> None:
+    sizes: list[int] = []
+
+    class RowNumbers:
+        def apply(self, values: F32, rows: slice) -> F32:
+            sizes.append(values.nbytes)
+            values[:] = np.arange(rows.start, rows.stop)[:, None]
+            return values
+
+    base = WeightTensor("embed", 10_000, 1024, WeightFormat.BF16, np.zeros((10_000, 1024), np.uint16))
+    table = WeightTensor("embed", 10_000, 1024, fmt, ChangedRows(base, (RowNumbers(),), fmt))
+    data = table.data
+    assert max(sizes) <= 1 << 25
+    assert sum(sizes) == 4 * 10_000 * 1024
+    last = dequantize(data[-1:], fmt, 1024)
+    assert np.allclose(last, 9999, rtol=2**-8)
 
 
 def reference_logits(model: LoadedModel, token_ids: list[int]) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.formats import WeightFormat
+from penstock.models.formats import WeightFormat, stored_bytes
 from penstock.models.packed import GROUP
 from penstock.models.weights import Stacked, WeightTensor, convert_rows
 from penstock.types.errors import ModelError
@@ -27,6 +27,7 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.F8_E4M3: WeightFormat.BF16,
 }
 """Format of a matrix -> format once changed. Others become Q8_0, or BF16 unless 32 divides the columns."""
+_DTYPES: Mapping[WeightFormat, type[np.generic]] = {WeightFormat.F32: np.float32, WeightFormat.BF16: np.uint16}
 
 
 class Change(Protocol):
@@ -77,23 +78,28 @@ class ChangedRows:
         """Return some rows, encoded in `format`. Raises ModelError for a number that it can't hold."""
         if not isinstance(rows, slice):
             return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
-        begin, end, step = rows.indices(self.base.num_rows)
-        values = self.base.dequantize(begin, max(begin, end))[::step]
+        wanted = range(*rows.indices(self.base.num_rows))
+        out = np.empty((len(wanted), stored_bytes(self.format, 1, self.base.num_cols)), np.uint8)
+        out = out.view(_DTYPES.get(self.format, np.uint8))
+        for begin, end in self.base.parts(1, 0, len(wanted)):
+            self._encode(wanted[begin:end], out[begin:end])
+        return out
+
+    def _encode(self, rows: range, out: NDArray[np.generic]) -> None:
+        end = min(rows.stop, self.base.num_rows)
+        values = self.base.dequantize(rows.start, end)[:: rows.step]
         with np.errstate(all="ignore"):  # checked below
             for change in self.changes:
-                values = change.apply(values, slice(begin, end, step))
+                values = change.apply(values, slice(rows.start, end, rows.step))
         if not np.isfinite(values).all():
             raise ModelError(
                 f"{self.base.name} has numbers that are not finite.",
                 remedy="Use another file of the model, or leave out the adapter or draft head that brings them.",
             )
-        if self.format is WeightFormat.F32:
-            return values
-        if self.format is WeightFormat.BF16:
-            return _to_bf16(values)
-        num_cols = self.base.num_cols
-        out = np.empty((len(values), num_cols // GROUP * (2 + GROUP)), np.uint8)
-        return convert_rows(lambda part: _to_q8_0(values[part], self.base.name), out, num_cols)
+        if self.format is WeightFormat.Q8_0:
+            convert_rows(lambda part: _to_q8_0(values[part], self.base.name), out, self.base.num_cols)
+        else:
+            out[:] = values if self.format is WeightFormat.F32 else _to_bf16(values)
 
 
 def _to_bf16(values: F32) -> NDArray[np.uint16]:
