@@ -158,7 +158,20 @@ def test_listing_of_catalogue_and_cache(tmp_path):
     names = [str(tmp_path / "models/mine.gguf"), "hf:org/one:a.gguf", "hf:org/one:b-00001-of-00002.gguf", "hf:org/two"]
     assert [listing.name for listing in others] == names
     assert all(listing.size_bytes > 10_000 for listing in others)
-    assert all(catalog.resolve(listing.name, tmp_path).is_present for listing in others)
+    assert all(listing.is_present and catalog.resolve(listing.name, tmp_path).is_present for listing in others)
+
+
+@pytest.mark.parametrize("part", ["c-00002-of-00002.gguf", ".c-00001-of-00002.gguf.unfinished"])
+def test_a_split_file_whose_pull_was_interrupted_is_not_fetched(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "hub" / "org" / "one"
+    folder.mkdir(parents=True)
+    for number in (1, 2):
+        (folder / f"c-0000{number}-of-00002.gguf").write_bytes(bytes(6_000))
+    (folder / part).unlink() if part.startswith("c") else (folder / part).touch()
+    *_, listing = list_models(tmp_path)
+    assert listing.name == "hf:org/one:c-00001-of-00002.gguf"
+    assert not listing.is_present
+    assert not resolve(listing.name, tmp_path).is_present
 
 
 def test_a_snapshot_of_the_hugging_face_cache_is_called_by_its_repository(tmp_path: Path) -> None:

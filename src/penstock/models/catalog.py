@@ -180,7 +180,7 @@ class ModelSource:
 class ModelListing:
     name: str
     path: Path
-    size_bytes: int  # on disk if present, else what a pull would store
+    size_bytes: int  # on disk; for a model of the catalogue that is not here, what a pull would store
     is_present: bool = True
     entry: CatalogEntry | None = None
 
@@ -250,14 +250,18 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
             )
         )
     known, root = {listing.path for listing in listings}, cache_dir / "hub"
-    named = {path: str(path) for path in sorted(models_dir(cache_dir).glob("*.gguf")) if path not in known}
+    paths = [path for path in sorted(models_dir(cache_dir).glob("*.gguf")) if path not in known]
+    sources = [ModelSource(name=str(path), kind=SourceKind.GGUF, path=path) for path in paths]
     for path in sorted(root.glob("*/*/**/*.gguf")):
         org, repo, *file = path.relative_to(root).parts
-        named[path] = f"hf:{org}/{repo}:{'/'.join(file)}"
-    for path, name in named.items():
-        if _is_first(path):
-            size_bytes = sum(file.stat().st_size for file in split_files(path) if file.exists())
-            listings.append(ModelListing(name=name, path=path, size_bytes=size_bytes))
+        ref = HubRef(repo=f"{org}/{repo}", file="/".join(file))
+        sources.append(ModelSource(name=f"hf:{ref.repo}:{ref.file}", kind=SourceKind.GGUF, path=path, hub=ref))
+    for source in sources:
+        if _is_first(source.path):
+            size_bytes = sum(file.stat().st_size for file in split_files(source.path) if file.exists())
+            listings.append(
+                ModelListing(name=source.name, path=source.path, size_bytes=size_bytes, is_present=source.is_present)
+            )
     for marker in sorted(root.glob(f"*/*/{COMPLETE_MARKER}")):
         path = marker.parent
         size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
