@@ -167,11 +167,24 @@ def test_a_split_file_whose_pull_was_interrupted_is_not_fetched(tmp_path: Path, 
     folder.mkdir(parents=True)
     for number in (1, 2):
         (folder / f"c-0000{number}-of-00002.gguf").write_bytes(bytes(6_000))
-    (folder / part).unlink() if part.startswith("c") else (folder / part).touch()
+    if part.endswith(".unfinished"):
+        (folder / part).touch()
+    else:
+        (folder / part).unlink()
     *_, listing = list_models(tmp_path)
     assert listing.name == "hf:org/one:c-00001-of-00002.gguf"
     assert not listing.is_present
     assert not resolve(listing.name, tmp_path).is_present
+
+
+def test_a_split_file_put_into_the_cache_is_not_there_without_all_its_parts(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    parts = [tmp_path / f"models/c-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(bytes(6_000))
+    assert list_models(tmp_path)[-1].is_present
+    parts[1].unlink()
+    assert not list_models(tmp_path)[-1].is_present
 
 
 def test_a_snapshot_of_the_hugging_face_cache_is_called_by_its_repository(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class ModelSource:
             return self.path.exists()
         if self.kind is SourceKind.DIRECTORY:
             return (self.path / COMPLETE_MARKER).is_file()
-        return all(file.exists() for file in split_files(self.path)) and not unfinished_marker(self.path).exists()
+        return _has_all_files(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +235,11 @@ def unfinished_marker(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
+def _has_all_files(path: Path) -> bool:
+    """Return whether all files of a GGUF model are on disk, and of one revision."""
+    return all(file.exists() for file in split_files(path)) and not unfinished_marker(path).exists()
+
+
 def _is_first(path: Path) -> bool:
     found = _SPLIT.fullmatch(path.name)
     return found is None or int(found[2]) <= 1
@@ -250,18 +255,14 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
             )
         )
     known, root = {listing.path for listing in listings}, cache_dir / "hub"
-    paths = [path for path in sorted(models_dir(cache_dir).glob("*.gguf")) if path not in known]
-    sources = [ModelSource(name=str(path), kind=SourceKind.GGUF, path=path) for path in paths]
+    named = {path: str(path) for path in sorted(models_dir(cache_dir).glob("*.gguf")) if path not in known}
     for path in sorted(root.glob("*/*/**/*.gguf")):
         org, repo, *file = path.relative_to(root).parts
-        ref = HubRef(repo=f"{org}/{repo}", file="/".join(file))
-        sources.append(ModelSource(name=f"hf:{ref.repo}:{ref.file}", kind=SourceKind.GGUF, path=path, hub=ref))
-    for source in sources:
-        if _is_first(source.path):
-            size_bytes = sum(file.stat().st_size for file in split_files(source.path) if file.exists())
-            listings.append(
-                ModelListing(name=source.name, path=source.path, size_bytes=size_bytes, is_present=source.is_present)
-            )
+        named[path] = f"hf:{org}/{repo}:{'/'.join(file)}"
+    for path, name in named.items():
+        if _is_first(path):
+            size_bytes = sum(file.stat().st_size for file in split_files(path) if file.exists())
+            listings.append(ModelListing(name=name, path=path, size_bytes=size_bytes, is_present=_has_all_files(path)))
     for marker in sorted(root.glob(f"*/*/{COMPLETE_MARKER}")):
         path = marker.parent
         size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
