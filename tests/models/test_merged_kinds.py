@@ -149,7 +149,7 @@ def test_single_experts_may_have_modules_of_their_own(tmp_path: Path, name: str)
 
 
 def test_a_header_may_be_as_long_as_that_of_all_experts(tmp_path: Path) -> None:
-    """48 layers of 128 experts have 37,000 tensors, of which a header of 5 MB tells."""
+    """The factors of 48 layers of 128 experts are 37,000 tensors, with a header of 5 MB. Here it is padded."""
     base = load(write_hf(tmp_path / "base", TINY))
     path = write_adapter(tmp_path / "adapter", {Q: factors_of_llama(TINY)[Q]}) / "adapter_model.safetensors"
     data, num_spaces = path.read_bytes(), 5_000_000

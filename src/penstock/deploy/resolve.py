@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FEED_FORWARD = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down", "input_gate", "input_projection")
-"""Suffixes of the weights of a layer that fewer adapters change. Nearly every adapter changes the others."""
+"""Suffixes of feed-forward weights and of Gemma's inputs by layer. Fewer adapters change these than a layer's others."""
 
 
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
@@ -331,9 +331,9 @@ def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
     from penstock.models.adapter_files import READ_BYTES
     from penstock.models.architectures import describe
 
-    shapes = sites(describe(model.spec))
-    in_layers = {name: name.rpartition(".")[2] for name in shapes if name.startswith("layers.")}
-    num_values = lora.max_lora_rank * sum(sum(shapes[name]) for name, kind in in_layers.items() if kind not in _FEED_FORWARD)
+    shapes = sites(describe(model.spec)).items()
+    adapted = [shape for name, shape in shapes if name.startswith("layers.") and name.rpartition(".")[2] not in _FEED_FORWARD]
+    num_values = lora.max_lora_rank * sum(map(sum, adapted))
     return sizing.AdapterRoom(
         image_bytes=2 * num_values,  # in 16 bits; the native backend takes 8 beside quantised weights
         read_bytes=READ_BYTES * num_values,
