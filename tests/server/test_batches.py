@@ -17,6 +17,7 @@ import pytest
 from penstock.config import ServerConfig
 from penstock.config.routes import AgreementConfig
 from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy import off_loop
 from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
@@ -690,6 +691,31 @@ def test_answers_stay_when_their_books_are_lost(tmp_path, monkeypatch, gate):
         batch = ended(client, batch)
         assert batch.status == "failed"
         assert answers(client, batch.output_file_id)
+
+
+def test_lines_whose_grammars_wait_are_answered_by_the_first_model_of_their_route(tmp_path, monkeypatch):
+    monkeypatch.setattr(off_loop, "MAX_GRAMMARS", 1)
+    first, second = (make_runtime(served_names=(name,), aliases=()) for name in ("first", "second"))
+    queue, have_come, num_joined = first.off_loop._grammars, threading.Event(), 0
+    join, prepare = queue.join, first.grammars.prepare
+
+    def noted(*told):
+        nonlocal num_joined
+        num_joined += 1
+        if num_joined == 3:  # one is at work, one has the place, and one more comes
+            have_come.set()
+        return join(*told)
+
+    monkeypatch.setattr(queue, "join", noted)
+    monkeypatch.setattr(first.grammars, "prepare", lambda *told: (have_come.wait(20), prepare(*told)))
+    told = ServerConfig(port=0, shutdown_timeout_s=0.0, jobs_dir=str(tmp_path))
+    parts = {"routes": [Route(name="auto", models=("first", "second"))]}
+    with closing(first), closing(second), JobsServer(first, told, (second,), parts) as server, server.client() as client:
+        lines = [line(str(nth), model="auto", structured_outputs={"regex": f"[{nth}]"}) for nth in range(3)]
+        batch = ended(client, begun(client, lines))
+        models = [answer["response"]["body"]["model"] for answer in answers(client, batch.output_file_id)]
+        assert models == ["first"] * 3
+        assert not first.metrics.rejected["queue_full"]
 
 
 @contextmanager

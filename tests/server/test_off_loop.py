@@ -16,7 +16,7 @@ import pytest
 from penstock.calls import prompts
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
-from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop, in_daemon
+from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop, in_daemon, lane_of
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve import bodies
@@ -258,6 +258,26 @@ async def test_a_tenants_queue_has_a_bounded_size(pool, held, monkeypatch):
     assert await pool.compile("b", 4 * half, lambda: "alone") == "alone"
     held.release()
     await asyncio.gather(*begun, *waiting)
+
+
+async def test_work_for_batches_is_never_refused_and_takes_nobodys_room(monkeypatch, held):
+    monkeypatch.setattr(off_loop, "MAX_JOBS", 2)
+    monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 4 * LARGE_SIZE)
+    monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.0)
+    batch, pool = lane_of("a", is_background=True), OffLoop()
+    with contextlib.closing(pool):
+        tasks = await compiling(pool, batch, [held] * (MAX_GRAMMARS + 2))
+        tasks += await rendering(pool, batch, [held] * 4)
+        for size in (LARGE_SIZE, 20 * LARGE_SIZE):
+            tasks += [asyncio.create_task(pool.run(size, held, batch)) for _ in range(3)]
+        await until(lambda: held.num_begun == 3)  # one thread for each kind of work
+        assert await pool.run(LARGE_SIZE, lambda: "small", "a") == "small"
+        tasks += [asyncio.create_task(pool.run(4 * LARGE_SIZE, held, name)) for name in "abcd"]
+        await asyncio.sleep(0)
+        with pytest.raises(Rejected, match="too many long texts"):
+            await pool.run(4 * LARGE_SIZE, held, "e")
+        held.release()
+        assert await asyncio.gather(*tasks) == [[70]] * len(tasks)
 
 
 async def test_who_gives_up_leaves_the_queue(pool, held):

@@ -4,7 +4,8 @@
     done by     the event loop             two threads           one thread for texts, one for answers
 
 Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there and at
-large texts (`FairLine`); a tenant's batches count as another one (`lane_of`). Work in threads must not touch objects of the
+large texts (`FairLine`). A tenant's batches count as another tenant (`lane_of`), and take turns at smaller texts too. Their
+work is never refused: the runner of batches limits how many lines are under way. Work in threads must not touch objects of the
 event loop. The server ends without waiting for them.
 """
 
@@ -39,13 +40,18 @@ MAX_FULL_QUEUES = 4
 """A `FairLine` is full at this many times `max_size`. Without API keys a client can invent tenants, so the limit per tenant is
 not enough."""
 MAX_RENDER_S = 10.0
-"""Time limit for making a prompt of a conversation, including the wait for earlier ones."""
+"""Time limit for making a prompt of a conversation, including the wait for earlier ones. Lines of batches have none."""
 RETRY_AFTER_S = 5.0
+_BATCH = "\0batch"  # no tenant's name contains a zero byte
 
 
 def lane_of(tenant: str, *, is_background: bool) -> str:
     """Return the name under which a tenant's work takes turns: lines of batches do not hold up its other requests."""
-    return f"{tenant}\0batch" if is_background else tenant  # no tenant's name contains a zero byte
+    return tenant + _BATCH if is_background else tenant
+
+
+def _is_background(lane: str) -> bool:
+    return lane.endswith(_BATCH)
 
 
 def give_way() -> None:
@@ -93,11 +99,12 @@ class OffLoop:
     async def run(self, size: int, work: Callable[[], _Result], tenant: str) -> _Result:
         """Do `work` and return its result. If `size`, in characters or bytes, is above `INLINE_MAX_SIZE`, do it in a thread.
 
-        Tenants take turns above `LARGE_SIZE`. Raises `Rejected`: QUEUE_FULL if too much waits, DRAINING when the server ends.
+        Tenants take turns above `LARGE_SIZE`, batches always. Raises `Rejected`: QUEUE_FULL if too much waits and `tenant` is
+        not a batch's lane, DRAINING when the server ends.
         """
         if size <= INLINE_MAX_SIZE:
             return work()
-        if size > LARGE_SIZE:
+        if size > LARGE_SIZE or _is_background(tenant):
             return await self._in_turn(self._large, "long texts", tenant, size, work)
         if self._small.is_full(size):
             raise self._full("long texts", tenant)
@@ -108,9 +115,9 @@ class OffLoop:
         return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work, tenant)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
-        """Render a chat template in a thread, for at most `MAX_RENDER_S`. Tenants take turns. Raises as `run`."""
+        """Render a chat template in a thread, within `MAX_RENDER_S` unless for a batch. Tenants take turns. Raises as `run`."""
         try:
-            async with asyncio.timeout(MAX_RENDER_S):
+            async with asyncio.timeout(None if _is_background(tenant) else MAX_RENDER_S):
                 return await self._in_turn(self._templates, "conversations", tenant, size, work)
         except TimeoutError:
             raise self._full("conversations", tenant) from None
@@ -244,7 +251,7 @@ class FairLine:
         self._max_size = max_size
         self._keeps_results = keeps_results
         self._size = 0
-        """The sizes of all waiting jobs together."""
+        """The sizes of all waiting jobs together, without those of batches."""
         self._lock = threading.Lock()
         self._queues: dict[str, dict[Job, None]] = {}
         """Waiting jobs by tenant, oldest first. Tenants are in the order of their turns."""
@@ -256,7 +263,7 @@ class FairLine:
     def join(self, tenant: str, size: int, work: Callable[[], Any], key: Hashable = None) -> Job | None:
         """Queue a job for the tenant, or share an unfinished job with this key. Return None if the queue or the line is full.
 
-        An empty queue takes a job of any size that the line has room for, and an empty line any.
+        An empty queue takes a job of any size that the line has room for, and an empty line any. A batch's queue is never full.
         """
         with self._lock:
             shared = self._shared.get(key)
@@ -268,11 +275,12 @@ class FairLine:
                 return job
             jobs = self._queues.get(tenant, {})
             if job not in jobs:
-                if self._is_full(jobs, size):
-                    return None
+                if not _is_background(tenant):
+                    if self._is_full(jobs, size):
+                        return None
+                    self._size += job.size
                 jobs[job] = None
                 self._queues[tenant] = jobs
-                self._size += job.size
             job.waiting[tenant] += 1
             if key is not None:
                 self._shared[key] = job
@@ -323,7 +331,8 @@ class FairLine:
     def _take_out(self, tenant: str, job: Job) -> None:
         del job.waiting[tenant]
         del self._queues[tenant][job]
-        self._size -= job.size
+        if not _is_background(tenant):
+            self._size -= job.size
         if not self._queues[tenant]:
             del self._queues[tenant]
 
