@@ -701,10 +701,10 @@ def test_lines_whose_grammars_wait_are_answered_by_the_first_model_of_their_rout
 
     def noted(*told):
         nonlocal num_joined
-        num_joined += 1
-        if num_joined == 3:  # one is at work, one has the place, and one more comes
+        job, num_joined = join(*told), num_joined + 1
+        if num_joined == 3:  # one is at work, one has the place, and one more has come
             have_come.set()
-        return join(*told)
+        return job
 
     monkeypatch.setattr(queue, "join", noted)
     monkeypatch.setattr(first.grammars, "prepare", lambda *told: (have_come.wait(20), prepare(*told)))
