@@ -271,6 +271,9 @@ async def test_a_call_that_is_cut_is_no_call(num_tokens):
     assert '{"place": "Rome", "days": 3}'.startswith(told)
 
 
+TOLD_NOW = '{"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}'
+
+
 async def test_the_template_gets_tools_and_arguments_as_objects():
     runtime = says("Fine.", chat_template=TOOLS_TEMPLATE)
     history = [
@@ -287,9 +290,19 @@ async def test_the_template_gets_tools_and_arguments_as_objects():
         tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
         prompt = (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
     runtime.close()
-    assert prompt.startswith('<tools>{"type": "function", "function": {"name": "now"}}</tools>')
+    assert prompt.startswith('<tools>{"type": "function", "function": ' + TOLD_NOW + "}</tools>")
     assert '<|turn|>assistant: <tool_call>{"name": "now", "arguments": {"zone": "ü"}}</tool_call><|end|>' in prompt
     assert "<|turn|>tool: noon<|end|>" in prompt
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"required": []}])
+async def test_a_template_may_concatenate_what_a_tool_has_not(parameters):
+    template = (
+        "{% for tool in tools %}{{ tool.function.description + tool.function.parameters.type }}"
+        "{% for name in tool.function.parameters.properties.items() %}{{ name }}{% endfor %}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    assert (await ask("Fine.", chat_template=template + TOOLS_TEMPLATE, tools=[tool]))["message"]["content"] == "Fine."
 
 
 async def test_a_template_that_knows_no_tools_has_them_told_in_messages():
@@ -305,7 +318,7 @@ async def test_a_template_that_knows_no_tools_has_them_told_in_messages():
         prompt = (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
     runtime.close()
     assert prompt.startswith("<|turn|>system: Be brief.\n\nYou can call tools.")
-    assert '<tools>\n{"name": "now"}\n</tools>' in prompt
+    assert f"<tools>\n{TOLD_NOW}\n</tools>" in prompt
     assert '<|turn|>assistant: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|end|>' in prompt
     assert "<|turn|>user: <tool_response>\nnoon\n</tool_response><|end|>" in prompt
 

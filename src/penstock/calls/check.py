@@ -47,6 +47,7 @@ MAX_BIAS = 100
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TEMPLATE_EFFORTS: Mapping[str, str] = MappingProxyType({"xhigh": "high", "max": "high"})
 """Efforts that chat templates do not know -> what they get instead."""
+_NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "xml_tools", "documents")
 
 
@@ -293,7 +294,10 @@ def check_conversation(conversation: Conversation, names: Names) -> None:
 
 
 def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools as chat templates take them (Hugging Face's form). Raises `Rejected` for wrong or repeated names."""
+    """Return the tools in Hugging Face's form, with all fields, because chat templates concatenate them.
+
+    Raises `Rejected` for wrong or repeated names.
+    """
     described: list[Mapping[str, Any]] = []
     found: set[str] = set()
     for index, tool in enumerate(tools):
@@ -302,10 +306,15 @@ def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Map
         if tool.name in found:
             raise _invalid(names, ("tools", index, "name"), f"{tool.name!r} is also the name of another tool")
         found.add(tool.name)
-        if (tool.parameters or {}).get("type", "object") != "object":
+        parameters = tool.parameters or {}
+        if parameters.get("type", "object") != "object":
             raise _invalid(names, ("tools", index, "parameters"), "must describe an object")
-        fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        described.append({"type": "function", "function": {name: value for name, value in fields.items() if value is not None}})
+        fields = {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": {**parameters, **_NO_PARAMETERS, **parameters},  # in the client's order
+        }
+        described.append({"type": "function", "function": fields})
     return tuple(described)
 
 
