@@ -176,11 +176,22 @@ def test_a_template_shows_its_formats(model):
         ("{% set thinking = message.reasoning %}{% if thinking %}<think>{{ thinking }}{% endif %}", None),
         ("{% for thinking in message.thoughts if thinking %}{{ thinking }}{% endfor %}", None),
         ("{{ 'Don\\'t say if thinking helps.' }}", None),
+        ("{% set ns = namespace(enable_thinking=true) %}{% if ns.enable_thinking %}<think>{% endif %}", None),
+        ("{{ 'Write }} and ' + \"don't\" }}{% if enable_thinking %}{{ 'ok' }}{% endif %}", "enable_thinking"),
+        ("{{ 'enable_thinking' }}{# {{ enable_thinking }} #}", None),
         (PLAIN, None),
     ],
 )
 def test_the_switch_of_reasoning_is_the_template_s(template, variable):
     assert find_dialect(template).thinking_variable == variable
+
+
+def test_a_variable_is_what_the_template_s_code_reads():
+    only_xml = "{% for tool in xml_tools %}{{ 'Within <tools></tools>: ' + tool | string }}<tool_call></tool_call>{% endfor %}"
+    assert find_dialect(only_xml).tools_variable == "xml_tools"
+    assert find_dialect("{{ '<tools> <tool_call></tool_call>' }}").tools is GENERIC
+    assert find_dialect("{% if reasoning_effort == 'low' %}{% endif %}").takes_effort
+    assert not find_dialect("{{ 'reasoning_effort' }}").takes_effort
 
 
 def test_a_setting_goes_before_what_the_template_shows():

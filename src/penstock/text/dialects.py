@@ -327,10 +327,16 @@ def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> fro
     return frozenset(mark for text in texts for mark in SPELLED_PARTS.findall(text))
 
 
-_TOOLS_VARIABLE = re.compile(r"\b(?:xml_)?tools\b")
-_BEGIN = re.compile(r"\{[%{]")
 _TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")
-_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_STRING = re.compile(_QUOTED, re.DOTALL)
+_TAG = re.compile(
+    r"\{#.*?(?:#\}|\Z)"
+    rf"""|(\{{%(?:{_QUOTED}|(?!%\}})[^'"])*+%\}}|\{{\{{(?:{_QUOTED}|(?!\}}\}})[^'"])*+\}}\}})"""
+    r"|\{[%{].*",  # the rest, if a tag never ends: trying again at each later one would take quadratic time
+    re.DOTALL,
+)
+"""A comment of Jinja2, or a statement or expression, which is the group."""
 _THINKING = re.compile(r"\b(?:if|elif|and|or|not)\b[\s(]*thinking\b(?!\s*[.(\[])")
 _OWN_THINKING = re.compile(r"\b(?:for|set)\s+thinking\b(?!\s*=\s*(?:[Tt]rue|[Ff]alse|thinking)\b)")
 """A variable that the template itself sets, to more than a default."""
@@ -340,13 +346,17 @@ _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"
 def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
     """Return the formats of the model with this chat template. The parsers name formats; `auto` detects them."""
     source = template or ""
-    in_expressions = _expressions(source)
-    knows_tools = _TOOLS_VARIABLE.search(in_expressions) is not None
+    in_expressions = "".join(_TAG.findall(source))
+    code = _STRING.sub("''", in_expressions)
+    has_tools_in_system = _TOOLS_IN_SYSTEM.search(in_expressions) is not None
+    tools_variable = next((name for name in ("tools", "xml_tools") if _reads(code, name)), None)
+    if tools_variable is None and has_tools_in_system:
+        tools_variable = "tools"
     if tool_parser != AUTO:
         tools = BY_NAME[tool_parser]
     else:
         found = [one for one in TOOL_FORMATS if one.marks and _has_marks(source, one)]
-        tools = found[0] if found and knows_tools else GENERIC
+        tools = found[0] if found and tools_variable is not None else GENERIC
     if reasoning_parser != AUTO:
         reasoning = next((one for one in REASONING_FORMATS if one.name == reasoning_parser), None)
     else:
@@ -354,39 +364,29 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
     # Gemma's templates refuse system messages. Those that name the user's role alone may drop them (Mistral 0.1, Phi-3).
     names_user_alone = "system" not in source and re.search(r"""['"]user['"]""", in_expressions) is not None
     lacks_system = names_user_alone or "System role not supported" in source
-    tools_variable = None
-    if knows_tools and tools is not GENERIC:
-        tools_variable = "tools" if re.search(r"\btools\b", in_expressions) else "xml_tools"
+    if tools is GENERIC:
+        tools_variable = None
     return Dialect(
         tools=tools,
         reasoning=reasoning,
         tools_variable=tools_variable,
-        has_tools_in_system=tools_variable is not None and _TOOLS_IN_SYSTEM.search(in_expressions) is not None,
+        has_tools_in_system=tools_variable is not None and has_tools_in_system,
         takes_system=not lacks_system,
         takes_text_arguments=_TEXT_ARGUMENTS.search(in_expressions) is not None,
-        takes_effort="reasoning_effort" in in_expressions,
-        thinking_variable=_thinking_variable(in_expressions),
+        takes_effort=_reads(code, "reasoning_effort"),
+        thinking_variable=_thinking_variable(code),
     )
 
 
-def _thinking_variable(in_expressions: str) -> str | None:
-    if "enable_thinking" in in_expressions:
+def _thinking_variable(code: str) -> str | None:
+    if _reads(code, "enable_thinking"):
         return "enable_thinking"
-    code = _STRING.sub("", in_expressions)
     return "thinking" if _THINKING.search(code) and not _OWN_THINKING.search(code) else None
 
 
-def _expressions(source: str) -> str:
-    """Return the Jinja2 expressions and statements of a template, without the text between them."""
-    parts = []
-    at = 0
-    while (begin := _BEGIN.search(source, at)) is not None:
-        end = source.find("%}" if begin[0] == "{%" else "}}", begin.end())
-        if end < 0:
-            break
-        parts.append(source[begin.start() : end + 2])
-        at = end + 2
-    return "".join(parts)
+def _reads(code: str, name: str) -> bool:
+    """Return whether a template's code, without strings, reads this variable. Attributes and assignments do not count."""
+    return re.search(rf"(?<![.\w]){name}\b(?!\s*=(?!=))", code) is not None
 
 
 def _has_marks(source: str, tools: ToolFormat) -> bool:
