@@ -270,6 +270,16 @@ def test_ids_have_the_form_of_the_template_and_results_the_name_of_their_tool():
     assert '"id": "abcDEF123"' in rendered(MISTRAL, kept)
 
 
+def test_calls_are_content_where_the_template_shows_none():
+    calls = (PastCall("c0", "now", {}), PastCall("c1", "now", {"zone": "ü"}))
+    text = rendered(GRANITE, [Message(role="assistant", content="So:", calls=calls), HISTORY[3]])
+    assert text.endswith(
+        'So:\n<|tool_call|>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {"zone": "ü"}}]noon'
+    )
+    text = rendered(SMOLLM3 + PLAIN + "{{ '<tool_calls>' }}")
+    assert '<|assistant|><tool_call>\n{"name": "now", "arguments": {"zone": "ü"}}\n</tool_call>\n<|tool|>noon' in text
+
+
 def test_a_template_that_knows_no_tools_sees_plain_messages():
     text = rendered(PLAIN)
     assert text.startswith("<|system|>Be brief.\n\nYou can call tools.")

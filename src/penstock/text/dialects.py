@@ -306,6 +306,8 @@ class Dialect:
     has_tools_in_system: bool = False
     """The template reads tools from a field of the system message, as text."""
     takes_system: bool = True
+    takes_calls: bool = False
+    """The template shows the calls of past messages. For other templates they are written into the content."""
     takes_text_arguments: bool = False
     """The template concatenates arguments, so they must be JSON text. Other templates take an object."""
     takes_effort: bool = False
@@ -328,6 +330,7 @@ def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> fro
 
 
 _TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")
+_CALLS = re.compile(r"""[.'"]tool_calls\b""")
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _STRING = re.compile(_QUOTED, re.DOTALL)
 _TAG = re.compile(
@@ -372,6 +375,7 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
         tools_variable=tools_variable,
         has_tools_in_system=tools_variable is not None and has_tools_in_system,
         takes_system=not lacks_system,
+        takes_calls=tools_variable is not None and _CALLS.search(in_expressions) is not None,
         takes_text_arguments=_TEXT_ARGUMENTS.search(in_expressions) is not None,
         takes_effort=_reads(code, "reasoning_effort"),
         thinking_variable=_thinking_variable(code),
@@ -476,10 +480,8 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 def _as_template_message(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
     """Return a message in the form for a template that supports tools."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.calls:
+    fields = _as_plain_message(message, dialect)
+    if message.calls and dialect.takes_calls:
         fields["tool_calls"] = [
             {
                 "id": _template_id(call.call_id, dialect),
@@ -495,25 +497,25 @@ def _as_template_message(message: Message, names: Mapping[str, str], dialect: Di
         fields["tool_call_id"] = _template_id(message.call_id, dialect)
         if message.name is None and message.call_id in names:
             fields["name"] = names[message.call_id]
-    return fields | _reasoning_field(message, dialect)
+    return fields
 
 
 def _reasoning_field(message: Message, dialect: Dialect) -> dict[str, str]:
     """Return the field that has a message's reasoning. For gpt-oss, content beside a call is appended to the reasoning."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
-    if dialect.reasoning.lead and message.calls:
+    if dialect.reasoning.lead and message.calls and dialect.takes_calls:
         texts = [text for text in (message.reasoning, message.content) if text]
         return {"content": "", "thinking": "\n\n".join(texts)}
     return {"reasoning_content": message.reasoning}
 
 
 def _as_plain_message(message: Message, dialect: Dialect) -> dict[str, Any]:
-    """Return a message in the form for a template without tools: calls are written into the content."""
+    """Return a message in the form for a template without tools."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         fields["name"] = message.name
-    if message.calls:
+    if message.calls and not dialect.takes_calls:
         way = dialect.tools.ways[0]
         calls = [way.written(call.name, call.arguments) for call in message.calls]
         text = way.begin + ("\n" if way.between is None else way.between).join(calls) + way.end
