@@ -257,14 +257,16 @@ HARMONY = (
     "<|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json<|message|>{}"
 )
 OTHER_HARMONY = "<|start|>assistant to=functions.get<|channel|>commentary json<|message|>{}<|call|>"
+CODE_HARMONY = "<|channel|>analysis to=functions.get code<|message|>{}<|call|>"
 
 
 @pytest.mark.parametrize("arguments", [arguments for _, arguments in CALLS])
 def test_channels_are_read_apart(arguments):
-    form = AnswerForm(tools=FORMATS["openai"], reasoning=REASONING["openai"])
+    form = form_of("openai", reasoning=REASONING["openai"])
     expected = Answer(content="Let me look.", reasoning="Think <hard>.", calls=as_calls([("get", arguments)]))
     assert at_every_split(form, HARMONY.replace("{}", arguments)) == expected
-    assert at_every_split(form, OTHER_HARMONY.replace("{}", arguments)) == Answer(calls=expected.calls)
+    for text in (OTHER_HARMONY, OTHER_HARMONY.removeprefix("<|start|>assistant"), CODE_HARMONY):
+        assert at_every_split(form, text.replace("{}", arguments)) == Answer(calls=expected.calls)
     cut = HARMONY.replace("{}", '{"a": ')
     assert at_every_split(form, cut).calls == []
     assert not read(form, [cut])[-1].is_whole
@@ -274,8 +276,14 @@ def test_channels_are_read_apart(arguments):
     assert at_every_split(form, twice) == Answer(content="Let me look.\nB.", reasoning="Think <hard>.\nA.")
 
 
+def test_a_message_to_a_tool_that_is_not_given_is_no_call():
+    form = form_of("openai", reasoning=REASONING["openai"])
+    assert at_every_split(form, OTHER_HARMONY.replace("get", "getx")) == Answer(content="{}")
+    assert at_every_split(form, CODE_HARMONY.replace("get", "getx")) == Answer(reasoning="{}")
+
+
 def test_a_header_that_is_cut_is_not_shown_unless_it_is_a_calls():
-    form, call = AnswerForm(tools=FORMATS["openai"], reasoning=REASONING["openai"]), "to=functions.get"
+    form, call = form_of("openai", reasoning=REASONING["openai"]), "to=functions.get"
     before, _, header = HARMONY.rpartition("<|start|>")
     for cut in ("assistant", "assistant<|channel|>commentary"):
         assert at_every_split(form, f"{before}<|start|>{cut}") == Answer(content="Let me look.", reasoning="Think <hard>.")

@@ -115,7 +115,7 @@ class AnswerForm:
     tools: ToolFormat | None = None
     """The format of calls, or None if calls count as text."""
     tool_names: frozenset[str] = frozenset()
-    """Tools of the request. A call without a mark counts only if it names one."""
+    """Tools of the request. A call without a mark, or in Harmony, counts only if it names one."""
     is_free: bool = True
     """Text may precede calls. Otherwise the grammar decides from the first token on, and writes calls in the first way."""
     types: Mapping[str, Types] = field(default_factory=dict)
@@ -458,7 +458,7 @@ class ChannelReader:
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
     def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
-        self._reads_calls = form.tools is not None
+        self._tool_names = frozenset() if form.tools is None else form.tool_names
         self._new_call_id = new_call_id
         self._held = ""
         self._is_in_text = False
@@ -484,7 +484,7 @@ class ChannelReader:
         if self._is_in_text:
             self._show(self._held, parts)
             self._end_message(parts)
-        elif self._reads_calls and "to=functions." in self._held:
+        elif self._tool_names and "to=functions." in self._held:
             parts += [Content(self._held), CallEnd(self._num_calls, False, "")]
         elif self._held and not self._held.startswith(("<|start|>", "<|channel|>")):  # else a cut header
             parts.append(Content(self._held))
@@ -498,9 +498,9 @@ class ChannelReader:
         self._held, self._is_in_text, self._is_first = rest, True, True
         self._text = header + mark
         self._channel = _first_word(header.partition("<|channel|>")[2])
-        _, to, recipient = header.partition("to=functions.")
-        if to and self._reads_calls:
-            parts.append(CallBegin(self._num_calls, self._new_call_id(self._num_calls), _first_word(recipient)))
+        name = _first_word(header.partition("to=functions.")[2])
+        if name in self._tool_names:
+            parts.append(CallBegin(self._num_calls, self._new_call_id(self._num_calls), name))
             self._arguments = _ObjectScanner()
         return True
 

@@ -100,6 +100,8 @@ _LLAMA_TYPED = replace(
     call='{"type": "function", "name": "NAME", "parameters": ARGUMENTS}',
 )
 
+_HARMONY = "to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS"
+
 # Qwen2.5-Coder writes these instead: https://github.com/QwenLM/Qwen3-Coder/issues/180
 # The braces are doubled in the instructions of its template.
 _INDENTED = '{ "name": "NAME", "arguments": ARGUMENTS }'
@@ -119,14 +121,15 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         has_one_call=True,
         marks=("<|channel|>", "<|message|>", "functions."),
         ways=(
-            Way(
-                trigger="<|channel|>commentary to=functions.",
-                call="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+            *(
+                Way(
+                    trigger=f"<|channel|>{channel} to=functions.",
+                    call=f"<|channel|>{channel} to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+                )
+                for channel in ("commentary", "analysis")
             ),
-            Way(
-                trigger="<|start|>assistant to=functions.",
-                call="<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
-            ),
+            Way(trigger="<|start|>assistant to=functions.", call=f"<|start|>assistant {_HARMONY}"),
+            Way(trigger="to=functions.", call=_HARMONY, has_no_mark=True),  # the prompt ends in `<|start|>assistant`
         ),
     ),
     ToolFormat(  # Apriel 1.5 and 1.6; before Hermes, since 1.5's prose says "within <tool_call></tool_call>"
