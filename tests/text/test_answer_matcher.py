@@ -48,7 +48,7 @@ def test_calls_are_free_until_the_trigger_and_valid_after_it(name, tokenizer):
         for seed in range(3):
             matcher = matcher_of(tokenizer, *auto(name))
             is_first = BY_NAME[name].only_at_start or name == "openai" or way.has_no_mark
-            before, begin = "" if is_first else "Hi <there>! ", way.trigger + f"get{way.parts[1].rstrip()}" * way.has_no_mark
+            before, begin = "" if is_first else "Hi <there>! ", way.trigger + f"get{way.parts[1][0]}" * way.has_no_mark
             for char in before:
                 say(matcher, tokenizer, char)
             if before:
@@ -291,10 +291,11 @@ def test_reasoning_then_free_text_then_a_call():
     grammar, plan = auto("openai", reasoning=REASONING["openai"])
     analysis = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
     begun = [f"<|channel|>{channel} to=functions." for channel in ("commentary", "analysis")]
-    for text in (*begun, " to=functions.get<|channel|>", *(analysis + each for each in begun), f"{analysis} to=functions."):
-        matcher = matcher_of(SPECIAL, grammar, plan)
-        say(matcher, SPECIAL, text)
-        assert END_ID not in allowed(matcher, SPECIAL), text
+    for header in (*begun, " to=functions."):
+        for text, one in ((header, plan), (header, replace(plan, reasoning=None)), (analysis + header, plan)):
+            matcher = matcher_of(SPECIAL, grammar, one)
+            say(matcher, SPECIAL, text)
+            assert {SPECIAL.token_text(token_id)[0] for token_id in allowed(matcher, SPECIAL)} == {"g"}, text
 
 
 def test_a_mask_does_not_change_while_nothing_is_accepted():

@@ -78,8 +78,10 @@ class AnswerMatcher:
         self._watch = _Watch((), is_at_start=False)
         self._beginning: bytes | None = None
         """The answer so far, while it can still become a call without a mark. After that, None."""
+        prompt_end = "" if plan.trigger_of is None else plan.trigger_of.prompt_end
+        self._prompt_ids = tokens.encode(prompt_end) if prompt_end else []
         if plan.reasoning is None:
-            self._begin_answer()
+            self._begin_answer(self._prompt_ids)
         elif plan.is_reasoning:
             self._opened_ids = tokens.encode(plan.reasoning.open)
             self._begin_reasoning()
@@ -132,7 +134,7 @@ class AnswerMatcher:
             self._on_mark()
         elif self._watch.is_over and self._beginning is None:
             if state is _State.OPENING:
-                self._begin_answer(self._watch.ids, self._watch.text)
+                self._begin_answer([*self._prompt_ids, *self._watch.ids], self._watch.text)
             else:
                 self._state = _State.FREE
 

@@ -60,6 +60,8 @@ class ToolFormat:
     """The first way is used when a call is required."""
     only_at_start: bool = False
     """Triggers count only at the beginning of an answer."""
+    prompt_end: str = ""
+    """The end of the prompt, which may be the beginning of a trigger."""
     marks: tuple[str, ...] = ()
     """A chat template with all `marks` and none of `but_not` has this format."""
     but_not: tuple[str, ...] = ()
@@ -100,8 +102,6 @@ _LLAMA_TYPED = replace(
     call='{"type": "function", "name": "NAME", "parameters": ARGUMENTS}',
 )
 
-_HARMONY = "to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS"
-
 # Qwen2.5-Coder writes these instead: https://github.com/QwenLM/Qwen3-Coder/issues/180
 # The braces are doubled in the instructions of its template.
 _INDENTED = '{ "name": "NAME", "arguments": ARGUMENTS }'
@@ -119,6 +119,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="openai",  # gpt-oss
         has_one_call=True,
+        prompt_end="<|start|>assistant",
         marks=("<|channel|>", "<|message|>", "functions."),
         ways=(
             *(
@@ -128,8 +129,10 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                 )
                 for channel in ("commentary", "analysis")
             ),
-            Way(trigger="<|start|>assistant to=functions.", call=f"<|start|>assistant {_HARMONY}"),
-            Way(trigger="to=functions.", call=_HARMONY, has_no_mark=True),  # the prompt ends in `<|start|>assistant`
+            Way(
+                trigger="<|start|>assistant to=functions.",
+                call="<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
+            ),
         ),
     ),
     ToolFormat(  # Apriel 1.5 and 1.6; before Hermes, since 1.5's prose says "within <tool_call></tool_call>"
