@@ -295,7 +295,7 @@ async def test_the_template_gets_tools_and_arguments_as_objects():
     assert "<|turn|>tool: noon<|end|>" in prompt
 
 
-@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"required": []}])
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": None}, {"required": []}])
 async def test_a_template_may_concatenate_what_a_tool_has_not(parameters):
     template = (
         "{% for tool in tools %}{{ tool.function.description + tool.function.parameters.type }}"
