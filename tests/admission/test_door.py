@@ -591,15 +591,15 @@ def test_a_call_of_the_servers_own_leaves_its_tenants_limits_as_they_are() -> No
 
 def test_refusals_for_a_tenants_own_limits_are_no_demand_for_replicas() -> None:
     door = make_door(tenant_max_concurrent=1, max_queue=4)
-    calls: list[int] = []
-    door.on_call = calls.append
+    calls: list[tuple[int, int]] = []
+    door.on_call = lambda now_ns, num_requests: calls.append((now_ns, num_requests))
     enter(door, "a", 1, tenant="greedy")
     for now_ns in (2, 3):
         refused = refusal(door, make_load(), now_ns, tenant="greedy")
         assert refused is not None
         assert refused.reason is RejectReason.TENANT_CONCURRENCY
-    assert refusal(door, make_load(num_waiting=50), 4, tenant="other") is not None
-    assert calls == [1, 4]
+    assert refusal(door, make_load(num_waiting=50), 4, tenant="other", num_requests=3) is not None
+    assert calls == [(1, 1), (4, 3)]
 
 
 def test_a_job_in_the_background_is_let_in_and_makes_nobody_wait() -> None:

@@ -26,8 +26,9 @@ def make_step(at_s: float, num_running: int, num_waiting: int = 0, num_held: int
 class Server:
     """Signals fed ten times a second, and what they said."""
 
-    def __init__(self, drain_rate: float = 0.0) -> None:
+    def __init__(self, drain_rate: float = 0.0, requests_per_call: int = 1) -> None:
         self.drain_rate = drain_rate
+        self.requests_per_call = requests_per_call
         self.signals = Signals(ROWS, lambda now_ns: self.drain_rate)
         self.now_s = 0.0
         self.desired: list[int] = []
@@ -39,7 +40,7 @@ class Server:
             self.signals.on_step(make_step(self.now_s, num_running, num_waiting, num_held))
             num_calls += calls_per_s / 10
             while num_calls >= 1:
-                self.signals.on_call(int(self.now_s * SECOND))
+                self.signals.on_call(int(self.now_s * SECOND), self.requests_per_call)
                 num_calls -= 1
             held = make_load(num_running, num_waiting, ROWS - num_running, num_blocks_free=100 - num_held)
             self.last = self.signals.read(held, int(self.now_s * SECOND))
@@ -102,7 +103,7 @@ def test_a_step_after_a_long_idleness_does_not_count_all_its_seconds():
 
 def test_one_call_in_the_first_moments_is_not_several_a_second():
     signals = Signals(ROWS, lambda now_ns: 0.0)
-    signals.on_call(int(5.0 * SECOND))
+    signals.on_call(int(5.0 * SECOND), 1)
     assert signals.read(make_load(1, num_rows_free=ROWS), int(5.1 * SECOND)).arrivals_per_s == pytest.approx(0.2)
     assert signals.read(make_load(1, num_rows_free=ROWS), int(15.0 * SECOND)).arrivals_per_s == pytest.approx(0.1)
 
@@ -128,6 +129,14 @@ def test_twice_the_capacity_asks_for_three_servers_within_half_a_minute():
     assert server.desired[-1] == 3  # 2 / 0.8, and the queue
     assert server.desired[begun:].index(2) / 10 <= 30
     assert server.desired[begun:].index(2) / 10 >= UP_S
+
+
+def test_a_call_of_several_requests_needs_as_many_servers_as_calls_of_one():
+    one, several = Server(drain_rate=4.0), Server(drain_rate=4.0, requests_per_call=8)
+    one.run(60, num_running=10, num_waiting=8, calls_per_s=16)
+    several.run(60, num_running=10, num_waiting=8, calls_per_s=2)
+    assert several.desired[-1] == one.desired[-1] == 5  # 16 / 4 / 0.8
+    assert several.last.arrivals_per_s == pytest.approx(2, rel=0.1), "these are calls"
 
 
 def test_a_short_peak_starts_nothing():

@@ -89,8 +89,8 @@ class Admission:
         same model. `max_adapters`: adapters that can run at once."""
         self.limits = limits
         self._reads_priority = reads_priority
-        self.on_call: Callable[[int], None] = lambda _: None
-        """Called with the time of each call, except returns of refused calls."""
+        self.on_call: Callable[[int, int], None] = lambda *_: None
+        """Called with the time of each call and its number of requests, except for returns of refused calls."""
         self.num_engines = 1
         """Engines that share the requests, and so compute waiting prompts in parallel."""
         self.drain = DrainMeter()
@@ -133,7 +133,7 @@ class Admission:
             or (check_kv_headroom(view, self.limits.kv_headroom) if self.limits.kv_headroom else None)
         )
         if promise is None and (refusal is None or refusal.reason not in TENANT_REASONS):
-            self.on_call(now_ns)
+            self.on_call(now_ns, ask.num_requests)
         if refusal is not None:
             raise self._rejected(refusal, view, promise)
         if promise is not None:

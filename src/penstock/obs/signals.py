@@ -51,6 +51,8 @@ class _Second:
     used_ns: float = 0.0
     free_ns: float = 0.0
     num_calls: int = 0
+    num_requests: int = 0
+    """Requests of the calls."""
 
 
 class Signals:
@@ -92,18 +94,20 @@ class Signals:
                 self._advance(stats.ended_ns)
                 self._set(0, 0, 0, 1)
 
-    def on_call(self, now_ns: int) -> None:
-        """Count a client's call. Callers leave out retries at the time that `Retry-After` gave."""
+    def on_call(self, now_ns: int, num_requests: int) -> None:
+        """Count a client's call and its requests. Callers leave out retries at the time that `Retry-After` gave."""
         with self._lock:
             self._advance(now_ns)
-            self._second(now_ns // _SECOND_NS).num_calls += 1
+            second = self._second(now_ns // _SECOND_NS)
+            second.num_calls += 1
+            second.num_requests += num_requests
 
     def read(self, load: EngineLoad, now_ns: int) -> SustainedLoad:
         with self._lock:
             self._advance(now_ns)
             num_held = load.num_blocks_held - load.num_blocks_background
             self._set(load.num_waiting, load.num_running, num_held, load.num_blocks_total)
-            depth, used, free, calls = self._means(now_ns // _SECOND_NS, WINDOW_S)
+            depth, used, free, calls, _ = self._means(now_ns // _SECOND_NS, WINDOW_S)
             drain_rate = self._drain_rate(now_ns)
             return SustainedLoad(
                 queue_depth=depth,
@@ -155,18 +159,20 @@ class Signals:
             self._seconds[idx] = _Second(epoch)
         return self._seconds[idx]
 
-    def _means(self, epoch: int, num_seconds: int) -> tuple[float, float, float, float]:
-        """Return mean (queue depth, utilisation, free share of the blocks, calls per second) of the last `num_seconds` up to
-        `epoch`."""
+    def _means(self, epoch: int, num_seconds: int) -> tuple[float, float, float, float, float]:
+        """Return mean (queue depth, utilisation, free share of the blocks, calls per second, requests per second) of the last
+        `num_seconds` up to `epoch`."""
         seconds = [second for second in self._seconds if epoch - num_seconds < second.epoch <= epoch]
         num_ns = sum(second.num_ns for second in seconds)
         if not num_ns:
-            return float(self._num_waiting), self._used, self._free, 0.0
+            return float(self._num_waiting), self._used, self._free, 0.0, 0.0
+        call_ns = max(num_ns, MIN_WINDOW_S * _SECOND_NS)
         return (
             sum(second.waiting_ns for second in seconds) / num_ns,
             sum(second.used_ns for second in seconds) / num_ns,
             sum(second.free_ns for second in seconds) / num_ns,
-            sum(second.num_calls for second in seconds) * _SECOND_NS / max(num_ns, MIN_WINDOW_S * _SECOND_NS),
+            sum(second.num_calls for second in seconds) * _SECOND_NS / call_ns,
+            sum(second.num_requests for second in seconds) * _SECOND_NS / call_ns,
         )
 
     def _queued_s(self, epoch: int) -> int:
@@ -174,9 +180,9 @@ class Signals:
         return sum(second.waiting_ns > 0 for second in self._seconds if epoch - WINDOW_S < second.epoch)
 
     def _num_needed(self, epoch: int, now_ns: int) -> int:
-        """Return how many servers one second's load needs: its utilisation, or its arrivals / drain rate if they need more."""
-        depth, used, _, calls = self._means(epoch, REPLICA_WINDOW_S)
+        """Return how many servers one second's load needs: its utilisation, or requests / drain rate if they need more."""
+        depth, used, _, _, requests = self._means(epoch, REPLICA_WINDOW_S)
         drain_rate = self._drain_rate(now_ns)
         if not drain_rate:
             return max(1, num_needed(used, 0.0))
-        return max(1, num_needed(max(used, calls / drain_rate), depth / drain_rate))
+        return max(1, num_needed(max(used, requests / drain_rate), depth / drain_rate))
