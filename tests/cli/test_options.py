@@ -22,6 +22,7 @@ from penstock.sched.policies.gates import GATES
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
+from penstock.types.errors import ConfigError
 
 ALL = tuple(name for name, _ in COMPONENTS)
 
@@ -90,6 +91,48 @@ def test_a_file_of_several_models_does_not_mean_the_default_one(tmp_path: Path) 
     assert (result.exit_code, "[[models]]: name one of them, such as first." in result.output) == (2, True), result.output
     assert _config("second", "--config", str(path)).model.model == "second"
     assert _config(env={"PENSTOCK_CONFIG": str(path), "PENSTOCK_MODEL": "second"}).model.model == "second"
+
+
+def test_a_named_model_has_the_settings_of_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(
+        'block_size = 8\nmax_num_seqs = 5\npolicy = "edf"\n[policy_args]\nweight = 2\n'
+        '[[models]]\nmodel = "first.gguf"\nserved_model_name = "one"\nmax_num_seqs = 2\npolicy = "sjf"\nreplicas = 3\n'
+    )
+    for words, env in ((("one",), {}), (("first.gguf",), {}), (("-m", "one"), {}), ((), {"PENSTOCK_MODEL": "one"})):
+        config = _config(*words, "--config", str(path), "--max-num-seqs", "9", env=env)
+        assert (config.model.model, config.model.served_model_names) == ("first.gguf", ("one",))
+        assert (config.kv.block_size, config.cluster.replicas) == (8, 3)
+        scheduler = config.scheduler
+        assert (scheduler.max_num_seqs, scheduler.policy, scheduler.policy_args) == (2, "sjf", None), "as `serve` has it"
+    assert _config("other", "--config", str(path)).scheduler.max_num_seqs == 5
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("run._answer", ("run", "one", "Hello")),
+        ("run._answer", ("run", "one")),
+        ("bench.loaded", ("bench", "one", "--in-process")),
+        ("profile._show_steps", ("profile", "one")),
+    ],
+)
+def test_commands_that_may_need_no_model_take_its_table(
+    target: str, words: tuple[str, ...], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(f'[[models]]\nmodel = "{tiny_model}"\nserved_model_name = "one"\nblock_size = 8\n')
+    asked: list[object] = []
+
+    def stop(*given: object, **_: object) -> None:
+        asked.extend(given)
+        raise ConfigError("stop")
+
+    monkeypatch.setattr(f"penstock.cli.{target}", stop)
+    CliRunner().invoke(cli, [*words, "--config", str(path)], input="Hello")
+    [config] = [one if isinstance(one, Config) else config_from(one) for one in asked if isinstance(one, dict | Config)]
+    assert config.kv.block_size == 8
+    assert str(tiny_model) in (config.model.model, asked[0])
 
 
 @pytest.mark.parametrize("words", [("run", "Hello"), ("bench", "--in-process"), ("simulate",), ("profile",)], ids=" ".join)

@@ -57,6 +57,22 @@ def test_with_a_model_the_memory_is_as_large_as_the_servers(tiny_model: Path) ->
         simulation_of(config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 50}), CostModel())
 
 
+def test_a_models_table_sets_what_is_simulated(simulate: Simulate) -> None:
+    Path("p.toml").write_text(
+        '[[models]]\nmodel = "smollm2:135m"\nserved_model_name = "small"\nmax_num_seqs = 2\nreplicas = 3\n'
+        '[[models]]\nmodel = "other"\nmax_num_seqs = 4\n'
+    )
+    for words, rows, num_replicas in (
+        (("small",), ["2"], 3),
+        (("small", "--vary", "max_num_seqs=5,6"), ["5", "6"], 6),
+        (("--vary", "model=small,other"), ["2", "4"], 3),
+        ((), ["64"], 1),
+    ):
+        out = simulate(*SMALL, "--config", "p.toml", *words)
+        assert re.findall(r"server has (\d+) rows", out) == rows, out
+        assert len(re.findall(r"replica \d  ", out)) == num_replicas, out
+
+
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "experts_on_disk": True})
     with pytest.raises(ConfigError, match="is not a mixture of experts"):

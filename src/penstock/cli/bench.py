@@ -33,6 +33,7 @@ from penstock.cli.options import (
     slo_option,
     tls_options,
     warn_of_unknown_variables,
+    with_table,
 )
 from penstock.cli.workload_options import workload_options
 from penstock.config.units import parse_duration
@@ -304,6 +305,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     if values["endpoint"] == Endpoint.EMBEDDINGS:
         raise click.UsageError("--endpoint embeddings needs a server: leave out --in-process.")
     check_named()
+    values = with_table(values)
     tokenizer = _named_tokenizer(values) or load_tokenizer_of(values["model"], values["cache"])
     settings = {key: values[key] for key in _SETTINGS if key not in _NOT_HERE}
     with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):

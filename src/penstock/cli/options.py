@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 from penstock.config.components import COMPONENTS
 from penstock.config.routing import Routing
 from penstock.config.setting import Kind, Setting, settings_of
+from penstock.config.several import find_table, own_settings
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.types.errors import ConfigError
 
@@ -137,7 +138,8 @@ def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Com
 def model_argument(command: Callable[..., Any], *, is_optional: bool = False) -> Callable[..., Any]:
     """Decorate a command with the argument MODEL and the option --model. The command gets either one as `model`.
 
-    `is_optional`: the command may need no model. If it needs one, it calls `check_named`.
+    Its [[models]] table sets the command's other values. `is_optional`: the command may need no model. If it needs one, it
+    calls `check_named` and `with_table`.
     """
 
     @functools.wraps(command)
@@ -148,7 +150,7 @@ def model_argument(command: Callable[..., Any], *, is_optional: bool = False) ->
             values["model"] = model_word
         elif not is_optional:
             check_named()
-        return command(**values)
+        return command(**(values if is_optional else with_table(values)))
 
     return click.argument("model_word", required=False, metavar="[MODEL]", shell_complete=complete_model)(
         model_option(with_model)
@@ -157,10 +159,24 @@ def model_argument(command: Callable[..., Any], *, is_optional: bool = False) ->
 
 def check_named() -> None:
     """Raise UsageError if no model is named although the --config file has [[models]]."""
-    context, tables = click.get_current_context(), tables_of_file()
-    is_named = context.params.get("model_word") or context.get_parameter_source("model") is not ParameterSource.DEFAULT
-    if tables and not is_named:
+    tables = tables_of_file()
+    if tables and not is_named():
         raise click.UsageError(f"The --config file has [[models]]: name one of them, such as {tables[0]['model']}.")
+
+
+def is_named() -> bool:
+    """Return whether a model is named, as an argument or by a setting."""
+    context = click.get_current_context()
+    return bool(context.params.get("model_word")) or context.get_parameter_source("model") is not ParameterSource.DEFAULT
+
+
+def with_table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a command's values with those of the [[models]] table that their model names. The table wins, as in `serve`."""
+    context = click.get_current_context()
+    table = own_settings(find_table(values["model"], tables_of_file()) or {})
+    params = [param for param in context.command.params if param.name in table]
+    # Options of a command may read a setting in their own way, such as `--replicas` of `simulate`.
+    return {**values, **{str(param.name): param.process_value(context, table[str(param.name)]) for param in params}}
 
 
 def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:

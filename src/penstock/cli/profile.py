@@ -25,6 +25,7 @@ from penstock.cli.options import (
     is_given,
     model_argument,
     setting_keys,
+    with_table,
 )
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
@@ -145,10 +146,11 @@ def profile(
         if fit_file is not None and plot_file is not None:
             raise click.UsageError("--plot draws the table, which --fit does not make: leave one of them out.")
         check_named()
+        config = config_from(with_table(values))
         if fit_file is None:
-            _show_steps(config_from(values), rounds, plot_file)
+            _show_steps(config, rounds, plot_file)
         else:
-            _fit_here(config_from(values), rounds, fit_file)
+            _fit_here(config, rounds, fit_file)
         return
     if plot_file is not None:
         raise click.UsageError("--plot draws steps of this machine: leave out --from.")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, check_named, is_given, model_option
+from penstock.cli.options import EPILOG, GroupedCommand, check_named, is_given, model_option, tables_of_file, with_table
 from penstock.cli.talk import CUT_OFF, NotEmpty, Session, check_text, stats_line, talk_options
+from penstock.config.several import find_table
 from penstock.types.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
     if values["json_schema"] is not None and values["regex"] is not None:
         raise click.UsageError("--json-schema and --regex both say what the answer is: leave one of them out.")
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
-    model, prompt = split_words(words)
+    model, prompt = split_words(words, tables_of_file())
     if model is not None:
         if is_given("model"):
             raise click.UsageError("The model is given twice: as an argument and with --model.")
@@ -59,7 +61,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
         raise click.UsageError(f"Missing prompt: {named}give one as an argument or through a pipe.")
     check_text("The prompt", text)
     check_text("--system", values["system"])
-    _answer(text, values)
+    _answer(text, with_table(values))
 
 
 def _refuse_of_chats(*names: str) -> None:
@@ -69,15 +71,16 @@ def _refuse_of_chats(*names: str) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect with --raw: leave one of them out.")
 
 
-def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
-    """Split the positional arguments into (model or None, prompt)."""
+def split_words(words: Sequence[str], tables: Sequence[Mapping[str, object]] = ()) -> tuple[str | None, str]:
+    """Split the positional arguments into (model or None, prompt). A model may be one of the [[models]] `tables`."""
     if len(words) > 2:
         raise click.UsageError("Too many arguments: put the prompt in quotes.")
     if len(words) == 2:
         return words[0], words[1]
     if not words:
         return None, ""
-    return (words[0], "") if _names_a_model(words[0]) else (None, words[0])
+    is_model = find_table(words[0], tables) is not None or _names_a_model(words[0])
+    return (words[0], "") if is_model else (None, words[0])
 
 
 def _read_pipe() -> str:

@@ -23,14 +23,18 @@ from penstock.cli.options import (
     check_named,
     config_options,
     is_given,
+    is_named,
     model_argument,
     option_text,
     slo_option,
+    tables_of_file,
+    with_table,
 )
 from penstock.cli.simulated_routes import OF_ROUTES, route_options, simulate_route
 from penstock.cli.workload_options import token_counter, workload_options
 from penstock.config.components import BackendConfig, Device, ServerConfig, config_from
 from penstock.config.setting import settings_of
+from penstock.config.several import find_table
 from penstock.lab.variants import combinations, title
 from penstock.lab.workload_choice import WorkloadChoice, check_closed_loop, make_workload
 from penstock.types.errors import ConfigError
@@ -153,7 +157,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     sides = _sides(context, vary, without)
     _check_model(values, [changes for _, changes in sides])
     for name, changes in sides:
-        asked = {**values, **changes}
+        asked = _asked(values, changes)
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
         cost, words = cost_of_option(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
@@ -235,7 +239,7 @@ def _check_model(values: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]
         check_named()
     if readers:
         return
-    if is_given("model") or is_given("model_word"):
+    if (is_given("model") or is_given("model_word")) and not find_table(values["model"], tables_of_file()):
         remedy = "Leave out the model, and set --max-model-len to its longest context."
         raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)
     if is_given("kv_cache_dtype") or any("kv_cache_dtype" in changed for changed in changes):
@@ -276,6 +280,14 @@ def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> 
     # `param.default` is a sentinel of click for options without a default.
     defaults = {str(param.name): param.process_value(context, param.to_info_dict()["default"]) for param in params}
     return [("as given", {}), (f"without {name}", defaults)]
+
+
+def _asked(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of one run. Compared options win over the model's [[models]] table."""
+    asked = {**values, **changes}
+    if "model" in changes or is_named():
+        asked = {**with_table(asked), **{key: value for key, value in changes.items() if key != "model"}}
+    return asked
 
 
 def _changed(context: click.Context, name: str, text: str) -> tuple[str, Any]:

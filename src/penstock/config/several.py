@@ -56,26 +56,34 @@ def configs_of(
     models += [{"load_on": Load.REQUEST.value, **table} if table in found else table for table in rest]
     if len(models) > 1 or folder:
         _check_common(values, len(models))
-    return [config_from({**values, **_own(model)}) for model in models or [{}]]
+    return [config_from({**values, **own_settings(model)}) for model in models or [{}]]
 
 
 def config_of_found(values: Mapping[str, object], name: str, path: str) -> Config:
     """Return the config of a model that was added to the models folder while the server runs."""
-    return config_from({**values, **_own({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
+    return config_from({**values, **own_settings({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
 
 
-def _own(table: Mapping[str, object]) -> dict[str, object]:
+def own_settings(table: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a model's table. If the table changes a policy, reset that policy's common arguments."""
     return {**{f"{key}_args": None for key in table}, **table}
 
 
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
     """Return the table that a command-line word names, and remove it from `rest`. For any other word, return a new table."""
-    for table in sorted(rest, key=lambda table: "split_of" in table):  # of two tables of one file, not the one with a part
+    table = find_table(word, rest)
+    if table is None:
+        return {"model": word}
+    rest.remove(table)
+    return table
+
+
+def find_table(word: str, tables: Sequence[Mapping[str, object]]) -> Mapping[str, object] | None:
+    """Return the table with this name or model, or None."""
+    for table in sorted(tables, key=lambda table: "split_of" in table):  # of two tables of one file, not the one with a part
         if word in _names(table) or _is_of(table, word):
-            rest.remove(table)
             return table
-    return {"model": word}
+    return None
 
 
 def _names(table: Mapping[str, object]) -> tuple[object, ...]:
