@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli.bench import load_tokenizer_of
 from penstock.cli.main import main
 from penstock.config.components import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, config_from
-from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
+from penstock.deploy.forecast import kv_bytes_per_token, simulated, simulation_of
 from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.lab.cost_model import CostModel
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
@@ -71,6 +72,37 @@ def test_a_models_table_sets_what_is_simulated(simulate: Simulate) -> None:
         out = simulate(*SMALL, "--config", "p.toml", *words)
         assert re.findall(r"server has (\d+) rows", out) == rows, out
         assert len(re.findall(r"replica \d  ", out)) == num_replicas, out
+
+
+def test_keys_of_the_server_keep_prefixes_apart(simulate: Simulate) -> None:
+    workload = ("--blocks", "400", "--workload", "chat", "--requests", "40", "--tenants", "4", "--prefix-tokens", "512")
+    workload = (*workload, "--prefix-groups", "1", "--max-input-tokens", "700", "--max-output-tokens", "60")
+    apart = simulate(*workload, "--prefix-sharing", "tenant")
+    Path("keys.txt").write_text("a-key\n")
+    Path("p.toml").write_text('api_key_file = "keys.txt"\napi_key = ["one-secret", "two-secret"]\n')
+    out = simulate(*workload, "--kv-eviction", "lru", "--config", "p.toml")
+    [share] = re.findall(r"([\d.]+) % of them from the prefix cache", out)
+    assert f"{share} % of them from" in apart
+    assert f"{share} % of them from" not in simulate(*workload)
+    assert "secret" not in out
+
+
+@pytest.mark.parametrize("words", [("plan",), ("tune", "--slo", "ttft=1s")], ids="-".join)
+def test_plans_keep_prefixes_apart_as_the_server_does(
+    words: tuple[str, ...], simulate: Simulate, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def stop(*about: Any) -> None:
+        made.append(simulated(*about))
+        raise ConfigError("stop")
+
+    monkeypatch.setattr("penstock.deploy.forecast.simulated", stop)
+    Path("p.toml").write_text('api_key = ["one", "two"]\n')
+    asked = (*words, str(tiny_model), "--hardware", "L4", "--requests", "216", "--input-tokens", "9", "--config", "p.toml")
+    with pytest.raises(SystemExit):
+        main(list(asked))
+    assert [one.isolates_tenants for one in made] == [True]
 
 
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path) -> None:

@@ -43,6 +43,8 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
 """Settings that only matter to a server that generates text."""
+OF_TENANTS = ("api_key", "api_key_file", "api_keys_file", "trust_tenant_header")
+"""Settings by which a server has several tenants, which share no cached prefixes by default."""
 
 
 def printable(text: str) -> str:

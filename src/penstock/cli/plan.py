@@ -17,10 +17,13 @@ from penstock.cli.options import (
     FILE,
     FOLDER,
     NOT_IN_THE_LAB,
+    OF_TENANTS,
     GroupedCommand,
     NumberRange,
+    add_options,
     config_options,
     model_argument,
+    setting_option,
     slo_option,
     warn_of_unknown_variables,
 )
@@ -75,6 +78,7 @@ if TYPE_CHECKING:
     "scheduler",
     without=(*NOT_IN_THE_LAB, "experts_on_disk", "background_share"),
 )
+@add_options(*map(setting_option, OF_TENANTS))
 def plan(choice: WorkloadChoice, **values: Any) -> None:
     """Size a deployment: the highest rate that meets the SLOs, its limiting resource, replicas and cost.
 

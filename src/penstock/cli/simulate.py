@@ -18,6 +18,7 @@ from penstock.cli.options import (
     FILE,
     FOLDER,
     NOT_IN_THE_LAB,
+    OF_TENANTS,
     GroupedCommand,
     NumberRange,
     check_named,
@@ -55,7 +56,7 @@ _NO_EFFECT = (
     *(
         item.key
         for item in settings_of(ServerConfig)
-        if item.key not in ("request_timeout", "queue_timeout", "first_token_timeout")
+        if item.key not in ("request_timeout", "queue_timeout", "first_token_timeout", *OF_TENANTS)
     ),
 )
 """Settings without effect in the simulation, which takes step times from the cost model."""
@@ -342,5 +343,7 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
 
 
 def given(context: click.Context) -> dict[str, Json]:
+    """Return the options for the report, without outputs and secrets."""
+    hidden = (*_OUTPUTS, "api_key")
     names = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    return {name: option_text(value) for name in names if (value := context.params[name]) is not None and name not in _OUTPUTS}
+    return {name: option_text(value) for name in names if (value := context.params[name]) is not None and name not in hidden}

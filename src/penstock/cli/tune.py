@@ -21,10 +21,13 @@ from penstock.cli.options import (
     EPILOG,
     FILE,
     NOT_IN_THE_LAB,
+    OF_TENANTS,
     GroupedCommand,
+    add_options,
     config_options,
     model_argument,
     setting_keys,
+    setting_option,
     slo_option,
     warn_of_unknown_variables,
 )
@@ -77,6 +80,7 @@ _COMPONENTS = ("model", "kv", "scheduler", "backend")
 @click.option("--output", type=FILE, callback=output_file, metavar="FILE.toml", help="Write the settings for serve.")
 @hardware_options
 @config_options(*_COMPONENTS, without=NOT_IN_THE_LAB)
+@add_options(*map(setting_option, OF_TENANTS))
 def tune(choice: WorkloadChoice, **values: Any) -> None:
     """Search settings of batching and scheduling for a workload and an objective.
 

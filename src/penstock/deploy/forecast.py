@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.backends.native import footprint
 from penstock.config import Config, Device
+from penstock.config.keys import isolates_tenants
 from penstock.config.units import nanoseconds
 from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
@@ -376,7 +377,7 @@ def simulated(config: Config, compute: Compute, capacity: Capacity, cost: CostMo
         cost=cost,
         limits=admission_limits(config.admission),
         enable_prefix_caching=config.kv.prefix_caching,
-        isolates_tenants=config.kv.prefix_sharing == "tenant",
+        isolates_tenants=isolates_tenants(config.server, config.kv.prefix_sharing),
         slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
         request_timeout_ns=nanoseconds(config.server.request_timeout_s),
         queue_timeout_ns=nanoseconds(config.server.queue_timeout_s),
