@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.backends import native
 from penstock.cli.candidates import find_machines, make_candidate, read_model
 from penstock.cli.plan import plan
 from penstock.config.components import config_from
@@ -216,6 +217,26 @@ def test_step_times_of_another_server_are_doubted(
     assert words in result.stdout
     [one] = json.loads((tmp_path / "plan.json").read_text())["machines"]
     assert one["step_error"] == (1.5 if "machine" in about else 1.1)
+
+
+def test_threads_of_the_server_are_those_of_this_machine(
+    briefly: Briefly, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a GPU nor another machine's step times have to do with them."""
+    probe, asked = native.probe_peaks, []
+    monkeypatch.setattr(native, "probe_peaks", lambda threads, variant: asked.append(threads) or probe(threads, variant))
+    (tmp_path / "p.toml").write_text("threads = 1\n")
+    for name, cpu, threads in (("here", cpu_name(), 1), ("there", "another", 9)):
+        saved = SavedCost(cost=CostModel(), source="profile", machine={"cpu": cpu, "threads": threads})
+        save_cost(tmp_path / f"{name}.json", saved)
+    costs = ("--hardware", "this,c7i.4xlarge,L4", "--cost", "this=here.json,c7i.4xlarge=there.json", "--beside", "vllm")
+    result = briefly(tiny_model, *SHORT, "--config", "p.toml", *costs, "--slo", "ttft=1s")
+    assert result.exit_code == 0, result.output
+    assert asked == [1]
+    assert "The step times are those of" not in result.stdout
+    assert "left out" not in result.stderr
+    result = briefly(tiny_model, *SHORT, "--threads", "1", "--hardware", "L4")
+    assert "--threads is of this machine" in str(result.exception)
 
 
 def test_words_of_a_table_are_not_taken_for_names(briefly: Briefly, tiny_model: Path, tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ from penstock.cli.options import (
     NumberRange,
     add_options,
     config_options,
+    is_given,
     model_argument,
     setting_option,
     slo_option,
     warn_of_unknown_variables,
 )
 from penstock.cli.workload_options import token_counter, workload_options
-from penstock.config.components import config_from
+from penstock.config.components import BackendConfig, config_from
 from penstock.lab.synthetic import NAMED
 from penstock.lab.workload_choice import WorkloadChoice
 from penstock.types.errors import ConfigError, PenstockError
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     "scheduler",
     without=(*NOT_IN_THE_LAB, "experts_on_disk", "background_share"),
 )
-@add_options(*map(setting_option, OF_TENANTS))
+@add_options(*map(setting_option, ("threads", *OF_TENANTS)))
 def plan(choice: WorkloadChoice, **values: Any) -> None:
     """Size a deployment: the highest rate that meets the SLOs, its limiting resource, replicas and cost.
 
@@ -119,7 +120,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         **shares,
     )
     in_turn = replace(asked, router="round-robin")
-    config = config_from(values)
+    config = config_from({**values, "threads": None})  # those are of this machine
     if values["presets"] and not asked.slos:
         raise ConfigError("--beside compares highest rates.", remedy="Give SLOs: --slo ttft=2s --slo tpot=100ms.")
     others = {name: _with(config, name) for name in values["presets"]}
@@ -132,22 +133,26 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             "the file's arrivals, and --speed changes their rate."
         )
     acceptance = None if values["acceptance"] is None else acceptance_of(values["acceptance"], seed=choice.seed)
-    machines = find_machines(values["hardware"], values["hardware_table"])  # last: this one is probed
+    machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])  # last: it probes
     if values["price_per_hour"] is not None and len(machines) > 1:
         raise ConfigError(
             f"--price-per-hour is of one machine, and --hardware names {len(machines)}.",
             remedy="Leave it out, or give each its price in --hardware-table.",
         )
+    if is_given("threads") and all(one.name != "this" for one in machines):
+        raise ConfigError("--threads is of this machine, which --hardware does not name.", remedy="Leave it out.")
     saved = read_costs(values["cost"], machines)
     some, outlines = list["Sized"](), dict[bool, "Outline"]()
     for hardware in machines:
         if sys.stderr.isatty():
             print(f"planning for {hardware.name} ...", file=sys.stderr)
+        backend = BackendConfig(threads=values["threads"] if hardware.name == "this" else None)
         try:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
             about = (outlines[hardware.is_gpu], hardware, saved.get(hardware.name), acceptance)
-            sized = size_deployment(make_candidate(config, *about, seed=choice.seed), hardware, workload, asked)
+            candidate = make_candidate(replace(config, backend=backend), *about, seed=choice.seed)
+            sized = size_deployment(candidate, hardware, workload, asked)
         except PenstockError as error:
             if len(machines) == 1:
                 raise
@@ -157,7 +162,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         for name, other in others.items():
             try:
                 # A preset's replicas stand behind a plain load balancer: other servers do not bring a router.
-                rival = make_candidate(other, *about, seed=choice.seed)
+                rival = make_candidate(replace(other, backend=backend), *about, seed=choice.seed)
                 rivals[name] = size_deployment(rival, hardware, workload, in_turn, is_brief=True)
             except PenstockError as error:
                 print(f"{hardware.name}, preset {name}: left out. {error}\n", file=sys.stderr)
