@@ -100,12 +100,13 @@ def test_a_named_model_has_the_settings_of_its_table(tmp_path: Path) -> None:
         '[[models]]\nmodel = "first.gguf"\nserved_model_name = "one"\nmax_num_seqs = 2\npolicy = "sjf"\nreplicas = 3\n'
     )
     for words, env in ((("one",), {}), (("first.gguf",), {}), (("-m", "one"), {}), ((), {"PENSTOCK_MODEL": "one"})):
-        config = _config(*words, "--config", str(path), "--max-num-seqs", "9", env=env)
+        config = _config(*words, "--config", str(path), env={**env, "PENSTOCK_MAX_NUM_SEQS": "7"})
         assert (config.model.model, config.model.served_model_names) == ("first.gguf", ("one",))
         assert (config.kv.block_size, config.cluster.replicas) == (8, 3)
         scheduler = config.scheduler
         assert (scheduler.max_num_seqs, scheduler.policy, scheduler.policy_args) == (2, "sjf", None), "as `serve` has it"
     assert _config("other", "--config", str(path)).scheduler.max_num_seqs == 5
+    assert _config("one", "--config", str(path), "--max-num-seqs", "9").scheduler.max_num_seqs == 9
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def test_a_models_table_sets_what_is_simulated(simulate: Simulate) -> None:
     )
     for words, rows, num_replicas in (
         (("small",), ["2"], 3),
+        (("small", "--router", "prefix"), ["2"], 3),
+        (("small", "--replicas", "2", "--max-num-seqs", "7"), ["7"], 2),
         (("small", "--vary", "max_num_seqs=5,6"), ["5", "6"], 6),
         (("--vary", "model=small,other"), ["2", "4"], 3),
         ((), ["64"], 1),
@@ -72,6 +74,18 @@ def test_a_models_table_sets_what_is_simulated(simulate: Simulate) -> None:
         out = simulate(*SMALL, "--config", "p.toml", *words)
         assert re.findall(r"server has (\d+) rows", out) == rows, out
         assert len(re.findall(r"replica \d  ", out)) == num_replicas, out
+
+
+def test_a_report_has_the_settings_of_a_models_table(simulate: Simulate) -> None:
+    Path("p.toml").write_text(
+        'max_num_seqs = 4\npolicy = "edf"\n[policy_args]\nmax_delay_ns = 5\n'
+        '[[models]]\nmodel = "a.gguf"\nserved_model_name = "small"\nmax_num_seqs = 2\npolicy = "fcfs"\n'
+    )
+    out = " ".join(simulate(*SMALL, "small", "--config", "p.toml").split())
+    assert "model = a.gguf" in out
+    assert "max_num_seqs = 2" in out
+    assert "policy = fcfs" in out
+    assert "policy_args" not in out
 
 
 def test_keys_of_the_server_keep_prefixes_apart(simulate: Simulate) -> None:

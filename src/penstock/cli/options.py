@@ -173,10 +173,11 @@ def is_named() -> bool:
 
 
 def with_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a command's values with those of the [[models]] table that their model names. The table wins, as in `serve`."""
+    """Return a command's values with those of the [[models]] table that their model names. Flags win over the table."""
     context = click.get_current_context()
     table = own_settings(find_table(values["model"], tables_of_file()) or {})
-    params = [param for param in context.command.params if param.name in table]
+    names = {name for name in table if name == "model" or not is_given(name)}
+    params = [param for param in context.command.params if param.name in names]
     # Options of a command may read a setting in their own way, such as `--replicas` of `simulate`.
     return {**values, **{str(param.name): param.process_value(context, table[str(param.name)]) for param in params}}
 

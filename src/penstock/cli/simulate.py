@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -144,11 +144,10 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
 
     context = click.get_current_context()
     if values["route"] is not None:
-        simulate_route(choice, given(context), values)
+        simulate_route(choice, given(context, {}), values)
         return
     if wrong := next(filter(is_given, OF_ROUTES), None):
         raise ConfigError(f"--{wrong.replace('_', '-')} is for a route.", remedy="Name one with --route.")
-    _check(context, vary)
     slos = parse_slos(values["slo"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     capacity: float | None = None
@@ -157,8 +156,10 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     workload_of, counter = cache(make_workload), cache(token_counter)  # most variants have the same requests
     sides = _sides(context, vary, without)
     _check_model(values, [changes for _, changes in sides])
-    for name, changes in sides:
-        asked = _asked(values, changes)
+    asked_of_sides = [_asked(values, changes) for _, changes in sides]
+    _check(asked_of_sides, {name for _, changes in sides for name in changes})
+    for (name, changes), asked in zip(sides, asked_of_sides, strict=True):
+        of_table = {key: asked[key] for key in values if key not in changes and asked[key] != values[key]}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
         cost, words = cost_of_option(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
@@ -180,7 +181,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
             Run(
                 workload=workload.name,
                 name=name,
-                options=given(context),
+                options=given(context, of_table),
                 seed=chosen.seed,
                 load=load_of(chosen.mean_rate, users),
                 how="simulated",
@@ -204,20 +205,20 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         write_plots(values["plots"], [*plots.plots_of(result), *simulation_report.plots_of(simulated)])
 
 
-def _check(context: click.Context, vary: Sequence[str]) -> None:
-    """Raise ConfigError for options without effect on the simulation."""
-    params, varied = context.params, {*combinations(vary)[0]}
-    num_prefill, (least, most) = params["prefill_replicas"], params["replicas"]
-    is_varied = not varied.isdisjoint({"replicas", "prefill_replicas"})
-    has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))
+def _check(runs: Sequence[Mapping[str, Any]], compared: Collection[str]) -> None:
+    """Raise ConfigError for options without effect on any of the simulations. `compared`: names of options that differ."""
+    has_link = any(map(_has_link, runs))
+    has_several = any(one["prefill_replicas"] or one["replicas"].most > 1 for one in runs)
+    has_choice = any((one["prefill_replicas"] or one["replicas"].most) > 1 for one in runs)
+    is_scaled = any(one["replicas"].least < one["replicas"].most for one in runs)
     for name, has_effect, where, remedy in (
         ("kv_bytes_per_token", has_link, "without a link", "--link-gbytes-per-s"),
         ("link_latency_ms", has_link, "without a link", "--link-gbytes-per-s"),
-        ("link_gbytes_per_s", num_prefill or most > 1 or is_varied, "with one server", "--replicas"),
-        ("start_s", least < most or "replicas" in varied, "with a fixed number of replicas", "--replicas 1..6"),
-        ("router", (num_prefill or most) > 1 or is_varied, "with one server", "--replicas"),
+        ("link_gbytes_per_s", has_several, "with one server", "--replicas"),
+        ("start_s", is_scaled, "with a fixed number of replicas", "--replicas 1..6"),
+        ("router", has_choice, "with one server", "--replicas"),
     ):
-        if not has_effect and (is_given(name) or name in varied):
+        if not has_effect and (is_given(name) or name in compared):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} has no effect {where}.", remedy=f"Set {remedy}, or leave it out.")
 
@@ -342,8 +343,12 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
     )
 
 
-def given(context: click.Context) -> dict[str, Json]:
-    """Return the options for the report, without outputs and secrets."""
+def given(context: click.Context, of_table: Mapping[str, Any]) -> dict[str, Json]:
+    """Return the options for the report, without outputs and secrets. `of_table`: values of the model's [[models]] table."""
     hidden = (*_OUTPUTS, "api_key")
-    names = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    return {name: option_text(value) for name in names if (value := context.params[name]) is not None and name not in hidden}
+    params = {
+        name: of_table.get(name, value)
+        for name, value in context.params.items()
+        if name in of_table or context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    return {name: option_text(value) for name, value in params.items() if value is not None and name not in hidden}
