@@ -92,12 +92,13 @@ def test_keys_of_the_server_keep_prefixes_apart(simulate: Simulate) -> None:
     workload = ("--blocks", "400", "--workload", "chat", "--requests", "40", "--tenants", "4", "--prefix-tokens", "512")
     workload = (*workload, "--prefix-groups", "1", "--max-input-tokens", "700", "--max-output-tokens", "60")
     apart = simulate(*workload, "--prefix-sharing", "tenant")
-    Path("keys.txt").write_text("a-key\n")
-    Path("p.toml").write_text('api_key_file = "keys.txt"\napi_key = ["one-secret", "two-secret"]\n')
+    Path("p.toml").write_text('api_key = ["one-secret", "two-secret"]\n')
     out = simulate(*workload, "--kv-eviction", "lru", "--config", "p.toml")
     [share] = re.findall(r"([\d.]+) % of them from the prefix cache", out)
     assert f"{share} % of them from" in apart
     assert f"{share} % of them from" not in simulate(*workload)
+    with_file = simulate(*workload, "--kv-eviction", "lru", "--api-key-file", "/run/secrets/not-here")
+    assert f"{share} % of them from" in with_file
     assert "secret" not in out
 
 
