@@ -74,6 +74,7 @@ def test_a_models_table_sets_what_is_simulated(simulate: Simulate) -> None:
         out = simulate(*SMALL, "--config", "p.toml", *words)
         assert re.findall(r"server has (\d+) rows", out) == rows, out
         assert len(re.findall(r"replica \d  ", out)) == num_replicas, out
+    assert "are not read, and smal has no table [[models]]." in simulate(*SMALL, "--config", "p.toml", "smal")
 
 
 def test_a_report_has_the_settings_of_a_models_table(simulate: Simulate) -> None:

@@ -241,9 +241,11 @@ def _check_model(values: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]
         check_named()
     if readers:
         return
-    if (is_given("model") or is_given("model_word")) and not find_table(values["model"], tables_of_file()):
+    tables = tables_of_file()
+    if (is_given("model") or is_given("model_word")) and not find_table(values["model"], tables):
+        cause = f", and {values['model']} has no table [[models]]" if tables else ""
         remedy = "Leave out the model, and set --max-model-len to its longest context."
-        raise ConfigError("With --blocks the model's files are not read.", remedy=remedy)
+        raise ConfigError(f"With --blocks the model's files are not read{cause}.", remedy=remedy)
     if is_given("kv_cache_dtype") or any("kv_cache_dtype" in changed for changed in changes):
         remedy = "Leave one of them out; --blocks may be as many as fit with that type."
         raise ConfigError("--kv-cache-dtype has no effect with --blocks.", remedy=remedy)
