@@ -15,6 +15,22 @@ from support.page.servers import speaking
 from support.server.harness import LiveServer, make_runtime, wait_until
 
 CELLS = "return document.querySelectorAll('#kv-map rect[class^=owner]').length"
+METRICS = """
+    const grows = Object.entries(arguments[0]);
+    window.numAsked = 99;
+    const usual = window.fetch;
+    const sample = ([name, value]) => {
+      const [plain, more] = name.split(/[{}]/);
+      return `penstock_${plain}{${more ? `${more},` : ""}model="toy"} ${value * window.numAsked}`;
+    };
+    window.fetch = (path, options) => {
+      if (path !== "metrics") return usual(path, options);
+      window.numAsked += 1;
+      return Promise.resolve(new Response(grows.map(sample).join("\\n")));
+    };
+    location.hash = "#live";
+"""
+"""Opens the live view on metrics that grow by `arguments[0]` with each reading."""
 
 
 def ask(server, request_id, *, max_tokens=20) -> httpx.Response:
@@ -86,6 +102,18 @@ def test_rates_and_latencies_are_those_since_it_looked(browser):
         browser.until("return document.querySelectorAll('#batches-chart rect.bar-decode').length > 0")
         assert "generated" in browser.run("return document.getElementById('tokens-chart').ariaLabel")
         assert "512 blocks of 16 tokens" in browser.run("return document.getElementById('kv-map').ariaLabel")
+
+
+def test_wrong_guesses_are_no_tokens_of_prompts(browser):
+    """Each step computes 10 positions: 2 rows, and 8 guesses of which 3 are right."""
+    with speaking("Hello.") as server:
+        browser.open(server.url)
+        browser.run(
+            METRICS,
+            {"batch_tokens_count": 1, "batch_tokens_sum": 10, "batch_size_sum": 2, "generation_tokens_total": 5}
+            | {"guessed_tokens_total": 8, "accepted_tokens_total": 3},
+        )
+        browser.wait_text("#batches-words", "of 2.0 requests: 5.0 decoded tokens and 0.0 of prompts")
 
 
 def test_refusals_are_told_by_their_reason(browser):

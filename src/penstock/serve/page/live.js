@@ -123,7 +123,8 @@ function stepsBetween(before, now) {
   const generated = grown(before, now, "generation_tokens_total");
   // The first token of a request is chosen by the step that ends its prompt, and decodes nothing.
   const decoded = Math.max(0, generated - grown(before, now, "time_to_first_token_seconds_count"));
-  const computed = grown(before, now, "batch_tokens_sum") - grown(before, now, "padding_tokens_total");
+  const wrong = grown(before, now, "guessed_tokens_total") - grown(before, now, "accepted_tokens_total");
+  const computed = grown(before, now, "batch_tokens_sum") - grown(before, now, "padding_tokens_total") - wrong;
   const each = (number) => (steps ? number / steps : 0);
   return {
     perSecond: steps / seconds,
