@@ -116,6 +116,18 @@ def test_wrong_guesses_are_no_tokens_of_prompts(browser):
         browser.wait_text("#batches-words", "of 2.0 requests: 5.0 decoded tokens and 0.0 of prompts")
 
 
+def test_readings_begin_anew_after_a_restart_of_the_server(browser):
+    with speaking("Hello.") as server:
+        browser.open(server.url)
+        buckets = {'{le="0.01"}': 0, '{le="0.1"}': 9, '{le="+Inf"}': 10}
+        browser.run(METRICS, {f"time_to_first_token_seconds_bucket{edge}": number for edge, number in buckets.items()})
+        figure(browser, "First token", r"[\d.]+ ms")
+        browser.run("window.numAsked = 0")
+        browser.until("return window.numAsked > 1")  # so the first of these readings is shown
+        assert "Infinity" not in browser.text("#figures")
+        figure(browser, "First token", r"[\d.]+ ms")
+
+
 def test_refusals_are_told_by_their_reason(browser):
     with speaking("Hello.", is_open=False, limits=AdmissionLimits(max_queue=1)) as server:
         browser.open(f"{server.url}/#live")

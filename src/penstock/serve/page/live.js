@@ -60,7 +60,9 @@ async function look() {
     }),
   ]);
   const metrics = readMetrics(text);
-  readings.push({ at: performance.now() / 1000, metrics: metrics.get(model) ?? new Map() });
+  const reading = { at: performance.now() / 1000, metrics: metrics.get(model) ?? new Map() };
+  if (readings.length && hasBegunAnew(latest(), reading)) readings = [];
+  readings.push(reading);
   while (readings.length > 1 && readings.at(-1).at - readings[1].at > CHART_S) readings.shift();
   showModels(all, metrics);
   showFigures(load);
@@ -94,6 +96,10 @@ const total = (reading, name, labels = {}) => (reading.metrics.get(name) ?? [])
 
 /** How much a counter grew; 0 when it began anew. */
 const grown = (before, now, name, labels) => Math.max(0, total(now, name, labels) - total(before, name, labels));
+
+/** Whether a histogram fell, so the server was started again. */
+const hasBegunAnew = (before, now) =>
+  [...before.metrics.keys()].some((name) => /_(bucket|count)$/.test(name) && total(now, name) < total(before, name));
 
 /** The quantile of what a histogram in seconds gained, in ms, or null if that is nothing. Straight lines within buckets. */
 function quantile(before, now, name, part) {
