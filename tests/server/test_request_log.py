@@ -12,8 +12,11 @@ import pytest
 
 from penstock.cli.serve import JsonFormatter, TextFormatter
 from penstock.config import ServerConfig
+from penstock.config.routes import VerifierConfig
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
+from penstock.obs.explain.explanation import explain_arrival
+from penstock.obs.explain.lives import Life
 from penstock.routes.prices import Bill, Cost, Price
 from penstock.serve.app import create_app
 from penstock.serve.http import entries, request_log
@@ -103,6 +106,25 @@ def test_an_answer_of_a_route_is_told_with_its_cost(lines, stream):
         "other",
         f"auto; model=other; {Cost(num_tokens / 1e6, 3 * num_tokens / 1e6).words}",
     )
+
+
+def test_an_answer_that_its_route_held_back_is_told_with_that_time(lines):
+    other = make_runtime(served_names=("other",), aliases=())
+    route = Route(
+        name="auto", models=("toy", "other"), by=VerifierConfig(weak="toy", strong="other", verifier="toy", least=0.0)
+    )
+    with running(config=config(), others=[other], more={"routes": [route]}) as server:
+        httpx.post(server.url + CHAT, json=ASK | {"model": "auto"})
+        line = told(lines)
+    other.close()
+    assert line["route"].startswith("auto; model=toy; verified=")
+    assert line["held_ms"] > 0
+
+
+def test_the_summary_of_a_slow_request_names_the_time_for_which_it_was_held_back():
+    waited = explain_arrival(Life("r", "", 0, 3), 10**9, "step")
+    summary = fields_of(entry_of(held_ns=80_000_000), [waited], is_slow=True)["summary"]
+    assert summary.endswith("Then held back for 80 ms, until it was chosen.")
 
 
 def test_a_stream_that_fails_says_its_error(lines):

@@ -27,7 +27,6 @@ from penstock.obs.explain.explanation import (
     MODEL,
     PROMPT,
     Explanation,
-    duration,
     explain_arrival,
     explain_intake,
     summary,
@@ -42,8 +41,6 @@ _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
 """Most ended calls searched for those of one owner."""
-_LEAST_TOLD_NS = 1_000_000
-"""Explanations leave out shorter times for which an answer was held back."""
 
 
 class Chosen(NamedTuple):
@@ -128,9 +125,8 @@ class CallExplanation:
     @property
     def summary(self) -> str:
         """One sentence about the choice that took longest, and one about what held it back."""
-        told = summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
-        held_ns = 0 if self.chosen is None else self.chosen.held_ns
-        return f"{told} Then held back for {duration(held_ns)}, until it was chosen." if held_ns >= _LEAST_TOLD_NS else told
+        longest = max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns)
+        return summary(longest, 0 if self.chosen is None else self.chosen.held_ns)
 
 
 class CallInFlight(Protocol):

@@ -76,7 +76,10 @@ async def open_call(
     await _check(call, opened, http)
     if course.routed is not None and course.routed.bill is not None:
         opened.price = partial(course.charge, course.routed)
-    opened.chosen = _chosen_of(http.scope, opened.held_ns)
+    held_ns = opened.held_ns
+    opened.chosen = _chosen_of(http.scope, held_ns)
+    if (entry := entry_of(http.scope)) is not None:
+        entry.held_ns = held_ns
     return opened, more
 
 

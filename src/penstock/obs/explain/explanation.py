@@ -302,16 +302,18 @@ _LEAST_SHARE = 0.1
 """Reasons with a smaller share of the wait are not named."""
 _NOTABLE_SHARE = 0.25
 """A smaller share of decoding in steps with prompts is not named."""
+_LEAST_HELD_NS = 1_000_000
+"""A shorter time for which the answer was held back is not named."""
 _NOTABLE_GAP = 3
 """The longest gap is named if it is this many times the mean."""
 
 
-def summary(told: Explanation) -> str:
-    """Return the explanation as one line of English."""
-    return " ".join(_sentences(told))
+def summary(told: Explanation, held_ns: int = 0) -> str:
+    """Return the explanation as one line of English. `held_ns`: how long the finished answer was held back."""
+    return " ".join(_sentences(told, held_ns))
 
 
-def _sentences(told: Explanation) -> Iterator[str]:
+def _sentences(told: Explanation, held_ns: int) -> Iterator[str]:
     if told.phase is Phase.ENDED:
         yield f"Took {duration(told.total_ns)} in all."
     if told.phase is Phase.WAITING:
@@ -335,6 +337,8 @@ def _sentences(told: Explanation) -> Iterator[str]:
     if told.finish_reason in _ENDS:
         end = _CUT if told.reject_reason and told.finish_reason is FinishReason.ABORT else _ENDS[told.finish_reason]
         yield f"{end}{f' ({told.reject_reason})' if told.reject_reason else ''}."
+    if held_ns >= _LEAST_HELD_NS:
+        yield f"Then held back for {duration(held_ns)}, until it was chosen."
 
 
 def _route(route: Route, num_prompt_tokens: int) -> str:

@@ -55,6 +55,8 @@ class Entry:
     """Returns the numbers of prompt tokens and of answer tokens."""
     explain: Callable[[], Sequence[Explanation]] = tuple
     """Explains its choices. For any thread, since it may wait for a replica."""
+    held_ns: int = 0
+    """Time for which a route or a pipeline held the finished answer back."""
     spans: list[Span] = field(default_factory=list)
     """Its waits for a route, a pipeline and a model, and requests to other servers."""
     route: str = ""

@@ -90,10 +90,11 @@ def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = Fals
         longest = max(told, key=lambda choice: choice.total_ns)
         parts_ns = {"queue": longest.queue_ns, "prefill": longest.prefill_ns, "decode": longest.decode_ns}
         fields |= {f"{name}_ms": _ms(part_ns) for name, part_ns in parts_ns.items()}
+        fields["held_ms"] = _ms(entry.held_ns) or None
         fields["waited_for_ms"] = {name: _ms(part_ns) for name, part_ns in longest.waited_for_ns.items()}
         fields["cached_tokens"] = longest.num_hit_tokens
         fields["preemptions"] = sum([len(choice.pauses) for choice in told])
-        fields["summary"] = summary(longest) if is_slow else None
+        fields["summary"] = summary(longest, entry.held_ns) if is_slow else None
     return {name: value for name, value in fields.items() if value is not None and value != ""}
 
 
