@@ -349,6 +349,59 @@ def test_why_was_this_slow(page):
     assert page.run("return document.querySelector('.why').hidden")
 
 
+def test_a_route_that_held_the_answer_back_is_named_and_not_the_network(page):
+    page.run("""
+        const usual = window.fetch;
+        window.fetch = async (path, options) => {
+          const response = await usual(path, options);
+          const chosen = {route: "auto", sources: "", check: "", held_ms: 80};
+          return path.startsWith("v1/requests/") ? Response.json({...await response.json(), chosen}) : response;
+        };
+    """)
+    ask(page)
+    complete(page)
+    press(page, "Why was this slow?")
+    page.wait_text(".why", "here: the answer was held back until it was chosen")
+    assert "network" not in page.text(".why")
+
+
+AT_ONCE = """
+    const [atOnce, later] = arguments;
+    const send = (controller, events) => {
+      const lines = events.map((event) => `data: ${JSON.stringify(event)}\\n\\n`);
+      controller.enqueue(new TextEncoder().encode(lines.join("")));
+    };
+    const pieces = (texts) => texts.map((content) => ({choices: [{index: 0, delta: {content}}]}));
+    window.fetch = async () => new Response(new ReadableStream({start(controller) {
+      send(controller, pieces(atOnce));
+      window.goOn = () => {
+        send(controller, [...pieces(later), {choices: [], usage: {completion_tokens: 100}}]);
+        controller.enqueue(new TextEncoder().encode("data: [DONE]\\n\\n"));
+      };
+    }}));
+"""
+"""Has the next answer come in two parts, the second one with `goOn`. It counts 100 tokens."""
+
+
+def test_an_answer_that_came_at_once_has_no_rate(page):
+    page.run(AT_ONCE, ["a", "b"], [])
+    ask(page)
+    page.wait_text(".answer > .text", "ab")
+    page.run("window.goOn()")
+    complete(page)
+    page.wait_text(".facts-line", "^first token after .* 100 tokens")
+
+
+def test_the_rate_leaves_out_what_came_with_the_first_token(page):
+    page.run(AT_ONCE, ["a" * 50, "b" * 25], ["c" * 25])
+    ask(page)
+    page.wait_text(".answer > .text", "ab")
+    page.run("window.goOn()")
+    complete(page)
+    decode_ms = kept(page)[0]["next"][0]["next"][0]["facts"]["decodeMs"]
+    page.wait_text(".facts-line", f"^{25_000 / decode_ms:.0f} tokens/s")
+
+
 def test_reasoning_is_folded_and_calls_are_shown(page):
     page.run("""
         const deltas = [{role: "assistant", content: ""}, {reasoning_content: "Let me "}, {reasoning_content: "think."},

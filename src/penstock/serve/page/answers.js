@@ -93,8 +93,8 @@ export class AnswerView {
 
 const ENDS = { length: "cut at its limit of tokens", stopped: "stopped", interrupted: "interrupted" };
 
-function factsLine({ tokens, ttftMs, decodeMs, model, end }) {
-  const rate = tokens > 1 && decodeMs > 0 ? `${(((tokens - 1) * 1000) / decodeMs).toFixed(0)} tokens/s` : "";
+function factsLine({ tokens, ttftMs, decodeMs, laterShare = 1, model, end }) {
+  const rate = tokens > 1 && decodeMs > 0 ? `${((tokens * laterShare * 1000) / decodeMs).toFixed(0)} tokens/s` : "";
   return [
     rate,
     ttftMs === undefined ? "" : `first token after ${duration(ttftMs)}`,

@@ -142,7 +142,7 @@ byId("key-button").addEventListener("click", () => {
 });
 showKeyButton();
 
-/** The data of server-sent events, as they come. https://html.spec.whatwg.org/multipage/server-sent-events.html */
+/** The data of server-sent events: a list of those that come at once. https://html.spec.whatwg.org/multipage/server-sent-events.html */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -151,7 +151,7 @@ export async function* eventsOf(response) {
     if (done) return;
     const lines = (rest + value).split("\n");
     rest = lines.pop();
-    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+    yield lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
   }
 }
 

@@ -23,20 +23,28 @@ export async function stream(body, message, told, signal) {
       method: "POST", signal, body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
       headers: { "Content-Type": "application/json", "X-Request-Id": facts.requestId },
     });
-    for await (const data of eventsOf(response)) {
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new ServerError(event.error.message, response.status, event.error.code);
-      if (event.usage) facts.tokens = event.usage.completion_tokens;
-      const choice = event.choices[0];
-      if (!choice) continue;
-      if (addDelta(message, choice.delta)) {
-        clearInterval(waiting);
-        facts.ttftMs ??= performance.now() - begun;
-        facts.decodeMs = performance.now() - begun - facts.ttftMs;
-        told.changed();
+    let [first, all] = [0, 0]; // Characters that came with the first token, as those that a route held back do; and all.
+    for await (const events of eventsOf(response)) {
+      const at = performance.now() - begun;
+      for (const data of events) {
+        if (data === "[DONE]") return;
+        const event = JSON.parse(data);
+        if (event.error) throw new ServerError(event.error.message, response.status, event.error.code);
+        if (event.usage) facts.tokens = event.usage.completion_tokens;
+        const choice = event.choices[0];
+        if (!choice) continue;
+        const size = addDelta(message, choice.delta);
+        if (size) {
+          clearInterval(waiting);
+          facts.ttftMs ??= at;
+          facts.decodeMs = at - facts.ttftMs;
+          all += size;
+          if (!facts.decodeMs) first = all;
+          facts.laterShare = 1 - first / all;
+          told.changed();
+        }
+        facts.end = choice.finish_reason ?? facts.end;
       }
-      facts.end = choice.finish_reason ?? facts.end;
     }
     throw new ServerError("The answer ended before it was complete: the connection was lost.", 0);
   } finally {
@@ -44,17 +52,20 @@ export async function stream(body, message, told, signal) {
   }
 }
 
-/** Add a piece of an answer. Returns whether it says anything. */
+/** Add a piece of an answer. Returns its number of characters. */
 function addDelta(message, delta) {
   const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
-  message.content += delta.content ?? "";
+  const content = delta.content ?? "";
+  let size = content.length + reasoning.length;
+  message.content += content;
   message.reasoning += reasoning;
   for (const call of delta.tool_calls ?? []) {
     const known = (message.toolCalls[call.index ?? 0] ??= { name: "", arguments: "" });
     known.name += call.function?.name ?? "";
     known.arguments += call.function?.arguments ?? "";
+    size += (call.function?.name ?? "").length + (call.function?.arguments ?? "").length;
   }
-  return Boolean(delta.content || reasoning || delta.tool_calls?.length);
+  return size;
 }
 
 async function tellWait(requestId, told) {

@@ -126,12 +126,14 @@ function table(choice, total) {
 function facts(told, choice, seenTtftMs) {
   const { prefix, batch, longest_gap: gap } = choice;
   const end = prefix && PREFIX_ENDS[prefix.because];
+  const rest = told.chosen?.held_ms > 0 ? "the answer was held back until it was chosen"
+    : `the rest is ${told.chosen ? "what its route may hold back, " : ""}the network and the browser`;
   const entries = [
     ["Request", told.id],
     ["From the cache", prefix && `${count(prefix.hit_tokens)} of ${counted(choice.prompt_tokens, "token")} of the prompt${end ? `; ${end}` : ""}`],
     ["Requests in its steps", batch.max && `${batch.mean.toFixed(1)} in the mean, ${batch.max} at most`],
     ["Longest gap", gap && `${duration(gap.ms)} between two tokens: ${gap.because}`],
-    ["First token", seenTtftMs !== null && `${duration(choice.time_ms.queue + choice.time_ms.prefill)} at the server, ${duration(seenTtftMs)} here: the rest is the network and the browser`],
+    ["First token", seenTtftMs !== null && `${duration(choice.time_ms.queue + choice.time_ms.prefill)} at the server, ${duration(seenTtftMs)} here: ${rest}`],
   ];
   return element("dl", { className: "facts" }, ...entries.filter(([, value]) => value).flatMap(([name, value]) =>
     [element("dt", {}, name), element("dd", {}, value)]));
