@@ -381,10 +381,12 @@ def test_without_resuming_an_answer_that_has_begun_ends_with_an_error(pool) -> N
         lost.executor.open()
 
 
-def test_a_schema_is_followed_on_the_other_replica(pool) -> None:
+@pytest.mark.parametrize("begun", ["", '{"na'])
+def test_a_schema_is_followed_on_the_other_replica(pool, begun: str) -> None:
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
     body = {
-        "messages": [{"role": "user", "content": "Hello"}],
+        "messages": [{"role": "user", "content": "Hello"}, *[{"role": "assistant", "content": begun}] * bool(begun)],
+        "continue_final_message": bool(begun),
         "max_tokens": 60,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
@@ -401,7 +403,8 @@ def test_a_schema_is_followed_on_the_other_replica(pool) -> None:
         for executor in executors:
             executor.open()
         assert answer.result(60).json()["choices"] == expected
-        assert expected[0]["message"]["content"].startswith("{")
+        said = begun + expected[0]["message"]["content"]
+        assert said.startswith('{"name"' if begun else "{")
 
 
 def test_choices_beams_and_scores() -> None:

@@ -328,6 +328,16 @@ def test_an_answer_follows_a_schema(page):
     assert json.loads(complete(page)) == {"river": "Rhine"}
 
 
+def test_an_answer_that_follows_a_schema_goes_on_where_it_was_cut(page):
+    page.type("#schema", '{"enum": ["The Rhine is a river."]}')
+    page.type("#max_tokens", "9")
+    ask(page)
+    assert complete(page) == '"The Rhin'
+    page.type("#max_tokens", "90")
+    press(page, "Continue")
+    assert complete(page) == '"The Rhine is a river."'
+
+
 def test_a_schema_that_is_no_json_is_told_beside_it(page):
     page.type("#schema", '{"type": ')
     ask(page)

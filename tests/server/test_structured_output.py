@@ -171,6 +171,21 @@ async def test_a_continued_message_is_no_part_of_it(client):
     assert texts == ["yes"]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9, 20])
+async def test_a_continued_message_that_begins_the_answer_is_part_of_it(client, num_tokens):
+    [begun], _ = await ask(client, max_tokens=num_tokens, **by_schema(SCHEMA))
+    messages = [*HI["messages"], {"role": "assistant", "content": begun}]
+    texts, reasons = await ask(client, messages=messages, continue_final_message=True, n=2, temperature=1, **by_schema(SCHEMA))
+    assert all(follows_schema(begun + text) for text in texts)
+    assert reasons == ["stop"] * 2
+
+
+async def test_a_continued_message_that_is_the_whole_answer_ends(client):
+    messages = [*HI["messages"], {"role": "assistant", "content": "yes"}]
+    answer = await ask(client, messages=messages, continue_final_message=True, **outputs(choice=["yes", "no"]))
+    assert answer == ([""], ["stop"])
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_a_stream_says_the_same(client, path):
     body = {"temperature": 0, "max_tokens": 300, **by_schema(SCHEMA), "stream": True, **HI}

@@ -419,6 +419,13 @@ async def test_a_begun_block_goes_on_where_it_ends(begun, answer, expected):
     assert tuple("".join(delta.get(key) or "" for delta in deltas) for key in keys) == expected
 
 
+async def test_a_grammar_goes_on_with_a_begun_answer_behind_its_reasoning():
+    messages = [*ASK["messages"], {"role": "assistant", "content": '<think>It is 1.</think>\n\n{"a"'}]
+    continues = {"messages": messages, "continue_final_message": True, "chat_template": CHAT_TEMPLATE + "{# </think> #}"}
+    message = (await ask(": 1}", tool_choice="none", **continues, **JSON))["message"]
+    assert message["content"] == ": 1}"
+
+
 async def test_reasoning_may_be_limited_in_an_answer_without_an_end():
     always = CHAT_TEMPLATE.replace("{{ suffix }}", "<think>\n{# </think> #}")
     end = "\n</think>"

@@ -30,7 +30,7 @@ from penstock.calls.prompts import Tokenised, asked_tokens, each_scores, render,
 from penstock.deploy.running import RunningModel
 from penstock.obs.explain.explanation import GRAMMAR
 from penstock.text.answers import AnswerForm
-from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Lead, num_at_once
 from penstock.text.parameters import Types
 from penstock.types.errors import Rejected, RejectReason, wrong
 from penstock.types.request import Request, WaitTimes
@@ -196,7 +196,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
     trigger_of = form.tools if form is not None and form.is_free else None
     if grammar is not None and reasoning is None and trigger_of is None:
-        return grammar, None
+        return grammar, AnswerPlan(begun=begun) if (begun := _begun(call, grammar)) else None
     if grammar is not None and reasoning is not None and trigger_of is None:
         grammar = dataclasses.replace(grammar, lead=Lead(reasoning.open, reasoning.close, reasoning.lead))
     plan = AnswerPlan(
@@ -207,6 +207,22 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
         tool_names=call.tools or frozenset(),
     )
     return grammar, plan
+
+
+def _begun(call: Call, grammar: Grammar) -> str:
+    """Return the beginning of the answer in the message that a chat continues. Empty for calls."""
+    conversation, reasoning = call.prompts, call.running.dialect.reasoning
+    if not isinstance(conversation, Conversation) or not conversation.continue_final_message:
+        return ""
+    text = conversation.messages[-1].content if grammar.kind is not GrammarKind.TOOLS else ""
+    if reasoning is not None and reasoning.close in text:
+        return text.rpartition(reasoning.close)[2].lstrip()
+    return text
+
+
+def _is_quick(number: int, grammar: Grammar, plan: AnswerPlan | None) -> bool:
+    """Return whether `number` matchers of a compiled grammar can be made on the event loop."""
+    return number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS and (plan is None or not plan.begun)
 
 
 async def _matchers(
@@ -221,8 +237,7 @@ async def _matchers(
         return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
         grammar.check_lengths(max_tokens)
-        is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
-        if is_small and (matchers := running.grammars.known(grammar, plan, number)):
+        if _is_quick(number, grammar, plan) and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers
         compiling = _matchers_compiled(number, grammar, plan, running, terms.lane)
         return await _in_time(compiling, "grammar was not compiled", running, terms)
@@ -252,7 +267,7 @@ async def _matchers_compiled(
     number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, lane: str
 ) -> list[Matcher]:
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
-    can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
+    can_share = _is_quick(number, grammar, plan) and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
         await off_loop.compile(lane, len(grammar.source), lambda: grammars.prepare(grammar, plan, number), key=grammar)
         if matchers := grammars.known(grammar, plan, number):

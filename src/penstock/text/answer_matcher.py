@@ -42,6 +42,8 @@ class AnswerPlan:
     """The grammar begins at a trigger of this format. None: it begins with the answer, or after the reasoning."""
     tool_names: frozenset[str] = frozenset()
     """Tools of the request. A call without a mark counts only if it names one."""
+    begun: str = ""
+    """Beginning of the answer that the prompt ends with. The grammar goes on after it, if it allows it."""
 
     @property
     def begins_free(self) -> bool:
@@ -82,6 +84,8 @@ class AnswerMatcher:
         self._prompt_ids = tokens.encode(prompt_end) if prompt_end else []
         if plan.reasoning is None:
             self._begin_answer(self._prompt_ids)
+            if plan.begun and self._inner is not None:
+                self._inner.read(plan.begun)
         elif plan.is_reasoning:
             self._opened_ids = tokens.encode(plan.reasoning.open)
             self._begin_reasoning()

@@ -345,6 +345,12 @@ class GrammarMatcher:
     def may_accept(self, token_ids: Sequence[int]) -> bool:
         return self._inner.validate_tokens(list(token_ids)) == len(token_ids)
 
+    def read(self, text: str) -> None:
+        """Advance by a text, if the grammar allows all of it."""
+        token_ids = self._compiled.tokens.ready()[0].tokenize_bytes(text.encode())
+        if self.may_accept(token_ids):
+            self.accept(token_ids)
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by sampled tokens. After an end token, further end tokens are ignored, and others raise."""
         self._mask, self._is_first = None, False
