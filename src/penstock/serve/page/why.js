@@ -127,7 +127,7 @@ function facts(told, choice, seenTtftMs) {
   const { prefix, batch, longest_gap: gap } = choice;
   const end = prefix && PREFIX_ENDS[prefix.because];
   const rest = told.chosen?.held_ms > 0 ? "the answer was held back until it was chosen"
-    : `the rest is ${told.chosen ? "what its route may hold back, " : ""}the network and the browser`;
+    : `the rest is ${told.chosen?.route ? "what its route may hold back, " : ""}the network and the browser`;
   const entries = [
     ["Request", told.id],
     ["From the cache", prefix && `${count(prefix.hit_tokens)} of ${counted(choice.prompt_tokens, "token")} of the prompt${end ? `; ${end}` : ""}`],
