@@ -219,6 +219,13 @@ def test_an_answer_follows_what_was_asked_for(model: LLM, asked: StructuredOutpu
     assert all(check(answer.text) for output in outputs for answer in output.outputs)
 
 
+def test_a_continued_message_goes_on_within_what_was_asked_for(model: LLM) -> None:
+    begun = [*CONVERSATION, {"role": "assistant", "content": "12"}]
+    params = SamplingParams(n=2, seed=1, max_tokens=None, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    output = only(model.chat(begun, params, continue_final_message=True))
+    assert [len(answer.text) for answer in output.outputs] == [1, 1]
+
+
 def test_a_chat_is_made_a_prompt_by_the_template(model: LLM) -> None:
     output = only(model.chat(CONVERSATION, GREEDY))
     assert output.prompt is not None

@@ -12,7 +12,7 @@ from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectRe
 from penstock.types.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from penstock.calls.call import TextPrompt
+    from penstock.calls.call import Conversation, TextPrompt
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Stream
     from penstock.engine.ports import OutputChunk
@@ -363,7 +363,8 @@ class Asked:
         all_params = self._each(self.params or SamplingParams(**running.defaults.named()), SamplingParams, "sampling_params")
         names = self._each(self.adapters, str | None, "adapters")
         adapters = [None if name is None else _adapter(running, name) for name in names]
-        prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
+        read = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
+        prompts = [prompt for prompt, _ in read]
         whole = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt) and not prompt.cuts]
         encoded = iter(running.tokenizer.encode_batch(whole, add_special_tokens=self.template is None))
         arrival_ns, answers = running.clock.now_ns(), []
@@ -375,7 +376,7 @@ class Asked:
                 check_encoded(token_ids, running, name)
             else:
                 token_ids = prompt
-            requests = _requests(running, token_ids, params, seeds[index], arrival_ns, name, adapter)
+            requests = _requests(running, token_ids, params, seeds[index], arrival_ns, name, adapter, read[index][1])
             end_token_ids = frozenset(running.tokenizer.eos_token_ids) - frozenset(params.stop_token_ids or ())
             has_logprobs = params.logprobs is not None
             answers.append(Answer(running, text, requests, end_token_ids, has_logprobs=has_logprobs))
@@ -393,13 +394,15 @@ class Asked:
         name = "prompt" if self.template is None else "messages"
         return name if len(self.prompts) == 1 else f"{name}[{index}]"
 
-    def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> TextPrompt | Sequence[int]:
+    def _text(
+        self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str
+    ) -> tuple[TextPrompt | Sequence[int], Conversation | None]:
         from penstock.calls.call import TextPrompt
 
         if self.template is None:
             if isinstance(prompt, str):
-                return TextPrompt(prompt, name)
-            return _token_ids(prompt, name)
+                return TextPrompt(prompt, name), None
+            return _token_ids(prompt, name), None
         if running.chat_template is None:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template, or only named ones.", remedy=remedy)
@@ -410,7 +413,7 @@ class Asked:
         fields = {name: _plain(value) for name, value in self.template.items()}
         with own_errors():
             conversation = read_conversation_with_tools(ChatTemplateFields.model_validate({**fields, "messages": messages}))
-        return render_here(conversation, running)
+        return render_here(conversation, running), conversation
 
 
 def _token_ids(prompt: object, name: str) -> list[int]:
@@ -441,12 +444,13 @@ def _requests(
     arrival_ns: int,
     name: str,
     adapter: AdapterRef | None = None,
+    conversation: Conversation | None = None,
 ) -> list[Request]:
     """Return an engine request for each of the `n` answers to a prompt. Raises PenstockError."""
     from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
     from penstock.calls.check import make_call
     from penstock.calls.prompts import tokenise
-    from penstock.calls.run import make_requests
+    from penstock.calls.run import make_requests, plan_of_begun
     from penstock.serve.bodies import fields_of, structured_grammar
 
     fields, prompt = _fields_of(params), TokenPrompt(tuple(token_ids), name)
@@ -473,7 +477,12 @@ def _requests(
     matchers = None
     if call.grammar is not None:
         call.grammar.check_lengths(max(tokenised.max_tokens))
-        matchers = [running.grammars.matcher(call.grammar) for _ in range(params.n)]
+        plan = plan_of_begun(conversation, call.grammar, running.dialect)
+        matchers = [running.grammars.matcher(call.grammar, plan) for _ in range(params.n)]
+        if plan is not None:
+            from penstock.text.answer_matcher import begin_all
+
+            matchers = begin_all(matchers)
     own_seed = call.request.sampling.get("seed")
     seed = seed if own_seed is None else int(own_seed)
     return make_requests(call, tokenised, parent_id, seed, matchers, waits=call.terms.waits)

@@ -134,6 +134,12 @@ async def test_json_that_was_asked_for_is_no_call_although_it_names_a_tool():
     assert "tool_calls" not in message
 
 
+async def test_json_that_was_asked_for_beside_tools_goes_on_where_it_was_cut():
+    messages = [*ASK["messages"], {"role": "assistant", "content": '{"a"'}]
+    message = (await ask(": 1}", messages=messages, continue_final_message=True, **JSON))["message"]
+    assert message["content"] == ": 1}"
+
+
 async def test_json_that_was_asked_for_is_a_call_in_llama_s_form_only_if_it_names_a_tool():
     template = CHAT_TEMPLATE.replace("{{ suffix }}", '{% if tools %}{# "parameters": <|start_header_id|> #}{% endif %}')
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "parameters": {}}}

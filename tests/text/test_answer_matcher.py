@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from penstock.text.answer_matcher import AnswerPlan
+from penstock.text.answer_matcher import AnswerPlan, begin_all
 from penstock.text.answers import AnswerForm, gather
 from penstock.text.dialects import BY_NAME, TOOL_FORMATS
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Grammars, Lead
@@ -441,3 +441,19 @@ def test_a_beginning_that_is_no_call_leaves_the_grammar_compiled(name):
     matcher.accept((across(PLAIN, '":'),))  # after the name, more than its end
     assert matcher.mask() is None
     assert grammars.known(grammar, plan) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "begun", "is_read"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "maxLength": 30000}', '"' + "Hello, this is a text. " * 900, True),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string"}', 'Answer: "', False),
+        (GrammarKind.GRAMMAR, 'start: s\ns: s s | "a"', "a" * 2000, False),  # becomes too large
+    ],
+)
+def test_a_begun_text_is_read_as_far_as_the_grammar_can_be_followed(kind, source, begun, is_read):
+    grammar, plan = Grammar(kind, source), AnswerPlan(begun=begun)
+    grammars = Grammars(PLAIN, vocab_size=PLAIN.vocab_size)
+    first_mask = grammars.matcher(grammar).mask()
+    matchers = begin_all([grammars.matcher(grammar, plan) for _ in range(2)])
+    assert [matcher.mask() != first_mask for matcher in matchers] == [is_read] * 2

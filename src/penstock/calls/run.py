@@ -30,6 +30,7 @@ from penstock.calls.prompts import Tokenised, asked_tokens, each_scores, render,
 from penstock.deploy.running import RunningModel
 from penstock.obs.explain.explanation import GRAMMAR
 from penstock.text.answers import AnswerForm
+from penstock.text.dialects import Dialect
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Lead, num_at_once
 from penstock.text.parameters import Types
 from penstock.types.errors import Rejected, RejectReason, wrong
@@ -72,6 +73,9 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
             arrival.waits_for = GRAMMAR
             try:
                 matchers = await _matchers(grammar, plan, num_requests, max(tokenised.max_tokens), running, call.terms)
+                if plan is not None and plan.begun:
+                    beginning = _begin(matchers, plan, running, call.terms.lane)
+                    matchers = await _in_time(beginning, "message was not read", running, call.terms)
             finally:
                 grammar_wait_ns = running.clock.now_ns() - asked_ns
                 running.metrics.count_grammar_wait(grammar_wait_ns)
@@ -196,7 +200,8 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
     trigger_of = form.tools if form is not None and form.is_free else None
     if grammar is not None and reasoning is None and trigger_of is None:
-        return grammar, AnswerPlan(begun=begun) if (begun := _begun(call, grammar)) else None
+        conversation = call.prompts if isinstance(call.prompts, Conversation) else None
+        return grammar, plan_of_begun(conversation, grammar, call.running.dialect)
     if grammar is not None and reasoning is not None and trigger_of is None:
         grammar = dataclasses.replace(grammar, lead=Lead(reasoning.open, reasoning.close, reasoning.lead))
     plan = AnswerPlan(
@@ -209,20 +214,26 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
     return grammar, plan
 
 
-def _begun(call: Call, grammar: Grammar) -> str:
-    """Return the beginning of the answer in the message that a chat continues. Empty for calls."""
-    conversation, reasoning = call.prompts, call.running.dialect.reasoning
-    if not isinstance(conversation, Conversation) or not conversation.continue_final_message:
-        return ""
-    text = conversation.messages[-1].content if grammar.kind is not GrammarKind.TOOLS else ""
-    if reasoning is not None and reasoning.close in text:
-        return text.rpartition(reasoning.close)[2].lstrip()
-    return text
+def plan_of_begun(conversation: Conversation | None, grammar: Grammar, dialect: Dialect) -> AnswerPlan | None:
+    """Return the plan of an answer that a chat's last message begins. None if there is no such message, or if it may be a call:
+    the rest of a call could not be read as one."""
+    from penstock.text.answer_matcher import AnswerPlan
+
+    if conversation is None or not conversation.continue_final_message:
+        return None
+    is_of_tools = grammar.kind is GrammarKind.TOOLS
+    if is_of_tools and (grammar.other is None or dialect.tools is None or dialect.tools.ways[0].has_no_mark):
+        return None
+    begun, reasoning = conversation.messages[-1].content, dialect.reasoning
+    if reasoning is not None and reasoning.close in begun:
+        begun = begun.rpartition(reasoning.close)[2].lstrip()
+    return AnswerPlan(begun=begun) if begun else None
 
 
-def _is_quick(number: int, grammar: Grammar, plan: AnswerPlan | None) -> bool:
-    """Return whether `number` matchers of a compiled grammar can be made on the event loop."""
-    return number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS and (plan is None or not plan.begun)
+async def _begin(matchers: Sequence[Matcher], plan: AnswerPlan, running: RunningModel, lane: str) -> list[Matcher]:
+    from penstock.text.answer_matcher import READ_COST, begin_all
+
+    return await running.off_loop.run(READ_COST * len(plan.begun), lambda: begin_all(matchers), lane)
 
 
 async def _matchers(
@@ -237,7 +248,8 @@ async def _matchers(
         return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
         grammar.check_lengths(max_tokens)
-        if _is_quick(number, grammar, plan) and (matchers := running.grammars.known(grammar, plan, number)):
+        is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
+        if is_small and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers
         compiling = _matchers_compiled(number, grammar, plan, running, terms.lane)
         return await _in_time(compiling, "grammar was not compiled", running, terms)
@@ -267,7 +279,7 @@ async def _matchers_compiled(
     number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, lane: str
 ) -> list[Matcher]:
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
-    can_share = _is_quick(number, grammar, plan) and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
+    can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
         await off_loop.compile(lane, len(grammar.source), lambda: grammars.prepare(grammar, plan, number), key=grammar)
         if matchers := grammars.known(grammar, plan, number):

@@ -44,6 +44,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
 from penstock.kv.changes import Changes
 from penstock.kv.prefix_cache import Recent
+from penstock.text.answer_matcher import READ_COST, begin_all
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import PenstockError, Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
@@ -277,6 +278,10 @@ class Replica:
         try:
             async with asyncio.timeout(None if limit is None else (limit[0] - self._running.clock.now_ns()) / 1e9):
                 request.matcher = await self._matcher(work.recipe, request)
+                if (plan := work.recipe.plan) is not None and plan.begun:
+                    lane = lane_of(request.tenant, is_background=request.background)
+                    begin = partial(begin_all, [request.matcher])
+                    [request.matcher] = await self._running.off_loop.run(READ_COST * len(plan.begun), begin, lane)
             request.matcher.accept(work.generated)
             return True
         except TimeoutError:

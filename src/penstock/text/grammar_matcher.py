@@ -41,6 +41,9 @@ MAX_CUTS = 4096
 """Most forced texts cached with their tokens, for all grammars together."""
 MAX_CUT_BYTES = 64
 """Longer texts are not cached."""
+READ_TOKENS_PER_MASK = 256
+"""A text is read with a mask after so many tokens: only masks notice that a grammar grows too large, and later ones take
+seconds."""
 
 
 class GrammarTokens:
@@ -346,10 +349,18 @@ class GrammarMatcher:
         return self._inner.validate_tokens(list(token_ids)) == len(token_ids)
 
     def read(self, text: str) -> None:
-        """Advance by a text, if the grammar allows all of it."""
-        token_ids = self._compiled.tokens.ready()[0].tokenize_bytes(text.encode())
-        if self.may_accept(token_ids):
-            self.accept(token_ids)
+        """Advance by a text. Changes nothing if the grammar forbids part of it, or becomes too large to follow."""
+        inner = self._inner.deep_copy()
+        # Token by token: llguidance limits each of these steps, but not the time to validate many tokens at once.
+        for idx, token_id in enumerate(self._compiled.tokens.ready()[0].tokenize_bytes(text.encode()), 1):
+            if not inner.consume_token(token_id):
+                return
+            if idx % READ_TOKENS_PER_MASK == 0 and not inner.is_stopped():
+                try:
+                    self._compiled.mask_of(inner)
+                except GrammarFailure:
+                    return
+        self._inner, self._mask, self._forced, self._is_first = inner, None, None, False
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by sampled tokens. After an end token, further end tokens are ignored, and others raise."""
