@@ -292,10 +292,13 @@ def test_reasoning_then_free_text_then_a_call():
     analysis = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
     begun = [f"<|channel|>{channel} to=functions." for channel in ("commentary", "analysis")]
     for header in (*begun, " to=functions."):
-        for text, one in ((header, plan), (header, replace(plan, reasoning=None)), (analysis + header, plan)):
-            matcher = matcher_of(SPECIAL, grammar, one)
+        for text in (header, analysis + header):
+            matcher = matcher_of(SPECIAL, grammar, plan)
             say(matcher, SPECIAL, text)
             assert {SPECIAL.token_text(token_id)[0] for token_id in allowed(matcher, SPECIAL)} == {"g"}, text
+    in_text = matcher_of(SPECIAL, grammar, replace(plan, reasoning=None))  # as where a message is continued
+    say(in_text, SPECIAL, " to=functions.")
+    assert in_text.mask() is None
 
 
 def test_a_mask_does_not_change_while_nothing_is_accepted():

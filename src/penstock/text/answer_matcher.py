@@ -84,22 +84,24 @@ class AnswerMatcher:
         self._watch = _Watch((), is_at_start=False)
         self._beginning: bytes | None = None
         """The answer so far, while it can still become a call without a mark. After that, None."""
-        prompt_end = "" if plan.trigger_of is None else plan.trigger_of.prompt_end
-        self._prompt_ids = tokens.encode(prompt_end) if prompt_end else []
+        self._prompt_ids: list[int] = []
+        """Tokens of the prompt that may begin a trigger."""
         if plan.reasoning is None:
-            self._begin_answer(self._prompt_ids)
+            self._begin_answer()
         elif plan.is_reasoning:
             self._opened_ids = tokens.encode(plan.reasoning.open)
             self._begin_reasoning()
         else:
             self._state = _State.OPENING
             self._watch = _Watch((plan.reasoning.open,), is_at_start=True)
+            if plan.trigger_of is not None and plan.trigger_of.prompt_end:
+                self._prompt_ids = tokens.encode(plan.trigger_of.prompt_end)
             if self._is_bound and grammar is not None:
                 self._inner = grammar.matcher()
         self._mask = self._next_mask()
 
     def begin(self) -> None:
-        """Read the plan's `begun`. If the grammar does not allow that text, it begins after it. Takes 3 ms per 1,000 tokens."""
+        """Read the plan's `begun`, in 3 to 20 ms per 1,000 tokens. If the grammar forbids it, change nothing."""
         if self._inner is not None:
             self._inner.read(self._plan.begun)
 
@@ -248,7 +250,7 @@ class AnswerMatcher:
 
 
 def begin_all(matchers: Sequence[Matcher]) -> list[Matcher]:
-    """Return the matchers of a plan's choices, which have read its `begun`, once for all. A front leaves that to replicas."""
+    """Read the plan's `begun` once and return a matcher for each choice. Recipes of a front are returned as they are."""
     first = matchers[0]
     if not isinstance(first, AnswerMatcher):
         return [*matchers]

@@ -61,7 +61,7 @@ class ToolFormat:
     only_at_start: bool = False
     """Triggers count only at the beginning of an answer."""
     prompt_end: str = ""
-    """The end of the prompt, which may be the beginning of a trigger."""
+    """The end of the prompt for a new answer, which may be the beginning of a trigger."""
     marks: tuple[str, ...] = ()
     """A chat template with all `marks` and none of `but_not` has this format."""
     but_not: tuple[str, ...] = ()
