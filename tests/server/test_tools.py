@@ -311,6 +311,15 @@ async def test_a_template_may_concatenate_what_a_tool_has_not(parameters):
     assert (await ask("Fine.", chat_template=template + TOOLS_TEMPLATE, tools=[tool]))["message"]["content"] == "Fine."
 
 
+async def test_null_in_the_parameters_of_a_strict_tool_counts_as_left_out():
+    tool = {
+        "type": "function",
+        "function": {"name": "now", "strict": True, "parameters": {"type": "object", "properties": None}},
+    }
+    message = (await ask('<tool_call>\n{"name": "now", "arguments": {"x": 1}}\n</tool_call>', tools=[tool]))["message"]
+    assert calls_of(message) == [("now", {"x": 1})]
+
+
 async def test_a_template_that_knows_no_tools_has_them_told_in_messages():
     runtime = says("Fine.")
     history = [

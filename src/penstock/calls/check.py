@@ -306,7 +306,7 @@ def tools_for_template(tools: Sequence[FunctionTool], names: Names) -> tuple[Map
         if tool.name in found:
             raise _invalid(names, ("tools", index, "name"), f"{tool.name!r} is also the name of another tool")
         found.add(tool.name)
-        parameters = {name: value for name, value in (tool.parameters or {}).items() if value is not None}
+        parameters = tool.parameters or {}
         if parameters.get("type", "object") != "object":
             raise _invalid(names, ("tools", index, "parameters"), "must describe an object")
         fields = {

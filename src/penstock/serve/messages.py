@@ -84,6 +84,8 @@ def read_tools(tools: Sequence[ToolBody]) -> list[FunctionTool]:
 def function_tool(name: str, description: str | None, parameters: Any, *, is_strict: bool | None, at: str) -> FunctionTool:
     """Return a tool in the form for all APIs. Raises 400 for a schema nested too deeply. `at`: its path in the body."""
     check_depth(parameters, at)
+    if parameters is not None:  # clients in Go send `"properties": null`
+        parameters = {keyword: value for keyword, value in parameters.items() if value is not None}
     return FunctionTool(name=name, description=description, parameters=parameters, is_strict=bool(is_strict))
 
 
