@@ -23,6 +23,7 @@ from penstock.cluster.fleet import MAX_STRANGERS, Fleet
 from penstock.cluster.flights import PROGRESS
 from penstock.cluster.messages import FORMAT, Greeting, Submit, encode, request_of
 from penstock.cluster.replica import Replica
+from penstock.deploy.off_loop import MAX_SIZE_IN_FLIGHT
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.state import EngineState
@@ -405,6 +406,20 @@ def test_a_schema_is_followed_on_the_other_replica(pool, begun: str) -> None:
         assert answer.result(60).json()["choices"] == expected
         said = begun + expected[0]["message"]["content"]
         assert said.startswith('{"name"' if begun else "{")
+
+
+def test_no_choice_of_a_continued_answer_is_refused_by_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.READ_COST", MAX_SIZE_IN_FLIGHT // 2)
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "12"}],
+        "continue_final_message": True,
+        "structured_outputs": {"regex": "[0-9]{3}"},
+        "n": 32,
+    }
+    with cluster(num_replicas=1) as made:
+        wait_until(lambda: made.fleet.num_replicas == 1)
+        choices = httpx.post(made.server.url + "/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    assert [len(choice["message"]["content"]) for choice in choices] == [1] * 32
 
 
 def test_choices_beams_and_scores() -> None:
