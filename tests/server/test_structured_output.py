@@ -180,6 +180,14 @@ async def test_a_continued_message_that_begins_the_answer_is_part_of_it(client, 
     assert reasons == ["stop"] * 2
 
 
+async def test_after_a_message_that_is_too_long_to_be_read_the_answer_begins(client, monkeypatch):
+    messages = [*HI["messages"], {"role": "assistant", "content": "ye"}]
+    body = {"messages": messages, "continue_final_message": True} | outputs(choice=["yes", "no"])
+    assert (await ask(client, **body))[0] == ["s"]
+    monkeypatch.setattr("penstock.calls.run.MAX_BEGUN_CHARS", 1)
+    assert (await ask(client, **body))[0] != ["s"]
+
+
 async def test_a_continued_message_that_is_the_whole_answer_ends(client):
     messages = [*HI["messages"], {"role": "assistant", "content": "yes"}]
     answer = await ask(client, messages=messages, continue_final_message=True, **outputs(choice=["yes", "no"]))

@@ -140,6 +140,12 @@ async def test_json_that_was_asked_for_beside_tools_goes_on_where_it_was_cut():
     assert message["content"] == ": 1}"
 
 
+@pytest.mark.parametrize("begun", ["<tool", '<tool_call>{"name": "get_'])
+async def test_a_begun_call_beside_json_that_was_asked_for_begins_anew(begun):
+    messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
+    assert calls_of((await ask(CALL, messages=messages, continue_final_message=True, **JSON))["message"]) == [ROME]
+
+
 async def test_json_that_was_asked_for_is_a_call_in_llama_s_form_only_if_it_names_a_tool():
     template = CHAT_TEMPLATE.replace("{{ suffix }}", '{% if tools %}{# "parameters": <|start_header_id|> #}{% endif %}')
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "parameters": {}}}

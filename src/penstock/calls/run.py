@@ -32,7 +32,7 @@ from penstock.obs.explain.explanation import GRAMMAR
 from penstock.text.answers import AnswerForm
 from penstock.text.dialects import Dialect
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Lead, num_at_once
-from penstock.text.parameters import Types
+from penstock.text.parameters import Types, match_literal
 from penstock.types.errors import Rejected, RejectReason, wrong
 from penstock.types.request import Request, WaitTimes
 from penstock.types.sampling import Matcher
@@ -44,6 +44,9 @@ _Result = TypeVar("_Result")
 
 _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
 """Most characters of compiled grammars, summed over choices, to copy on the event loop: 0.1 ms."""
+MAX_BEGUN_CHARS = 1 << 18
+"""After a longer message the answer begins anew. Reading so much takes up to 2 s, and up to one lexer state per character. All
+answers of a compiled grammar share at most 500,000 states."""
 _MAX_COMPILATIONS = 4
 """Attempts to share a compiled grammar, since other calls may use it up or evict it."""
 _CONDITIONS = tuple(one.name for one in dataclasses.fields(Conditions))
@@ -215,25 +218,28 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
 
 
 def plan_of_begun(conversation: Conversation | None, grammar: Grammar, dialect: Dialect) -> AnswerPlan | None:
-    """Return the plan of an answer that a chat's last message begins. None if there is no such message, or if it may be a call:
-    the rest of a call could not be read as one."""
+    """Return the plan of an answer that a chat's last message begins, or None.
+
+    An answer that may be a call begins anew, because the rest of a call could not be read as one.
+    """
     from penstock.text.answer_matcher import AnswerPlan
 
     if conversation is None or not conversation.continue_final_message:
         return None
-    is_of_tools = grammar.kind is GrammarKind.TOOLS
-    if is_of_tools and (grammar.other is None or dialect.tools is None or dialect.tools.ways[0].has_no_mark):
-        return None
-    begun, reasoning = conversation.messages[-1].content, dialect.reasoning
+    begun, reasoning, way = conversation.messages[-1].content, dialect.reasoning, dialect.tools.ways[0]
     if reasoning is not None and reasoning.close in begun:
         begun = begun.rpartition(reasoning.close)[2].lstrip()
-    return AnswerPlan(begun=begun) if begun else None
+    may_be_call = grammar.kind is GrammarKind.TOOLS and (
+        grammar.other is None or way.has_no_mark or match_literal(begun, way.trigger) != -1
+    )
+    return AnswerPlan(begun=begun) if 0 < len(begun) <= MAX_BEGUN_CHARS and not may_be_call else None
 
 
 async def _begin(matchers: Sequence[Matcher], plan: AnswerPlan, running: RunningModel, lane: str) -> list[Matcher]:
-    from penstock.text.answer_matcher import READ_COST, begin_all
+    from penstock.text.answer_matcher import READ_COST, AnswerMatcher, begin_all
 
-    return await running.off_loop.run(READ_COST * len(plan.begun), lambda: begin_all(matchers), lane)
+    cost = READ_COST if isinstance(matchers[0], AnswerMatcher) else 0  # a front's recipes are read by replicas
+    return await running.off_loop.run(cost * len(plan.begun), lambda: begin_all(matchers), lane)
 
 
 async def _matchers(
