@@ -83,6 +83,14 @@ def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
+async def test_a_tenant_that_does_not_count_may_have_any_form(runtime):
+    for trusts, status in ((False, 200), (True, 400)):
+        async with make_client(runtime, api_keys=("one",), trust_tenant_header=trusts) as client:
+            for sent in (["Acme Corp"], ["a", "b"]):
+                headers = [("Authorization", "Bearer one"), *(("X-Tenant", name) for name in sent)]
+                assert (await client.post(COMPLETIONS, json=ASK, headers=headers)).status_code == status, (trusts, sent)
+
+
 @pytest.mark.parametrize(
     ("keys", "admin_keys", "headers", "status"),
     [

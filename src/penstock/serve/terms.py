@@ -100,14 +100,16 @@ def _conversation_of(owner: Owner, name: str) -> bytes:
 def read_owner(scope: Scope) -> Owner:
     """Return the request's key and tenant. Raises 400.
 
-    The header X-Tenant counts if the server has no keys or trusts it. Otherwise the key is the tenant."""
+    The header X-Tenant counts if the server has no keys or trusts it. Otherwise the key is the tenant, else a client would
+    escape its key's limits by naming a new tenant with each call.
+    """
+    key = key_name(scope)
+    if key and (not trusts_tenant(scope) or _limits_of(key_of(scope)) is not None):
+        return Owner(key=key, tenant=key)
     tenant = _value(scope, "X-Tenant")
     if tenant is not None and not NAME.fullmatch(tenant):
         raise _bad_header("X-Tenant", f"must be {NAME_RULE}")
-    key, found = key_name(scope), key_of(scope)
-    if tenant is None or (key and (not trusts_tenant(scope) or _limits_of(found) is not None)):
-        tenant = key  # else a client would escape its key's limits by naming a new tenant with each call
-    return Owner(key=key, tenant=tenant)
+    return Owner(key=key, tenant=key if tenant is None else tenant)
 
 
 def is_local_only(scope: Scope) -> bool:
