@@ -24,7 +24,16 @@ from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.server.errors import check
 from support.server.files import put
-from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until, wait_until
+from support.server.harness import (
+    CAPACITY,
+    GatedExecutor,
+    make_client,
+    make_runtime,
+    make_text_runtime,
+    running,
+    until,
+    wait_until,
+)
 from support.server.waits import set_waits
 
 COMPLETIONS = "/v1/completions"
@@ -207,6 +216,26 @@ async def test_a_key_opens_the_models_that_it_names(file):
     finally:
         toy.close()
         other.close()
+
+
+async def test_an_encoders_route_tells_a_key_of_no_model_that_it_may_not_use(file):
+    toy, hidden = make_runtime(served_names=("toy",)), make_text_runtime(served_names=("hidden",), aliases=())
+    write(file, models='["toy"]')
+    file.write_text(file.read_text() + FILE[FILE.rindex("\n[[keys]]") :])
+    routes = [Route(name="secret", models=("hidden",))]
+    try:
+        async with make_client(toy, hidden, routes=routes, api_keys_file=str(file)) as client:
+            for key, name, status, cause in (
+                ("alice", "toy", 400, "Or serve an encoder"),
+                ("bob", "toy", 400, "Or set 'model' to 'hidden'"),
+                ("alice", "secret", 404, "Served: 'toy'."),
+                ("bob", "secret", 400, "secret writes text"),
+            ):
+                answer = await client.post("/v1/embeddings", json={"model": name, "input": "a"}, headers=bearer(key))
+                assert (answer.status_code, cause in answer.text) == (status, True), answer.text
+    finally:
+        toy.close()
+        hidden.close()
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 3), (-5, 3), (0, 3), (3, 3), (7, 7)])

@@ -15,7 +15,7 @@ from pydantic import Field, WithJsonSchema
 from penstock.calls.call import Terms
 from penstock.calls.prompts import check_text_size
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Asked
+from penstock.serve.asking import Asked, visible_models, visible_names
 from penstock.serve.bodies import INT32_MAX, Body, NoEffect, Priority, RequestId, described
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
@@ -119,12 +119,15 @@ def open_model(
     """Return the model and the terms. Raises 400 unless the model is an encoder."""
     if request_id is not None:
         identity_of(asked.scope).adopt(request_id)  # first, so that any later refusal has this id
-    if model in asked.reader.deployment.routes or model in asked.reader.deployment.pipelines:
+    deployment, scope = asked.reader.deployment, asked.scope
+    is_route = model in deployment.routes or model in deployment.pipelines
+    if is_route and model in visible_names(deployment, scope):
         raise invalid(f"{model} writes text: name an encoder.", "model")
     running = asked.find(model, user or "")[0].answerer()
     encoder = running.model.encoder
     if encoder is None:
-        encoders = [one.name for one in asked.reader.deployment.served if one.info is not None and one.info.encoder is not None]
+        visible = visible_models(deployment, scope)
+        encoders = [name for name, one in visible if one.info is not None and one.info.encoder is not None]
         remedy = (
             f"Or set 'model' to {encoders[0]!r}, which is also served."
             if encoders
@@ -136,7 +139,7 @@ def open_model(
             "model",
         )
     terms = read_terms(
-        asked.scope,
+        scope,
         running.clock.now_ns(),
         asked.reader.config,
         is_priority_scheduled=running.model.is_priority_scheduled,
