@@ -445,6 +445,40 @@ async def test_too_many_that_wait_are_turned_away():
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
 
 
+async def test_requests_that_wait_for_a_load_count_to_their_tenants_limit(tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "greedy"\nkey = "g"\nmax_concurrent = 1\n[[keys]]\nname = "alice"\nkey = "a"\n')
+    async with serving(config=ServerConfig(api_keys_file=str(keys)), max_waiting=8, tenant_max_concurrent=2) as world:
+        world.may_load.clear()
+        waiting = []
+        for key, most in (("g", 1), ("a", 2)):
+            headers = {"Authorization": f"Bearer {key}"}
+            for _ in range(most):
+                waiting.append(asyncio.create_task(world.client.post("/v1/completions", json=ASK, headers=headers)))
+                await until(lambda: world.of["a"].num_waiting == len(waiting))
+            refused = await world.client.post("/v1/completions", json=ASK, headers=headers)
+            assert (refused.status_code, "tenant_concurrency" in refused.text) == (429, True), refused.text
+        world.may_load.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 20, 1500], ids=["places", "bytes"])
+async def test_a_tenant_has_half_of_the_room_to_wait_for_a_load(monkeypatch, max_bytes):
+    monkeypatch.setattr("penstock.serve.waiting.MAX_WAITING_BYTES", max_bytes)
+    async with serving(max_waiting=2 if max_bytes > 1500 else 8) as world:
+        world.may_load.clear()
+        ask = partial(world.client.post, "/v1/completions", json=ASK | {"prompt": "a" * 600})
+        waiting = []
+        for tenant in ("alice", "bob"):
+            waiting.append(asyncio.create_task(ask(headers={"X-Tenant": tenant})))
+            await until(lambda: world.of["a"].num_waiting == len(waiting))
+            refused = await ask(headers={"X-Tenant": tenant})
+            assert refused.status_code == 429
+            assert "1 request of the tenant is already waiting for a" in refused.text
+        world.may_load.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
 async def test_a_refusal_while_a_model_loads_is_counted_for_its_key():
     async with serving(max_waiting=0) as world:
         world.of["a"].metrics.tenants = frozenset({"alice"})
@@ -467,7 +501,7 @@ async def test_bodies_that_wait_take_so_much_memory_and_no_more(monkeypatch):
         assert (await world.client.post("/v1/completions", json=ASK | {"prompt": "a" * 600})).status_code == 429
         world.may_load.set()
         assert (await waiting).status_code == 200
-        assert world.of["a"].num_waiting_bytes == 0
+        assert not world.of["a"].waiting
 
 
 async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_others_answer():

@@ -25,6 +25,7 @@ from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows file
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
 from penstock.types.plan import Capacity
+from penstock.types.request import Owner
 from penstock.types.sampling import SamplingDefaults
 
 if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
@@ -259,6 +260,8 @@ class ServedModel:
     """The model's entry in the folder of models, if it comes from there."""
     max_waiting: int = 1024
     """Most requests that wait for the model to be loaded."""
+    tenant_max_concurrent: int | None = None
+    """Most of them of one tenant without limits of its own."""
 
     # Written by the keeper.
     state: ModelState = ModelState.UNLOADED
@@ -288,9 +291,8 @@ class ServedModel:
     """Time of the last change (ns) and size of `path`."""
 
     # Written by the waiting requests, on the event loop.
-    num_waiting: int = 0
-    num_waiting_bytes: int = 0
-    """Total size of the waiting requests' bodies."""
+    waiting: list[tuple[Owner | None, int]] = field(default_factory=list)
+    """Each one's owner, None for a line of a batch, and the size of its body in bytes."""
 
     def __post_init__(self) -> None:
         self.metrics.read_residence = self._residence
@@ -309,6 +311,10 @@ class ServedModel:
             memory_bytes=self.held_bytes,
             machine_ns=self.read_machine_ns(),
         )
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
 
     @property
     def unload_after_ns(self) -> int | None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Scope
 
+from penstock.calls.call import Terms
 from penstock.calls.in_flight import Arrival, InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
@@ -28,14 +28,14 @@ from penstock.obs.trace_context import Span
 from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
 from penstock.serve.course import Routed, course_of
 from penstock.serve.errors import BUSY_STATUSES, MODEL_NOT_FOUND, ApiError, shorten, status_of, unavailable
-from penstock.serve.http.checks import JsonEndpoint, add_header, identity_of, unless_gone
+from penstock.serve.http.checks import JsonEndpoint, add_header, unless_gone
 from penstock.serve.http.entries import entry_of, note_model
 from penstock.serve.pipelines import PipelineFiller
 from penstock.serve.route_choice import RouteChooser
-from penstock.serve.terms import read_owner, read_terms
+from penstock.serve.terms import read_terms
 from penstock.serve.trials import Unsure
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import TENANT_REASONS, ConfigError, ModelAway, NameUnknown, PutOff, Rejected, RejectReason
+from penstock.types.errors import TENANT_REASONS, ConfigError, ModelAway, NameUnknown, PutOff, Rejected, RejectReason, counted
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
@@ -254,13 +254,11 @@ class Waits:
             return
         asked_ns = clock.now_ns()
         arrival_ns = asked_ns if course.arrival_ns is None else course.arrival_ns
-        limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
-        owner, request_id = read_owner(http.scope), identity_of(http.scope).request_id
-        unix_time_s = self._deployment.sources.unix_time_s
+        terms = read_terms(http.scope, arrival_ns, config, is_priority_scheduled=True)
+        request_id, owner, unix_time_s = terms.request_id, terms.owner, self._deployment.sources.unix_time_s
         arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=course.waits, model=served.name)
         with self._in_flight.arriving(arrival):
-            loading = _loaded(self._deployment, served, limit_ns, len(data), owner.tenant, is_background=course.is_background)
-            await unless_gone(http, loading)
+            await unless_gone(http, _loaded(self._deployment, served, terms, _wait_limit_ns(terms, config), len(data)))
         self._count_wait("model", asked_ns, http)
         served.metrics.count_model_wait(clock.now_ns() - asked_ns)
 
@@ -315,23 +313,20 @@ class _AdapterLooks:
             return await in_daemon(partial(look_up, name, self._deployment))
 
 
-async def _loaded(
-    deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int, tenant: str, *, is_background: bool
-) -> RunningModel:
+async def _loaded(deployment: Deployment, served: ServedModel, terms: Terms, limit_ns: int, num_bytes: int) -> RunningModel:
     """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
 
     Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
     """
-    if served.num_waiting >= served.max_waiting or served.num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-        detail = f"{served.num_waiting} requests are already waiting for {served.name} to be loaded"
-        raise _refused(served, tenant, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
+    tenant, place = terms.owner.tenant, (None if terms.background else terms.owner, num_bytes)
+    if (refusal := _no_place(served, terms, num_bytes)) is not None:
+        raise _refused(served, tenant, *refusal, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
-    future = deployment.want(served, is_background=is_background)  # load it even if this request can't wait so long
+    future = deployment.want(served, is_background=terms.background)  # load it even if this request can't wait so long
     expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
     if expected_s > patience_s:
         raise _refused(served, tenant, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
-    served.num_waiting += 1
-    served.num_waiting_bytes += num_bytes
+    served.waiting.append(place)
     try:
         async with asyncio.timeout(max(0.0, patience_s)):
             return await asyncio.shield(asyncio.wrap_future(future))
@@ -340,20 +335,37 @@ async def _loaded(
         detail = f"The model {served.name} is being loaded."
         raise _refused(served, tenant, RejectReason.UNAVAILABLE, detail, expected_s) from None
     except Rejected as rejected:
-        if not is_background:  # which comes again
+        if not terms.background:  # which comes again
             served.metrics.count_rejected(rejected.reason, tenant)
         raise
     finally:
-        served.num_waiting -= 1
-        served.num_waiting_bytes -= num_bytes
+        served.waiting.remove(place)
 
 
-def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
-    """Return the time until which a request may wait for a load. Raises 400.
+def _no_place(served: ServedModel, terms: Terms, num_bytes: int) -> tuple[RejectReason, str] | None:
+    """Return why the request can't wait for the model to be loaded, or None.
+
+    A named tenant has half of the places and bytes, and at most as many places as it may have concurrent requests.
+    """
+    sizes = [size for _, size in served.waiting]
+    own = [] if terms.background else [size for owner, size in served.waiting if owner == terms.owner]
+    most = served.tenant_max_concurrent if terms.limits is None else terms.limits.max_concurrent
+    if most is not None and len(own) >= most:
+        detail = f"the tenant has {counted(len(own), 'request')} already, at most {most} may run or wait"
+        return RejectReason.TENANT_CONCURRENCY, detail
+    if terms.owner.tenant and own and (2 * len(own) >= served.max_waiting or 2 * (sum(own) + num_bytes) > MAX_WAITING_BYTES):
+        waits = counted(len(own), "request of the tenant is", "requests of the tenant are")
+        return RejectReason.QUEUE_FULL, f"{waits} already waiting for {served.name} to be loaded, which is its share"
+    if len(sizes) >= served.max_waiting or sum(sizes) + num_bytes > MAX_WAITING_BYTES:
+        return RejectReason.QUEUE_FULL, f"{len(sizes)} requests are already waiting for {served.name} to be loaded"
+    return None
+
+
+def _wait_limit_ns(terms: Terms, config: ServerConfig) -> int:
+    """Return the time until which a request may wait for a load.
 
     It is the earliest of the request's time limits, the server's, and `--load-timeout`.
     """
-    terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
     return min([terms.queued_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _, _ in terms.time_limits)])
 
 
