@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.main import cli
-from penstock.cli.options import GroupedCommand, config_options, model_argument
+from penstock.cli.options import GroupedCommand, config_options, model_argument, models_argument, routing_of_file
 from penstock.config import Config
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
 from penstock.config.sources import all_settings
+from penstock.config.upstreams import UpstreamConfig
 from penstock.kv.eviction import EVICTIONS
 from penstock.models import catalog
 from penstock.sched.policies.gates import GATES
@@ -197,6 +198,23 @@ def test_several_counts_are_a_tuple_wherever_they_come_from(tmp_path: Path) -> N
         assert _config("--config", str(path)).scheduler.length_buckets == (64, 256)
     assert _config("--length-buckets", "64,256").scheduler.length_buckets == (64, 256)
     assert _config(env={"PENSTOCK_LENGTH_BUCKETS": "64,256"}).scheduler.length_buckets == (64, 256)
+
+
+def test_upstreams_have_the_limits_of_tenants_wherever_they_come_from(tmp_path: Path) -> None:
+    @click.command(cls=GroupedCommand)
+    @models_argument
+    @config_options("admission")
+    @click.pass_obj
+    def command(made: list[UpstreamConfig], **_values: Any) -> None:
+        made += routing_of_file().upstreams
+
+    path, made = tmp_path / "p.toml", list[UpstreamConfig]()
+    upstreams = '[[upstreams]]\nname = "far"\nurl = "http://x"\n[[models]]\nmodel = "a"\ntenant_max_concurrent = 9\n'
+    path.write_text("tenant_tokens_per_minute = 300\n" + upstreams)
+    for arguments in ([], ["--tenant-max-concurrent", "2"]):
+        result = CliRunner().invoke(command, ["--config", str(path), *arguments], obj=made)
+        assert result.exit_code == 0, result.output
+    assert [(one.tenant_tokens_per_minute, one.tenant_max_concurrent) for one in made] == [(300, None), (300, 2)]
 
 
 def test_the_arguments_of_a_policy_are_a_table_wherever_they_come_from(tmp_path: Path) -> None:

@@ -327,6 +327,14 @@ async def test_keys_limits_hold_there_too(near, tmp_path: Path) -> None:
         assert 'upstream_requests_total{result="refused",upstream="far"} 1.0' in metrics
 
 
+async def test_tenants_limits_of_the_server_hold_there_too(near, tmp_path: Path) -> None:
+    async with clients(near, answers(200, whole()), tenant_tokens_per_minute=300) as (client, server):
+        found = [await client.post(CHAT, json=BODY | {"max_tokens": 300}, headers={"X-Tenant": name}) for name in "aab"]
+        assert [one.status_code for one in found] == [200, 429, 200]
+        assert "300 tokens per minute" in found[1].text
+        assert len(server.asked) == 2
+
+
 async def test_a_stream_costs_its_key_tokens_whether_the_server_counts_them_or_not(near, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')
@@ -691,7 +699,7 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others_and_wait_for_
 
 async def test_the_limits_of_a_key_do_not_apply_to_lines_of_batches(near) -> None:
     key = ApiKey(name="alice", digest=b"", requests_per_minute=1)
-    async with clients(near, answers(200, whole())) as (client, server):
+    async with clients(near, answers(200, whole()), tenant_tokens_per_minute=1) as (client, server):
         own = OwnRequests(lambda _name: Sender(key=key))
         own.app = client.app
         for nth in (1, 2, 3):

@@ -104,7 +104,6 @@ class Admission:
         self._backlog = Backlog()
         self._promises = Promises()
         self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
-        self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
         """Requests of admitted calls that are not submitted yet."""
@@ -124,7 +123,7 @@ class Admission:
             return Entering(self._view(ask, load, now_ns, is_expected=True), None)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
-        is_limited = ask.is_limited and (self._has_tenant_limits or ask.limits is not None)
+        is_limited = ask.is_limited and self._tenants.limits(ask.limits)
         refusal = (
             check_deadlines(view)
             or (self._tenants.refusal(_demand(view)) if is_limited else None)

@@ -80,6 +80,10 @@ class Tenants:
         self._ending = threading.Lock()
         """Guards what the end of a request writes: `num_open`, `num_running`, `num_correction_tokens` and `_duration_ns`."""
 
+    def limits(self, own: TenantLimits | None) -> bool:
+        """Return whether any limit applies to a tenant. `own`: limits of its own, in place of the default ones."""
+        return own is not None or self._default != TenantLimits()
+
     def refusal(self, demand: Demand) -> Refusal | None:
         """Return why the call is refused, or None. Most refused calls get a time of their own, within a minute."""
         account, now_ns = self._account(demand.tenant, demand.limits, demand.now_ns), demand.now_ns

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -213,9 +214,14 @@ def tables_of_file() -> tuple[dict[str, object], ...]:
 
 
 def routing_of_file() -> Routing:
-    """Return the [[routes]], [[upstreams]] and [[pipelines]] tables of the --config file."""
-    routing: Routing = click.get_current_context().meta.get(_ROUTING_KEY, Routing())
-    return routing
+    """Return the [[routes]], [[upstreams]] and [[pipelines]] tables of the --config file.
+
+    Each upstream gets the command's limits of tenants.
+    """
+    context = click.get_current_context()
+    routing: Routing = context.meta.get(_ROUTING_KEY, Routing())
+    limits: dict[str, Any] = {key: context.params.get(key) for key in ("tenant_max_concurrent", "tenant_tokens_per_minute")}
+    return replace(routing, upstreams=tuple([replace(one, **limits) for one in routing.upstreams]))
 
 
 class _Option(click.Option):

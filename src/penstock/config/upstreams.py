@@ -31,6 +31,9 @@ class UpstreamConfig:
     max_answer_s: float = DEFAULT_ANSWER_S
     """Longest time for an unstreamed answer."""
     max_concurrent: int = DEFAULT_CONCURRENT
+    tenant_max_concurrent: int | None = None
+    tenant_tokens_per_minute: int | None = None
+    """The last two are the server's settings, not keys of the table."""
     never_keys: tuple[str, ...] = ()
     """Names of API keys whose requests are never sent to the upstream."""
     never_matching: tuple[re.Pattern[str], ...] = ()

@@ -82,7 +82,7 @@ class Upstream:
         self._off_loop = off_loop
         self._tls = tls
         self._breaker = Breaker(clock)
-        self._tenants = Tenants(None, None)
+        self._tenants = Tenants(config.tenant_max_concurrent, config.tenant_tokens_per_minute)
         self._num_open = 0
         self._is_draining = False
         self._ended = asyncio.Event()
@@ -134,13 +134,13 @@ class Upstream:
         `charge`, if given, gets the prompt and answer tokens at the end, and whether the answer failed.
         """
         forwarded = await self._off_loop.parse(len(data), partial(_forwarded, data, self.config.model), terms.lane)
-        claim = claim_of(terms.owner.tenant, data) if terms.returns and terms.limits is not None else None
+        demand = self._demand(data, forwarded, terms)
         if terms.background:  # lines of batches leave half of the places to others, and wait for theirs
             await unless_gone(http, self._until_fewer_than(max(1, self.config.max_concurrent // 2)))
         with contextlib.ExitStack() as held:
             far = asked_elsewhere(http.scope, self.config.name, self.config.model, self.clock.now_ns)
             span, headers = held.enter_context(far)
-            exchange = held.enter_context(self._open(terms, claim, replace(forwarded, headers=headers), span))
+            exchange = held.enter_context(self._open(terms, demand, replace(forwarded, headers=headers), span))
             if charge is not None:
                 held.callback(exchange.pay, charge)
             answer = await unless_gone(http, self._begin(http.url.path, exchange))
@@ -148,16 +148,22 @@ class Upstream:
                 answer.hold(held.pop_all())
             return answer
 
+    def _demand(self, data: bytes, forwarded: Forwarded, terms: Terms) -> Demand | None:
+        """Return what the request takes of its tenant's limits, or None: without limits, and for lines of batches."""
+        if terms.background or not self._tenants.limits(terms.limits):
+            return None
+        tenant, num_tokens = terms.owner.tenant, forwarded.num_prompt_tokens + forwarded.num_new_tokens
+        claim = claim_of(tenant, data) if terms.returns else None
+        return Demand(tenant, terms.limits, num_tokens, self.clock.now_ns(), claim, terms.is_retry)
+
     @contextlib.contextmanager
-    def _open(self, terms: Terms, claim: bytes | None, forwarded: Forwarded, span: Span) -> Iterator[Exchange]:
-        """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its key."""
+    def _open(self, terms: Terms, demand: Demand | None, forwarded: Forwarded, span: Span) -> Iterator[Exchange]:
+        """Let a request through, and count how it ends. Raises `ApiError`, and `Rejected` for a limit of its tenant."""
         most, began_ns = self.config.max_concurrent, self.clock.now_ns()
         if self._is_draining:
             self.results["refused"] += 1
             raise unavailable("The server is shutting down.")
-        num_tokens = forwarded.num_prompt_tokens + forwarded.num_new_tokens
-        demand = Demand(terms.owner.tenant, terms.limits, num_tokens, began_ns, claim, terms.is_retry)
-        if terms.limits is not None and (refusal := self._tenants.refusal(demand)) is not None:
+        if demand is not None and (refusal := self._tenants.refusal(demand)) is not None:
             self.results["refused"] += 1
             wait_s = None if refusal.wait_ns is None else refusal.wait_ns / 1e9
             raise Rejected(refusal.reason, refusal.detail, retry_after_s=wait_s)
@@ -168,7 +174,7 @@ class Upstream:
         if not isinstance(turn, Turn):
             self.results["refused"] += 1
             raise unavailable(f"{self.config.name} has failed repeatedly, so requests to it are paused.", turn / 1e9)
-        held = None if terms.limits is None else self._tenants.hold(demand)
+        held = None if demand is None else self._tenants.hold(demand)
         exchange = Exchange(self.config, self.clock, forwarded, terms, turn, span)
         self._num_open += 1
         try:
