@@ -177,7 +177,7 @@ async def test_concurrency_is_that_of_the_key_also_where_a_gateway_names_tenants
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
             ask = asyncio.create_task(client.post(COMPLETIONS, json=ASK, headers=bearer("alice") | {"X-Tenant": "one"}))
             await until(lambda: server.runtime.engine.load().num_running == 1)
-            refused = await client.post(COMPLETIONS, json=ASK, headers=bearer("alice") | {"X-Tenant": "two"})
+            refused = await client.post(COMPLETIONS, json=ASK, headers=bearer("alice") | {"X-Tenant": "Acme Corp"})
             check(refused, 429, "overloaded")
             assert "tenant_concurrency" in refused.text
             gate.open()
@@ -220,15 +220,16 @@ async def test_a_key_opens_the_models_that_it_names(file):
 
 async def test_an_encoders_route_tells_a_key_of_no_model_that_it_may_not_use(file):
     toy, hidden = make_runtime(served_names=("toy",)), make_text_runtime(served_names=("hidden",), aliases=())
-    write(file, models='["toy"]')
+    write(file, models='["toy", "open"]')
     file.write_text(file.read_text() + FILE[FILE.rindex("\n[[keys]]") :])
-    routes = [Route(name="secret", models=("hidden",))]
+    routes = [Route(name="secret", models=("hidden",)), Route(name="open", models=("hidden",))]
     try:
         async with make_client(toy, hidden, routes=routes, api_keys_file=str(file)) as client:
             for key, name, status, cause in (
                 ("alice", "toy", 400, "Or serve an encoder"),
                 ("bob", "toy", 400, "Or set 'model' to 'hidden'"),
-                ("alice", "secret", 404, "Served: 'toy'."),
+                ("alice", "secret", 404, "Served: 'toy', 'open'."),
+                ("alice", "open", 400, "open writes text"),
                 ("bob", "secret", 400, "secret writes text"),
             ):
                 answer = await client.post("/v1/embeddings", json={"model": name, "input": "a"}, headers=bearer(key))

@@ -15,7 +15,7 @@ from pydantic import Field, WithJsonSchema
 from penstock.calls.call import Terms
 from penstock.calls.prompts import check_text_size
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Asked, visible_models, visible_names
+from penstock.serve.asking import Asked, may_ask, visible_names
 from penstock.serve.bodies import INT32_MAX, Body, NoEffect, Priority, RequestId, described
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
@@ -126,8 +126,8 @@ def open_model(
     running = asked.find(model, user or "")[0].answerer()
     encoder = running.model.encoder
     if encoder is None:
-        visible = visible_models(deployment, scope)
-        encoders = [name for name, one in visible if one.info is not None and one.info.encoder is not None]
+        allowed = [one for one in deployment.served if one.is_there and may_ask(scope, one, one.name, deployment)]
+        encoders = [one.name for one in allowed if one.info is not None and one.info.encoder is not None]
         remedy = (
             f"Or set 'model' to {encoders[0]!r}, which is also served."
             if encoders
