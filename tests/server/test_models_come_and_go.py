@@ -462,6 +462,28 @@ async def test_requests_that_wait_for_a_load_count_to_their_tenants_limit(tmp_pa
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
 
 
+async def test_a_tenants_places_are_one_count_for_all_its_keys_and_without_lines_of_batches(tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "one"\nkey = "1"\n[[keys]]\nname = "two"\nkey = "2"\n')
+    config = ServerConfig(api_keys_file=str(keys), trust_tenant_header=True)
+    async with serving(config=config, tenant_max_concurrent=1) as world, lines_of_batches(world) as lines:
+        world.may_load.clear()
+
+        async def ask(client, key):
+            headers = {"Authorization": f"Bearer {key}", "X-Tenant": "alice"}
+            answer = await client.post("/v1/completions", json=ASK, headers=headers)
+            return answer.status_code
+
+        waiting = []
+        for client in (lines, lines, world.client):
+            waiting.append(asyncio.create_task(ask(client, "1")))
+            await until(lambda: world.of["a"].num_waiting == len(waiting))
+        waiting.append(asyncio.create_task(ask(world.client, "2")))
+        await until(lambda: waiting[-1].done() or world.of["a"].num_waiting == len(waiting))
+        world.may_load.set()
+        assert await asyncio.gather(*waiting) == [200, 200, 200, 429]
+
+
 @pytest.mark.parametrize("max_bytes", [1 << 20, 1500], ids=["places", "bytes"])
 async def test_a_tenant_has_half_of_the_room_to_wait_for_a_load(monkeypatch, max_bytes):
     monkeypatch.setattr("penstock.serve.waiting.MAX_WAITING_BYTES", max_bytes)

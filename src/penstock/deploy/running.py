@@ -25,7 +25,6 @@ from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows file
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
 from penstock.types.plan import Capacity
-from penstock.types.request import Owner
 from penstock.types.sampling import SamplingDefaults
 
 if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
@@ -261,7 +260,7 @@ class ServedModel:
     max_waiting: int = 1024
     """Most requests that wait for the model to be loaded."""
     tenant_max_concurrent: int | None = None
-    """Most of them of one tenant without limits of its own."""
+    """Most requests of one tenant that wait for the load, unless the tenant has limits of its own."""
 
     # Written by the keeper.
     state: ModelState = ModelState.UNLOADED
@@ -291,8 +290,8 @@ class ServedModel:
     """Time of the last change (ns) and size of `path`."""
 
     # Written by the waiting requests, on the event loop.
-    waiting: list[tuple[Owner | None, int]] = field(default_factory=list)
-    """Each one's owner, None for a line of a batch, and the size of its body in bytes."""
+    waiting: list[tuple[tuple[str, bool] | None, int]] = field(default_factory=list)
+    """The account of each request's tenant, or None for a line of a batch, and the size of the request's body in bytes."""
 
     def __post_init__(self) -> None:
         self.metrics.read_residence = self._residence

@@ -318,7 +318,7 @@ async def _loaded(deployment: Deployment, served: ServedModel, terms: Terms, lim
 
     Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
     """
-    tenant, place = terms.owner.tenant, (None if terms.background else terms.owner, num_bytes)
+    tenant, place = terms.owner.tenant, (_account(terms), num_bytes)
     if (refusal := _no_place(served, terms, num_bytes)) is not None:
         raise _refused(served, tenant, *refusal, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
@@ -342,13 +342,18 @@ async def _loaded(deployment: Deployment, served: ServedModel, terms: Terms, lim
         served.waiting.remove(place)
 
 
+def _account(terms: Terms) -> tuple[str, bool] | None:
+    """Return the request's tenant and whether it has limits of its own, as in `Tenants`. None for a line of a batch."""
+    return None if terms.background else (terms.owner.tenant, terms.limits is not None)
+
+
 def _no_place(served: ServedModel, terms: Terms, num_bytes: int) -> tuple[RejectReason, str] | None:
     """Return why the request can't wait for the model to be loaded, or None.
 
     A named tenant has half of the places and bytes, and at most as many places as it may have concurrent requests.
     """
-    sizes = [size for _, size in served.waiting]
-    own = [] if terms.background else [size for owner, size in served.waiting if owner == terms.owner]
+    mine, sizes = _account(terms), [size for _, size in served.waiting]
+    own = [] if mine is None else [size for account, size in served.waiting if account == mine]
     most = served.tenant_max_concurrent if terms.limits is None else terms.limits.max_concurrent
     if most is not None and len(own) >= most:
         detail = f"the tenant has {counted(len(own), 'request')} already, at most {most} may run or wait"
