@@ -159,7 +159,8 @@ class ClusterModels:
         first, first_before = configs[0], self._configs[0]
         if (first.server, first.log, routing) != (first_before.server, first_before.log, self._routing):
             raise ConfigError(
-                "Settings of the server and its log, such as --port, and routes can't change in an update.",
+                "Settings of the server and its log, such as --port, routes, and upstreams with their limits of tenants can't "
+                "change in an update.",
                 remedy="Stop the cluster and start it.",
             )
         assert self._deployment is not None, "it has started"
