@@ -24,6 +24,7 @@ MAX_TENANTS = 1024
 OTHERS = ""
 """The name of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
+_NO_LIMITS = TenantLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class Tenants:
         self._ending = threading.Lock()
         """Guards what the end of a request writes: `num_open`, `num_running`, `num_correction_tokens` and `_duration_ns`."""
 
-    def limits(self, own: TenantLimits | None) -> bool:
+    def has_limits(self, own: TenantLimits | None) -> bool:
         """Return whether any limit applies to a tenant. `own`: limits of its own, in place of the default ones."""
-        return own is not None or self._default != TenantLimits()
+        return own is not None or self._default != _NO_LIMITS
 
     def refusal(self, demand: Demand) -> Refusal | None:
         """Return why the call is refused, or None. Most refused calls get a time of their own, within a minute."""

@@ -33,7 +33,7 @@ class UpstreamConfig:
     max_concurrent: int = DEFAULT_CONCURRENT
     tenant_max_concurrent: int | None = None
     tenant_tokens_per_minute: int | None = None
-    """The last two are the server's settings, not keys of the table."""
+    """Default limits of the server's tenants, as at its own models. They are settings of the command, not keys of the table."""
     never_keys: tuple[str, ...] = ()
     """Names of API keys whose requests are never sent to the upstream."""
     never_matching: tuple[re.Pattern[str], ...] = ()

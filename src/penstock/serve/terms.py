@@ -100,8 +100,8 @@ def _conversation_of(owner: Owner, name: str) -> bytes:
 def read_owner(scope: Scope) -> Owner:
     """Return the request's key and tenant. Raises 400.
 
-    The header X-Tenant counts if the server has no keys or trusts it. Otherwise the key is the tenant, else a client would
-    escape its key's limits by naming a new tenant with each call.
+    The header X-Tenant counts if the server has no keys, or trusts the header and the key has no limits of its own. Otherwise
+    the key is the tenant: a client could escape the key's limits by naming a new tenant with each call.
     """
     key = key_name(scope)
     if key and (not trusts_tenant(scope) or _limits_of(key_of(scope)) is not None):
