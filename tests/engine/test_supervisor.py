@@ -239,7 +239,7 @@ def test_closing_during_a_restart_leaves_no_engine_behind(started, monkeypatch):
     rig = started(breaking(), HashExecutor(TINY))
     monkeypatch.setattr(rig.supervisor, "_delay_s", lambda: 60.0)
     rig.run("a")
-    rig.supervisor.close(TIMEOUT_S)
+    assert rig.supervisor.close(TIMEOUT_S), "the request ended before"
     rig.threads["penstock-watchdog"].join(TIMEOUT_S)
     assert not rig.threads["penstock-watchdog"].is_alive()
     assert rig.num_restarts == 0

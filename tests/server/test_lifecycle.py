@@ -15,9 +15,11 @@ import pytest
 from penstock.config import ServerConfig
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import ready_text, run_server, warn_if_open
+from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
-from support.server.harness import GatedExecutor, LiveServer, make_runtime, running, until, wait_until
+from support.failing_executor import FailingExecutor
+from support.server.harness import CAPACITY, GatedExecutor, LiveServer, make_runtime, running, until, wait_until
 
 LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
 
@@ -162,7 +164,7 @@ async def test_what_outlasts_the_timeout_is_told_its_end(caplog):
         server.stop()
         assert not server.server.ended_cleanly
     assert "shutting down: 1 request may take up to 0.01 s" in caplog.text
-    assert "requests that had not finished after 0.01 s were aborted" in caplog.text
+    assert "some requests failed, or were aborted after 0.01 s (--shutdown-timeout)" in caplog.text
 
 
 async def test_an_end_without_requests_promises_no_wait(caplog):
@@ -170,6 +172,16 @@ async def test_an_end_without_requests_promises_no_wait(caplog):
     with LiveServer(make_runtime(), ServerConfig(port=0)) as server:
         server.stop()
     assert [record.getMessage() for record in caplog.records if "shutting" in record.message] == ["shutting down"]
+
+
+async def test_the_end_of_a_server_whose_engine_failed_before_aborts_nothing(caplog):
+    runtime = make_runtime(FailingExecutor(HashExecutor(CAPACITY), fail_at_step=0))
+    with LiveServer(runtime, ServerConfig(port=0)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+        await until(lambda: runtime.engine.state == "failed")
+    assert server.server.ended_cleanly
+    assert "aborted" not in caplog.text
 
 
 @pytest.mark.parametrize("when", ["stops", "closes"])

@@ -97,7 +97,7 @@ class Supervisor:
         """
         self.drain()
         ended_cleanly = self._engine.close(timeout_s, detail)
-        if not ended_cleanly:
+        if self._engine.is_alive:
             self._engine.abandon()
         if self._thread.ident is not None:
             # `Engine.close` has already waited that long for a step that hangs.

@@ -87,6 +87,7 @@ class Engine:
         self._has_waited = False
         """The timeout of `close` has passed, so a drain no longer waits for `held` calls."""
         self._was_cut_short = False
+        """A request in flight since the drain began did not end by itself."""
         self._is_verified = True
         """The core has not worked since its last check."""
         self._last_waste = 0.0
@@ -147,8 +148,8 @@ class Engine:
     def close(self, timeout_s: float, detail: str = SHUTTING_DOWN) -> bool:
         """Drain, wait, abort what is left after `timeout_s` with the `detail`, join the thread, close the executor. Idempotent.
 
-        Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S`, the executor is
-        left open.
+        Returns whether every request in flight since the drain began ended by itself. If a step does not come back within
+        `ABORT_GRACE_S`, the executor is left open.
         """
         self.drain()
         if self._thread.ident is None:
@@ -165,10 +166,10 @@ class Engine:
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
             _logger.error("step %s did not come back; the executor stays open", self._step_ids())
-            return False
-        self._close_parts()
-        self._stepper.close()
-        return self._state is EngineState.STOPPED and not self._was_cut_short
+        else:
+            self._close_parts()
+            self._stepper.close()
+        return not self._was_cut_short
 
     @property
     def is_alive(self) -> bool:
@@ -288,6 +289,7 @@ class Engine:
             self._on_failed()
 
     def _end_all(self, detail: str) -> None:
+        was_draining = self._state is EngineState.DRAINING
         self._move_to(EngineState.FAILED)
         late = _added(self._inbox.close())
         try:
@@ -295,6 +297,7 @@ class Engine:
         except Exception:
             _logger.exception("the last step before the failure was not told")
         chunks = [*self._fail_core(detail), *self._output.fail_all(detail, self._clock.now_ns())]
+        self._was_cut_short |= was_draining and bool(chunks or late)
         for chunk in chunks:
             chunk.reject_reason = RejectReason.UNAVAILABLE.value  # Not this request's own fault.
         try:

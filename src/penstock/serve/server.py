@@ -270,7 +270,7 @@ class Server:
             )
             if not all(ends):
                 self.ended_cleanly = False
-                _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
+                _log.warning("some requests failed, or were aborted after %g s (--shutdown-timeout)", timeout_s)
         except Exception:
             self.ended_cleanly = False
             _log.exception("the engine failed to close cleanly")
