@@ -187,7 +187,8 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
       penstock bench report a.json --every-run           the tables again; also --html, --plots, --markdown
       penstock bench compare a.json b.json               is the difference more than noise?
 
-    The options under Model and below are for --in-process. docs/bench.md defines every figure.
+    The options under Model and below are for --in-process, except for --model, --cache and --api-key. docs/bench.md defines
+    every figure.
     """
     from penstock.lab.figures import parse_slos
     from penstock.lab.report import as_text, sections_of
