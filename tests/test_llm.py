@@ -731,6 +731,13 @@ def test_a_classifier_names_its_labels(encoders: dict[str, Path]) -> None:
     assert answer.outputs.label in answer.outputs.labels
 
 
+def test_an_encoder_with_a_vector_for_each_token_says_how_to_get_one_for_a_text(encoders: dict[str, Path]) -> None:
+    with LLM(encoders["bert_gguf"], pooling="each") as reader:
+        assert reader.score("some text", "some text")
+        with pytest.raises(PenstockError, match=r"not for the text\. Set pooling \(--pooling\) to first, last or mean"):
+            reader.embed("some text")
+
+
 def test_an_encoder_writes_nothing(encoders: dict[str, Path]) -> None:
     with LLM(encoders["bert_gguf"]) as reader:
         with pytest.raises(PenstockError, match="writes none"):

@@ -285,9 +285,12 @@ class AsyncLLM(_Facts):
             raise ConfigError(
                 f"{self.model_name} writes text.", remedy="Use generate or chat, or load an encoder, such as minilm."
             )
-        if encoder.task not in tasks or (encoder.is_per_token and not may_be_per_token):
-            kind = "answers for each token" if encoder.is_per_token else f"is for --task {encoder.task}"
-            raise ConfigError(f"{self.model_name} {kind}.", remedy=f"Load a model for {' or '.join(tasks)}.")
+        if encoder.task not in tasks:
+            what = f"{self.model_name} is for --task {encoder.task}."
+            raise ConfigError(what, remedy=f"Load a model for {' or '.join(tasks)}.")
+        if encoder.is_per_token and not may_be_per_token:
+            what = f"{self.model_name} has a vector for each token, not for the text."
+            raise ConfigError(what, remedy="Set pooling (--pooling) to first, last or mean, or load another model.")
         return encoder
 
     async def _read_texts(
