@@ -740,10 +740,15 @@ def test_an_encoder_with_a_vector_for_each_token_says_how_to_get_one_for_a_text(
 
 def test_an_encoder_writes_nothing(encoders: dict[str, Path]) -> None:
     with LLM(encoders["bert_gguf"]) as reader:
-        with pytest.raises(PenstockError, match="writes none"):
+        with pytest.raises(PenstockError, match=r"writes none\. Load a model that writes text, or embed texts with this one"):
             reader.generate("Once upon a time")
         with pytest.raises(PenstockError, match="writes none"):
             reader.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_that_writes_embeds_nothing(model: LLM) -> None:
+    with pytest.raises(PenstockError, match=r"writes text\. Load an encoder, such as minilm\.$"):
+        model.embed("some text")
 
 
 def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None:

@@ -358,8 +358,9 @@ class Asked:
         from penstock.calls.call import TextPrompt
         from penstock.calls.prompts import check_encoded
 
-        if running.model.encoder is not None:
-            raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
+        if (encoder := running.model.encoder) is not None:
+            remedy = f"Load a model that writes text, or {encoder.task} texts with this one."
+            raise ConfigError(f"{running.name} reads texts and writes none.", remedy=remedy)
         all_params = self._each(self.params or SamplingParams(**running.defaults.named()), SamplingParams, "sampling_params")
         names = self._each(self.adapters, str | None, "adapters")
         adapters = [None if name is None else _adapter(running, name) for name in names]
@@ -404,7 +405,7 @@ class Asked:
                 return TextPrompt(prompt, name), None
             return _token_ids(prompt, name), None
         if running.chat_template is None:
-            remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
+            remedy = "Set chat_template (--chat-template), or have a text continued (generate; penstock run --raw)."
             raise ConfigError(f"{running.name} has no chat template, or only named ones.", remedy=remedy)
         from penstock.calls.prompts import render_here
         from penstock.serve.messages import ChatTemplateFields, read_conversation_with_tools

@@ -282,9 +282,7 @@ class AsyncLLM(_Facts):
         """Return the encoder's description. Raises ConfigError unless it is for one of `tasks`, and answers per text."""
         encoder = self._running.model.encoder
         if encoder is None:
-            raise ConfigError(
-                f"{self.model_name} writes text.", remedy="Use generate or chat, or load an encoder, such as minilm."
-            )
+            raise ConfigError(f"{self.model_name} writes text.", remedy="Load an encoder, such as minilm.")
         if encoder.task not in tasks:
             what = f"{self.model_name} is for --task {encoder.task}."
             raise ConfigError(what, remedy=f"Load a model for {' or '.join(tasks)}.")
