@@ -44,8 +44,15 @@ def test_passages_are_embedded_as_passages_and_a_second_run_reads_what_is_new(en
     assert scores[1] < 0.9999
 
 
-def test_a_folder_without_documents_is_an_error(encoder: Path, tmp_path: Path) -> None:
-    (tmp_path / "documents").mkdir()
-    words = [str(tmp_path / "documents"), "-o", str(tmp_path / "a.index"), "--embedder", str(encoder)]
+@pytest.mark.parametrize("texts", [[], [" "]])
+def test_a_folder_without_text_is_an_error_and_leaves_no_index(
+    encoder: Path, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents, file = tmp_path / "documents", tmp_path / "a.index"
+    documents.mkdir()
+    for text in texts:
+        (documents / "a.txt").write_text(text)
     with pytest.raises(ConfigError, match="No text was found in"):
-        CliRunner().invoke(index, words, catch_exceptions=False)
+        index.main([str(documents), "-o", str(file), "--embedder", str(encoder)], standalone_mode=False)
+    assert capsys.readouterr().out == ""
+    assert not file.exists()

@@ -31,6 +31,7 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
     from penstock.serve.texts.read import DOCUMENT_PROMPTS, first_prompt
 
     path = output or Path(f"{folder.resolve().name}.index")
+    is_new = not path.exists()
     with LLM(embedder) as llm:
         [probed] = llm.embed([PROBE])  # before a file is made
         probe = np.array(probed.outputs.embedding, np.float32)
@@ -47,10 +48,12 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
     for name, why in changes.unreadable.items():
         print(f"{name or folder} is left out: {why}", file=sys.stderr)
     reader = Reader(path)
+    reader.close()
+    if not reader.num_passages:
+        if is_new:
+            path.unlink()
+        raise ConfigError(f"No text was found in {folder}.", remedy="Name a folder with .txt, .md, .rst, .html or .pdf files.")
     print(
         f"{path}: {counted(changes.num_new, 'file')} new or changed, {changes.num_same} as they were, {changes.num_gone} gone; "
         f"{reader.num_passages:,} passages."
     )
-    reader.close()
-    if not reader.num_passages:
-        raise ConfigError(f"No text was found in {folder}.", remedy="Name a folder with .txt, .md, .rst, .html or .pdf files.")
