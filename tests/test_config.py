@@ -18,7 +18,7 @@ from penstock.config.components import COMPONENTS, config_from
 from penstock.config.setting import Kind, settings_of
 from penstock.config.several import config_of_found, configs_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
-from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
+from penstock.config.units import figure, format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
 
 
@@ -83,6 +83,12 @@ def test_parsers_raise_nothing_but_value_error(text: str) -> None:
     for parse in (parse_count, parse_size, parse_duration, parse_share):
         with contextlib.suppress(ValueError):
             assert parse(text) >= 0
+
+
+def test_figures_have_three_digits_and_no_exponent() -> None:
+    values = (0.01234, 9.876, 99.95, 999.4, 999.6, 1998.4, 1e6)
+    assert [figure(value) for value in values] == ["0.0123", "9.88", "100", "999", "1000", "1998", "1000000"]
+    assert [figure(value, digits=2) for value in (0.123, 99.4, 99.6, 130.0)] == ["0.12", "99", "100", "130"]
 
 
 def test_sizes_are_shown_with_binary_units() -> None:

@@ -184,6 +184,7 @@ def test_without_tokens_the_cost_is_infinite_and_not_an_error() -> None:
 def test_a_client_that_falls_behind_is_warned_of() -> None:
     assert any("fell behind" in warning for warning in figures_of([record(lag_ms=6)]).warnings)
     assert not figures_of([record(lag_ms=4)]).warnings
+    assert any("were sent 2345 ms late or more" in warning for warning in figures_of([record(lag_ms=2345)]).warnings)
 
 
 def test_tenants_have_their_own_figures_and_gaps() -> None:

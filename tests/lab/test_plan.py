@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -694,6 +695,14 @@ def test_without_slos_there_is_arithmetic_alone() -> None:
     sized = plan(candidate(), BOX, workload(20), asked())
     assert (sized.search, sized.binding, sized.bill) == (None, None, None)
     assert "Highest rate" not in report(sized)
+
+
+def test_high_rates_have_no_exponents() -> None:
+    fast = CostModel(step_ns=10_000, decode_row_ns=1_000, prefill_token_ns=10, decode_read_ns=0, prefill_read_ns=0)
+    text = report(plan(candidate(fast), BOX, workload(20), asked(["ttft=1s"], least_run_s=0)))
+    assert re.search(r"Highest rate: \d{4,} requests/s", text)
+    assert re.search(r"rate of a full batch .*\n.* = \d{4,} requests/s", text)
+    assert "e+" not in text
 
 
 def test_no_rate_is_said_so() -> None:

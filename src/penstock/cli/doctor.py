@@ -20,6 +20,7 @@ from penstock.cli.options import NumberRange, is_given, printable, setting_keys,
 from penstock.cli.top import OTHER_SERVER, Reader, reader_of
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
+from penstock.config.units import figure
 from penstock.lab.doctor import Diagnosis, Prediction, RequestTimes, Verdict, diagnose
 from penstock.lab.evidence import Evidence, Scrape, visits_of
 from penstock.types.errors import PenstockError
@@ -247,7 +248,8 @@ class Predictor:
         if 0.5 <= before_s / seen_s <= 2:
             return Prediction(self._before, after)
         self.doubt = (
-            f"No gain is predicted: simulated as they were, requests take {before_s:.2g} s, and they took {seen_s:.2g} s."
+            f"No gain is predicted: simulated as they were, requests take {figure(before_s, digits=2)} s, and they took "
+            f"{figure(seen_s, digits=2)} s."
         )
         return None
 
@@ -298,9 +300,12 @@ def _advice(change: Mapping[str, Any]) -> str:
 
 def _gain(gain: Prediction) -> str:
     before, after = gain.before, gain.after
+    new_s, old_s, slowest_s, slowest_before_s = [
+        figure(value, digits=2) for value in (after.mean_s, before.mean_s, after.slowest_s, before.slowest_s)
+    ]
     return (
-        f"Simulated with and without it, a request takes {after.mean_s:.2g} s instead of {before.mean_s:.2g} s in the mean, "
-        f"{after.slowest_s:.2g} s instead of {before.slowest_s:.2g} s among the slowest tenth, and the longest gap between two "
+        f"Simulated with and without it, a request takes {new_s} s instead of {old_s} s in the mean, "
+        f"{slowest_s} s instead of {slowest_before_s} s among the slowest tenth, and the longest gap between two "
         f"tokens is {after.gap_s * 1e3:.0f} ms instead of {before.gap_s * 1e3:.0f} ms."
     )
 

@@ -65,6 +65,11 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def figure(value: float, *, digits: int = 3) -> str:
+    """Return `0.0123`, `1.23` or `1234`: as many digits, or all before the point, where `g` would write 1.23e+03."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"
+
+
 def _split(text: str, factors: Mapping[str, float], expected: str) -> tuple[str, float]:
     match = _NUMBER.fullmatch(text)
     if match is None:

@@ -14,6 +14,7 @@ from itertools import accumulate, cycle, islice
 from operator import add
 from random import Random
 
+from penstock.config.units import figure
 from penstock.lab.transforms import at_instants
 from penstock.lab.workload import NS_PER_S, Workload, whole_ns
 from penstock.types.errors import ConfigError
@@ -96,7 +97,8 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
     per_cycle = sum(rate * seconds for rate, seconds in rates)
     if per_cycle * MAX_CYCLES < count:
         raise ConfigError(
-            f"All stages together have {per_cycle:.3g} of {count} requests.", remedy="Make them longer, or their rates higher."
+            f"All stages together have {figure(per_cycle)} of {count} requests.",
+            remedy="Make them longer, or their rates higher.",
         )
     instants = []
     begin_s = units_before = 0.0

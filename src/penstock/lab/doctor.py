@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from penstock.config.units import figure
 from penstock.lab.evidence import Evidence, Visit
 
 NAMED_SHARE = 0.1
@@ -177,9 +178,10 @@ def _summary(evidence: Evidence) -> str:
     total_s = max(evidence.total_s, 1e-9)
     prefill, decode = (parts.get(part, 0.0) / total_s for part in ("prefill", "decode"))
     return (
-        f"{len(evidence.visits)} requests took {total_s / len(evidence.visits):.2g} s each: {prefill:.0%} to compute prompts, "
-        f"{decode:.0%} answers, {max(0.0, 1 - prefill - decode):.0%} waiting, in batches of {evidence.mean_batch:.1f}. While "
-        f"it was watched, the machine computed {evidence.busy:.0%} of the time, {evidence.answers_per_s:.0f} tokens a second."
+        f"{len(evidence.visits)} requests took {figure(total_s / len(evidence.visits), digits=2)} s each: "
+        f"{prefill:.0%} to compute prompts, {decode:.0%} answers, {max(0.0, 1 - prefill - decode):.0%} waiting, "
+        f"in batches of {evidence.mean_batch:.1f}. While it was watched, the machine computed {evidence.busy:.0%} of the time, "
+        f"{evidence.answers_per_s:.0f} tokens a second."
     )
 
 
@@ -194,7 +196,8 @@ def _spent(*parts: str) -> Callable[[Evidence], float]:
 def _share(evidence: Evidence, *parts: str) -> str:
     """Return how much of the requests' time was in these parts, in words."""
     time_s = _spent(*parts)(evidence)
-    return f"{time_s / max(evidence.total_s, 1e-9):.0%} of the requests' time ({time_s:.3g} s of {evidence.total_s:.3g} s)"
+    share = time_s / max(evidence.total_s, 1e-9)
+    return f"{share:.0%} of the requests' time ({figure(time_s)} s of {figure(evidence.total_s)} s)"
 
 
 _OF_BATCHES = (
@@ -280,7 +283,7 @@ def _endless(evidence: Evidence) -> str:
     count = sum(_is_endless(one, evidence) for one in evidence.visits)
     return (
         f"{count} of {len(evidence.visits)} answers ended only where the context was full, at "
-        f"{evidence.capacity['model_len']} tokens, after {_endless_s(evidence):.3g} s of decoding."
+        f"{evidence.capacity['model_len']} tokens, after {figure(_endless_s(evidence))} s of decoding."
     )
 
 
@@ -328,7 +331,8 @@ RULES: tuple[Rule, ...] = (
         lost_s=lambda e: _spent("loading")(e) if _spent("loading")(e) > _spared_s(e) else 0.0,
         of=("loading",),
         shows=lambda e: (
-            f"Loading blocks took {_share(e, 'loading')}. Computing the cached tokens would have taken {_spared_s(e):.3g} s."
+            f"Loading blocks took {_share(e, 'loading')}. Computing the cached tokens would have taken "
+            f"{figure(_spared_s(e))} s."
         ),
         remedy="Put the file on a faster disk (--kv-disk-path), or do without (--kv-disk-size 0).",
     ),
@@ -473,9 +477,9 @@ RULES: tuple[Rule, ...] = (
         lost_s=_late_s,
         of=("decode",),
         shows=lambda e: (
-            f"Steps with others' prompts took {sum(one.with_prompts_s for one in e.visits):.3g} s of the answers' "
-            f"{e.parts_s['decode']:.3g} s, {_late_s(e):.3g} s more than with {e.target_s * 1e3:.0f} ms for each token, which "
-            f"would suit this model. Steps without prompts took {e.plain_step_s * 1e3:.0f} ms."
+            f"Steps with others' prompts took {figure(sum(one.with_prompts_s for one in e.visits))} s of the answers' "
+            f"{figure(e.parts_s['decode'])} s, {figure(_late_s(e))} s more than with {e.target_s * 1e3:.0f} ms for each token, "
+            f"which would suit this model. Steps without prompts took {e.plain_step_s * 1e3:.0f} ms."
         ),
         remedy="Let the prompts' part of a step follow from a target (--budget itl, --slo-itl).",
         change=lambda e: {"budget": "itl", "budget_args": None, "slo_itl": round(e.target_s, 3)},
@@ -488,7 +492,7 @@ RULES: tuple[Rule, ...] = (
         of=("prefill",),
         shows=lambda e: (
             f"A prompt took {sum(one.num_prefill_steps for one in e.visits) / len(e.visits):.0f} steps; fewer and longer ones, "
-            f"of {e.target_s * 1e3:.0f} ms, would have saved {_chopped_s(e):.3g} s."
+            f"of {e.target_s * 1e3:.0f} ms, would have saved {figure(_chopped_s(e))} s."
         ),
         remedy="Compute more of a prompt in a step.",
         change=lambda e: {
@@ -516,7 +520,7 @@ RULES: tuple[Rule, ...] = (
         of=("prefill",),
         shows=lambda e: (
             f"{sum(_alike(one) > 0.5 for one in e.visits)} of {len(e.visits)} prompts were mostly tokens that the cache has, "
-            f"behind one that differs. Computing those took {_alike_s(e):.3g} s."
+            f"behind one that differs. Computing those took {figure(_alike_s(e))} s."
         ),
         remedy="Put what changes, such as a date or a name, at the end of the prompt.",
     ),
@@ -526,7 +530,7 @@ RULES: tuple[Rule, ...] = (
         cause="Clients send answers of a conversation back changed, so that the prefix cache ends there.",
         lost_s=_prefix_s("answer differs"),
         of=("prefill",),
-        shows=lambda e: f"Computing these prompts took {_prefix_s('answer differs')(e):.3g} s of {e.total_s:.3g} s.",
+        shows=lambda e: f"Computing these prompts took {figure(_prefix_s('answer differs')(e))} s of {figure(e.total_s)} s.",
         remedy="Send the answers back as they came, with their reasoning.",
     ),
     Rule(
@@ -535,7 +539,9 @@ RULES: tuple[Rule, ...] = (
         cause="Prefixes are evicted before they come again.",
         lost_s=_prefix_s("evicted"),
         of=("prefill",),
-        shows=lambda e: f"Computing evicted prefixes again took at most {_prefix_s('evicted')(e):.3g} s of {e.total_s:.3g} s.",
+        shows=lambda e: (
+            f"Computing evicted prefixes again took at most {figure(_prefix_s('evicted')(e))} s of {figure(e.total_s)} s."
+        ),
         remedy="Give the KV cache more memory (--kv-cache-memory), or a tier on a disk (--kv-disk-size).",
     ),
     Rule(

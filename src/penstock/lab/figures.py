@@ -14,6 +14,7 @@ from itertools import islice
 
 import numpy as np
 
+from penstock.config.units import figure
 from penstock.lab.intervals import (
     MAX_BATCHES,
     MIN_DRAWS,
@@ -295,7 +296,8 @@ def steady_window(samples: Samples) -> Window | None:
     if num_ends < 20 or last_sent_ns - begin_ns < (whole.end_ns - whole.begin_ns) / 2:
         return None
     warm_up_s, drain_s = (begin_ns - whole.begin_ns) / NS_PER_S, (whole.end_ns - last_sent_ns) / NS_PER_S
-    return Window(begin_ns, last_sent_ns, f"without the first {warm_up_s:.3g} s and the last {drain_s:.3g} s of the run")
+    left_out = f"without the first {figure(warm_up_s)} s and the last {figure(drain_s)} s of the run"
+    return Window(begin_ns, last_sent_ns, left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,8 +522,8 @@ def _warnings(samples: Samples, latencies: Mapping[str, Distribution], lag: Dist
         late_ms, median_ms = lag.quantiles["p99"].value, latencies[reference].quantiles["p50"].value
         if late_ms > 0.05 * median_ms:
             yield (
-                f"The client fell behind: 1 % of the requests were sent {late_ms:.3g} ms late or more, and the median of "
-                f"{reference} is {median_ms:.3g} ms. Latencies contain that lag. Use a faster client, or a lower rate."
+                f"The client fell behind: 1 % of the requests were sent {figure(late_ms)} ms late or more, and the median of "
+                f"{reference} is {figure(median_ms)} ms. Latencies contain that lag. Use a faster client, or a lower rate."
             )
     num_bad = int(((samples.end == ENDS.index(End.REFUSED)) | (samples.end == ENDS.index(End.FAILED))).sum())
     if num_bad:

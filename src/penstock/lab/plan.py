@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.units import figure
 from penstock.lab.arrivals import arrive, constant, mean_rate, num_arrivals, poisson, rate_unit
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
@@ -219,13 +220,13 @@ def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
     own_rate = mean_rate(workload)
     if own_rate is not None:
         instants = [round(job.arrival_ns / (rate / own_rate)) for job in workload.jobs if job.after is None]
-        return arrive(workload, instants, f"{rate:.3g} {rate_unit(workload)}")
+        return arrive(workload, instants, f"{figure(rate)} {rate_unit(workload)}")
     rng = Random(f"arrivals {seed}")  # noqa: S311  # repeatable on purpose
-    return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{rate:.3g} {rate_unit(workload)}, Poisson")
+    return arrive(workload, poisson(rng, num_arrivals(workload), rate), f"{figure(rate)} {rate_unit(workload)}, Poisson")
 
 
 def at_even_gaps(workload: Workload, rate: float) -> Workload:
-    return arrive(workload, constant(num_arrivals(workload), rate), f"{rate:.3g} {rate_unit(workload)} at even gaps")
+    return arrive(workload, constant(num_arrivals(workload), rate), f"{figure(rate)} {rate_unit(workload)} at even gaps")
 
 
 def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Workload:
@@ -378,7 +379,7 @@ class Binding:
         gain = self.gains[resource]
         if not gain.most:
             return "none"
-        shown = list(dict.fromkeys(f"{value:.2g}" for value in gain))
+        shown = list(dict.fromkeys(figure(value, digits=2) for value in gain))
         more = " or more" if _is_top((self.before or 1.0) * gain.most) else ""
         return "the same" if shown == ["1"] else f"{' to '.join(shown)} times as high{more}"
 
@@ -474,7 +475,7 @@ def find_fleet(
     fewest: tuple[int, Trial | None, Trial | None] | None = (1, None, None)
     if planned > MOST_REPLICAS * found.saturated_rate:
         raise ConfigError(
-            f"At {planned:.3g} {rate_unit(workload)} not even {MOST_REPLICAS} of these servers keep up.",
+            f"At {figure(planned)} {rate_unit(workload)} not even {MOST_REPLICAS} of these servers keep up.",
             remedy="Plan for a part of that rate (--rate), and multiply.",
         )
     if planned > found.rate:
@@ -586,12 +587,12 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
     for trial in (best, fleet.held if fleet else None):
         if trial is not None and trial.duration_s < MIN_SPANS * trial.mean_e2e_s:
             yield (
-                f"The run at {trial.rate:.3g} {unit} lasts {trial.duration_s:.3g} s, and a request {trial.mean_e2e_s:.3g} s: "
-                "too short for queues to build up. Take more requests."
+                f"The run at {figure(trial.rate)} {unit} lasts {figure(trial.duration_s)} s, and a request "
+                f"{figure(trial.mean_e2e_s)} s: too short for queues to build up. Take more requests."
             )
     if best is not None and best.rate > 0.95 * found.saturated_rate:
         yield (
-            f"At {best.rate:.3g} {unit} the server is all but saturated: in a longer run its queue would be longer. "
+            f"At {figure(best.rate)} {unit} the server is all but saturated: in a longer run its queue would be longer. "
             "Give --headroom 10%, or more requests."
         )
     if best is not None and best.num_requests * (1 - best.goal) < 5:

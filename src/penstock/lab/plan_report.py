@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from penstock.config.units import figure
 from penstock.lab.arrivals import mean_rate, rate_unit
 from penstock.lab.hardware import Hardware
 from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, p99_ttft_ns
@@ -53,7 +54,7 @@ def _batches(sized: Sized) -> str:
     rows = [["rows", "decode step", "time per token", "requests/s", "output tokens/s", "KV held"]]
     for point in sized.batches:
         shown = f"{point.kv_share:.1%}" + (" does not fit" if point.kv_share > 1 else "")
-        rate, output = f"{point.rate:.3g}", format_number(point.output_tokens_per_s)
+        rate, output = format_number(point.rate), format_number(point.output_tokens_per_s)
         rows.append([f"{point.num_rows}", format_time(point.decode_ns), format_time(point.tpot_ns), rate, output, shown])
     return table(rows)
 
@@ -68,27 +69,28 @@ def _answer(sized: Sized) -> Iterator[str]:
         least, trial = f"{LEAST_SHARE:.0%}", trial_words(found.failed, unit)
         yield f"One server meets these SLOs at no rate, not even {least} of what it keeps up with: {trial}."
         if high:
-            yield f"With steps {error:.3g} times as fast, its highest rate would be {high:.3g} {unit}."
+            yield f"With steps {error:.3g} times as fast, its highest rate would be {figure(high)} {unit}."
         if sized.fleet is None:
             yield "Loosen that SLO, or use a faster machine or a smaller model."
         yield binding.reason
     else:
         runs = counted(len(found.trials), "run")
         goal, own_rate = f"{100 * sized.asked.goal:.4g} %", mean_rate(sized.workload)
-        between = f" ({low:.3g} to {high:.3g} with steps {error:.3g} times as slow or as fast)" if sized.outlooks else ""
-        yield f"Highest rate: {found.rate:.3g} {unit}{between}, at which {goal} of the requests meet the SLOs ({runs})"
+        range_ = f" ({figure(low)} to {figure(high)} with steps {error:.3g} times as slow or as fast)"
+        between = range_ if sized.outlooks else ""
+        yield f"Highest rate: {figure(found.rate)} {unit}{between}, at which {goal} of the requests meet the SLOs ({runs})"
         yield f"  meets   {trial_words(found.best, unit)}"
         if found.failed is not None:
             yield f"  fails   {trial_words(found.failed, unit)}"
         else:
             yield "  The SLOs are met up to saturation. Beyond it, the queue grows without bound."
         speed = sized.asked.speed
-        option = f"--rate {found.rate:.3g}" if own_rate is None else f"--speed {speed * found.rate / own_rate:.3g}"
+        option = f"--rate {figure(found.rate)}" if own_rate is None else f"--speed {figure(speed * found.rate / own_rate)}"
         replaced = f" in place of --speed {speed:g}" if speed != 1 else ""
         kept = any(job.after is not None or job.deadline_ns or job.cancelled_ns for job in sized.workload.jobs)
         also = ", which also scales think times and deadlines" if own_rate is not None and kept else ""
         yield f"  To measure it: `penstock bench` with the options of this workload and {option}{replaced}{also}"
-        yield f"  At saturation, one server completes about {found.saturated_rate:.3g} {unit}."
+        yield f"  At saturation, one server completes about {figure(found.saturated_rate)} {unit}."
         yield f"What binds: {binding.words}. {binding.reason}"
         for resource in binding.resources:
             yield f"  What helps{'' if binding.is_clear else f', if it is {resource}'}: {REMEDIES[resource][1]}."
@@ -106,7 +108,7 @@ def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
     number = f"{counted(fleet.num_replicas, 'replica')}{routed}"
     if range_ != f"{fleet.num_replicas}":
         number = f"{range_} replicas{routed}; {fleet.num_replicas} with these step times"
-    yield f"For {fleet.rate:.3g} {unit}{room}: {number}, at a load of {fleet.load:.0%} of what they keep up with"
+    yield f"For {figure(fleet.rate)} {unit}{room}: {number}, at a load of {fleet.load:.0%} of what they keep up with"
     replicas = counted(fleet.num_in_group, "replica")
     if fleet.held is not None:
         yield f"  meets   {replicas} at {trial_words(fleet.held, unit)}"
@@ -155,7 +157,7 @@ def comparison(some: Sequence[Sized]) -> str:
 
 
 def rate_range(sized: Sized) -> str:
-    low, high = (f"{rate:.3g}" for rate in sized.rates)
+    low, high = map(figure, sized.rates)
     return low if low == high else f"{low} to {high}"
 
 
@@ -181,12 +183,12 @@ def beside(some: Sequence[Sized]) -> str:
         rate, common = _rate(sized), _common_rate(sized)
         for name, one in {"these settings": sized, **{f"preset {name}": one for name, one in sized.rivals.items()}}.items():
             gain = "" if one is sized or not _rate(one) else f"{rate / _rate(one):.2f} x"
-            late = [format_time(p99_ttft_ns(one, common)), f"{common:.3g}/s"] if _rate(one) else ["", ""]
+            late = [format_time(p99_ttft_ns(one, common)), f"{figure(common)}/s"] if _rate(one) else ["", ""]
             number, price = (
                 f"{one.fleet.num_replicas}" if one.fleet else "none",
                 _price(one.bill.price_per_hour) if one.bill else "",
             )
-            rows.append([one.hardware.name, name, one.asked.router, f"{_rate(one):.3g}", gain, *late, number, price])
+            rows.append([one.hardware.name, name, one.asked.router, figure(_rate(one)), gain, *late, number, price])
     note = (
         "Gain: the highest rate of these settings divided by the preset's. "
         "TTFT: one replica's, at the lowest of these rates above 0."
@@ -225,8 +227,8 @@ def trial_words(trial: Trial, unit: str) -> str:
     interval = "" if low is None or high is None else f" (95% interval: {100 * low:.3g}% to {100 * high:.3g}%)"
     stress = "beyond" if math.isinf(trial.stress) else f"{trial.stress:.2f} x"
     return (
-        f"{trial.rate:.3g} {unit}: {100 * share.value:.4g}% of {trial.num_requests} requests meet the SLOs{interval}, latency "
-        f"{stress} the limit ({trial.worst_slo}); {trial.mean_running:.1f} running, "
+        f"{figure(trial.rate)} {unit}: {100 * share.value:.4g}% of {trial.num_requests} requests meet the SLOs{interval}, "
+        f"latency {stress} the limit ({trial.worst_slo}); {trial.mean_running:.1f} running, "
         f"KV {trial.kv_share:.0%} full, end to end {format_time(trial.mean_e2e_s * NS_PER_S)}"
     )
 

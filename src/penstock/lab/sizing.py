@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
+from penstock.config.units import figure
 from penstock.lab.cost_model import CostModel
 from penstock.lab.hardware import Hardware
 from penstock.lab.step_counts import counts_of
@@ -451,7 +452,7 @@ def arithmetic(
     top = fullest_batch(cost, lengths, capacity)
     numbers = f"{top.num_rows} / ({format_time(top.tpot_ns)} x {lengths.mean_output:.0f})"
     formula = "rows / (time per token x tokens of an answer)"
-    yield Line("rate of a full batch", formula, numbers, f"{top.rate:.3g} requests/s")
+    yield Line("rate of a full batch", formula, numbers, f"{figure(top.rate)} requests/s")
 
 
 def _columns_of(shape: KvShape) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from penstock.config.units import figure
 from penstock.lab.intervals import LEVEL
 from penstock.lab.plan_report import table
 from penstock.lab.tune import Comparison, Objective, Tuned, words
@@ -75,4 +76,4 @@ def _comparisons(some: Sequence[Comparison], objective: Objective) -> str:
 
 
 def _figure(value: float) -> str:
-    return "never" if math.isinf(value) else "" if math.isnan(value) else f"{value:.4g}"
+    return "never" if math.isinf(value) else "" if math.isnan(value) else figure(value, digits=4)
