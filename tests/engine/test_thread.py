@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from dataclasses import replace
@@ -665,6 +666,23 @@ def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, c
     rig.core.check()
     kv = rig.core.scheduler.kv
     assert kv.pool.num_available == kv.num_total_blocks
+
+
+def test_closing_an_engine_that_has_failed_cuts_nothing_short(monkeypatch):
+    """A supervisor closes it at once: its thread may still be alive, and the failed call may still hold it."""
+    monkeypatch.setattr(engine_thread, "ABORT_GRACE_S", 0)
+    is_told = threading.Event()
+    rig = Rig(
+        executor=FailingExecutor(HashExecutor(TINY), fail_at_step=0), on_failed=functools.partial(is_told.wait, TIMEOUT_S)
+    )
+    rig.engine.submit(make_request("a"))
+    rig.engine.start()
+    rig.sink.wait_for_ends("a")
+    with rig.engine.held():
+        assert rig.engine.close(timeout_s=0)
+    is_told.set()
+    rig.wait_until_ended()
+    assert rig.engine.close(TIMEOUT_S)
 
 
 def test_a_request_that_comes_during_the_failing_step_is_refused():

@@ -157,11 +157,13 @@ class Engine:
         else:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._was_cut_short |= self._is_held
+            is_draining, is_held = self._state is EngineState.DRAINING, self._is_held
             self._has_waited = True
             self._refuse_unless_held()
-            for request_id in self._outbox.cut_short():
+            left = self._outbox.cut_short()
+            for request_id in left:
                 self.abort(request_id, detail)
+            if is_draining and (left or is_held):  # `_end_all` decides for an engine that fails
                 self._was_cut_short = True
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
@@ -297,7 +299,8 @@ class Engine:
         except Exception:
             _logger.exception("the last step before the failure was not told")
         chunks = [*self._fail_core(detail), *self._output.fail_all(detail, self._clock.now_ns())]
-        self._was_cut_short |= was_draining and bool(chunks or late)
+        if was_draining and (chunks or late):
+            self._was_cut_short = True
         for chunk in chunks:
             chunk.reject_reason = RejectReason.UNAVAILABLE.value  # Not this request's own fault.
         try:
