@@ -738,6 +738,14 @@ def test_an_encoder_with_a_vector_for_each_token_says_how_to_get_one_for_a_text(
             reader.embed("some text")
 
 
+def test_a_classifier_of_tokens_classifies_no_texts(tmp_path: Path) -> None:
+    """Its head sets the pooling, which `--pooling` can't change."""
+    encoder = write_encoder(ENCODERS["bert_tokens"], tmp_path / "encoder")
+    wanted = r"has labels for each token, .* Load a model that classifies whole texts\.$"
+    with LLM(encoder) as reader, pytest.raises(PenstockError, match=wanted):
+        reader.classify("some text")
+
+
 def test_an_encoder_writes_nothing(encoders: dict[str, Path]) -> None:
     with LLM(encoders["bert_gguf"]) as reader:
         with pytest.raises(PenstockError, match=r"writes none\. Load a model that writes text, or embed texts with this one"):

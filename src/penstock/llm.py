@@ -287,8 +287,10 @@ class AsyncLLM(_Facts):
             what = f"{self.model_name} is for --task {encoder.task}."
             raise ConfigError(what, remedy=f"Load a model for {' or '.join(tasks)}.")
         if encoder.is_per_token and not may_be_per_token:
-            what = f"{self.model_name} has a vector for each token, not for the text."
-            raise ConfigError(what, remedy="Set pooling (--pooling) to first, last or mean, or load another model.")
+            kind, remedy = "a vector", "Set pooling (--pooling) to first, last or mean."
+            if encoder.labels:
+                kind, remedy = "labels", "Load a model that classifies whole texts."
+            raise ConfigError(f"{self.model_name} has {kind} for each token, not for the text.", remedy=remedy)
         return encoder
 
     async def _read_texts(
