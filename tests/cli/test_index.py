@@ -44,15 +44,28 @@ def test_passages_are_embedded_as_passages_and_a_second_run_reads_what_is_new(en
     assert scores[1] < 0.9999
 
 
-@pytest.mark.parametrize("texts", [[], [" "]])
+@pytest.mark.parametrize("text", [None, " "])
 def test_a_folder_without_text_is_an_error_and_leaves_no_index(
-    encoder: Path, tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+    encoder: Path, tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     documents, file = tmp_path / "documents", tmp_path / "a.index"
     documents.mkdir()
-    for text in texts:
+    if text is not None:
         (documents / "a.txt").write_text(text)
+    words = [str(documents), "-o", str(file), "--embedder", str(encoder)]
     with pytest.raises(ConfigError, match="No text was found in"):
-        index.main([str(documents), "-o", str(file), "--embedder", str(encoder)], standalone_mode=False)
+        index.main(words, standalone_mode=False)
     assert capsys.readouterr().out == ""
     assert not file.exists()
+
+
+def test_an_index_stays_if_its_documents_lose_their_text(encoder: Path, tmp_path: Path) -> None:
+    documents, file = tmp_path / "documents", tmp_path / "a.index"
+    documents.mkdir()
+    words = [str(documents), "-o", str(file), "--embedder", str(encoder)]
+    for text in (TEXT, " "):
+        (documents / "a.txt").write_text(text)
+        CliRunner().invoke(index, words)
+    reader = Reader(file)
+    assert reader.num_passages == 0
+    reader.close()

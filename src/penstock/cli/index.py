@@ -31,10 +31,10 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
     from penstock.serve.texts.read import DOCUMENT_PROMPTS, first_prompt
 
     path = output or Path(f"{folder.resolve().name}.index")
-    is_new = not path.exists()
     with LLM(embedder) as llm:
         [probed] = llm.embed([PROBE])  # before a file is made
         probe = np.array(probed.outputs.embedding, np.float32)
+        is_new = not path.exists()
         create(path, folder, embedder, probe)
         prompt_name = first_prompt(llm.prompts, DOCUMENT_PROMPTS)
 
