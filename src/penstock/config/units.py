@@ -66,7 +66,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def figure(value: float, *, digits: int = 3) -> str:
-    """Return `0.0123`, `1.23` or `1234`: as many digits, or all before the point, where `g` would write 1.23e+03."""
+    """Return `0.0123`, `1.23` or `1234`: so many significant digits, and more rather than an exponent as in 1.23e+03."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"
 
 

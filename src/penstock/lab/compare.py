@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from penstock.config.units import figure
 from penstock.lab.figures import BUCKET_RATIO, LATENCIES, QUANTILES, make_rates
 from penstock.lab.intervals import LEVEL, Estimate, effective_draws, student_quantile, student_tail
 from penstock.lab.results import Result, Run, has_variants
@@ -354,4 +355,4 @@ def _smallest(spread: Spread | None, share: float) -> float:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g}" if abs(share) < 0.995 else f"{100 * share:.0f}"
+    return figure(100 * share, digits=2)
