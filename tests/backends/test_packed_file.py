@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import threading
@@ -172,6 +173,16 @@ def test_a_sound_file_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(AssertionError), open_packed(file, IDENTITY, is_checked=True):
         pass
     assert sorted(one.name for one in file.parent.iterdir()) == [".one.packed.lock", "one.checked", "one.packed"]
+
+
+def test_a_system_without_huge_pages_reads_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    with open_packed(file, IDENTITY, is_checked=True) as packed:
+        assert set(packed.places) == {"w", "v"}
 
 
 def test_every_byte_that_is_changed_is_noticed(file: Path) -> None:

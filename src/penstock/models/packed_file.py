@@ -91,7 +91,8 @@ class PackedFile:
     def check(self) -> None:
         """Read the whole file. Raises PackedError for a matrix that is not what was written."""
         with mmap.mmap(self.fd, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
-            data.madvise(mmap.MADV_HUGEPAGE)  # the kernels will use the pages that this brings into memory
+            with suppress(OSError):  # a system without huge pages
+                data.madvise(mmap.MADV_HUGEPAGE)  # the kernels will use the pages that this brings into memory
             spans = [[view[place.offset : place.offset + place.num_bytes]] for place in self.places.values()]
             digests = _digests(spans)
             for (part,) in spans:
