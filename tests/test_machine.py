@@ -25,6 +25,7 @@ from penstock.machine import (
     find_cores,
     give_back_free_memory,
     is_free_threaded,
+    private_bytes,
     settle_on_node,
     usable_cpus,
 )
@@ -97,6 +98,11 @@ def test_a_limit_of_address_space_leaves_what_a_server_will_map(machine: FakeMac
     late = address_space(proc=machine.proc)
     assert late is not None
     assert late.left_bytes == GIB
+
+
+def test_private_memory_is_what_is_resident_and_not_shared(machine: FakeMachine) -> None:
+    machine.write("proc/self/statm", "100 30 10 1 0 1 0\n")
+    assert private_bytes(proc=machine.proc) == 20 * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_container_limit_at_the_root_counts_with_cached_pages_given_back(machine: FakeMachine) -> None:

@@ -111,6 +111,12 @@ def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
     return AddressSpace(limit, max(mapped, server))
 
 
+def private_bytes(*, proc: Path = _PROC) -> int:
+    """Return the memory of this process that is neither a file's nor shared."""
+    pages = _read(proc / "self" / "statm").split()
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """Return how many CPUs this process may keep busy, by its affinity mask and the quotas of control groups. At least 1."""
     num_allowed, quota = len(os.sched_getaffinity(0)), _cpu_quota(proc, cgroup)

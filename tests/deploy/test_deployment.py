@@ -16,6 +16,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import plan_share, start_deployment, start_model
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.running import RunningModel
+from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.engine.state import EngineState
 from penstock.engine.supervisor import Supervisor
 from penstock.engine.thread import Engine
@@ -209,7 +210,7 @@ def test_more_threads_than_cpus_are_taken_and_warned_of_once(
 
 def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
     free = [100 * MIB]
-    budget = MemoryBudget(lambda: free[0])
+    budget = MemoryBudget(lambda: free[0], read_private_bytes=lambda: 0)
     assert budget.available_bytes("one") == 100 * MIB
     budget.take("one", SMALL)
     free[0] = 80 * MIB  # the weights are there, and the KV cache has not filled yet
@@ -222,6 +223,24 @@ def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
     budget.take("three", SMALL)
     free[0] = 10 * MIB
     assert budget.available_bytes("four") == 0
+
+
+def test_what_an_earlier_load_left_behind_counts_as_free_up_to_the_reserve() -> None:
+    free, private = 1000 * MIB, 50 * MIB
+    budget = MemoryBudget(lambda: free, read_private_bytes=lambda: private)
+    assert budget.available_bytes("one") == 1000 * MIB
+    free, private = 880 * MIB, 170 * MIB
+    assert budget.available_bytes("one") == 1000 * MIB
+    free -= 100 * MIB  # for another process
+    assert budget.available_bytes("one") == 900 * MIB
+    private += 500 * MIB
+    assert budget.available_bytes("one") == 1000 * MIB, "never more than the whole budget"
+    free = 500 * MIB
+    assert budget.available_bytes("one") == 500 * MIB + RESERVE_BYTES
+    budget.take("two", MemoryShare(num_weight_bytes=500 * MIB, num_reserve_bytes=0))
+    assert budget.available_bytes("one") == 500 * MIB
+    free = 300 * MIB
+    assert budget.available_bytes("one") == 420 * MIB, "the weights of another model are not left behind"
 
 
 def test_the_empty_blocks_of_models_still_take_memory() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.units import format_size
 from penstock.deploy.sizing import RESERVE_BYTES
-from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores, usable_cpus
+from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores, private_bytes, usable_cpus
 from penstock.sched.background import serve_people
 from penstock.sched.policies.base import CONTESTED_STEP_NS, CONTESTED_WINDOW_NS
 from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory, counted
@@ -93,15 +93,24 @@ class MemoryBudget:
     The free memory that the system reports is too much, because it includes the part of each KV cache that is not filled yet.
     """
 
-    def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:
-        """`read_available_bytes` returns the bytes that are free now.
+    def __init__(
+        self,
+        read_available_bytes: Callable[[], int] | None = None,
+        *,
+        limit_bytes: int | None = None,
+        read_private_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        """`read_available_bytes` returns the bytes that are free now, `read_private_bytes` those that this process takes.
 
         All models together may use what is free when the budget is first used, and at most `limit_bytes` unless that is None.
         """
         self._read_available_bytes = read_available_bytes or available_memory_bytes
+        self._read_private_bytes = read_private_bytes or private_bytes
         self._limit_bytes = limit_bytes
         self._total_bytes: int | None = None
         """Bytes for all models. Read at first use."""
+        self._first_private_bytes = 0
+        """Bytes that the process took at first use."""
         self._shares: dict[str, MemoryShare] = {}
         self._stuck: list[_Stuck] = []
         self._lock = threading.RLock()  # `take` calls `left_bytes`
@@ -111,13 +120,18 @@ class MemoryBudget:
 
         `is_restart`: reserve nothing for the model's own stuck steps. The memory that they use is not free anyway, and
         they will not use more.
+
+        An earlier load leaves memory of the process behind, such as the interpreter's. It counts as free, because the model's
+        reserve is for it, too.
         """
-        left_bytes = self.left_bytes(name) + (self.stuck_bytes(name) if is_restart else 0)
-        return max(0, min(self._read_available_bytes(), left_bytes))
+        left_bytes = self.left_bytes(name)
+        left_behind_bytes = self._read_private_bytes() - self._first_private_bytes - (self.total_bytes() - left_bytes)
+        free_bytes = self._read_available_bytes() + min(max(0, left_behind_bytes), RESERVE_BYTES)
+        return max(0, min(free_bytes, left_bytes + (self.stuck_bytes(name) if is_restart else 0)))
 
     def total_bytes(self) -> int:
         if self._total_bytes is None:
-            free_bytes = self._read_available_bytes()
+            free_bytes, self._first_private_bytes = self._read_available_bytes(), self._read_private_bytes()
             self._total_bytes = free_bytes if self._limit_bytes is None else min(free_bytes, self._limit_bytes)
         return self._total_bytes
 
