@@ -164,14 +164,6 @@ def test_bytes_of_deepseek() -> None:
     assert (shape.num_bytes(KvDtype.INT8), shape.num_bytes(KvDtype.BF16)) == (576 + 2 * 19, 2 * 576 + 4)
 
 
-def test_a_step_has_room_for_a_latent_of_each_head() -> None:
-    """Queries and sums of 16 heads in float32, and what products read of them in bf16."""
-    spec = make_spec("of DeepSeek").with_attention(lambda _, attention: replace(attention, num_heads=16))
-    of_token = 16 * (4 * (576 + 576 + 128 + 64 + 2 * 128) + 2 * (576 + 128))
-    assert footprint.latent_bytes(spec, 512) == 512 * of_token
-    assert footprint.latent_bytes(replace(spec, layers=()), 512) == 0
-
-
 def test_matrices_in_fp8_are_divided_among_weights_with_their_scales(tmp_path: Path) -> None:
     """As published files of DeepSeek V3 have them: blocks do not end where heads do."""
     case, at = CASES["deepseek_v2_lite"], "model.layers.1.self_attn"

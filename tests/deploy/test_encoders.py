@@ -13,12 +13,14 @@ import pytest
 
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
-from penstock.deploy import executor
-from penstock.deploy.factory import start_model
+from penstock.deploy import executor, sizing
+from penstock.deploy.factory import plan_share, start_model
+from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
+from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.encoder import Task
-from penstock.types.errors import ConfigError, ModelError
+from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
 from support.deployments import deployment_of
 from support.executors import noted_executors
 from support.parity.encoder_cases import ENCODERS, write_encoder
@@ -67,6 +69,19 @@ def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(
     assert running.model.encoder.task is Task.EMBED
     assert running.chat_template is None
     running.close()
+
+
+def test_a_text_for_which_memory_is_too_small_is_refused_at_the_start(embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(num_tokens: int) -> MemoryShare:
+        config = replace(REFERENCE, scheduler=SchedulerConfig(max_num_batched_tokens=num_tokens))
+        budget = MemoryBudget(lambda: RESERVE_BYTES + (4 << 20))
+        return plan_share(config, resolve(str(embedder), embedder.parent), Resources(budget))
+
+    monkeypatch.setattr(sizing, "STEP_RESERVE_BYTES", 0)
+    assert share(64).num_step_bytes > 64 * 4 * 72
+    with pytest.raises(NotEnoughMemory, match=r"what a step of 2048 tokens takes, .* leave nothing") as refused:
+        share(2048)
+    assert "--max-model-len" in refused.value.remedy
 
 
 @pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.NATIVE])

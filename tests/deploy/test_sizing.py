@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.backends.cuda.memory import Usage
 from penstock.backends.native import footprint
-from penstock.config import BackendConfig, Config, KvConfig, LoraConfig
+from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig
 from penstock.deploy.forecast import Outline, forecast
 from penstock.deploy.resolve import adapter_room, decide, plan_on_cpu
 from penstock.deploy.sizing import (
@@ -244,12 +244,25 @@ def test_the_experts_of_the_largest_step_are_counted() -> None:
     assert 512 * 8 * 4 * (2 * 1536 + 576) < found.num_step_bytes < 512 * 8 * 6 * (2 * 1536 + 576)
     assert dense.num_step_bytes == 0
     assert dense.num_bytes - found.num_bytes == pytest.approx(found.num_step_bytes / 2, abs=BLOCK_BYTES)
-    with pytest.raises(
-        NotEnoughMemory, match=r"the experts or latents of a step's 8192 tokens, 1\.\d+ GiB, leave no KV cache"
-    ) as refused:
+    with pytest.raises(NotEnoughMemory, match=r"what a step of 8192 tokens takes, 1\.\d+ GiB, leave no KV cache") as refused:
         plan(spec=spec, available_bytes=free, max_step_tokens=8192)
     for option in ("--max-num-batched-tokens", "(penstock serve --experts-on-disk)"):  # plan shows it, too
         assert option in refused.value.remedy
+
+
+def test_activations_of_a_large_step_are_counted_and_those_of_a_default_one_are_in_the_reserve() -> None:
+    def found(**sizes: int) -> KvPlan:
+        config = Config(kv=KvConfig(kv_cache_memory_bytes=GIB), scheduler=SchedulerConfig(**sizes))
+        room = Room(available_bytes=2 * GIB, num_weight_bytes=100 * MIB)
+        spec = replace(make_spec(), vocab_size=50_000)
+        return plan_on_cpu(config, decide(config, is_gpu=False), spec, room)
+
+    assert found().num_step_bytes == 0
+    of_token = 4 * (2 * 576 + 2 * 576 + 2 * 192 + 2 * 1536) + 2 * (2 * 576 + 1536)
+    assert found(max_num_batched_tokens=8192).num_step_bytes == pytest.approx(8192 * of_token - 60 * MIB, abs=40 * MIB)
+    assert found(max_num_seqs=1024).num_step_bytes > 4 * 1024 * 50_000 - 128 * MIB
+    with pytest.raises(NotEnoughMemory, match="what a step of 65536 tokens takes"):
+        found(max_num_batched_tokens=65_536)
 
 
 def test_recurrent_state_is_counted() -> None:

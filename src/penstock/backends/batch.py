@@ -23,6 +23,14 @@ NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or 
 NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite or not a number"
 
 
+def most_scored(program: Program) -> int:
+    """Return the number of positions whose logits fit in 32 MiB, but at least 16 and at most 256.
+
+    It is 0 for a program of whole texts (`is_one_pass`).
+    """
+    return 0 if program.is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
+
+
 def capacity_of(
     program: Program,
     *,
@@ -33,14 +41,9 @@ def capacity_of(
     max_model_len: int,
     num_state_blocks: int = 0,
 ) -> Capacity:
-    """Return the capacity of an executor on the CPU.
-
-    `max_scored` is the number of positions whose logits fit in 32 MiB, but at least 16 and at most 256. It is 0 for a program
-    of whole texts (`is_one_pass`).
-    """
+    """Return the capacity of an executor on the CPU."""
     is_one_pass = program.is_one_pass
     assert is_one_pass == isinstance(program.ending, States), "programs of texts end in `States`, others in `Logits`"
-    max_scored = 0 if is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
     return Capacity(
         num_blocks,
         block_size,
@@ -50,7 +53,7 @@ def capacity_of(
         has_state=program.state is not None,
         num_state_blocks=num_state_blocks,
         window=program.window,
-        max_scored=max_scored,
+        max_scored=most_scored(program),
         checks_guesses=not (is_one_pass or program.state or program.paged_state),
         is_one_pass=is_one_pass,
         vocab_size=program.vocab_size,

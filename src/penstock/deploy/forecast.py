@@ -107,9 +107,12 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
     else:
-        room = Room(available_bytes=memory_bytes, num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes)
-        kv = resolve.plan_on_cpu(config, compute, outline.spec, room)
+        kv = resolve.plan_on_cpu(config, compute, outline.spec, _room(outline, memory_bytes))
     return Forecast(compute=compute, kv=kv)
+
+
+def _room(outline: Outline, memory_bytes: int) -> Room:
+    return Room(available_bytes=memory_bytes, num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes)
 
 
 def _block_bytes(compute: Compute, spec: ModelSpec) -> int:
@@ -272,7 +275,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
             if model.encoder is None:
                 expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
             else:
-                resolve.plan_texts(config, compute, model)
+                resolve.plan_texts(config, compute, model, _room(outline, free_bytes))
         if expected is not None and config.scheduler.speculation_model is not None:
             with _refusing("draft model", refusals):
                 num_draft_bytes = plan_share(config, source, Resources(), free_bytes).num_draft_bytes

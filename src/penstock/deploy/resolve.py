@@ -40,6 +40,7 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.models.catalog import ModelSource
+    from penstock.models.program import Program
     from penstock.models.weights import LoadedModel
     from penstock.types.model_spec import ModelSpec
 
@@ -69,10 +70,20 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         check_disk(expert_folder(config), model)
     adapters = adapter_room(config, model)
     weight_bytes = num_memory_bytes(config, model)
-    if model.encoder is None:
-        plan = _plan_cache(config, compute, model, machine, adapters, weight_bytes)
+    room = sizing.Room(
+        available_bytes=machine.available_bytes if machine.num_models == 1 else machine.total_bytes,
+        num_weight_bytes=weight_bytes,
+        num_models=machine.num_models,
+        beside_bytes=machine.beside_bytes,
+        adapters=adapters,
+    )
+    plan = None
+    if model.encoder is not None:
+        compute, plan = plan_texts(config, compute, model, room)
+    elif compute.is_on_gpu:  # the KV cache is measured once the weights are loaded
+        sizing.check_adapter_room(adapters, room.available_bytes - sizing.RESERVE_BYTES)
     else:
-        compute, plan = plan_texts(config, compute, model)
+        plan = plan_on_cpu(config, compute, model.spec, room)
     has_prefix_caching = config.kv.prefix_caching and model.encoder is None
     open_kv_events = plan_kv_events(config.server, config.kv.prefix_sharing, has_prefix_caching=has_prefix_caching)
     policies = choose_policies(config, is_one_pass=model.encoder is not None)
@@ -342,24 +353,6 @@ def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
     )
 
 
-def _plan_cache(
-    config: Config, compute: Compute, model: LoadedModel, machine: Machine, adapters: sizing.AdapterRoom, weight_bytes: int
-) -> sizing.KvPlan | None:
-    """Return the plan of the KV cache, or None on a GPU, where it is measured once the weights are loaded."""
-    available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
-    if compute.is_on_gpu:
-        sizing.check_adapter_room(adapters, available_bytes - sizing.RESERVE_BYTES)
-        return None
-    room = sizing.Room(
-        available_bytes=available_bytes,
-        num_weight_bytes=weight_bytes,
-        num_models=machine.num_models,
-        beside_bytes=machine.beside_bytes,
-        adapters=adapters,
-    )
-    return plan_on_cpu(config, compute, model.spec, room)
-
-
 def plan_on_cpu(config: Config, compute: Compute, spec: ModelSpec, room: sizing.Room) -> sizing.KvPlan:
     """Return the size of the KV cache on a CPU. Raises the errors of `plan_kv`."""
     from penstock.models.architectures import describe
@@ -381,11 +374,19 @@ def plan_on_cpu(config: Config, compute: Compute, spec: ModelSpec, room: sizing.
         ),
         config.kv,
         block_bytes=block_bytes,
-        step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens)
-        + footprint.latent_bytes(spec, compute.max_step_tokens),
+        step_bytes=_step_bytes(compute, spec, program),
         is_exact=config.model.max_model_len is not None,
         room=room,
     )
+
+
+def _step_bytes(compute: Compute, spec: ModelSpec, program: Program) -> int:
+    """Return the memory for the largest step's experts and activations on a CPU that the reserve does not cover."""
+    from penstock.backends.batch import most_scored
+
+    num_samples = compute.max_rows + most_scored(program)
+    num_bytes = footprint.buffer_bytes(program, compute.max_step_tokens, num_samples)
+    return footprint.expert_bytes(spec, compute.max_step_tokens) + max(0, num_bytes - sizing.STEP_RESERVE_BYTES)
 
 
 # --- models that only read texts: a text is read whole, in one step, and nothing of it is kept ---
@@ -394,11 +395,14 @@ _KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
 """Settings of the KV cache that affect texts. Tenants who share prefixes share the result of equal texts."""
 
 
-def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, sizing.KvPlan]:
+def plan_texts(config: Config, compute: Compute, model: LoadedModel, room: sizing.Room) -> tuple[Compute, sizing.KvPlan]:
     """Return the settings and memory plan of a model that only embeds or scores texts. A text takes one row and one block.
 
-    Raises ConfigError for settings without effect, or for steps that are too small for the longest text.
+    Raises ConfigError for settings without effect, or for steps that are too small for the longest text or too large for the
+    memory of a CPU.
     """
+    from penstock.models.architectures import describe
+
     assert model.encoder is not None
     _check_text_settings(config, model)
     asked = config.model.max_model_len
@@ -414,8 +418,10 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
     # Two steps may be in flight, and block 0 is the null block.
     block_size = -(-longest // native.KV_TILE) * native.KV_TILE
     capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
-    plan = sizing.KvPlan(capacity, num_bytes=0, is_shortened=False)
-    return replace(compute, max_rows=rows, max_step_tokens=step_tokens), plan
+    compute = replace(compute, max_rows=rows, max_step_tokens=step_tokens)
+    step_bytes = 0 if compute.is_on_gpu else _step_bytes(compute, model.spec, describe(model.spec))
+    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower --max-num-batched-tokens or --max-model-len")
+    return compute, sizing.KvPlan(capacity, num_bytes=0, is_shortened=False, num_step_bytes=step_bytes)
 
 
 def _check_text_settings(config: Config, model: LoadedModel) -> None:

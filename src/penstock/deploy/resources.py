@@ -33,7 +33,7 @@ class MemoryShare:
     num_kv_bytes: int = 0
     num_tier_bytes: int = 0
     num_step_bytes: int = 0
-    """Bytes for the experts and latents of a step."""
+    """Bytes for a step's experts, and for activations that the reserve does not cover."""
     num_adapter_bytes: int = 0
     """Bytes for adapters outside of the KV cache."""
     num_draft_bytes: int = 0
@@ -58,7 +58,7 @@ class MemoryShare:
         return sum(self.by_part.values())
 
     def __str__(self) -> str:
-        words = {"kv": "KV cache", "step": "experts of a step", "draft": "draft model"}
+        words = {"kv": "KV cache", "step": "largest step", "draft": "draft model"}
         parts = ", ".join(f"{words.get(name, name)} {format_size(size)}" for name, size in self.by_part.items() if size)
         return f"{format_size(self.num_bytes)} ({parts})"
 

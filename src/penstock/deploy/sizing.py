@@ -20,6 +20,8 @@ DEFAULT_CAP_BYTES = 4 << 30
 """Largest KV cache without a set size: a server should not fill a workstation."""
 RESERVE_BYTES = 256 << 20
 """Memory for the interpreter, activations, the vocabulary, and the part of a matrix that is being converted."""
+STEP_RESERVE_BYTES = RESERVE_BYTES // 2
+"""The part of the reserve for a step's activations. Those of most small models fit at the default sizes."""
 LEAST_TOKENS_BESIDE = 4096
 """Length of the longest request below which a model does not shrink its KV cache to leave room for other models."""
 LEAST_ROOM_BYTES = RESERVE_BYTES // 4
@@ -70,7 +72,7 @@ class KvPlan:
     is_shortened: bool
     """Whether the cache is too small for the model's longest request."""
     num_step_bytes: int = 0
-    """Memory for the experts and latents of a step, which `RESERVE_BYTES` does not cover."""
+    """Memory for a step's experts, and for activations beyond `STEP_RESERVE_BYTES`."""
 
     @property
     def num_tokens(self) -> int:
@@ -97,14 +99,8 @@ def plan_kv(
     no set size, leave memory for the other models, unless the cache would be too small. Raises NotEnoughMemory.
     """
     adapters = room.adapters
-    free_bytes = room.available_bytes - room.num_weight_bytes - RESERVE_BYTES - step_bytes
-    if step_bytes and free_bytes < 2 * block_bytes:
-        raise NotEnoughFreeMemory(
-            f"Weights of {format_size(room.num_weight_bytes)} and the experts or latents of a step's "
-            f"{wanted.max_step_tokens} tokens, {format_size(step_bytes)}, "
-            f"leave no KV cache of the {format_size(room.available_bytes)} that are free.",
-            instead="Lower --max-num-batched-tokens, keep experts in a file (penstock serve --experts-on-disk)",
-        )
+    instead = "Lower --max-num-batched-tokens, keep experts in a file (penstock serve --experts-on-disk)"
+    free_bytes = left_by_step(room, step_bytes, wanted.max_step_tokens, least_kv_bytes=2 * block_bytes, instead=instead)
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
     free_bytes -= adapters.num_bytes
     free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
@@ -125,6 +121,22 @@ def plan_kv(
     is_of_free = kv.kv_cache_memory_bytes is None
     found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact, is_of_free=is_of_free)
     return replace(found, num_step_bytes=step_bytes)
+
+
+def left_by_step(room: Room, step_bytes: int, num_tokens: int, *, least_kv_bytes: int = 0, instead: str) -> int:
+    """Return the memory that weights, reserve and a step of `num_tokens` leave.
+
+    Raises NotEnoughFreeMemory, with the remedy `instead`, if a step with `step_bytes` leaves less than `least_kv_bytes`.
+    """
+    free_bytes = room.available_bytes - room.num_weight_bytes - RESERVE_BYTES - step_bytes
+    if step_bytes and free_bytes < least_kv_bytes:
+        raise NotEnoughFreeMemory(
+            f"Weights of {format_size(room.num_weight_bytes)} and what a step of {num_tokens} tokens takes, "
+            f"{format_size(step_bytes)}, leave {'no KV cache' if least_kv_bytes else 'nothing'} of the "
+            f"{format_size(room.available_bytes)} that are free.",
+            instead=instead,
+        )
+    return free_bytes
 
 
 def plan_gpu_kv(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.models.program import KvShape, PagedState
+from penstock.models import program as prog
+from penstock.models.program import KvShape, PagedState, Program
 from penstock.types.errors import ModelError
-from penstock.types.kv_dtype import KEY_GROUP, KvDtype, padded_latent
+from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 from penstock.types.kv_dtype import state_bytes as bytes_of_columns
-from penstock.types.model_spec import AttentionSpec, ExpertsMlp, ModelSpec, ShortConvSpec
+from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
@@ -73,17 +74,32 @@ def num_state_blocks(state: PagedState | None, block_bytes: int) -> int:
     return -(-num_state_lines(state, line) // (block_bytes // (4 * line)))
 
 
-def latent_bytes(spec: ModelSpec, num_tokens: int) -> int:
-    """Return the bytes of a step's buffers of latent attention, which have a latent for each head. Layers share them."""
-    return num_tokens * max(map(_bytes_for_heads, spec.attentions), default=0)
+def widths_of_latents(program: Program) -> dict[str, int]:
+    """Return the widths of buffers with one latent per head, as the KV cache pads them."""
+    widths = {
+        name: op.num_heads * program.kv_shapes[op.layer].padded().head_dim
+        for op in program.ops
+        if isinstance(op, prog.LatentAttention)
+        for name in (op.q_latent, op.out)
+    }
+    gathered = {op.out: widths[op.x] for op in program.ops if isinstance(op, prog.GatherRows) and op.x in widths}
+    return widths | gathered
 
 
-def _bytes_for_heads(attention: AttentionSpec) -> int:
-    if attention.latent is None:
-        return 0
-    queries, sums = KvShape.of(attention).padded().head_dim, attention.latent
-    floats = 2 * queries + sums.key_dim + sums.rotary_dim + 2 * padded_latent(sums.value_dim)
-    return attention.num_heads * (4 * floats + 2 * (queries + sums.key_dim))
+def buffer_bytes(program: Program, num_tokens: int, num_samples: int) -> int:
+    """Return the bytes of a step's buffers in float32, and of copies in 16 bits of those that are multiplied.
+
+    Layers share them. The native backend's may be fewer and smaller, because it joins operations and rounds copies to 8 bits.
+    """
+    widths, rows, sizes = dict(program.buffers) | widths_of_latents(program), num_tokens, dict[str, int]()
+    for op in program.ops:
+        if isinstance(op, prog.GatherRows | prog.FirstRows | prog.MeanRows | prog.SparseRows):
+            rows = num_samples
+        if isinstance(op, prog.Linear | prog.HeadLinear | prog.Logits | prog.Experts):
+            sizes.setdefault(f"{op.x}, multiplied", rows * (2 * widths[op.x] + 64))  # with padding
+        if out := getattr(op, "out", ""):
+            sizes.setdefault(out, 4 * rows * widths[out])
+    return sum(sizes.values())
 
 
 def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
-from penstock.backends.native.footprint import first_lines
+from penstock.backends.native.footprint import first_lines, widths_of_latents
 from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
@@ -267,7 +267,7 @@ class _Emitter:
     """Adds groups of operations to the engine as instructions, in order."""
 
     def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
-        self._widths = dict(program.buffers) | _widths_of_latents(program)
+        self._widths = dict(program.buffers) | widths_of_latents(program)
         self._kv_shapes = program.kv_shapes
         self._num_positions = num_positions
         self._first_lines = first_lines(program.paged_state)
@@ -718,18 +718,6 @@ class _Emitter:
         x, out = self._buffer(name), self._buffer(ordered)
         self._row(RowOpKind.GATHER_COLUMNS, out=out, x=x, weight=self._weights.order_id(order))
         return out
-
-
-def _widths_of_latents(program: Program) -> dict[str, int]:
-    """Return the widths of buffers with one latent per head, as the KV cache pads them."""
-    widths = {
-        name: op.num_heads * program.kv_shapes[op.layer].padded().head_dim
-        for op in program.ops
-        if isinstance(op, prog.LatentAttention)
-        for name in (op.q_latent, op.out)
-    }
-    gathered = {op.out: widths[op.x] for op in program.ops if isinstance(op, prog.GatherRows) and op.x in widths}
-    return widths | gathered
 
 
 # Weights
