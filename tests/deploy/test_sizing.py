@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from penstock.backends.cuda.memory import Usage
 from penstock.backends.native import footprint
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig
+from penstock.deploy.factory import plan_share
 from penstock.deploy.forecast import Outline, forecast
 from penstock.deploy.resolve import adapter_room, decide, plan_on_cpu
+from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.sizing import (
     DEFAULT_CAP_BYTES,
     LEAST_TOKENS_BESIDE,
@@ -34,7 +36,7 @@ from penstock.deploy.sizing import (
 from penstock.machine import AddressSpace
 from penstock.models.adapter import sites
 from penstock.models.architectures import describe
-from penstock.models.catalog import resolve
+from penstock.models.catalog import num_file_bytes, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
@@ -423,6 +425,29 @@ def test_a_limit_of_the_address_space_holds_the_program_and_the_plan() -> None:
 def test_a_lower_limit_of_the_address_space_is_refused_with_the_number_that_suffices() -> None:
     with pytest.raises(ConfigError, match=r"limited to 3145727 KiB, and 3145728 KiB are needed.*`ulimit -v 3145728`"):
         check_address_space(AddressSpace(3 * GIB - 1024, GIB), 2 * GIB)
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_limit_of_the_address_space_holds_the_files_that_the_load_maps(
+    is_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyLlama(max_model_len=1 << 20, vocab_size=20_000)
+    path = write_hf(tmp_path / "tiny", tiny) if is_directory else write_gguf(tmp_path / "tiny.gguf", tiny)
+    assert num_file_bytes(path) > MIB
+    most_bytes = load_model(resolve(str(path), tmp_path)).num_weight_bytes + num_file_bytes(path) + RESERVE_BYTES
+
+    def planned_bytes(limit_bytes: int, config: Config) -> int:
+        space = AddressSpace(limit_bytes, GIB)
+        monkeypatch.setattr("penstock.deploy.resolve.address_space", lambda: space)
+        resources = Resources(MemoryBudget(lambda: space.left_bytes))
+        return plan_share(config, resolve(str(path), tmp_path), resources, space.left_bytes).num_kv_bytes
+
+    config = Config(kv=KvConfig(kv_cache_memory_bytes=8 * MIB))
+    needed_kib = -(-(GIB + most_bytes + 8 * MIB) // 1024)
+    with pytest.raises(ConfigError, match=f"`ulimit -v {needed_kib}`"):
+        planned_bytes(GIB + most_bytes, config)
+    assert 7 * MIB < planned_bytes(1024 * needed_kib, config) <= 8 * MIB
+    assert 49 * MIB < planned_bytes(GIB + most_bytes + 100 * MIB, Config()) <= 50 * MIB
 
 
 def test_a_cache_without_room_is_told_what_to_raise() -> None:

@@ -62,7 +62,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     check_cache(config.kv)
     open_recorder = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
     loading = _loading(config, source, compute)
-    _check_address_space(config, compute, loading)
+    machine = _within_address_space(config, compute, loading, machine)
     model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
     check_model(compute, model)
     if config.model.experts_on_disk:
@@ -299,12 +299,26 @@ def _check_kernels(backend: BackendConfig) -> None:
         )
 
 
-def _check_address_space(config: Config, compute: Compute, loading: Loading) -> None:
+def _within_address_space(config: Config, compute: Compute, loading: Loading, machine: Machine) -> Machine:
+    """Return the machine without the address space of the files that the load maps, if the space is limited.
+
+    Raises ConfigError if it is too small.
+    """
+    from penstock.models.architectures import describe
+    from penstock.models.catalog import num_file_bytes
+
     space = address_space()
     if space is None or compute.is_on_gpu:
-        return
+        return machine
+    model = loading.load()
+    if model.encoder is not None:
+        compute, _ = _of_texts(config, compute, model)
+    weight_bytes = num_memory_bytes(config, model)
+    mapped_bytes = num_file_bytes(loading.source.path) + model.num_weight_bytes - weight_bytes
+    step_bytes = _step_bytes(compute, model.spec, describe(model.spec))
     kv_bytes = config.kv.kv_cache_memory_bytes or sizing.LEAST_ROOM_BYTES
-    sizing.check_address_space(space, num_memory_bytes(config, loading.load()) + kv_bytes + sizing.RESERVE_BYTES)
+    sizing.check_address_space(space, weight_bytes + mapped_bytes + step_bytes + kv_bytes + sizing.RESERVE_BYTES)
+    return replace(machine, available_bytes=min(machine.available_bytes, space.left_bytes - mapped_bytes))
 
 
 def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
@@ -403,8 +417,20 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel, room: sizin
     """
     from penstock.models.architectures import describe
 
-    assert model.encoder is not None
     _check_text_settings(config, model)
+    compute, longest = _of_texts(config, compute, model)
+    rows, step_tokens = compute.max_rows, compute.max_step_tokens
+    # Two steps may be in flight, and block 0 is the null block.
+    block_size = -(-longest // native.KV_TILE) * native.KV_TILE
+    capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
+    step_bytes = 0 if compute.is_on_gpu else _step_bytes(compute, model.spec, describe(model.spec))
+    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower --max-num-batched-tokens or --max-model-len")
+    return compute, sizing.KvPlan(capacity, num_bytes=0, is_shortened=False, num_step_bytes=step_bytes)
+
+
+def _of_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, int]:
+    """Return the settings, and the most tokens of a text. Raises ConfigError if no step can hold such a text."""
+    assert model.encoder is not None
     asked = config.model.max_model_len
     longest = model.encoder.max_tokens if asked is None else sizing.wanted_len(model.spec, asked)
     rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
@@ -415,13 +441,7 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel, room: sizin
             f"{longest} tokens.",
             remedy=f"Set --max-num-batched-tokens to {longest} or more, or --max-model-len to {step_tokens} or less.",
         )
-    # Two steps may be in flight, and block 0 is the null block.
-    block_size = -(-longest // native.KV_TILE) * native.KV_TILE
-    capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
-    compute = replace(compute, max_rows=rows, max_step_tokens=step_tokens)
-    step_bytes = 0 if compute.is_on_gpu else _step_bytes(compute, model.spec, describe(model.spec))
-    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower --max-num-batched-tokens or --max-model-len")
-    return compute, sizing.KvPlan(capacity, num_bytes=0, is_shortened=False, num_step_bytes=step_bytes)
+    return replace(compute, max_rows=rows, max_step_tokens=step_tokens), longest
 
 
 def _check_text_settings(config: Config, model: LoadedModel) -> None:

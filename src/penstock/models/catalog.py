@@ -222,6 +222,12 @@ def _entry(model: str) -> CatalogEntry | None:
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
+def num_file_bytes(path: Path) -> int:
+    """Return the size of a model's files of weights. `path`: its file, the first one of a split model, or its directory."""
+    files = path.glob("*.safetensors") if path.is_dir() else split_files(path)
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
 def split_files(path: Path) -> tuple[Path, ...]:
     """Return all files of a GGUF model: N of them if the first is NAME-00001-of-N.gguf."""
     found = _SPLIT.fullmatch(path.name)
@@ -261,12 +267,11 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
         named[path] = f"hf:{org}/{repo}:{'/'.join(file)}"
     for path, name in named.items():
         if _is_first(path):
-            size_bytes = sum(file.stat().st_size for file in split_files(path) if file.exists())
-            listings.append(ModelListing(name=name, path=path, size_bytes=size_bytes, is_present=_has_all_files(path)))
+            is_present = _has_all_files(path)
+            listings.append(ModelListing(name=name, path=path, size_bytes=num_file_bytes(path), is_present=is_present))
     for marker in sorted(root.glob(f"*/*/{COMPLETE_MARKER}")):
         path = marker.parent
-        size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        listings.append(ModelListing(name=f"hf:{path.relative_to(root)}", path=path, size_bytes=size_bytes))
+        listings.append(ModelListing(name=f"hf:{path.relative_to(root)}", path=path, size_bytes=num_file_bytes(path)))
     return listings
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.models.catalog import ModelSource, SourceKind
+from penstock.models.catalog import ModelSource, SourceKind, num_file_bytes
 
 MAX_WORD_CHARS = 80  # longest part of a file's text that is shown
 
@@ -107,7 +107,7 @@ def _directory_facts(path: Path) -> ModelFacts:
         title=_text(values, "_name_or_path"),
         architecture=", ".join(str(name)[:MAX_WORD_CHARS] for name in names[:3]) if isinstance(names, list) else "",
         quantisation=_quantisation(values.get("quantization_config")),
-        num_file_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        num_file_bytes=num_file_bytes(path),
         modified_unix_s=int(path.stat().st_mtime),
         formats=_formats((tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in tensors.values()),
         num_layers=_count(values, "num_hidden_layers"),
