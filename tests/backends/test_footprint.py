@@ -44,7 +44,7 @@ class Meter:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2", "gguf_q4_1", "gemma2", "mixtral_gguf", "deepseek_v2", "qwen3_5", "gpt2", "bert", "eurobert", "gte"]
+    "name", ["qwen2", "gguf_q4_1", "gemma2", "mixtral_gguf", "deepseek_v2", "qwen3_5", "gpt2", "bert", "modernbert", "gte"]
 )
 def test_a_server_counts_the_buffers_of_the_largest_step_before_it_starts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,4 +63,4 @@ def test_a_server_counts_the_buffers_of_the_largest_step_before_it_starts(
     sizes = {"num_blocks": 8, "block_size": 64, "max_rows": MAX_ROWS, "max_step_tokens": MAX_TOKENS, "max_model_len": 16}
     executor.NativeExecutor(model, program, **sizes, num_threads=1).close()
     counted = footprint.buffer_bytes(program, MAX_TOKENS, num_samples)
-    assert 0.6 * counted < meters[0].num_bytes < 1.1 * counted
+    assert 0.8 * counted < meters[0].num_bytes < 1.1 * counted

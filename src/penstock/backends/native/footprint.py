@@ -40,6 +40,8 @@ def check_format(shapes: Iterable[KvShape], dtype: KvDtype) -> None:
             raise ModelError(f"the KV cache can't be int4: {why}.", remedy="Set --kv-cache-dtype int8.")
 
 
+OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that are fused into a gate-and-up product
+
 LINES = (64, 48, 32, 16)
 """Widths of a line of state in floats, fastest first (`kStateColumns` in native/kernels/kernels.h is the largest)."""
 
@@ -89,17 +91,32 @@ def widths_of_latents(program: Program) -> dict[str, int]:
 def buffer_bytes(program: Program, num_tokens: int, num_samples: int) -> int:
     """Return the bytes of a step's buffers in float32, and of copies in 16 bits of those that are multiplied.
 
-    Layers share them. The native backend's may be fewer and smaller, because it joins operations and rounds copies to 8 bits.
+    Layers share them. The native backend's may be smaller, because it rounds copies to 8 bits.
     """
     widths, rows, sizes = dict(program.buffers) | widths_of_latents(program), num_tokens, dict[str, int]()
+    fused = _fused(program)
     for op in program.ops:
         if isinstance(op, prog.GatherRows | prog.FirstRows | prog.MeanRows | prog.SparseRows):
             rows = num_samples
         if isinstance(op, prog.Linear | prog.HeadLinear | prog.Logits | prog.Experts):
             sizes.setdefault(f"{op.x}, multiplied", rows * (2 * widths[op.x] + 64))  # with padding
-        if out := getattr(op, "out", ""):
+        if (out := getattr(op, "out", "")) and out not in fused:
             sizes.setdefault(out, 4 * rows * widths[out])
     return sum(sizes.values())
+
+
+def _fused(program: Program) -> set[str]:
+    """Return the buffers of gates and up projections that need no memory: one product makes both, and their activation."""
+    if program.is_one_pass:  # weights are rounded, and their products are not fused
+        return set()
+    triples = zip(program.ops, program.ops[1:], program.ops[2:], strict=False)
+    return {
+        name
+        for gate, up, act in triples
+        if isinstance(gate, prog.Linear) and isinstance(up, prog.Linear) and isinstance(act, prog.GatedActivation)
+        if act.activation in OF_PRODUCTS and gate.bias is None and up.bias is None
+        for name in {gate.out, up.out} - {act.out}
+    }
 
 
 def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
-from penstock.backends.native.footprint import first_lines, widths_of_latents
+from penstock.backends.native.footprint import OF_PRODUCTS, first_lines, widths_of_latents
 from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
@@ -39,7 +39,6 @@ ACTIVATION_KINDS = {
     )
 }
 """Numbers of activations, as in native/kernels/kernels.h."""
-_OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that are fused into a gate-and-up product
 _WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
 """Activations with hardly any negative results. When rounded, their range is divided into 256 steps."""
 COMPUTED = frozenset(
@@ -219,7 +218,7 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
     gate, up, act = ops[at : at + 3]
     if not (isinstance(gate, prog.Linear) and isinstance(up, prog.Linear) and isinstance(act, prog.GatedActivation)):
         return None
-    plain = act.activation in _OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
+    plain = act.activation in OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
     fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
     same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format and not weights.is_rounded(gate.weight)
     same = same and weights.order(gate.weight) == weights.order(up.weight)
